@@ -20,7 +20,8 @@ def compute_frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> 
     ``linear`` divides all by the factor; ``llama3`` divides the long wavelengths, keeps the short
     ones, and blends between (the rule that Llama 3.1 published with its configuration); ``yarn``
     blends by the number of rotations within the original context (arXiv 2309.00071, section 3.2);
-    ``longrope`` divides each by its own number, another where ``is_long`` (arXiv 2402.13753).
+    ``longrope`` divides each by its own number, another where ``is_long`` (arXiv 2402.13753);
+    ``proportional`` divides all by the factor, and leaves the last pairs as they are.
     """
     rotated = rope.count_rotated(head_dim)
     frequencies = np.zeros(head_dim // 2)
@@ -89,6 +90,9 @@ def _scale(rope: Rope, frequencies: F64, rotated: int, is_long: bool) -> F64:
     """Frequencies [rotated / 2] with the scaling of ``rope``."""
     if rope.kind == "linear":
         return frequencies / rope.factor
+    if rope.kind == "proportional":
+        turning = np.arange(rotated // 2) < int(rope.share * rotated / 2)
+        return frequencies * turning / rope.factor
     if rope.kind == "longrope":
         factors = rope.long_factors if is_long else rope.short_factors
         return frequencies / np.asarray(factors, np.float64)

@@ -205,6 +205,29 @@ MODELS: dict[str, tuple[str, Options]] = {
             },
         },
     ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            "hidden_size": 48,
+            "head_dim": 20,
+            "global_head_dim": 36,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 5000.0,
+                    "partial_rotary_factor": 0.3,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -681,9 +704,10 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
         # The others want widths that are multiples of four.
         model.set_experts_implementation("eager")
     tied = model.config.tie_word_embeddings
-    biases = [pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")]
+    buffers = ("e_score_correction_bias", "layer_scalar")
+    others = [pair for pair in model.named_buffers() if pair[0].endswith(buffers)]
     with torch.no_grad():
-        for name, values in (*model.named_parameters(), *biases):
+        for name, values in (*model.named_parameters(), *others):
             drawn = torch.randn_like(values)
             if values.dim() > 1 and "embed" not in name and "wte" not in name:
                 drawn *= 1.5 / math.sqrt(values.shape[-1])
@@ -692,8 +716,11 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
                 drawn *= 0.1
             elif values.dim() == 1:
                 drawn *= 0.2
-                if "norm" in name and name.endswith("weight") and not family.startswith("Gemma"):
+                is_norm = "norm" in name and name.endswith("weight")
+                if is_norm and (not family.startswith("Gemma") or family.startswith("Gemma4")):
                     drawn += 1.0
+                if name.endswith("layer_scalar"):
+                    drawn += 0.8
                 if "ln_" in name and name.endswith("weight"):
                     drawn += 1.0
             values.copy_(drawn.half().float())

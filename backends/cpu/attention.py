@@ -9,6 +9,7 @@ import numpy as np
 from pi2.arrays import F32, U8, Raw
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import count_tokens
+from pi2.backends.cpu.specification import find_attention_shape, list_attention_shapes
 from pi2.backends.cpu.states import States
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec, LatentShape
@@ -36,6 +37,9 @@ _WEIGHTS = {
 }
 """Tensors of a layer by the kernels' names for them."""
 
+_SHAPED = frozenset({"attend", "attend_mix", "attend_mix_tokens"})
+"""Functions in which a window makes a difference."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartCalls:
@@ -60,63 +64,59 @@ class Attention:
         self._layers = range(model.shape.layers)
         self.context = round_up(request.context, KV_BLOCK)
         """Tokens that the KV cache has room for."""
-        self.ropes = make_rope_tables(request, space, spec)
-        """Tables of positions, and those of other layers if they differ."""
-        tables = [
-            dict(zip(("cosines", "sines"), map(space.wrap, rope.arrays), strict=True))
-            for rope in self.ropes
-        ]
+        self.ropes = make_rope_tables(request, space)
+        """Tables of positions by what `Model.find_turn` gives."""
+        tables = {
+            turn: dict(zip(("cosines", "sines"), map(space.wrap, rope.arrays), strict=True))
+            for turn, rope in self.ropes.items()
+        }
         growth: Views = {}
         if spec.growth:
             factors = space.make("float32", request.context)
             factors[:] = compute_growth(model, 0, request.context)
             growth["growth"] = space.wrap(factors)
         self._weights: list[Views] = []
-        self._sees_all: list[bool] = []
-        """Whether each layer sees all tokens although others have a window."""
+        shapes = list_attention_shapes(model)
+        self._shapes: list[int] = []
+        """Number of each layer's shape of attention."""
         self._kinds = [model.find_kind(layer) for layer in self._layers]
         for layer in self._layers:
-            self._sees_all.append(spec.some_full and model.find_window(layer) is None)
             if self._kinds[layer] != "attention":
                 self._weights.append({})
+                self._shapes.append(0)
                 continue
+            self._shapes.append(shapes.index(find_attention_shape(model, layer)))
             names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
-            turned = tables[model.find_rope(layer) is model.other_rope]
+            turned = tables[model.find_turn(layer)]
             own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
             own |= space.wrap_own_rows("output", names["output"], spec.other_output)
             self._weights.append(space.wrap_tensors(**names) | own | turned | growth)
         self.states = None if spec.state is None else States(request, space, spec)
         """What layers with a state have instead."""
+        specs = [spec, *(spec.take_other(number) for number in range(1, len(shapes)))]
+        self._specs = [specs[number] for number in self._shapes]
         self._kept: list[list[U8]] = [[] for _ in range(request.sequences)]
         """Keys and values of each sequence, by layer, as bytes [kv_heads, blocks, bytes]."""
         self._caches = [
             [self._make_cache(space, layer, sequence) for layer in self._layers]
             for sequence in range(request.sequences)
         ]
-        self.mixed: F32 = space.make("float32", tokens, spec.width)
+        rooms = {(own.kv_heads, own.head_dim): _Room(space, own, tokens) for own in specs}
+        self._rooms = [rooms[own.kv_heads, own.head_dim].views for own in self._specs]
+        room = rooms[spec.kv_heads, spec.head_dim]
+        self.mixed: F32 = room.mixed
         """What the queries have mixed [tokens, width]."""
-        self._room = space.make_activations(
-            "mixed", tokens, spec.width, spec.most_planes, self.mixed, pairs=spec.isa.pairs
-        )
-        if spec.isa.pairs:
-            self._room |= space.make_tiles("mixed", spec.threads, spec.width)
-        self.qkv: F32 = space.make("float32", tokens, spec.qkv_rows)
+        self.qkv: F32 = room.qkv
         """Queries, keys and values [tokens, rows]."""
-        self._room["qkv"] = space.wrap(self.qkv)
-        if spec.latent is not None:
-            self._room |= _make_latent_room(space, spec, spec.latent, tokens)
-        summed = spec.head_dim if spec.latent is None else spec.latent.rank
-        for name, *size in (("sums", summed), ("tops",), ("totals",)):
-            array = space.make("float32", spec.heads, SPANS, *size)
-            self._room[f"span_{name}"] = space.wrap(array)
 
     def _make_cache(self, space: Workspace, layer: int, sequence: int) -> Views:
         """Return views of what a layer keeps of a sequence: keys and values, or a state."""
         if self._kinds[layer] == "attention":
-            arrays = _make_cache(space, self._spec, self.context)
+            spec = self._specs[layer]
+            arrays = _make_cache(space, spec, self.context)
             blocks = self.context // CONTEXT_BLOCK
             for array in arrays.values():
-                heads = self._spec.kv_heads if self._spec.latent is None else 1
+                heads = spec.kv_heads if spec.latent is None else 1
                 raw = array.view(np.uint8).reshape(heads, blocks, -1)
                 self._kept[sequence].append(raw)
             return {name: space.wrap(array) for name, array in arrays.items()}
@@ -139,10 +139,7 @@ class Attention:
     def bind_chunk(self, views: Views) -> list[list[BoundCall]]:
         """Return the call of the block for each sequence and layer, of a chunk with ``views``."""
         return [
-            [
-                self._bind("attend_all" if self._sees_all[layer] else "attend", layer, cache, views)
-                for layer, cache in enumerate(caches)
-            ]
+            [self._bind("attend", layer, cache, views) for layer, cache in enumerate(caches)]
             for caches in self._caches
         ]
 
@@ -150,12 +147,11 @@ class Attention:
         """Return the calls of each layer where rows are divided, of a chunk with ``views``."""
         parts = []
         for layer in self._layers:
-            mix = "attend_mix_tokens_all" if self._sees_all[layer] else "attend_mix_tokens"
             caches = [caches[layer] for caches in self._caches]
             parts.append(
                 PartCalls(
                     self._bind("attend_own_project", layer, caches[0], views),
-                    tuple(self._bind(mix, layer, cache, views) for cache in caches),
+                    tuple(self._bind("attend_mix_tokens", layer, cache, views) for cache in caches),
                     self._bind("attend_own_output", layer, caches[0], views),
                 )
             )
@@ -167,28 +163,51 @@ class Attention:
             return []
         steps = []
         for layer in self._layers:
-            mix = "attend_mix_all" if self._sees_all[layer] else "attend_mix"
             caches = [caches[layer] for caches in self._caches]
             steps.append(
                 PartCalls(
                     self._bind("attend_project", layer, caches[0], views),
-                    tuple(self._bind(mix, layer, cache, views, "token") for cache in caches),
+                    tuple(
+                        self._bind("attend_mix", layer, cache, views, "token") for cache in caches
+                    ),
                     self._bind("attend_output", layer, caches[0], views),
                 )
             )
         return steps
 
     def _bind(
-        self, function: str, layer: int, cache: Views, views: Views, which: str = "tokens"
+        self, name: str, layer: int, cache: Views, views: Views, which: str = "tokens"
     ) -> BoundCall:
-        arrays = (self._weights[layer], cache, self._room, views)
-        name = function.removesuffix("_all")
+        arrays = (self._weights[layer], cache, self._rooms[layer], views)
+        number, function = self._shapes[layer], name
         if self._kinds[layer] != "attention":
             assert self.states is not None
             function = f"state_{name}"
             arrays = (self.states.weights[layer], cache, self.states.room, views)
+        elif number and (name in _SHAPED or self._spec.has_other_heads(number)):
+            function = f"{name}_{number}"
         given = f"{which} position context"
         return self._library.bind(function, given, *arrays, layer=layer, name=name)
+
+
+class _Room:
+    """Where layers with the same heads work."""
+
+    def __init__(self, space: Workspace, spec: KernelSpec, tokens: int) -> None:
+        self.mixed: F32 = space.make("float32", tokens, spec.width)
+        self.qkv: F32 = space.make("float32", tokens, spec.qkv_rows)
+        self.views: Views = space.make_activations(
+            "mixed", tokens, spec.width, spec.most_planes, self.mixed, pairs=spec.isa.pairs
+        )
+        if spec.isa.pairs:
+            self.views |= space.make_tiles("mixed", spec.threads, spec.width)
+        self.views["qkv"] = space.wrap(self.qkv)
+        if spec.latent is not None:
+            self.views |= _make_latent_room(space, spec, spec.latent, tokens)
+        summed = spec.head_dim if spec.latent is None else spec.latent.rank
+        for name, *size in (("sums", summed), ("tops",), ("totals",)):
+            array = space.make("float32", spec.heads, SPANS, *size)
+            self.views[f"span_{name}"] = space.wrap(array)
 
 
 def _make_latent_room(
@@ -209,15 +228,14 @@ def _make_latent_room(
     return room
 
 
-def make_rope_tables(request: BuildRequest, space: Workspace, spec: KernelSpec) -> list[RopeTables]:
-    """Return the tables of positions, and those of other layers if they differ."""
-    width = request.model.turned_width
-    size = (request.context, width // 2)
-    return [
-        RopeTables(rope, width, (space.make("float32", *size), space.make("float32", *size)))
-        for rope in (request.model.rope, request.model.other_rope)
-        if rope is not None
-    ]
+def make_rope_tables(request: BuildRequest, space: Workspace) -> dict[tuple[bool, int], RopeTables]:
+    """Return the tables of positions that layers have, by what `Model.find_turn` gives."""
+    tables = {}
+    for turn, rope in request.model.list_turns().items():
+        size = (request.context, turn[1] // 2)
+        arrays = (space.make("float32", *size), space.make("float32", *size))
+        tables[turn] = RopeTables(rope, turn[1], arrays)
+    return tables
 
 
 def _make_cache(space: Workspace, spec: KernelSpec, context: int) -> dict[str, Raw]:

@@ -73,6 +73,7 @@ class CpuExecutor:
             space.wrap_tensors(
                 down_bias=name_layer_tensor(layer, "down_bias"),
                 output_norm=name_layer_tensor(layer, "ffn_output_norm"),
+                layer_scale=name_layer_tensor(layer, "layer_scale"),
             )
             for layer in layers
         ]
@@ -344,7 +345,7 @@ class CpuExecutor:
 
     def expect(self, end: int) -> None:
         """Choose the positions of a sequence of ``end`` tokens."""
-        for tables in self._attention.ropes:
+        for tables in self._attention.ropes.values():
             tables.expect(end)
 
     def read_context(self, sequence: int, first: int, end: int) -> U8:

@@ -40,7 +40,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     inputs of the projections, d and h w wide, each in two 8-bit planes (or four bytes, where a plan
     rounds nothing), as floats, and with a float and an integer per group; qkv floats; 264 floats of
     dense FFN; its id; d floats more for parallel residuals and mixtures, and a float per expert and
-    an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, twice
+    an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, again
     where layers differ, and a float where queries grow), 16 spans of attention of w + 2 floats per
     head, eight numbers per neuron of a layer (in a mixture nine, with resident scales two more),
     and for every token of a step beyond the first two more and a predictor's inner vector, d floats
@@ -51,10 +51,13 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
-    qkv = model.qkv_rows
+    # Layers with other heads have room of their own.
+    views = [view for view, _ in model.list_views()]
+    qkv = sum(view.qkv_rows for view in views)
+    queries = sum(view.shape.stored_query for view in views)
 
-    inputs = (shape.stored_hidden + shape.stored_query) * (4 + _count_planes(plan))
-    inputs += (shape.stored_hidden + shape.stored_query) // GROUP * 8
+    inputs = (shape.stored_hidden + queries) * (4 + _count_planes(plan))
+    inputs += (shape.stored_hidden + queries) // GROUP * 8
     activations = chunk * (8 * shape.stored_hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
     state = describe_state(model)
     if state is not None:
@@ -62,13 +65,14 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         own = each * (4 + _count_planes(plan)) + each // GROUP * 8
         activations += (chunk + 1) * (own + 4 * state.rows + 8 * state.value_heads)
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
-    ropes = 1 if model.other_rope is None else 2
+    turned = sum(width for _, width in model.list_turns())
     # Rows of scales of gathered neurons.
     rows = 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
     latent = model.attention.latent
-    tables = rows + 4 * ropes * plan.kv.context * model.turned_width + 32 * model.layer_neurons
-    summed = shape.head_dim if latent is None else latent.rank
-    tables += 4 * KV_SPANS * shape.heads * (summed + 2)
+    tables = rows + 4 * plan.kv.context * turned + 32 * model.layer_neurons
+    for view in views:
+        summed = view.shape.head_dim if latent is None else latent.rank
+        tables += 4 * KV_SPANS * shape.heads * (summed + 2)
     if latent is not None:
         activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan))
     tables += (plan.decode.step_tokens - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
@@ -89,7 +93,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         tables += threads * (plan.decode.step_tokens * each + SHARED_BYTES)
     if _may_pair_tokens(resolved.device):
         activations += chunk % 2 * inputs
-        length = shape.stored_hidden + shape.stored_query
+        length = shape.stored_hidden + queries
         length += 0 if state is None else state.stored_width
         length += 0 if latent is None else fill_groups(latent.query_rank or 0)
         tables += threads * UNPACKED_ROWS_BYTES * length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pi2.backends.kernels.spec import KernelSpec, LatentShape
+from pi2.backends.kernels.spec import AttentionShape, KernelSpec, LatentShape
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType
@@ -18,6 +18,7 @@ PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
 def make_spec(request: BuildRequest) -> KernelSpec:
     """Return what the kernels for a request depend on."""
     model, shape = request.model, request.model.shape
+    first, *others = list_attention_shapes(model)
     ranks = {
         request.tensors[name].rows // model.expert_count
         for layer in range(shape.layers)
@@ -27,14 +28,14 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         hidden=shape.stored_hidden,
         norm_width=0 if shape.hidden == shape.stored_hidden else shape.hidden,
         heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
         vocab=shape.vocab,
         epsilon=model.norm.epsilon,
         activation=model.ffn.activation,
         threshold=model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0,
         qkv_bias=model.attention.has_bias,
-        window=model.attention.sliding_window,
+        window=first.window,
         kv=request.kv_type,
         attention=model.quantization.attention,
         embedding=model.quantization.embedding,
@@ -69,11 +70,12 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         head_norm_place=model.attention.head_norm_place,
         qkv_clip=model.attention.clip,
         sinks=model.attention.sinks,
+        value_norm=model.attention.value_norm,
         growth=model.attention.growth > 0,
         score_scale=model.attention.scale,
         score_cap=model.attention.softcap,
-        some_full=model.attention.sliding_window is not None
-        and model.attention.window_layers is not None,
+        others=tuple(others),
+        layer_scale=model.layer_scale,
         gated=model.ffn.gated,
         slope=model.ffn.slope,
         gate_limit=model.ffn.limit,
@@ -90,6 +92,21 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         latent=_describe_latent(model),
         state=describe_state(model),
     )
+
+
+def find_attention_shape(model: Model, layer: int) -> AttentionShape:
+    """Return what attention of ``layer`` may differ in from that of other layers."""
+    shape = model.view_layer(layer).shape
+    return AttentionShape(
+        kv_heads=shape.kv_heads, head_dim=shape.head_dim, window=model.find_window(layer)
+    )
+
+
+def list_attention_shapes(model: Model) -> list[AttentionShape]:
+    """Return the shapes of attention that layers have, each once."""
+    # A model without attention needs sizes, too.
+    layers = model.attention_layers or (0,)
+    return list(dict.fromkeys(find_attention_shape(model, layer) for layer in layers))
 
 
 def _describe_latent(model: Model) -> LatentShape | None:

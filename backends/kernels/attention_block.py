@@ -36,6 +36,7 @@ from pi2.backends.kernels.norms import (
     emit_add_normalized,
     emit_head_norms,
     emit_normalize,
+    emit_value_norms,
 )
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import emit_each_token, take_matrix
@@ -127,6 +128,8 @@ class _Block:
         is_first = spec.head_norm_place == "before"
         if self.head_norms is not None and is_first:
             emit_head_norms(spec, qkv, *self.head_norms, cache.once, token)
+        if spec.value_norm:
+            emit_value_norms(spec, qkv, cache.once, token)
         if spec.qkv_clip is not None:
             emit_clip(spec, qkv, spec.qkv_clip, cache.once, token)
         at = v.let(self.position + offset)

@@ -219,9 +219,15 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     bias = take.take_array("down_bias", "float32", spec.hidden) if has_bias else None
     norm = take.take_array("output_norm", "float32", spec.hidden) if spec.norm_outputs else None
     whole = schedule.take_rows(take, "whole") if spec.norm_outputs else None
+    scale = take.take_array("layer_scale", "float32", 1) if spec.layer_scale else None
 
     def finish(token: v.Expr) -> None:
         base = v.let(token * spec.hidden)
+        add_sum(token, base)
+        if scale is not None:
+            emit_scale(x, base, spec.hidden, scale[0])
+
+    def add_sum(token: v.Expr, base: v.Expr) -> None:
         if norm is not None and whole is not None:
             emit_fill(whole, base, spec.hidden, 0.0)
             emit_leave_lane_order(spec.hidden, spec.ffn, y, whole, token)

@@ -126,7 +126,6 @@ def emit_head_norms(
 ) -> None:
     """RMSNorm of every query and key head of ``token`` in ``qkv`` [tokens, qkv_rows], or of all
     query and all key heads together, in place."""
-    start = v.let(token * spec.qkv_rows)
     for weight, origin, count in (
         (query_weight, 0, spec.heads),
         (key_weight, spec.heads, spec.kv_heads),
@@ -134,18 +133,41 @@ def emit_head_norms(
         heads, size = (count, spec.head_dim)
         if spec.head_norm_of == "all":
             heads, size = 1, count * spec.head_dim
-        lanes = count_lanes(size)
-        with T.serial(heads) as head:
-            base = v.let(start + origin * spec.head_dim + head * size)
-            squares = v.Cell(v.constant(0.0, "float32", lanes))
-            with T.serial(size // lanes * once) as step:
-                part = v.let(v.load(qkv, base + step * lanes, lanes))
-                squares.set(T.fma(part, part, squares.get()))
-            factor = _invert_root(spec, squares.get(), size, lanes)
-            with T.serial(size // lanes * once) as step:
-                place = v.let(base + step * lanes)
-                part = v.load(qkv, place, lanes) * v.splat(factor, lanes)
-                v.store(qkv, place, part * v.load(weight, step * lanes, lanes), lanes)
+        first = v.let(token * spec.qkv_rows + origin * spec.head_dim)
+        _emit_head_norm(spec, qkv, weight, once, first, heads, size)
+
+
+def emit_value_norms(spec: KernelSpec, qkv: v.Buffer, once: v.Expr, token: v.Expr) -> None:
+    """RMSNorm without weights of every value head of ``token`` in ``qkv`` [tokens, qkv_rows]."""
+    origin = (spec.heads + spec.kv_heads) * spec.head_dim
+    first = v.let(token * spec.qkv_rows + origin)
+    _emit_head_norm(spec, qkv, None, once, first, spec.kv_heads, spec.head_dim)
+
+
+def _emit_head_norm(
+    spec: KernelSpec,
+    qkv: v.Buffer,
+    weight: v.Buffer | None,
+    once: v.Expr,
+    first: v.Expr,
+    heads: int,
+    size: int,
+) -> None:
+    """RMSNorm, in place, of each of ``heads`` vectors of ``size`` elements from ``first`` on."""
+    lanes = count_lanes(size)
+    with T.serial(heads) as head:
+        base = v.let(first + head * size)
+        squares = v.Cell(v.constant(0.0, "float32", lanes))
+        with T.serial(size // lanes * once) as step:
+            part = v.let(v.load(qkv, base + step * lanes, lanes))
+            squares.set(T.fma(part, part, squares.get()))
+        factor = _invert_root(spec, squares.get(), size, lanes)
+        with T.serial(size // lanes * once) as step:
+            place = v.let(base + step * lanes)
+            part = v.load(qkv, place, lanes) * v.splat(factor, lanes)
+            if weight is not None:
+                part = part * v.load(weight, step * lanes, lanes)
+            v.store(qkv, place, part, lanes)
 
 
 def _invert_root(spec: KernelSpec, squares: v.Expr, length: int, lanes: int) -> v.Expr:

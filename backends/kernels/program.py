@@ -20,6 +20,9 @@ are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step``
 ``begin_ffn`` and ``add_dense`` but for that.  Where activations are often zero,
 ``add_shared_neurons`` adds gathered neurons to all tokens that have ``named`` them.
 
+Layers of attention with another shape (`KernelSpec.others`) have functions of their own where it
+makes a difference, whose names end with its number.
+
 Layers with a state have ``state_attend``, and for several sequences ``state_attend_project``,
 ``state_attend_mix`` and ``state_attend_output``, which are given the same.
 """
@@ -27,7 +30,6 @@ Layers with a state have ``state_attend``, and for several sequences ``state_att
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import tvm
@@ -119,15 +121,19 @@ class Program:
             twins = Schedule(spec.describe_twins(), self.isa)
             gathers = emit_add_neurons if spec.has_gathered_ffn else emit_add_plain_neurons
             bound["add_twins"] = partial(gathers, twins)
-        everything = Schedule(replace(spec, window=None), self.isa)
+        others = {
+            number: Schedule(spec.take_other(number), self.isa)
+            for number in range(1, len(spec.others) + 1)
+        }
         if spec.divides_attention:
             bound["attend_own_project"] = partial(emit_attend_project, schedule)
             bound["attend_mix_tokens"] = partial(emit_attend_mix_tokens, schedule)
             bound["attend_own_output"] = partial(emit_attend_output, schedule)
-            if spec.some_full:
-                bound["attend_mix_tokens_all"] = partial(emit_attend_mix_tokens, everything)
-        elif spec.some_full:
-            bound["attend_all"] = partial(emit_attend, everything)
+        for number, other in others.items():
+            if spec.divides_attention:
+                bound[f"attend_mix_tokens_{number}"] = partial(emit_attend_mix_tokens, other)
+            else:
+                bound[f"attend_{number}"] = partial(emit_attend, other)
         # Of several sequences, every token is computed as it would be alone.
         step = schedule.for_step()
         named = step if spec.sequences else schedule
@@ -151,9 +157,12 @@ class Program:
             bound["attend_project"] = partial(emit_attend_project, step)
             bound["attend_mix"] = partial(emit_attend_mix, step)
             bound["attend_output"] = partial(emit_attend_output, step)
-        if spec.some_full:
-            everything = Schedule(replace(spec, window=None), self.isa).for_step()
-            bound["attend_mix_all"] = partial(emit_attend_mix, everything)
+        for number, other in others.items():
+            other = other.for_step()
+            bound[f"attend_mix_{number}"] = partial(emit_attend_mix, other)
+            if spec.has_other_heads(number):
+                bound[f"attend_project_{number}"] = partial(emit_attend_project, other)
+                bound[f"attend_output_{number}"] = partial(emit_attend_output, other)
         if spec.shares_neurons:
             bound["add_shared_neurons"] = partial(emit_add_shared_neurons, step)
         if spec.has_other_chunks:

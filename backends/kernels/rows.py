@@ -20,13 +20,16 @@ def emit_fill(target: v.Buffer, base: v.Expr, length: int, value: float) -> None
         v.store(target, base + step * 16, v.constant(value, "float32", 16), 16)
 
 
-def emit_scale(target: v.Buffer, base: v.Expr, length: int, factor: float) -> None:
+def emit_scale(target: v.Buffer, base: v.Expr, length: int, factor: float | v.Expr) -> None:
     """Multiply ``target[base : base + length]`` by ``factor``."""
-    if factor == 1.0:
-        return
+    if isinstance(factor, float):
+        if factor == 1.0:
+            return
+        factor = v.constant(factor, "float32")
+    factor = v.let(factor)
     with T.serial(length // 16) as step:
         place = v.let(base + step * 16)
-        part = v.load(target, place, 16) * v.constant(factor, "float32", 16)
+        part = v.load(target, place, 16) * v.splat(factor, 16)
         v.store(target, place, part, 16)
 
 

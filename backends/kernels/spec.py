@@ -71,6 +71,16 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What layers of attention differ in."""
+
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    """Tokens that a query looks back, itself included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """Sizes and choices that the kernels of one model are specialised for.
 
@@ -144,14 +154,16 @@ class KernelSpec:
     """Largest magnitude of queries, keys and values."""
     sinks: bool = False
     """Whether every head has a score that no token has."""
+    value_norm: bool = False
+    """Whether values have a norm."""
     growth: bool = False
     """Whether queries have a factor for each position."""
     score_scale: float | None = None
     """Factor of attention scores; None stands for 1 / sqrt(head_dim)."""
     score_cap: float | None = None
     """Soft cap of attention scores."""
-    some_full: bool = False
-    """Whether some layers see all tokens although there is a window."""
+    others: tuple[AttentionShape, ...] = ()
+    """Shapes of attention that some layers have instead; their functions have numbers from 1 on."""
     gated: bool = True
     slope: float = 1.0
     """Factor of x in the sigmoid of SiLU."""
@@ -173,6 +185,8 @@ class KernelSpec:
     """Where the scales of neurons lie."""
     twin: TwinPrecision | None = None
     """Precision of the neurons' twins; None if there are none."""
+    layer_scale: bool = False
+    """Whether what a layer gives is multiplied by a number."""
     output_gate: bool = False
     """Whether gates of what attention mixes come with queries, keys and values."""
     latent: LatentShape | None = None
@@ -191,6 +205,22 @@ class KernelSpec:
     def divides_attention(self) -> bool:
         """Whether another unit computes rows of the attention block's projections."""
         return self.other_qkv > 0 or self.other_output > 0
+
+    def take_other(self, number: int) -> KernelSpec:
+        """The spec of layers with another shape of attention."""
+        shape = self.others[number - 1]
+        return dataclasses.replace(
+            self,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            window=shape.window,
+            others=(),
+        )
+
+    def has_other_heads(self, number: int) -> bool:
+        """Whether layers with another shape of attention have other heads, not only a window."""
+        shape = self.others[number - 1]
+        return (shape.kv_heads, shape.head_dim) != (self.kv_heads, self.head_dim)
 
     @property
     def width(self) -> int:
@@ -280,6 +310,7 @@ class KernelSpec:
         values = json.loads(text)
         values["ranks"] = tuple(values["ranks"])
         values["features"] = tuple(values["features"])
+        values["others"] = tuple(AttentionShape(**shape) for shape in values["others"])
         if values["latent"] is not None:
             values["latent"] = LatentShape(**values["latent"])
         if values["state"] is not None:

@@ -20,20 +20,16 @@ class Attention:
     def __init__(self, request: BuildRequest) -> None:
         self._request = request
         self._model = request.model
-        shape = self._model.shape
+        self._head_norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
         self.kept = KvCache(request)
-        size = (request.context, shape.head_dim // 2)
-        self._ropes = [
-            RopeTables(
-                rope, shape.head_dim, (np.empty(size, np.float32), np.empty(size, np.float32))
-            )
-            for rope in (self._model.rope, self._model.other_rope)
-            if rope is not None
-        ]
+        self._ropes = {}
+        for turn, rope in self._model.list_turns().items():
+            arrays = np.empty((2, request.context, turn[1] // 2), np.float32)
+            self._ropes[turn] = RopeTables(rope, turn[1], (arrays[0], arrays[1]))
 
     def expect(self, end: int) -> None:
         """Choose the positions of a sequence of ``end`` tokens."""
-        for tables in self._ropes:
+        for tables in self._ropes.values():
             tables.expect(end)
 
     def _read(self, layer: int, kind: str) -> F32:
@@ -43,19 +39,18 @@ class Attention:
 
     def _normalize_heads(self, layer: int, query: F32, key: F32) -> tuple[F32, F32]:
         """Norms of queries and keys [T, heads, head_dim], of each head or of all together."""
-        norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
         found = []
         for x, kind in ((query, "query_norm"), (key, "key_norm")):
             flat = x
             if self._model.attention.head_norm_of == "all":
                 flat = x.reshape(len(x), -1)
-            found.append(normalize(norm, flat, self._read(layer, kind)).reshape(x.shape))
+            found.append(normalize(self._head_norm, flat, self._read(layer, kind)).reshape(x.shape))
         return found[0], found[1]
 
     def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
         """What the queries of ``qkv`` [T, rows] mix of a sequence, keys and values of which are
         kept from ``position`` on."""
-        shape, attention = self._model.shape, self._model.attention
+        shape, attention = self._model.view_layer(layer).shape, self._model.attention
         count = len(qkv)
         end = position + count
         kv_width = shape.kv_heads * shape.head_dim
@@ -67,12 +62,14 @@ class Attention:
         if attention.head_norm and is_first:
             query, key = self._normalize_heads(layer, query, key)
         value = value.reshape(count, shape.kv_heads, shape.head_dim)
+        if attention.value_norm:
+            value = normalize(self._head_norm, value, np.ones(1, np.float32))
         if attention.clip is not None:
             query, key, value = (
                 np.clip(x, -attention.clip, attention.clip) for x in (query, key, value)
             )
-        other = self._model.find_rope(layer) is self._model.other_rope
-        cos, sin = (table[position:end] for table in self._ropes[other].arrays)
+        rope = self._ropes[self._model.find_turn(layer)]
+        cos, sin = (table[position:end] for table in rope.arrays)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if attention.head_norm and not is_first:
             query, key = self._normalize_heads(layer, query, key)

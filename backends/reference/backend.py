@@ -51,6 +51,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
     if facts.resolved.divided_rows is not None and model.state_layers:
         return ["cannot divide projections and the head of a model whose layers keep a state"]
     limits = []
+    if facts.resolved.divided_rows is not None and model.other_heads is not None:
+        limits.append("cannot divide projections of layers whose heads differ (other_heads)")
     if model.quantization.ffn == "mxfp4" and facts.neurons is not None:
         limits.append("computes no neurons of mxfp4 as a unit beside another")
     has_gates = facts.resolved.plan.decode.predictor == "gate" or facts.resolved.reads_gates

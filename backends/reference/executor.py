@@ -413,6 +413,8 @@ class ReferenceExecutor(ObservableExecutor):
         if self._observer is not None:
             self._observer.end_ffn(layer)
         self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))
+        if self._model.layer_scale:
+            self._x = self._x * self._layer(layer, "layer_scale")[0, 0]
 
     def expect(self, end: int) -> None:
         """See `pi2.backends.protocol.LengthAware`."""

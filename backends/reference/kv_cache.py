@@ -31,51 +31,54 @@ class KvCache:
 
     def __init__(self, request: BuildRequest) -> None:
         self._int8 = request.kv_type == "int8"
-        layers = request.model.attention_layers
-        self._places = {layer: place for place, layer in enumerate(layers)}
-        kinds, heads, size = list_kept_vectors(request.model)
-        vectors = (request.sequences, kinds, len(layers), request.context, heads)
-        count = int(np.prod(vectors))
-        raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
-        self._elements: Raw
-        if request.kv_type == "fp16":
-            self._elements = np.zeros((*vectors, size), np.float32)
-        elif request.kv_type == "fp32":
-            self._elements = raw.view(np.float32).reshape(*vectors, size)
-        else:
-            self._elements = raw.view(np.int8).reshape(*vectors, size)
-            self._scales = request.allocate("kv", count * 2).view(np.float16).reshape(vectors)
+        self._elements: dict[int, Raw] = {}
+        """What a layer keeps [sequences, kinds, context, heads, width]."""
+        self._scales: dict[int, F16] = {}
+        """Scales [sequences, kinds, context, heads] of 8-bit integers."""
+        for layer in request.model.attention_layers:
+            kinds, heads, size = list_kept_vectors(request.model.view_layer(layer))
+            vectors = (request.sequences, kinds, request.context, heads)
+            count = int(np.prod(vectors))
+            raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
+            if request.kv_type == "fp16":
+                self._elements[layer] = np.zeros((*vectors, size), np.float32)
+                continue
+            dtype = np.float32 if request.kv_type == "fp32" else np.int8
+            self._elements[layer] = raw.view(dtype).reshape(*vectors, size)
+            if self._int8:
+                scales = request.allocate("kv", count * 2).view(np.float16)
+                self._scales[layer] = scales.reshape(vectors)
 
     def keep(self, sequence: int, kind: int, layer: int, position: int, x: F32) -> None:
         """Keep ``x`` [T, kv_heads, head_dim] of the tokens from ``position`` on."""
-        place = (sequence, kind, self._places[layer], slice(position, position + len(x)))
+        place = (sequence, kind, slice(position, position + len(x)))
         if self._int8:
-            self._elements[place], self._scales[place] = quantize_kv(x)
+            self._elements[layer][place], self._scales[layer][place] = quantize_kv(x)
         else:
-            self._elements[place] = x
+            self._elements[layer][place] = x
 
     def read(self, sequence: int, kind: int, layer: int, end: int) -> F32:
         """What is kept of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
-        place = (sequence, kind, self._places[layer], slice(end))
-        found = self._elements[place].astype(np.float32)
+        place = (sequence, kind, slice(end))
+        found = self._elements[layer][place].astype(np.float32)
         if self._int8:
-            found *= self._scales[place][..., None].astype(np.float32)
+            found *= self._scales[layer][place][..., None].astype(np.float32)
         return found
 
     def copy(self, sequence: int, first: int, end: int) -> U8:
         """A copy [n] of what is kept of a sequence's tokens from ``first`` to ``end``."""
-        parts = [array[sequence, :, :, first:end] for array in self._arrays]
+        parts = [array[sequence, :, first:end] for array in self._arrays]
         return np.concatenate([np.ascontiguousarray(part).view(np.uint8).ravel() for part in parts])
 
     def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """Put back what `copy` gave for these tokens."""
         done = 0
         for array in self._arrays:
-            part = array[sequence, :, :, first:end]
+            part = array[sequence, :, first:end]
             size = part.size * part.itemsize
             part[:] = kept[done : done + size].view(part.dtype).reshape(part.shape)
             done += size
 
     @property
     def _arrays(self) -> list[Raw]:
-        return [self._elements, *([self._scales] if self._int8 else [])]
+        return [*self._elements.values(), *self._scales.values()]

@@ -168,6 +168,8 @@ def write_gguf(
         raise UserError.of(
             "P654", "mixtures with shared experts or other routers than softmax cannot be compared"
         )
+    if model.other_heads is not None:
+        raise UserError.of("P654", "models whose layers differ in their heads cannot be compared")
     shape = model.shape
     if any(width % GROUP for width in (shape.hidden, shape.query)):
         raise UserError.of(

@@ -188,6 +188,8 @@ def scale_rope(
     if kind == "dynamic":
         # Nothing is stretched up to the original context, which then is the model's.
         return rope
+    if kind == "proportional":
+        return rope | {"kind": "proportional", "factor": scaling.read("factor", float, 1.0)}
     if kind == "linear":
         return rope | {"kind": "linear", "factor": scaling.read("factor", float)}
     if kind == "llama3":

@@ -37,7 +37,9 @@ def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[
 
 
 _OTHER_PARTS = {
-    "read pictures": re.compile(r"(^|\.)(visual|vision_\w+|multi_modal_projector|mm_\w+)\."),
+    "read pictures": re.compile(
+        r"(^|\.)(visual|vision_\w+|embed_vision|multi_modal_projector|mm_\w+)\."
+    ),
     "read sound": re.compile(r"(^|\.)(audio_\w+|embed_audio)\."),
     "draft tokens": re.compile(r"(^|\.)mtp\."),
 }

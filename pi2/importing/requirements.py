@@ -36,14 +36,13 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
     yield _require(model, "embedding", (model.shape.vocab, hidden))
     if model.positions is not None:
         yield _require(model, "positions", (model.shape.context + model.positions.offset, hidden))
-    mixers = {"attention": _list_attention(model)}
-    if model.state_kind is not None:
-        mixers[model.state_kind] = list_state_shapes(model)
+    states = {} if model.state_kind is None else list_state_shapes(model)
     norms_of_layers = _list_norms(model)
     for layer in range(model.shape.layers):
         # Parallel residuals may share a norm, and experts share all but their own: asked for once.
         asked = set()
-        mixer = mixers[model.find_kind(layer)]
+        is_state = model.find_kind(layer) != "attention"
+        mixer = states if is_state else _list_attention(model, layer)
         for key, size in (norms_of_layers | mixer | _list_ffn(model, layer)).items():
             for expert in range(_count_named(model, key)):
                 need = _require(model, key, size, layer, expert)
@@ -71,11 +70,14 @@ def _count_named(model: Model, key: str) -> int:
     return model.moe.experts if model.moe is not None and "{expert}" in pattern else 1
 
 
-def _list_attention(model: Model) -> dict[str, tuple[int, ...]]:
+def _list_attention(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's attention by key of ``model.tensors``."""
+    has_values, model = not model.shares_key_rows(layer), model.view_layer(layer)
     shape, attention = model.shape, model.attention
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     needs = _list_latent(model) if attention.latent is not None else _list_projections(model)
+    if not has_values:
+        del needs["value"]
     if attention.qkv_bias and model.tensors.fused_qkv_bias is not None:
         needs["fused_qkv_bias"] = (queries + 2 * keys,)
     elif attention.qkv_bias:
@@ -127,7 +129,7 @@ def _list_latent(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _list_norms(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's norms of the residual stream's width."""
+    """Shapes of a layer's norms of the residual stream's width, and of its scale."""
     keys: list[str] = []
     if model.norm.inputs:
         keys += ["attention_norm", "ffn_norm"]
@@ -135,7 +137,8 @@ def _list_norms(model: Model) -> dict[str, tuple[int, ...]]:
         keys += ["attention_norm_bias", "ffn_norm_bias"]
     if model.norm.outputs:
         keys += ["attention_output_norm", "ffn_output_norm"]
-    return dict.fromkeys(keys, (model.shape.hidden,))
+    scale: dict[str, tuple[int, ...]] = {"layer_scale": (1,)} if model.layer_scale else {}
+    return dict.fromkeys(keys, (model.shape.hidden,)) | scale
 
 
 def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:

@@ -96,9 +96,11 @@ def find_rows(tensors: Mapping[str, SourceTensor], model: Model, key: str, layer
     """Rows of ``key`` (a key of ``model.tensors``) in a checkpoint that was checked; those of FFNs
     are found by `pi2.importing.ffn_rows`."""
     source, pattern = name_source(model, key)
+    if key == "value" and model.shares_key_rows(layer):
+        pattern = model.tensors.key
     return Rows(
         tensor=tensors[fill_name(pattern, layer)],
-        index=_choose_rows(model, key, source, layer),
+        index=_choose_rows(model.view_layer(layer), key, source, layer),
     )
 
 

@@ -31,14 +31,16 @@ class ContextMemory:
 
 def describe_context(resolved: ResolvedPlan) -> ContextMemory:
     """What keys and values take of their segment."""
-    model, layers = resolved.model, len(resolved.model.attention_layers)
-    kinds, vectors, _ = list_kept_vectors(model)
+    runs = 0
+    for view, layers in resolved.model.list_views():
+        kinds, vectors, _ = list_kept_vectors(view)
+        runs += kinds * layers * vectors
     # Scales lie apart from what they belong to.
-    kinds *= 2 if resolved.plan.kv.type == "int8" else 1
+    runs *= 2 if resolved.plan.kv.type == "int8" else 1
     return ContextMemory(
         total_bytes=resolved.needs.kv.bytes,
         context=resolved.plan.decode.batch * resolved.plan.kv.context,
-        runs=resolved.plan.decode.batch * kinds * layers * vectors,
+        runs=resolved.plan.decode.batch * runs,
     )
 
 

@@ -17,6 +17,7 @@ _PARTS = (
     "norm",
     "rope",
     "other_rope",
+    "other_heads",
     "positions",
     "attention",
     "layers",
@@ -26,6 +27,7 @@ _PARTS = (
     "ffn",
     "moe",
     "multipliers",
+    "layer_scale",
     "logit_softcap",
     "tied_head",
     "head_bias",
@@ -65,8 +67,9 @@ def describe_weights(model: Model) -> dict[str, Any]:
             del parts[table]
     if model.residual == "sequential":
         del parts["residual"]
-    if not model.head_bias:
-        del parts["head_bias"]
+    for option in ("head_bias", "layer_scale"):
+        if not parts[option]:
+            del parts[option]
     if model.predictor is not None:
         parts["predictor"] = {"rank": model.predictor.rank}
     return parts

@@ -65,7 +65,7 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
         if state is not None and model.find_kind(layer) != "attention":
             tensors += _list_state(model, state, layer)
         else:
-            tensors += _list_attention(model, layer)
+            tensors += _list_attention(model.view_layer(layer), layer)
         tensors += [_vector(name("attention_output_norm"), shape.stored_hidden)] if outputs else []
         if model.norm.inputs:
             tensors.append(_vector(name("ffn_norm"), shape.stored_hidden))
@@ -77,6 +77,7 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
                 DenseTensor(name=name("down_bias"), precision="fp32", rows=rows, length=length)
             )
         tensors += [_vector(name("ffn_output_norm"), shape.stored_hidden)] if outputs else []
+        tensors += [_vector(name("layer_scale"), 1)] if model.layer_scale else []
         if model.moe is not None and layer not in model.moe.dense_layers:
             rows, length = model.moe.experts, shape.stored_hidden
             tensors.append(

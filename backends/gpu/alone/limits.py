@@ -73,6 +73,12 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "attention.clip": attention.clip is not None,
         "attention.growth": attention.growth > 0,
         'attention.head_norm_of = "all"': attention.head_norm_of == "all",
+        "attention.value_norm": attention.value_norm,
+        "other_heads": model.other_heads is not None,
+        "layer_scale": model.layer_scale,
+        'rope.kind = "proportional"': any(
+            rope.kind == "proportional" for rope in model.list_turns().values()
+        ),
         'attention.head_norm_place = "after"': attention.head_norm_place == "after",
     }
     if moe is not None:

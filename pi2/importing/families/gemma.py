@@ -1,4 +1,4 @@
-"""Gemma: norms with weights that are stored less 1, scaled embeddings."""
+"""Gemma: norms with weights that are stored less 1 (not those of Gemma 4), scaled embeddings."""
 
 from __future__ import annotations
 
@@ -49,6 +49,74 @@ def describe_gemma3(config: Config) -> Tables:
     return tables
 
 
+def describe_gemma4(config: Config) -> Tables:
+    """Gemma whose layers without a window have other heads, with norms of values and a factor for
+    every layer."""
+    config.demand("hidden_size_per_layer_input", 0, 256)
+    config.demand("num_kv_shared_layers", 0, 0)
+    if config.has("use_bidirectional_attention"):
+        config.demand("use_bidirectional_attention", "vision", "vision")
+    tables = describe_decoder(config)
+    layers, context = tables["shape"]["layers"], tables["shape"]["context"]
+    tables["multipliers"] = {"embedding": tables["shape"]["hidden"] ** 0.5}
+    tables["tied_head"] = config.read("tie_word_embeddings", bool, True)
+    tables["logit_softcap"] = config.read_limit("final_logit_softcapping", None)
+    tables["layer_scale"] = True
+    tables["norm"]["outputs"] = True
+    bias = config.read("attention_bias", bool, False)
+    window = read_window(config, layers, has_cycle(6), width=512)
+    tables["attention"] = {"qkv_bias": bias, "output_bias": bias, "scale": 1.0, **window}
+    tables["attention"] |= {"head_norm": True, "value_norm": True}
+    chosen = window.get("window_layers", list(range(layers)) if window else [])
+    full = [layer for layer in range(layers) if layer not in chosen]
+    tables |= _read_other_heads(config, tables, full) | _read_turns(config, context, full)
+    tables["tensors"] = {"ffn_norm": f"{LAYER}.pre_feedforward_layernorm.weight"}
+    return tables
+
+
+def _read_other_heads(config: Config, tables: Tables, full: list[int]) -> Tables:
+    """Heads of layers without a window: stated for each, or for all as in the first releases."""
+    shape, shares = tables["shape"], config.read("attention_k_eq_v", bool, False)
+    own = {"kv_heads": shape["kv_heads"], "head_dim": shape["head_dim"]}
+    if config.has("per_layer_config"):
+        stated = config.read_table("per_layer_config")
+        found = [_read_heads(stated.read_table(str(n)), own) for n in range(shape["layers"])]
+    else:
+        kv_heads = own["kv_heads"]
+        if shares:
+            kv_heads = config.read("num_global_key_value_heads", int, kv_heads)
+        wide = {"kv_heads": kv_heads, "head_dim": config.read("global_head_dim", int, 512)}
+        found = [wide if n in full else own for n in range(shape["layers"])]
+    others = [n for n, heads in enumerate(found) if heads != own]
+    if any(found[n] != found[others[0]] for n in others) or (others and others != full):
+        raise config.refuse("per_layer_config does not divide layers as layer_types does")
+    if not full or not (others or shares):
+        return {}
+    return {"other_heads": {"layers": full, **found[full[0]], "keys_are_values": shares}}
+
+
+def _read_heads(config: Config, own: dict[str, int]) -> dict[str, int]:
+    keys = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    return {key: config.read(name, int, own[key]) for key, name in keys.items()}
+
+
+def _read_turns(config: Config, context: int, full: list[int]) -> Tables:
+    """Rotary positions of layers with a window, and of those without."""
+    both = config.read_table("rope_parameters")
+    if not config.has("rope_parameters"):
+        whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+        both = both.change({"full_attention": whole})
+    found = []
+    for kind in ("sliding_attention", "full_attention"):
+        stated = both.read_table(kind)
+        theta = stated.read("rope_theta", float, 10_000.0)
+        found.append(scale_rope(config, stated, theta, context, share=1.0))
+    rope, other = found
+    if not full or rope == other:
+        return {"rope": rope}
+    return {"rope": rope, "other_rope": {**other, "layers": full}}
+
+
 def _describe_later(config: Config, cycle: int) -> Tables:
     config.demand("use_bidirectional_attention", False, False)
     tables = describe_gemma(config)
@@ -70,4 +138,5 @@ FAMILIES = {
     "gemma": describe_gemma,
     "gemma2": describe_gemma2,
     "gemma3_text": describe_gemma3,
+    "gemma4_text": describe_gemma4,
 }

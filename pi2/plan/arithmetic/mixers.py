@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 
 def count_projection_bytes(model: Model) -> int:
-    """Bytes of the projections of an attention layer, their biases, norms and sinks."""
-    precision, matrices = model.quantization.attention, list_projections(model).values()
-    size = sum(_align(matrix_bytes(rows, length, precision)) for rows, length in matrices)
-    return size + sum(_align(4 * length) for length in list_projection_vectors(model).values())
+    """Bytes of the projections of all attention layers, their biases, norms and sinks."""
+    precision, total = model.quantization.attention, 0
+    for view, layers in model.list_views():
+        matrices, vectors = list_projections(view).values(), list_projection_vectors(view).values()
+        each = sum(_align(matrix_bytes(rows, length, precision)) for rows, length in matrices)
+        total += layers * (each + sum(_align(4 * length) for length in vectors))
+    return total
 
 
 def count_state_tensor_bytes(model: Model) -> int:
@@ -35,9 +38,10 @@ def count_mixer_bytes(model: Model) -> int:
     """Bytes of weights that a layer's attention, or what stands in its place, reads for a token;
     the mean of all layers."""
     shape, precision = model.shape, model.quantization.attention
-    matrices = list_projections(model).values()
-    each = sum(matrix_bytes(rows, length, precision) for rows, length in matrices)
-    total = len(model.attention_layers) * each
+    total = 0
+    for view, layers in model.list_views():
+        matrices = list_projections(view).values()
+        total += layers * sum(matrix_bytes(rows, length, precision) for rows, length in matrices)
     state = describe_state(model)
     if state is not None:
         total += len(model.state_layers) * sum(
@@ -51,8 +55,9 @@ def count_mixer_bytes(model: Model) -> int:
 def count_mixer_weights(model: Model) -> int:
     """Number of these weights, for arithmetic."""
     shape, state = model.shape, describe_state(model)
-    each = sum(rows * length for rows, length in list_projections(model).values())
-    total = len(model.attention_layers) * each
+    total = 0
+    for view, layers in model.list_views():
+        total += layers * sum(rows * length for rows, length in list_projections(view).values())
     if state is not None:
         rows = state.rows + state.gates + state.stored_width
         total += len(model.state_layers) * rows * shape.stored_hidden

@@ -181,7 +181,8 @@ def count_piece_bytes(resolved: ResolvedPlan) -> int:
     """Bytes of the buffer that dense tensors are read into in pieces: 4 MiB, or what 32 rows of
     any of them take."""
     shape, moe = resolved.model.shape, resolved.model.moe
-    widest = max(shape.stored_hidden, shape.stored_query)
+    queries = (view.shape.stored_query for view, _ in resolved.model.list_views())
+    widest = max(shape.stored_hidden, *queries)
     single = max(shape.vocab, resolved.model.layer_neurons)
     routers = 0 if moe is None else moe.experts * shape.stored_hidden
     return max(PIECE_BYTES, 4 * max(TENSOR_ROWS * widest, single, routers) + 2 * ALIGNMENT)
@@ -194,8 +195,8 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     h w where heads have gates), output d x h w (with latent attention what
     `pi2.plan.weights.projections` lists), two norms of d floats, and (h + 2k) w floats of
     bias, two norms of w floats for heads, h floats of sinks, d floats for each other bias and each
-    norm of outputs, routers of e x d and d floats where the model has them, and e floats for each
-    bias of theirs; of layers with a state, what
+    norm of outputs, a float of the layer's scale where it has one, routers of e x d and d floats
+    where the model has them, and e floats for each bias of theirs; of layers with a state, what
     `pi2.plan.weights.states` lists instead of qkv and output; final norm d floats; learned
     positions of 2 d bytes for each token of the model's context; head V x d if untied, and V floats
     of its bias; per layer f rows of resident scales.  Every tensor is rounded up to 64 bytes.
@@ -210,7 +211,7 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     if model.moe is not None:
         layer += _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
         layer += _align(4 * model.moe.experts) * (model.moe.router_bias + model.moe.choice_bias)
-    layer += 2 * norm * model.norm.outputs
+    layer += 2 * norm * model.norm.outputs + ALIGNMENT * model.layer_scale
     rows = count_chunk_tokens(plan) if reads_embedding(plan, model) else shape.vocab
     embedding = _align(matrix_bytes(rows, shape.stored_hidden, precision.embedding))
     head = 0
@@ -221,7 +222,7 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     if model.positions is not None:
         positions = _align(matrix_bytes(shape.context, shape.stored_hidden, "fp16"))
     scales = shape.layers * _align(model.layer_neurons * resolved.bundle.scales_stride)
-    mixers = len(model.attention_layers) * count_projection_bytes(model)
+    mixers = count_projection_bytes(model)
     mixers += len(model.state_layers) * count_state_tensor_bytes(model)
     total = embedding + positions + shape.layers * layer + mixers + norm * norms + head + scales
     parts = [f"embedding {approximate_bytes(embedding)}"]
@@ -238,10 +239,11 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
 
 def count_kv_token_bytes(model: Model, kind: KvType) -> int:
     """Bytes that a layer keeps of one token; the mean of all layers."""
-    scale = KV_SCALE_BYTES if kind == "int8" else 0
-    kinds, count, size = list_kept_vectors(model)
-    each = kinds * count * (size * KV_ELEMENT_BYTES[kind] + scale)
-    return each * len(model.attention_layers) // model.shape.layers
+    scale, total = KV_SCALE_BYTES if kind == "int8" else 0, 0
+    for view, layers in model.list_views():
+        kinds, count, size = list_kept_vectors(view)
+        total += layers * kinds * count * (size * KV_ELEMENT_BYTES[kind] + scale)
+    return total // model.shape.layers
 
 
 def count_chunk_tokens(plan: Plan) -> int:
@@ -260,23 +262,23 @@ def _need_kv(plan: Plan, model: Model) -> Need:
 
     int8 has a scale of 2 bytes besides for every vector of w elements.
     """
-    tokens = round_up(plan.kv.context, KV_TOKENS)
+    tokens, batch = round_up(plan.kv.context, KV_TOKENS), plan.decode.batch
     element = KV_ELEMENT_BYTES[plan.kv.type]
-    kinds, count, size = list_kept_vectors(model)
-    row = count * size
-    batch, layers = plan.decode.batch, len(model.attention_layers)
-    total = kinds * batch * layers * _align(tokens * row * element)
-    scales = ""
-    if plan.kv.type == "int8":
-        total += kinds * batch * layers * _align(tokens * count * KV_SCALE_BYTES)
-        scales = f", and {count} scale{'s' if count > 1 else ''}"
-    return Need(
-        total,
-        ("" if batch == 1 else f"{batch} sequences x ")
-        + ("2 (keys, values) x " if kinds == 2 else "")
-        + f"{layers} layers x {tokens} tokens x {row} elements "
-        f"of {element} byte{'s' if element > 1 else ''}{scales}",
-    )
+    total, parts = 0, []
+    for view, layers in model.list_views():
+        kinds, count, size = list_kept_vectors(view)
+        row, scales = count * size, ""
+        total += kinds * batch * layers * _align(tokens * row * element)
+        if plan.kv.type == "int8":
+            total += kinds * batch * layers * _align(tokens * count * KV_SCALE_BYTES)
+            scales = f", and {count} scale{'s' if count > 1 else ''}"
+        parts.append(
+            ("" if batch == 1 else f"{batch} sequences x ")
+            + ("2 (keys, values) x " if kinds == 2 else "")
+            + f"{layers} layers x {tokens} tokens x {row} elements "
+            f"of {element} byte{'s' if element > 1 else ''}{scales}"
+        )
+    return Need(total, "; ".join(parts))
 
 
 def _need_state(plan: Plan, model: Model) -> Need:

@@ -94,8 +94,9 @@ Divisor = Annotated[float, Field(ge=1e-6, le=1e9, examples=[1.5])]
 class Rope(Table):
     """Rotary position embedding, rotating pairs of a head's elements."""
 
-    kind: Literal["plain", "linear", "llama3", "yarn", "longrope", "none"] = "plain"
-    """Scaling of positions or frequencies; ``none`` rotates nothing."""
+    kind: Literal["plain", "linear", "llama3", "yarn", "longrope", "proportional", "none"] = "plain"
+    """Scaling of positions or frequencies; ``proportional``: frequencies and pairs are those of the
+    whole head, and the first ``share`` of the pairs turn (Gemma 4); ``none`` rotates nothing."""
     theta: float = Field(default=10000.0, gt=1.0)
     """Base of the frequencies."""
     share: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -104,7 +105,7 @@ class Rope(Table):
     """Which elements of the checkpoint's heads turn together: one of each half of the rotated
     part, or two that follow each other."""
     factor: float = Field(default=1.0, ge=1.0)
-    """Factor by which the context is extended (``linear``, ``llama3``, ``yarn``, ``longrope``)."""
+    """Factor by which the context is extended (all kinds but ``plain`` and ``none``)."""
     low_frequency_factor: float = Field(default=1.0, gt=0.0)
     """Longest wavelength kept unscaled by factor (``llama3``)."""
     high_frequency_factor: float = Field(default=4.0, gt=0.0)
@@ -129,7 +130,9 @@ class Rope(Table):
     """Factor of sines and cosines in longer sequences, where it is another (``longrope``)."""
 
     def count_rotated(self, head_dim: int) -> int:
-        """Elements of a head that are rotated."""
+        """Elements of a head that have a pair; those of ``proportional`` need not turn."""
+        if self.kind == "proportional":
+            return head_dim
         return 0 if self.kind == "none" else int(head_dim * self.share)
 
 
@@ -138,6 +141,19 @@ class OtherRope(Rope):
 
     layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[0, 2, 4]])]
     """The layers that have them."""
+
+
+class OtherHeads(Table):
+    """Heads of some layers of attention, where they are not those of ``shape`` (Gemma 4)."""
+
+    layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[5, 11]])]
+    """The layers that have them."""
+    kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[2])]
+    """Key and value heads."""
+    head_dim: Annotated[int, Field(ge=1, le=2**14, examples=[512])]
+    """Width of one head."""
+    keys_are_values: bool = False
+    """Whether values are what the key projection gives: there is no other one."""
 
 
 class Positions(Table):
@@ -193,6 +209,8 @@ class Attention(Table):
     """What that norm is taken of: every head, or all heads together (OLMo 2)."""
     head_norm_place: Literal["before", "after"] = "before"
     """Whether it comes ``before`` the rotation, or ``after`` it (Hunyuan)."""
+    value_norm: bool = False
+    """Whether values go through an RMSNorm that has no weights, one for each head (Gemma 4)."""
     output_gate: bool = False
     """Whether queries come with as many gates, whose sigmoids multiply what the heads have mixed
     (Qwen3-Next)."""
@@ -366,6 +384,8 @@ class Model(Document):
     """Positions."""
     other_rope: OtherRope | None = None
     """Rotary positions of some layers, if they differ."""
+    other_heads: OtherHeads | None = None
+    """Heads of some layers, if they differ."""
     positions: Positions | None = None
     """Learned position vectors, if the model has them."""
     attention: Attention = Attention.default()
@@ -385,6 +405,9 @@ class Model(Document):
     """Mixture of experts; absent means one FFN per layer."""
     multipliers: Multipliers = Multipliers.default()
     """Constant factors."""
+    layer_scale: bool = False
+    """Whether what a layer gives, its input added, is multiplied by a number of the layer's own
+    (Gemma 4)."""
     logit_softcap: float | None = Field(default=None, gt=0.0, examples=[30.0])
     """Logits x become c tanh(x / c), where it is stated."""
     tied_head: bool = False
@@ -492,6 +515,38 @@ class Model(Document):
         """Tokens that queries of ``layer`` look back, themselves included; None means all."""
         layers = self.attention.window_layers
         return self.attention.sliding_window if layers is None or layer in layers else None
+
+    def view_layer(self, layer: int) -> Model:
+        """The model as attention of ``layer`` sees it: ``shape`` has the heads of that layer."""
+        other = self.other_heads
+        if other is None or layer not in other.layers:
+            return self
+        heads = {"kv_heads": other.kv_heads, "head_dim": other.head_dim}
+        return self.model_copy(update={"shape": self.shape.model_copy(update=heads)})
+
+    def list_views(self) -> list[tuple[Model, int]]:
+        """The model as its layers of attention see it, by the number of layers that see the same;
+        layers with the heads of ``shape`` come first."""
+        layers, other = self.attention_layers, self.other_heads
+        apart = [layer for layer in layers if other is not None and layer in other.layers]
+        views = [(self, len(layers) - len(apart))] if len(apart) < len(layers) or not apart else []
+        return views + ([(self.view_layer(apart[0]), len(apart))] if apart else [])
+
+    def shares_key_rows(self, layer: int) -> bool:
+        """Whether keys and values of ``layer`` have one projection."""
+        other = self.other_heads
+        return other is not None and other.keys_are_values and layer in other.layers
+
+    def find_turn(self, layer: int) -> tuple[bool, int]:
+        """Whether rotary positions of ``layer`` are ``other_rope``, and the width of a head."""
+        is_other = self.other_rope is not None and layer in self.other_rope.layers
+        return is_other, self.view_layer(layer).turned_width
+
+    def list_turns(self) -> dict[tuple[bool, int], Rope]:
+        """The rotary positions that layers of attention have, by what `find_turn` gives."""
+        turns = dict.fromkeys(self.find_turn(layer) for layer in self.attention_layers)
+        ropes = {False: self.rope, True: self.other_rope or self.rope}
+        return {turn: ropes[turn[0]] for turn in turns}
 
     @property
     def turned_width(self) -> int:

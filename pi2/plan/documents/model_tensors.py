@@ -70,6 +70,8 @@ class Tensors(Table):
     """Projection from that to keys and values, head by head [heads x (plain + head_dim), rank]."""
     attention_norm_bias: str = "model.layers.{layer}.input_layernorm.bias"
     """Bias of the norm before attention."""
+    layer_scale: str = "model.layers.{layer}.layer_scalar"
+    """Number that what a layer gives is multiplied by [1], with ``layer_scale``."""
     ffn_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
     """Norm before the FFN [hidden]; the one before attention where both share it."""
     ffn_norm_bias: str = "model.layers.{layer}.post_attention_layernorm.bias"

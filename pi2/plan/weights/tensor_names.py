@@ -22,8 +22,8 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     [1, head_dim], or of all heads; ``sinks`` float32 [1, heads]; ``output`` [hidden,
     heads head_dim] and ``output_bias`` float32 [1, hidden]; ``down_bias`` float32 [1, hidden], in a
     mixture [experts, hidden]; ``attention_output_norm`` and ``ffn_output_norm`` float32
-    [1, hidden]; ``router`` float32 [experts, hidden], ``router_bias`` and ``choice_bias`` float32
-    [1, experts], and ``shared_router`` [1, hidden];
+    [1, hidden]; ``layer_scale`` float32 [1, 1]; ``router`` float32 [experts, hidden],
+    ``router_bias`` and ``choice_bias`` float32 [1, experts], and ``shared_router`` [1, hidden];
     ``predictor_in`` [rank, hidden], ``predictor_out`` [ffn, rank] in stored order,
     ``predictor_bias`` float32 [1, ffn] in stored order.  In a mixture every expert has a predictor:
     ``predictor_in`` [experts rank, hidden], ``predictor_out`` [experts ffn, rank] and

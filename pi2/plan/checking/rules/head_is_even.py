@@ -20,11 +20,15 @@ NEEDS = ("model",)
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Divide head_dim by two."""
-    if facts.model.turned_width % 2 == 0:
-        return
-    yield Finding(
-        document="model",
-        path=("shape", "head_dim"),
-        message=f"a head of {facts.model.shape.head_dim} elements has no two halves to rotate",
-        help="take head_dim from the checkpoint's configuration",
-    )
+    model, other = facts.model, facts.model.other_heads
+    heads = {"shape": (model.turned_width, model.shape.head_dim)}
+    if other is not None:
+        heads["other_heads"] = (other.head_dim, other.head_dim)
+    for table, (turned, width) in heads.items():
+        if turned % 2:
+            yield Finding(
+                document="model",
+                path=(table, "head_dim"),
+                message=f"a head of {width} elements has no two halves to rotate",
+                help="take head_dim from the checkpoint's configuration",
+            )

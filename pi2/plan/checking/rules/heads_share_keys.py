@@ -20,13 +20,16 @@ NEEDS = ("model",)
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Divide heads by kv_heads."""
-    shape = facts.model.shape
-    if shape.heads % shape.kv_heads == 0:
-        return
-    yield Finding(
-        document="model",
-        path=("shape", "kv_heads"),
-        message=f"{shape.heads} heads cannot share {shape.kv_heads} key and value heads evenly",
-        help="take heads and kv_heads from the checkpoint's configuration",
-        origins=(Origin(document="model", path=("shape", "heads"), text=f"heads = {shape.heads}"),),
-    )
+    shape, other = facts.model.shape, facts.model.other_heads
+    stated = {"shape": shape.kv_heads} | ({"other_heads": other.kv_heads} if other else {})
+    for table, kv_heads in stated.items():
+        if shape.heads % kv_heads == 0:
+            continue
+        heads = Origin(document="model", path=("shape", "heads"), text=f"heads = {shape.heads}")
+        yield Finding(
+            document="model",
+            path=(table, "kv_heads"),
+            message=f"{shape.heads} heads cannot share {kv_heads} key and value heads evenly",
+            help="take heads and kv_heads from the checkpoint's configuration",
+            origins=(heads,),
+        )

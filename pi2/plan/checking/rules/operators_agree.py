@@ -60,6 +60,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         )
     if model.other_rope is not None:
         yield from _find_missing(model, ("other_rope", "layers"), model.other_rope.layers)
+    yield from _check_other_heads(model)
     yield from _check_activation(model)
     yield from _check_mixture(model)
     if model.quantization.ffn == "mxfp4" and model.shape.ffn % GROUP:
@@ -81,6 +82,27 @@ def check(facts: Facts) -> Iterator[Finding]:
             help="write sliding_window = N, in tokens",
         )
     yield from _find_missing(model, ("attention", "window_layers"), layers)
+
+
+def _check_other_heads(model: Model) -> Iterator[Finding]:
+    """Look for layers that there are not, and for what keys that are values do not have."""
+    other, attention = model.other_heads, model.attention
+    if other is None:
+        return
+    yield from _find_missing(model, ("other_heads", "layers"), other.layers)
+    reasons = {
+        "latent attention": attention.latent is not None,
+        "biases": other.keys_are_values and attention.qkv_bias,
+        "gates": other.keys_are_values and attention.output_gate,
+        "one tensor of all": other.keys_are_values and model.tensors.fused_qkv is not None,
+    }
+    for reason in (reason for reason, is_there in reasons.items() if is_there):
+        yield Finding(
+            document="model",
+            path=("other_heads", "keys_are_values" if other.keys_are_values else "kv_heads"),
+            message=f"queries, keys and values with {reason} have the same heads in all layers",
+            help="remove [other_heads]",
+        )
 
 
 def _check_activation(model: Model) -> Iterator[Finding]:
@@ -138,7 +160,9 @@ def _check_latent(model: Model) -> Iterator[Finding]:
     attention, shape = model.attention, model.shape
     if attention.latent is None:
         return
-    others = ("qkv_bias", "head_norm", "sinks", "clip", "sliding_window", "growth")
+    others = (
+        *("qkv_bias", "head_norm", "value_norm", "sinks", "clip", "sliding_window", "growth"),
+    )
     for key in (key for key in others if getattr(attention, key)):
         yield Finding(
             document="model",

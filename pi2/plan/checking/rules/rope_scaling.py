@@ -23,10 +23,8 @@ NEEDS = ("model",)
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare kind and factors."""
-    model = facts.model
-    yield from _check_rope("rope", model.rope, model.turned_width)
-    if model.other_rope is not None:
-        yield from _check_rope("other_rope", model.other_rope, model.turned_width)
+    for (is_other, width), rope in facts.model.list_turns().items():
+        yield from _check_rope("other_rope" if is_other else "rope", rope, width)
 
 
 def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:

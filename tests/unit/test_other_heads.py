@@ -1,0 +1,133 @@
+"""Layers whose heads differ: each keeps and computes what its own heads need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.arrays import F32
+from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.backends.protocol import ContextKeeper
+from pi2.diagnostics import UserError
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.arithmetic.mixers import count_projection_bytes
+from pi2.plan.arithmetic.sizes import count_kv_token_bytes
+from pi2.plan.resolve import load_plan
+from tests.helpers.goldens import (
+    EXACT,
+    UNROUNDED,
+    convert_golden,
+    copy_checkpoint,
+    measure_error,
+    write_plan,
+)
+
+ROUNDING = 1e-4
+"""Of the largest logit: products of several tokens are added up in another order than one's."""
+CPU = {"backends.cpu": "cpu", **UNROUNDED}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma4")
+    model = convert_golden(copy_checkpoint("gemma4", folder / "checkpoint"), folder, EXACT)
+    return write_plan(folder, model, {})
+
+
+def compute(plan: Path, ids: list[int], changes: dict[str, Any]) -> F32:
+    with pi2.load(plan, set=changes) as model:
+        return model.logits(ids, mode="decode")
+
+
+def test_a_plan_counts_keys_values_and_projections_of_each_layers_heads(plan: Path) -> None:
+    resolved = load_plan(plan)
+    model = resolved.model
+    # Two layers with 2 heads of 20 elements, two with one of 36.
+    kept = 2 * (2 * 2 * 20 + 2 * 36)
+    assert resolved.needs.kv.bytes == 2 * 64 * kept
+    assert "2 layers x 64 tokens x 36 elements" in resolved.needs.kv.explanation
+    assert count_kv_token_bytes(model, "fp16") == 2 * kept // 4
+    # 48 elements of the residual stream fill two groups of 32; 80 and 144 of the heads, 96 and 160.
+    narrow = 2 * (4 * 20 + 2 * 2 * 20) * 64 + 2 * 64 * 96 + 2 * 128
+    wide = 2 * (4 * 36 + 2 * 36) * 64 + 2 * 64 * 160 + 2 * 192
+    assert count_projection_bytes(model) == 2 * (narrow + wide)
+
+
+@pytest.mark.parametrize("backend", [{}, CPU])
+def test_sequences_together_compute_what_they_do_alone(plan: Path, backend: dict[str, Any]) -> None:
+    prompts = [[5, 9, 33, 60, 12, 7, 41], [8, 3, 77]]
+    found: list[list[F32]] = [[], []]
+    with pi2.load(plan, set={**backend, "decode.batch": 2}) as model:
+        forward = model._parts.forward
+        for place, prompt in enumerate(prompts):
+            forward.prefill(np.array(prompt, np.int32), sequence=place)
+        for step in range(4):
+            rows = forward.step([10 + step, 20 + step], [0, 1])
+            for own, row in zip(found, rows, strict=True):
+                own.append(row.copy())
+    for place, prompt in enumerate(prompts):
+        tokens = [10 * (place + 1) + step for step in range(4)]
+        alone = compute(plan, [*prompt, *tokens], backend)[-4:]
+        assert measure_error(np.array(found[place]), alone) <= ROUNDING
+
+
+@pytest.mark.parametrize("backend", [{}, CPU, {"kv.type": "int8"}])
+def test_keys_and_values_that_were_kept_serve_another_sequence(
+    plan: Path, backend: dict[str, Any]
+) -> None:
+    ids = np.random.default_rng(3).integers(3, 96, 20).tolist()
+    with pi2.load(plan, set={**backend, "decode.batch": 2}) as model:
+        forward, executor = model._parts.forward, model._parts.executor
+        assert isinstance(executor, ContextKeeper)
+        forward.prefill(np.array(ids, np.int32), sequence=0)
+        expected = forward.step([7], [0]).copy()
+        forward.prefill(np.array(ids[16:] * 5, np.int32), sequence=1)
+        executor.put_context(1, 0, 16, executor.read_context(0, 0, 16))
+        forward.positions[1] = 16
+        for token in ids[16:]:
+            forward.step([token], [1])
+        error = measure_error(forward.step([7], [1]), expected)
+    assert error <= (ROUNDING if backend.get("kv.type") != "int8" else 1e-2)
+
+
+def test_what_has_no_kernels_for_it_says_so(plan: Path) -> None:
+    limits = find_alone_limits(load_plan(plan))
+    for key in ("other_heads", "layer_scale", "attention.value_norm", "rope.kind"):
+        assert any(key in limit for limit in limits), key
+
+
+def test_first_releases_state_other_heads_once_for_all_layers(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("gemma4", tmp_path / "checkpoint")
+    expected = describe_checkpoint(checkpoint).model
+    change(checkpoint, per_layer_config=None, global_head_dim=36, num_global_key_value_heads=1)
+    assert describe_checkpoint(checkpoint).model == expected
+    assert expected.other_heads is not None and expected.other_heads.layers == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"per_layer_config": {"0": {"head_dim": 36}}}, "does not divide layers"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ],
+)
+def test_what_no_document_states_is_refused(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    checkpoint = copy_checkpoint("gemma4", tmp_path / "checkpoint")
+    change(checkpoint, **changes)
+    with pytest.raises(UserError, match="P544") as caught:
+        describe_checkpoint(checkpoint)
+    assert problem in str(caught.value)
+
+
+def change(checkpoint: Path, **values: Any) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
