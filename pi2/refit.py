@@ -136,7 +136,8 @@ def _describe(name: str, before: int, after: int) -> str:
 
 
 def _explain_shortage(budget_bytes: int, shortage: Shortage) -> UserError:
-    parts = ", ".join(f"{name} {approximate_bytes(size)}" for name, size in shortage.sizes.items())
+    sizes = {name: size for name, size in shortage.sizes.items() if size}
+    parts = ", ".join(f"{name} {approximate_bytes(size)}" for name, size in sizes.items())
     return UserError.of(
         "P611",
         f"{approximate_bytes(budget_bytes)} is not enough for this plan: it needs at least "

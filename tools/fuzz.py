@@ -1,4 +1,4 @@
-"""Give pi2 what strangers might: spoilt GGUF files, configurations, tokenizers, templates, stores.
+"""Give pi2 what strangers might: spoilt documents, checkpoints, tokenizers, templates and stores.
 
     python tools/fuzz.py --cases 1000
     python tools/fuzz.py --target gguf --target config --cases 50000 --seed 7 --keep failures
@@ -77,7 +77,7 @@ def run_batch(name: str, folder: Path, first: int, size: int) -> Iterator[tuple[
         process.start()
         there.close()
         while seed < end:
-            if not here.poll(CASE_S):
+            if not here.poll(CASE_S) and not here.poll(CASE_S / 10):  # the machine may have slept
                 break
             try:
                 outcome, problem = here.recv()

@@ -26,6 +26,8 @@ _SHIFTS = 49
 """Points at which quantities are tabulated over the shift of a token."""
 MOST_SHIFT = 6.0
 """Standard deviations that a token shifts its neurons at most."""
+LEAST_ACTIVE = 1e-6
+"""Share of neurons below which no law of their means can be told from another."""
 _NORMAL = NormalDist()
 
 
@@ -42,7 +44,7 @@ class Hotness:
         """Chance of each class [CLASSES] to fire for a token moved by ``shift``."""
         if self.active >= 1.0:
             return np.ones(CLASSES)
-        return _compute_chances(self.active, self.spread, round(shift, 9))
+        return _compute_chances(max(self.active, LEAST_ACTIVE), self.spread, round(shift, 9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,10 @@ from pi2.engine.statistics import RunStatistics, divide, read_peak_rss_bytes
 from pi2.engine.unit_report import describe_units, name_unit, summarise_units
 from pi2.plan.documents.quantities import approximate_bytes
 
+MANY_FAULTS = 256
+"""Pages (1 MiB) that are worth a word: a run itself touches pages of libraries for the first time,
+and these count, too."""
+
 
 def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]:
     """Everything that is known of a run, for machines."""
@@ -210,18 +214,22 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         lines.append(
             'note: nothing was compared with its checks: the plan says io.verify = "never"'
         )
-    taken = []
-    if run["major_faults"]:
-        taken.append(f"{run['major_faults']} pages were read again after loading (major faults)")
-    if run["swapped_bytes"]:
-        taken.append(f"{approximate_bytes(run['swapped_bytes'])} are swapped or compressed")
-    if taken:
-        lines.append(f"memory pressure: {', '.join(taken)}")
+    lines += summarise_pressure(run)
     if run["memory_lock_refused"]:
         lines.append(f"note: memory is not locked: {run['memory_lock_refused']}")
     if run["direct_reads_refused"]:
         lines.append(f"note: reads go through the page cache: {run['direct_reads_refused']}")
     return "\n".join(lines)
+
+
+def summarise_pressure(run: Mapping[str, Any]) -> list[str]:
+    """A line about memory that the system has taken away, if it has."""
+    taken = []
+    if (run["major_faults"] or 0) >= MANY_FAULTS:
+        taken.append(f"{run['major_faults']} pages were read again after loading (major faults)")
+    if run["swapped_bytes"]:
+        taken.append(f"{approximate_bytes(run['swapped_bytes'])} are swapped or compressed")
+    return [f"memory pressure: {', '.join(taken)}"] if taken else []
 
 
 def _rounded(value: float | None) -> float | None:

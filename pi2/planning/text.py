@@ -124,9 +124,11 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     elif all(layer.hot_neurons == resolved.model.layer_neurons for layer in resolved.layers):
         yield f"All neurons stay in memory: {approximate_bytes(whole)}."
     else:
+        hot = sum(layer.hot_neurons for layer in resolved.layers) * resolved.bundle.stride
+        rest = "" if hot + segments.cold >= whole else "; the others are read when used"
         yield (
-            f"Of {approximate_bytes(whole)} of neurons, {approximate_bytes(segments.hot)} stay and "
-            f"{approximate_bytes(segments.cold)} are a cache; the others are read when used."
+            f"Of {approximate_bytes(whole)} of neurons, {approximate_bytes(hot)} stay; "
+            f"{approximate_bytes(segments.cold)} are a cache{rest}."
         )
         missing = sum(layer.missing for layer in cost.layers)
         read_s = sum(layer.read_s for layer in cost.layers)

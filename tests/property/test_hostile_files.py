@@ -1,10 +1,12 @@
-"""Whatever stands in a checkpoint, tokenizer, template or store: a finding, or a right result.
+"""Whatever stands in a document, checkpoint, tokenizer, template or store: a finding, or a right
+result.
 
 `tools/fuzz.py` tries the same with more cases; what it found is in tests/corpus.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fuzzing.documents import PLANS, read_documents
 from fuzzing.targets import Target, make_targets
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
@@ -41,7 +44,20 @@ def test_what_once_failed_does_so_no_more(targets: dict[str, Target], case: Path
     targets[case.parent.name].run(case.read_bytes())
 
 
-@settings(some, max_examples=400)
+@pytest.mark.parametrize("name", PLANS)
+def test_the_documents_that_are_spoilt_are_sound(targets: dict[str, Target], name: str) -> None:
+    _, text = read_documents(name)["plan"]
+    case = json.dumps([name, "plan"]).encode() + b"\n" + text.encode()
+    assert targets["document"].run(case) == "sound"
+
+
+@settings(some, max_examples=100)
+@given(random=randoms)
+def test_documents(targets: dict[str, Target], random: Random) -> None:
+    run(targets["document"], random)
+
+
+@settings(some, max_examples=300)
 @given(random=randoms)
 def test_configurations(targets: dict[str, Target], random: Random) -> None:
     run(targets["config"], random)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi2.cli.main import run
+from pi2.engine.run_report import summarise_pressure
 from pi2.importing.first_plan import draft_first_plan
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
@@ -115,3 +116,18 @@ def test_a_plan_for_an_odd_size_has_a_budget_that_people_can_read(
     text = Path("a.plan.toml").read_text("utf-8")
     assert re.search(r'^budget = "5069 MiB"', text, re.MULTILINE)
     assert not re.search(r'"[0-9]{7,} ', text)
+
+
+@pytest.mark.parametrize(
+    ("faults", "swapped", "lines"),
+    [
+        (None, None, []),
+        (3, 0, []),
+        (5000, 0, ["memory pressure: 5000 pages were read again after loading (major faults)"]),
+        (3, 2**21, ["memory pressure: 2 MiB are swapped or compressed"]),
+    ],
+)
+def test_a_few_pages_are_no_memory_pressure(
+    faults: int | None, swapped: int | None, lines: list[str]
+) -> None:
+    assert summarise_pressure({"major_faults": faults, "swapped_bytes": swapped}) == lines

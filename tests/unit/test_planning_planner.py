@@ -25,13 +25,14 @@ from pi2.plan.authoring.drafting import draft_plan
 from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.quantities import approximate_bytes
 from pi2.planning.cost import cost_resolved
 from pi2.planning.documents import read_document
 from pi2.planning.pareto import draw_curve
 from pi2.planning.planner import PlannedPlan, plan, trace_pareto
 from pi2.planning.problem import _draw_lines
 from pi2.planning.resolving import resolve_values
-from pi2.planning.text import write_planned
+from pi2.planning.text import describe_choices, write_planned
 from pi2.planning.wish import Wish
 
 pytest.importorskip("scipy")
@@ -268,6 +269,11 @@ def test_an_npu_gets_neurons_where_it_is_faster() -> None:
     hots = [layer.hot for layer in found.resolved.layers]
     assert max(shares) > 0.0
     assert all(share <= hot + 1e-9 for share, hot in zip(shares, hots, strict=True))
+    # The segment of hot neurons has the unit's rows of projections, too; the text says neurons.
+    neurons = sum(layer.hot_neurons for layer in found.resolved.layers)
+    stay = neurons * found.resolved.bundle.stride
+    assert stay < found.resolved.plan.memory.segments.hot
+    assert f" of neurons, {approximate_bytes(stay)} stay; " in "\n".join(describe_choices(found))
     # Its backend can build that: shares, graphs within the NPU's own memory, and room for all.
     resolved, unit = found.resolved, document.units["npu"]
     assert resolved.name_backend("npu") == "hexagon"

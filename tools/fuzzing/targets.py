@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import pi2
+from fuzzing.documents import DocumentTarget
 from fuzzing.gguf import write_gguf
 from fuzzing.mutations import spoil_bytes, spoil_document, spoil_text
 from fuzzing.seeds import (
@@ -286,6 +287,7 @@ class StoreTarget:
 def make_targets(folder: Path) -> dict[str, Target]:
     """Everything that is fuzzed, by name; ``folder`` is for their files."""
     targets: list[Target] = [
+        DocumentTarget(folder / "document"),
         ConfigTarget(folder / "config"),
         GgufTarget(folder / "gguf"),
         TokenizerTarget(),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.findings import Fact
 from pi2.plan.checking.inspection import Inspection
 from pi2.plan.checking.reuse import Reuse
@@ -150,7 +150,7 @@ def _resolve(check: Inspection, thresholds: GivenThresholds) -> ResolvedPlan | N
     plan, device, model = (check.documents.get(kind) for kind in ("plan", "device", "model"))
     if not (isinstance(plan, Plan) and isinstance(device, Device) and isinstance(model, Model)):
         return None
-    if not has_packable_shape(model):
+    if "model" in check.contradictory:  # sizes of what cannot be are nobody's concern
         return None
     return ResolvedPlan(
         plan=plan,

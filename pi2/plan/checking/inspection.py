@@ -46,6 +46,8 @@ class Inspection:
         self.chains: dict[str, Chain] = {}
         self.removed: list[Removal] = []
         self.references: dict[Kind, str | None] = {}
+        self.contradictory: set[Kind] = set()
+        """Documents that are wrong by themselves: rules for one document found errors."""
 
     def override(self, values: Mapping[str, object]) -> None:
         """Take values that replace those of the plan."""
@@ -247,7 +249,10 @@ class Inspection:
                     self.diagnostics += self.run_alone(rule, kind, document)
             elif rule.needs[0] in self.documents and len(rule.needs) == 1:
                 kind = rule.needs[0]
-                self.diagnostics += self.run_alone(rule, kind, self.documents[kind])
+                found = self.run_alone(rule, kind, self.documents[kind])
+                self.diagnostics += found
+                if any(item.severity == "error" for item in found):
+                    self.contradictory.add(kind)
             else:
                 self.diagnostics += self.run_rule(rule, facts)
 
