@@ -6,7 +6,6 @@ expert's in one stretch, and then those neurons alone whose gates are open.
 
 from __future__ import annotations
 
-import os
 import zlib
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from pi2.plan.weights.gates import GateRecord, lay_out_gates
 from pi2.plan.weights.layout import BundleLayout
 from pi2.plan.weights.packing import slice_bias, slice_part
 from pi2.progress import Progress, ignore_progress
-from pi2.store.additions import write_manifest
+from pi2.store.additions import put_weights
 from pi2.store.arrow_file import PieceFeed, lay_out_layer_file
-from pi2.store.files import HashedFile, sync_folder
+from pi2.store.files import HashedFile
 from pi2.store.manifest import GATES_FILE, Manifest, StoredFile, StoredGates
 from pi2.store.reader import NeuronStore, StoredLayer
 from pi2.store.unfinished import explain_os_error
@@ -97,19 +96,10 @@ def add_gates(path: Path, progress: Progress = ignore_progress) -> Manifest:
                     neurons_offset=plan.neurons_offset,
                     checks_offset=plan.checks_offset,
                 )
-            os.replace(temporary, path / GATES_FILE)
-            sync_folder(path)
-            others = tuple(item for item in store.manifest.files if item.path != GATES_FILE)
-            described = store.manifest.model_copy(
-                update={
-                    "files": tuple(sorted((*others, entry), key=lambda item: item.path)),
-                    "gates": StoredGates(stride=record.stride),
-                }
-            )
-            write_manifest(path, described)
+            gates = StoredGates(stride=record.stride)
+            return put_weights(store.manifest, path, temporary, entry, gates=gates)
         except OSError as problem:
             raise explain_os_error(problem, path) from None
-    return described
 
 
 def _find_inline(store: NeuronStore) -> BundleLayout:

@@ -32,10 +32,10 @@ from pi2.plan.weights.packing import (
 )
 from pi2.progress import Progress, ignore_progress
 from pi2.regular_file import open_regular
-from pi2.store.additions import write_manifest
+from pi2.store.additions import put_weights
 from pi2.store.arrow_file import PieceFeed, lay_out_rows_file
 from pi2.store.dense_reader import read_bytes
-from pi2.store.files import HashedFile, sync_folder
+from pi2.store.files import HashedFile
 from pi2.store.manifest import TWIN_FILE, Manifest, StoredFile, StoredTwin
 from pi2.store.reader import NeuronStore
 from pi2.store.unfinished import explain_os_error
@@ -104,24 +104,15 @@ def add_twin(
                     rows=neurons,
                     checks=file.checks,
                 )
-            os.replace(temporary, path / TWIN_FILE)
-            sync_folder(path)
-            others = tuple(item for item in store.manifest.files if item.path != TWIN_FILE)
-            described = store.manifest.model_copy(
-                update={
-                    "files": tuple(sorted((*others, entry), key=lambda item: item.path)),
-                    "twin": StoredTwin(
-                        precision=precision,
-                        stride=layout.stride,
-                        offset=plan.offset,
-                        error=round(math.sqrt(error / total), 4) if total else 0.0,
-                    ),
-                }
+            twin = StoredTwin(
+                precision=precision,
+                stride=layout.stride,
+                offset=plan.offset,
+                error=round(math.sqrt(error / total), 4) if total else 0.0,
             )
-            write_manifest(path, described)
+            return put_weights(store.manifest, path, temporary, entry, twin=twin)
         except OSError as problem:
             raise explain_os_error(problem, path) from None
-    return described
 
 
 def _check_neurons(store: NeuronStore, precision: TwinPrecision) -> None:
