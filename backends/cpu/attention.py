@@ -12,9 +12,10 @@ from pi2.backends.cpu.arrays import count_tokens
 from pi2.backends.cpu.specification import find_attention_shape, list_attention_shapes
 from pi2.backends.cpu.states import States
 from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec, LatentShape
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
 from pi2.backends.rope import RopeTables, compute_growth
+from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import fill_groups, round_up
 from pi2.plan.weights.tensor_names import name_layer_tensor
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pi2.backends.kernels.spec import AttentionShape, KernelSpec, LatentShape
+from pi2.backends.kernels.spec import AttentionShape, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType
+from pi2.plan.weights.latent import describe_latent
 from pi2.plan.weights.states import describe_state
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
@@ -89,7 +90,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         scales=request.bundle.scales,
         twin=None if request.twins is None else request.twins.precision,
         output_gate=model.attention.output_gate,
-        latent=_describe_latent(model),
+        latent=describe_latent(model),
         state=describe_state(model),
     )
 
@@ -107,19 +108,6 @@ def list_attention_shapes(model: Model) -> list[AttentionShape]:
     # A model without attention needs sizes, too.
     layers = model.attention_layers or (0,)
     return list(dict.fromkeys(find_attention_shape(model, layer) for layer in layers))
-
-
-def _describe_latent(model: Model) -> LatentShape | None:
-    latent = model.attention.latent
-    if latent is None:
-        return None
-    return LatentShape(
-        rank=latent.rank,
-        query_rank=latent.query_rank or 0,
-        plain=latent.plain,
-        rotated=latent.rotated,
-        epsilon=latent.epsilon,
-    )
 
 
 def _routes_by_input(model: Model) -> bool:

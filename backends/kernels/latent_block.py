@@ -37,8 +37,9 @@ from pi2.backends.kernels.parameters import emit_each_token, take_activations, t
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.rows import emit_copy
 from pi2.backends.kernels.schedule import Schedule
-from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, LatentShape
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
 from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
+from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import fill_groups, vector_bytes
 
 
@@ -125,9 +126,9 @@ class _Block:
         def normalize(token: v.Expr) -> None:
             place = v.let(token * rows + (rows - latent.kept))
             _emit_vector_norm(self, qkv, place, self.norm_weight, latent.rank, qkv, place)
-            if self.made is not None and self.query_norm is not None:
+            rank = latent.query_rank
+            if self.made is not None and self.query_norm is not None and rank is not None:
                 start = v.let(token * rows)
-                rank = latent.query_rank
                 target = v.let(token * self.made.length)
                 args = (self.query_norm, rank, self.made.values, target)
                 _emit_vector_norm(self, qkv, start, *args)

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import (
     GROUP,
     BundleLayout,
@@ -47,27 +48,6 @@ SPANS = 16
 
 KV_DTYPES: Mapping[KvType, str] = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 """Types of the kernels' arrays that hold it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentShape:
-    """Sizes of latent attention; ``query_rank`` 0 stands for queries that are projected at once."""
-
-    rank: int
-    query_rank: int
-    plain: int
-    rotated: int
-    epsilon: float
-
-    @property
-    def key(self) -> int:
-        """Width of a head's query."""
-        return self.plain + self.rotated
-
-    @property
-    def kept(self) -> int:
-        """Elements that are kept of a token."""
-        return self.rank + self.rotated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +216,7 @@ class KernelSpec:
     def qkv_rows(self) -> int:
         """Rows of the fused query, key and value projection."""
         if self.latent is not None:
-            return (self.latent.query_rank or self.heads * self.latent.key) + self.latent.kept
+            return self.latent.count_rows(self.heads)
         gates = self.heads if self.output_gate else 0
         return (self.heads + 2 * self.kv_heads + gates) * self.head_dim
 

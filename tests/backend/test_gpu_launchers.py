@@ -17,13 +17,13 @@ from pi2.backends.gpu.kernels.specification import (
     AttentionKernels,
     FfnKernels,
     GpuSpec,
-    LatentKernels,
     ProductKernels,
     StateKernels,
     Target,
 )
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
+from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.states import StateShape
 
 FFN = FfnKernels(hidden=64, precision="int4", activation="relu")
@@ -175,7 +175,7 @@ def test_specifications_survive_json() -> None:
             head_dim=32,
             scale=0.1,
             kv="fp16",
-            latent=LatentKernels(rank=24, query_rank=None, plain=12, rotated=8, epsilon=1e-6),
+            latent=LatentShape(rank=24, query_rank=None, plain=12, rotated=8, epsilon=1e-6),
         ),
         state=StateKernels(
             shape=StateShape(kind="convolution", kernel=3, width=32, channels=32), epsilon=1e-5

@@ -6,7 +6,6 @@ arrays on the device.  So a step's list is recorded once and replayed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +13,9 @@ import numpy as np
 from pi2.backends.gpu.alone.attention import list_attention
 from pi2.backends.gpu.alone.recurrence import list_recurrence
 from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS
-from pi2.backends.gpu.alone.use import ModelUse
-from pi2.backends.gpu.alone.weights import ModelArrays
 from pi2.backends.gpu.alone.work_list import Work, WorkList
 from pi2.backends.gpu.kernels.signature import Number
-from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, LoadedKernel
+from pi2.backends.gpu.launchers.interface import DeviceArray
 from pi2.backends.gpu.work_sizes import choose_kernel_tokens, choose_parts, count_busy_groups
 from pi2.plan.arithmetic.rows import name_head
 from pi2.plan.documents.model import Moe
@@ -47,20 +44,13 @@ class StepShape:
 class ModelGraph:
     """Lists the kernels of a model that is on a device."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        kernels: Mapping[str, LoadedKernel],
-        use: ModelUse,
-        arrays: ModelArrays,
-        threshold: float,
-    ) -> None:
-        self._launcher = launcher
+    def __init__(self, work: WorkList, threshold: float) -> None:
+        use, arrays = work.use, work.arrays
+        self._work, self._launcher = work, work.launcher
         self._use, self._arrays = use, arrays
         self._model = use.model
         self._state = arrays.state
         self._products = use.products
-        self._work = WorkList(launcher, kernels, use, arrays)
         activation = self._model.ffn.activation
         if use.predictor == "gate":
             closed = self._model.ffn.threshold or 0.0 if activation == "fatrelu" else 0.0

@@ -12,7 +12,7 @@ from pi2.backends.gpu.alone.graph import ModelGraph, StepShape
 from pi2.backends.gpu.alone.sizes import count_host_bytes, count_logit_rows, list_arrays
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.alone.weights import ModelArrays
-from pi2.backends.gpu.alone.work_list import Work
+from pi2.backends.gpu.alone.work_list import Work, WorkList
 from pi2.backends.gpu.choice import open_unit
 from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher, Recording
@@ -60,7 +60,8 @@ class GpuModel:
             )
             self._queue = launcher.open_queue()
             self._arrays = ModelArrays(launcher, use)
-            self._graph = ModelGraph(launcher, kernels, use, self._arrays, request.threshold)
+            work = WorkList(launcher, kernels, use, self._arrays)
+            self._graph = ModelGraph(work, request.threshold)
             self._recordings: dict[StepShape, Recording] = {}
             rows, shape = count_logit_rows(use), use.model.shape
             self._logits: F32 = launcher.allocate_host(4 * rows * shape.vocab).view(np.float32)

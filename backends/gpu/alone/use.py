@@ -13,7 +13,6 @@ from pi2.backends.gpu.kernels.specification import (
     EmbeddingKernels,
     FfnKernels,
     GpuSpec,
-    LatentKernels,
     NormKernels,
     ProductKernels,
     RouterKernels,
@@ -24,6 +23,7 @@ from pi2.backends.gpu.kernels.specification import (
 from pi2.backends.gpu.sizes import count_experts
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
+from pi2.plan.weights.latent import describe_latent
 from pi2.plan.weights.layout import BundleLayout, fill_groups
 from pi2.plan.weights.projections import list_kept_vectors
 from pi2.plan.weights.states import describe_state
@@ -154,15 +154,7 @@ class ModelUse:
             some_full=None in windows,
             sinks=attention.sinks,
             output_gate=attention.output_gate,
-            latent=None
-            if latent is None
-            else LatentKernels(
-                rank=latent.rank,
-                query_rank=latent.query_rank,
-                plain=latent.plain,
-                rotated=latent.rotated,
-                epsilon=latent.epsilon,
-            ),
+            latent=describe_latent(self.model),
         )
 
     @property

@@ -25,7 +25,8 @@ class WorkList:
         use: ModelUse,
         arrays: ModelArrays,
     ) -> None:
-        self._launcher, self._kernels, self._use = launcher, kernels, use
+        self.launcher, self.use = launcher, use
+        self._kernels = kernels
         self.arrays = arrays
         self.state = arrays.state
         """What is computed with, by name."""
@@ -45,7 +46,7 @@ class WorkList:
         chosen = {key: arrays[key] for key in kernel.signature.arrays}
         key = (name, tuple(map(id, chosen.values())))
         if key not in self._bound:
-            self._bound[key] = self._launcher.bind(kernel, chosen)
+            self._bound[key] = self.launcher.bind(kernel, chosen)
         self._work.append((self._bound[key], numbers))
 
     def find_tensor(self, name: str) -> Mapping[str, DeviceArray]:
@@ -81,6 +82,6 @@ class WorkList:
             "outputs": self.state[target],
             "weights": self.find_vector(name),
         }
-        if self._use.model.norm.bias:
+        if self.use.model.norm.bias:
             arrays["biases"] = self.find_vector(f"{name}_bias")
         self.add("norm", arrays, {"first": first, "tokens": tokens})

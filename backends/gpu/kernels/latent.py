@@ -26,7 +26,8 @@ from tvm.tirx.script import builder as T
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.kept import KeptVectors, find_kept_scale, pack_word
 from pi2.backends.gpu.kernels.signature import Axis
-from pi2.backends.gpu.kernels.specification import AttentionKernels, LatentKernels
+from pi2.backends.gpu.kernels.specification import AttentionKernels
+from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import fill_groups
 
 _THREADS = 64
@@ -41,9 +42,7 @@ def list_latent_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
     yield make_latent_keep(attention, latent)
 
 
-def make_latent_norm(
-    attention: AttentionKernels, latent: LatentKernels, query_rank: int
-) -> c.Kernel:
+def make_latent_norm(attention: AttentionKernels, latent: LatentShape, query_rank: int) -> c.Kernel:
     """Make ``latent_norm``: a work group normalises what a token's queries are made of."""
     kernel = c.Kernel("latent_norm", (_THREADS, 1, 1))
     filled = fill_groups(query_rank)
@@ -64,7 +63,7 @@ def make_latent_norm(
     return kernel
 
 
-def make_latent_keep(attention: AttentionKernels, latent: LatentKernels) -> c.Kernel:
+def make_latent_keep(attention: AttentionKernels, latent: LatentShape) -> c.Kernel:
     """Make ``keep``: a work group for a head's query, and one for what is kept of the token."""
     kernel = c.Kernel("keep", (_THREADS, 1, 1))
     heads, rows, half = attention.heads, latent.count_rows(attention.heads), latent.rotated // 2
@@ -134,7 +133,7 @@ def make_latent_keep(attention: AttentionKernels, latent: LatentKernels) -> c.Ke
 
 
 def _find_factor(
-    latent: LatentKernels, vectors: c.Buffer, first: c.Expr, width: int, thread: c.Expr
+    latent: LatentShape, vectors: c.Buffer, first: c.Expr, width: int, thread: c.Expr
 ) -> c.Expr:
     """Return what the RMSNorm multiplies the vector at ``first`` with, the same in all threads."""
     own = c.Cell(c.number(0.0))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pi2.backends.gpu.kernels.signature import Api
 from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups
 from pi2.plan.weights.states import StateShape
 
@@ -132,32 +133,6 @@ class NormKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentKernels:
-    """Latent attention (`pi2.backends.gpu.kernels.latent`): widths as model documents have them."""
-
-    rank: int
-    query_rank: int | None
-    plain: int
-    rotated: int
-    epsilon: float
-    """Epsilon of the norms of what keys, values and queries are made of."""
-
-    @property
-    def key(self) -> int:
-        """Elements of a head's query."""
-        return self.plain + self.rotated
-
-    @property
-    def kept(self) -> int:
-        """Elements that are kept of a token."""
-        return self.rank + self.rotated
-
-    def count_rows(self, heads: int) -> int:
-        """Rows of the projection that all of it comes from."""
-        return (self.query_rank or heads * self.key) + self.kept
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernels:
     """Attention (`pi2.backends.gpu.kernels.attention`)."""
 
@@ -180,7 +155,7 @@ class AttentionKernels:
     """Whether every head has a score beside those of the tokens."""
     output_gate: bool = False
     """Whether gates of what heads mix come behind the values."""
-    latent: LatentKernels | None = None
+    latent: LatentShape | None = None
     """Latent attention: one key head, whose first elements are the values."""
 
     def __post_init__(self) -> None:
@@ -338,7 +313,7 @@ class GpuSpec:
 
 
 def _read_attention(latent: dict[str, Any] | None, **values: Any) -> AttentionKernels:
-    found = None if latent is None else LatentKernels(**latent)
+    found = None if latent is None else LatentShape(**latent)
     return AttentionKernels(latent=found, **values)
 
 
