@@ -24,6 +24,14 @@ class Router:
     """[1, experts], added to scores."""
     choice_bias: F32 | None = None
     """[1, experts], added to weights to choose by."""
+    norm: F32 | None = None
+    """[1, hidden], of an RMSNorm of what is read."""
+    epsilon: float = 0.0
+    """Added to the mean of squares there."""
+    width: int = 0
+    """Elements that it is taken of; zeros follow."""
+    expert_scale: F32 | None = None
+    """[1, experts], factors of the experts' weights."""
     shared: F32 | None = None
     """[1, hidden], the router of the shared experts."""
     down_biases: F32 | None = None
@@ -40,11 +48,17 @@ class Router:
         if self.weights is None:
             weights[:, : self.dense_experts] = 1
             return weights
+        if self.norm is not None:
+            squares = np.square(inputs).sum(axis=-1, keepdims=True) / np.float32(self.width)
+            inputs = inputs / np.sqrt(squares + np.float32(self.epsilon)) * self.norm
+            inputs = inputs * np.float32(self.moe.input_scale)
         scores = inputs @ self.weights.T
         if self.bias is not None:
             scores = scores + self.bias
         first = self.moe.experts
         weights[:, :first] = route(self.moe, scores, self.choice_bias)
+        if self.expert_scale is not None:
+            weights[:, :first] *= self.expert_scale
         shared = weights[:, first : first + self.moe.shared_experts]
         shared[:] = 1
         if self.shared is not None:
@@ -75,6 +89,10 @@ def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
                 weights=find("router", mixed),
                 bias=find("router_bias", mixed and moe.router_bias),
                 choice_bias=find("choice_bias", mixed and moe.choice_bias),
+                norm=find("router_norm", mixed and moe.router_input == "stream"),
+                epsilon=model.norm.epsilon,
+                width=model.shape.hidden,
+                expert_scale=find("expert_scale", mixed and moe.expert_scale),
                 shared=find("shared_router", mixed and moe.shared_gate),
                 down_biases=find("down_bias", model.ffn.bias),
                 experts=model.expert_count,

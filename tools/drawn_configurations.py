@@ -317,7 +317,43 @@ def draw_qwen2_moe(drawn: random.Random) -> Drawn:
     return "Qwen2Moe", options | {"shared_expert_intermediate_size": drawn.choice([16, 24, 50])}
 
 
+def draw_gemma4(drawn: random.Random) -> Drawn:
+    """Gemma 4, with and without experts."""
+    options = draw_shape(drawn)
+    options |= draw_kinds(drawn, options)
+    if "layer_types" in options:
+        options["layer_types"][-1] = "full_attention"
+    shares = drawn.random() < 0.5
+    options |= {
+        "hidden_size_per_layer_input": 0,
+        "head_dim": drawn.choice([8, 12, 32]),
+        "global_head_dim": drawn.choice([16, 20, 40]),
+        "attention_k_eq_v": shares,
+        "attention_bias": not shares and drawn.random() < 0.3,
+        "num_global_key_value_heads": drawn.choice([None, 1]),
+        "final_logit_softcapping": drawn.choice([None, 5.0]),
+        "tie_word_embeddings": drawn.random() < 0.8,
+    }
+    if drawn.random() < 0.6:
+        experts = drawn.choice([4, 5, 7])
+        options |= {
+            "enable_moe_block": True,
+            "num_experts": experts,
+            "top_k_experts": drawn.randint(1, 3),
+            "moe_intermediate_size": drawn.choice([12, 19, 32]),
+        }
+    if drawn.random() < 0.7:
+        share = drawn.choice([0.25, 0.5, 1.0])
+        turns = {"rope_type": "proportional", "partial_rotary_factor": share}
+        options["rope_parameters"] = {
+            "full_attention": turns | {"rope_theta": 4000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        }
+    return "Gemma4Text", options
+
+
 DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
+    "gemma4": draw_gemma4,
     "gpt_oss": draw_gpt_oss,
     "deepseek_v2": draw_deepseek_v2,
     "deepseek_v3": draw_deepseek_v3,

@@ -228,6 +228,22 @@ MODELS: dict[str, tuple[str, Options]] = {
             },
         },
     ),
+    "gemma4-moe": (
+        "Gemma4Text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "hidden_size_per_layer_input": 0,
+            "num_hidden_layers": 3,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "intermediate_size": 44,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 20,
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -700,7 +716,7 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
     else:
         kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
         model = variants.make(kind, getattr(transformers, f"{family}Config"), common | options)
-    if hasattr(model.config, "num_experts_per_tok"):
+    if hasattr(model.config, "num_experts_per_tok") or options.get("enable_moe_block"):
         # The others want widths that are multiples of four.
         model.set_experts_implementation("eager")
     tied = model.config.tie_word_embeddings
@@ -717,6 +733,8 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
             elif values.dim() == 1:
                 drawn *= 0.2
                 is_norm = "norm" in name and name.endswith("weight")
+                if name.endswith(("router.scale", "per_expert_scale")):
+                    drawn += 1.0
                 if is_norm and (not family.startswith("Gemma") or family.startswith("Gemma4")):
                     drawn += 1.0
                 if name.endswith("layer_scalar"):

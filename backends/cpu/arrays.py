@@ -9,6 +9,7 @@ from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.weights.layout import fill_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,20 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
         routes=routes,
         views=views,
     )
+
+
+def make_side_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
+    """Return views of what an FFN beside experts works with; none without it."""
+    if not spec.side_ffn:
+        return {}
+    length = fill_groups(spec.side_ffn)
+    pairs = spec.isa.pairs
+    room = space.make_activations("side_inner", chunk, length, spec.most_planes, pairs=pairs)
+    if pairs:
+        room |= space.make_tiles("side_inner", spec.threads, length)
+    for name, size in (("side_terms", 2 * spec.side_ffn), ("side_output", spec.hidden)):
+        room[name] = space.wrap(space.make("float32", chunk, size))
+    return room
 
 
 def measure_arrays(request: BuildRequest) -> dict[str, int]:

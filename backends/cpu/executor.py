@@ -8,7 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.arrays import Arrays, count_tokens, make_arrays
+from pi2.backends.cpu.arrays import Arrays, count_tokens, make_arrays, make_side_room
 from pi2.backends.cpu.attention import Attention, PartCalls
 from pi2.backends.cpu.chunk_state import ChunkState
 from pi2.backends.cpu.divided import DividedEnds
@@ -29,6 +29,9 @@ from pi2.plan.weights.tensor_names import (
     POSITIONS,
     name_layer_tensor,
 )
+
+_SIDE = ("side_norm", "side_in", "side_down", "side_output_norm", "experts_output_norm")
+"""Tensors of an FFN beside a layer's experts."""
 
 _NONE: I32 = np.zeros(0, np.int32)
 
@@ -74,9 +77,12 @@ class CpuExecutor:
                 down_bias=name_layer_tensor(layer, "down_bias"),
                 output_norm=name_layer_tensor(layer, "ffn_output_norm"),
                 layer_scale=name_layer_tensor(layer, "layer_scale"),
+                **{kind: name_layer_tensor(layer, kind) for kind in _SIDE},
             )
             for layer in layers
         ]
+        side = make_side_room(space, spec, chunk)
+        self._outputs = [own | side for own in self._outputs]
         self._vocabulary = space.wrap_tensors(
             embedding=EMBEDDING,
             table=POSITIONS,
@@ -91,9 +97,11 @@ class CpuExecutor:
         self._chunks = [self._bind_chunk(own) for own in arrays]
         self._now = self._chunks[0]
         self._attend_step = self._attention.bind_step(views)
-        self._begin_step = self._now.begin
+        self._begin_step, self._end_step = self._now.begin, self._now.end
         if spec.sequences and spec.has_other_chunks:
             self._begin_step = self._bind_begin("begin_step", views)
+            if spec.side_ffn:
+                self._end_step = self._bind_end("end_step", views)
         self._step_positions: list[BoundCall] = []
         """Calls for the positions of a step's tokens, one for each."""
         if spec.positions and spec.sequences:
@@ -105,8 +113,6 @@ class CpuExecutor:
     def _bind_chunk(self, arrays: Arrays) -> ChunkState:
         """Return the calls of all kernels for a chunk of a prompt."""
         bind, views, vocabulary = self._library.bind, arrays.views, self._vocabulary
-        # What the FFN has read is not needed any more when it ends.
-        whole = {"whole": views["hidden_values"]}
         return ChunkState(
             arrays=arrays,
             embed=bind("embed", "tokens", vocabulary, views),
@@ -117,10 +123,7 @@ class CpuExecutor:
             neighbours=[
                 self._neurons.bind_chunk(layer, views) for layer in range(len(self._outputs))
             ],
-            end=[
-                bind("end_ffn", "tokens", own, whole, views, layer=layer)
-                for layer, own in enumerate(self._outputs)
-            ],
+            end=self._bind_end("end_ffn", views),
             head=bind("logits", "first tokens", vocabulary, views),
         )
 
@@ -131,6 +134,15 @@ class CpuExecutor:
         return [
             self._library.bind(function, "tokens", read, own, views, layer=layer, name="begin_ffn")
             for layer, own in enumerate(self._norms)
+        ]
+
+    def _bind_end(self, function: str, views: Views) -> list[BoundCall]:
+        """Return the calls that end the FFN of each layer."""
+        # What the FFN has read is not needed any more when it ends.
+        whole = {"whole": views["hidden_values"]}
+        return [
+            self._library.bind(function, "tokens", own, whole, views, layer=layer, name="end_ffn")
+            for layer, own in enumerate(self._outputs)
         ]
 
     def _bind_positions(self, views: Views, tokens: int | None = None) -> BoundCall:
@@ -252,7 +264,7 @@ class CpuExecutor:
         self._prediction.begin(now.tokens)
         if self._moe is not None:
             arrays, tokens = now.arrays, slice(0, now.tokens)
-            read = arrays.normalized
+            read = arrays.x if self._moe.router_input == "stream" else arrays.normalized
             if self._moe.router_input == "layer" and arrays.layer_input is not None:
                 read = arrays.layer_input
             arrays.routes[tokens] = self._routers[layer].route(read[tokens])
@@ -341,7 +353,8 @@ class CpuExecutor:
         """Add the FFN's sum to x."""
         if self._observer is not None:
             self._observer.end_ffn(layer)
-        self._now.end[layer](self._now.tokens)
+        end = self._now.end if self._step is None else self._end_step
+        end[layer](self._now.tokens)
 
     def expect(self, end: int) -> None:
         """Choose the positions of a sequence of ``end`` tokens."""

@@ -48,6 +48,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     more, and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
     10 (d + h w) bytes per thread, and the inputs of an even number of tokens. For layers with a
     state, an input as wide as what they mix, their projections, and two floats for each value head.
+    For an FFN beside experts, its input, gates and ups, and d floats.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
@@ -64,6 +65,10 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         each = state.stored_width
         own = each * (4 + _count_planes(plan)) + each // GROUP * 8
         activations += (chunk + 1) * (own + 4 * state.rows + 8 * state.value_heads)
+    if model.side_ffn is not None:
+        each = fill_groups(model.side_ffn.width)
+        own = each * (4 + _count_planes(plan)) + each // GROUP * 8
+        activations += (chunk + 1) * (own + 8 * model.side_ffn.width + 4 * shape.stored_hidden)
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     turned = sum(width for _, width in model.list_turns())
     # Rows of scales of gathered neurons.
@@ -95,6 +100,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         activations += chunk % 2 * inputs
         length = shape.stored_hidden + queries
         length += 0 if state is None else state.stored_width
+        length += 0 if model.side_ffn is None else fill_groups(model.side_ffn.width)
         length += 0 if latent is None else fill_groups(latent.query_rank or 0)
         tables += threads * UNPACKED_ROWS_BYTES * length
     return Need(

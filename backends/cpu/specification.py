@@ -64,6 +64,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         parallel=model.residual == "parallel",
         keeps_input=model.residual == "parallel" or _routes_by_input(model),
         experts=0 if model.moe is None else model.expert_count,
+        side_ffn=0 if model.side_ffn is None else model.side_ffn.width,
         positions=model.positions is not None,
         output_bias=model.attention.output_bias,
         head_norm=model.attention.head_norm,

@@ -17,6 +17,7 @@ from pi2.backends.kernels.plain import emit_plain_gathered
 from pi2.backends.kernels.rows import emit_add_scaled, emit_fill, emit_scale
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.shared import Naming, emit_shared_neurons
+from pi2.backends.kernels.side_ffn import take_side_ffn
 from pi2.backends.kernels.spec import BLOCK, KEPT, PANEL, PARTS, UNPACKED
 
 
@@ -220,6 +221,9 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     norm = take.take_array("output_norm", "float32", spec.hidden) if spec.norm_outputs else None
     whole = schedule.take_rows(take, "whole") if spec.norm_outputs else None
     scale = take.take_array("layer_scale", "float32", 1) if spec.layer_scale else None
+    side = take_side_ffn(schedule, take, tokens)
+    if side is not None:
+        side.emit(x, tokens)
 
     def finish(token: v.Expr) -> None:
         base = v.let(token * spec.hidden)
@@ -233,7 +237,11 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
             emit_leave_lane_order(spec.hidden, spec.ffn, y, whole, token)
             if bias is not None:
                 emit_add_scaled(bias, whole, base, spec.hidden, 1.0)
-            emit_add_normalized(spec, whole, x, norm, T.min(tokens, 1), token)
+            once, given = T.min(tokens, 1), whole
+            if side is not None:
+                side.emit_join(whole, y, token, once)
+                given = y
+            emit_add_normalized(spec, given, x, norm, once, token)
             return
         emit_scale(y, base, spec.hidden, spec.residual_factor)
         emit_leave_lane_order(spec.hidden, spec.ffn, y, x, token)

@@ -17,7 +17,8 @@ For several sequences (`KernelSpec.sequences`) gathered neurons have the number 
 whose they are, predictions the ``first`` token and how many there are; ``attend`` is in three parts
 besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``; and where chunks
 are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
-``begin_ffn`` and ``add_dense`` but for that.  Where activations are often zero,
+``begin_ffn`` and ``add_dense`` but for that, and so is ``end_step`` where a dense FFN is beside the
+experts.  Where activations are often zero,
 ``add_shared_neurons`` adds gathered neurons to all tokens that have ``named`` them.
 
 Layers of attention with another shape (`KernelSpec.others`) have functions of their own where it
@@ -168,4 +169,6 @@ class Program:
         if spec.has_other_chunks:
             bound["begin_step"] = partial(emit_begin_ffn, step)
             bound["add_dense_step"] = partial(emit_add_dense, step)
+            if spec.side_ffn:
+                bound["end_step"] = partial(emit_end_ffn, step)
         return bound

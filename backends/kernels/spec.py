@@ -154,6 +154,8 @@ class KernelSpec:
     ffn_bias: bool = False
     experts: int = 0
     """Experts of a mixture, shared ones included; 0 where the model is none."""
+    side_ffn: int = 0
+    """Neurons of a dense FFN beside the experts; 0 without it."""
     keeps_input: bool = False
     """Whether the layer's input is kept: for the FFN, or for the router."""
     embedding_factor: float = 1.0

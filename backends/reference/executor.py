@@ -228,7 +228,7 @@ class ReferenceExecutor(ObservableExecutor):
         if moe is None:
             self._y += self._bias(layer, "down_bias", has_bias)
         else:
-            read = self._input if moe.router_input == "layer" else self._u
+            read = {"ffn": self._u, "layer": self._input, "stream": self._x}[moe.router_input]
             self._routes = self._routers[layer].route(read)
             if has_bias:
                 self._y += self._routers[layer].add_biases(self._routes)
@@ -412,9 +412,21 @@ class ReferenceExecutor(ObservableExecutor):
     def end_ffn(self, layer: int) -> None:
         if self._observer is not None:
             self._observer.end_ffn(layer)
+        if self._model.side_ffn is not None:
+            self._y = self._normalize(self._y, name_layer_tensor(layer, "experts_output_norm"))
+            self._y = self._y + self._compute_side(layer)
         self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))
         if self._model.layer_scale:
             self._x = self._x * self._layer(layer, "layer_scale")[0, 0]
+
+    def _compute_side(self, layer: int) -> F32:
+        """What the FFN beside the experts gives, normalised."""
+        u = self._normalize(self._x, name_layer_tensor(layer, "side_norm"))
+        gate, up = np.split(u @ self._layer(layer, "side_in").T, 2, axis=1)
+        value, down = activate(self._model, gate, up), self._layer(layer, "side_down")
+        padding = ((0, 0), (0, down.shape[1] - value.shape[1]))
+        output = np.pad(value, padding) @ down.T
+        return self._normalize(output, name_layer_tensor(layer, "side_output_norm"))
 
     def expect(self, end: int) -> None:
         """See `pi2.backends.protocol.LengthAware`."""

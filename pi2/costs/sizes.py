@@ -39,7 +39,7 @@ class Sizes:
     predictor_weights: int
     neuron_weights: int
     projection_weights: int
-    """Number of weights of attention, for arithmetic."""
+    """Number of weights of attention and of an FFN beside experts, for arithmetic."""
     hidden: int
     is_gated: bool
 

@@ -14,7 +14,11 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.virtual_tensor import make_zeros
 from pi2.plan.documents.model import Model
 
-_FUSED = {"qkv": ("query", "key", "value"), "qkv_bias": ("query_bias", "key_bias", "value_bias")}
+_FUSED = {
+    "qkv": ("query", "key", "value"),
+    "qkv_bias": ("query_bias", "key_bias", "value_bias"),
+    "side_in": ("side_gate", "side_up"),
+}
 """Tensors of the store that are several in the checkpoint, one after another."""
 
 
@@ -30,7 +34,7 @@ def find_dense_rows(
         name = fill_name(model.tensors.latent_out, layer)
         return [Rows(tensor=_turn_keys(tensors[name], model))]
     keys: tuple[str, ...] = _FUSED.get(kind, (kind,))
-    if kind in _FUSED and model.attention.output_gate:
+    if kind in ("qkv", "qkv_bias") and model.attention.output_gate:
         keys = (*keys, kind.replace("qkv", "query_gate"))
     if latent is not None and kind in ("qkv", "qkv_bias"):
         query = "query" if latent.query_rank is None else "latent_query"

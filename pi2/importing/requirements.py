@@ -155,6 +155,16 @@ def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     for key in ("router_bias", "choice_bias"):
         if getattr(moe, key):
             needs[key] = (moe.experts,)
+    if moe.router_input == "stream":
+        needs["router_norm"] = (hidden,)
+    if moe.expert_scale:
+        needs["expert_scale"] = (moe.experts,)
+    if model.side_ffn is not None:
+        width = model.side_ffn.width
+        needs |= {"side_gate": (width, hidden), "side_up": (width, hidden)}
+        needs["side_down"] = (hidden, width)
+        norms = ("side_norm", "side_output_norm", "experts_output_norm")
+        needs |= dict.fromkeys(norms, (hidden,))
     shared = moe.shared_ffn or moe.shared_experts * model.shape.ffn
     if shared and model.tensors.fused_shared is not None:
         needs |= {"fused_shared": (2 * shared, hidden), "shared_down": (hidden, shared)}

@@ -26,6 +26,7 @@ _PARTS = (
     "residual",
     "ffn",
     "moe",
+    "side_ffn",
     "multipliers",
     "layer_scale",
     "logit_softcap",

@@ -8,7 +8,12 @@ from typing import Literal
 
 from pi2.plan.documents.model import Model, Precision
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
-from pi2.plan.weights.projections import list_projection_vectors, list_projections
+from pi2.plan.weights.projections import (
+    list_projection_vectors,
+    list_projections,
+    list_routing_vectors,
+    list_side_matrices,
+)
 from pi2.plan.weights.states import StateShape, describe_state, list_state_tensors
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
@@ -89,6 +94,11 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
                 tensors.append(_vector(name("choice_bias"), rows))
             if model.moe.shared_gate:
                 tensors.append(_vector(name("shared_router"), shape.stored_hidden))
+        tensors += [_vector(name(kind), size) for kind, size in list_routing_vectors(model).items()]
+        tensors += [
+            _quantized(name(kind), precision.attention, *size)
+            for kind, size in list_side_matrices(model).items()
+        ]
         if ranks is not None:
             rank, kind, neurons = ranks[layer], precision.predictor, model.layer_neurons
             rows = rank * model.expert_count

@@ -18,6 +18,7 @@ from pi2.plan.documents.device import Device, ReadFigure
 from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan
 from pi2.simulate import read_inputs, simulate
+from pi2.store.tensors import list_tensors
 from tools.list_devices import DOCUMENT, read_devices, render_document
 
 REPOSITORY = Path(__file__).parents[2]
@@ -223,6 +224,17 @@ class TestModels:
         self, name: str, parameters: int
     ) -> None:
         assert count_parameters(read_model(name)) == parameters
+
+    @pytest.mark.parametrize(("name", "weights"), [("26b-a4b", 25.2e9), ("31b", 30.7e9)])
+    def test_layers_with_other_heads_count_as_well(self, name: str, weights: float) -> None:
+        """Both are published to 0.1e9; keys that are values are stored twice, and count once."""
+        model = read_model(f"gemma-4-{name}")
+        hidden, twice = model.shape.hidden, 0
+        for view, layers in model.list_views()[1:]:
+            twice += layers * view.shape.kv_heads * view.shape.head_dim * hidden
+        dense = sum(tensor.rows * tensor.length for tensor in list_tensors(model, None))
+        neurons = model.shape.layers * model.layer_neurons * 3 * hidden
+        assert dense - twice + neurons == pytest.approx(weights, abs=0.05e9)
 
     def test_smallthinker_fills_its_checkpoint(self) -> None:
         """Its 16-bit GGUF has 8.55 GB, with a head of its own beside the embedding."""

@@ -24,6 +24,7 @@ from tests.helpers.goldens import (
     convert_golden,
     copy_checkpoint,
     measure_error,
+    read_golden,
     write_plan,
 )
 
@@ -36,6 +37,13 @@ CPU = {"backends.cpu": "cpu", **UNROUNDED}
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gemma4")
     model = convert_golden(copy_checkpoint("gemma4", folder / "checkpoint"), folder, EXACT)
+    return write_plan(folder, model, {})
+
+
+@pytest.fixture(scope="module")
+def mixture_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma4-moe")
+    model = convert_golden(copy_checkpoint("gemma4-moe", folder / "checkpoint"), folder, EXACT)
     return write_plan(folder, model, {})
 
 
@@ -95,10 +103,38 @@ def test_keys_and_values_that_were_kept_serve_another_sequence(
     assert error <= (ROUNDING if backend.get("kv.type") != "int8" else 1e-2)
 
 
-def test_what_has_no_kernels_for_it_says_so(plan: Path) -> None:
-    limits = find_alone_limits(load_plan(plan))
-    for key in ("other_heads", "layer_scale", "attention.value_norm", "rope.kind"):
+def test_what_has_no_kernels_for_it_says_so(mixture_plan: Path) -> None:
+    limits = find_alone_limits(load_plan(mixture_plan))
+    keys = ("other_heads", "layer_scale", "attention.value_norm", "rope.kind")
+    for key in (*keys, "side_ffn", "moe.router_input", "moe.expert_scale"):
         assert any(key in limit for limit in limits), key
+
+
+@pytest.mark.parametrize("backend", [{}, CPU])
+def test_experts_beside_an_ffn_may_come_from_flash(
+    mixture_plan: Path, backend: dict[str, Any]
+) -> None:
+    golden = read_golden("gemma4-moe")
+    routed = {**backend, "decode.predictor": "router"}
+    expected = compute(mixture_plan, golden.prompt, routed | {"layers.hot": 1.0})
+    assert measure_error(expected, golden.logits) <= ROUNDING
+    need = load_plan(mixture_plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
+    little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
+    with pi2.load(mixture_plan, set=little | {"decode.look_ahead": "layer"}) as model:
+        np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)
+        assert model.stats.flash_read_bytes > 0
+
+
+def test_several_tokens_take_the_ffn_beside_their_experts(mixture_plan: Path) -> None:
+    golden = read_golden("gemma4-moe")
+    rounded = {"backends.cpu": "cpu", "decode.batch": 2, "decode.predictor": "router"}
+    with pi2.load(mixture_plan, set=rounded) as model:
+        forward = model._parts.forward
+        for place in (0, 1):
+            forward.prefill(np.array(golden.prompt[:9], np.int32), sequence=place)
+        for token, logits in zip(golden.prompt[9:], golden.logits[9:], strict=True):
+            for row in forward.step([token, token], [0, 1]):
+                assert measure_error(row, logits) <= 1e-2
 
 
 def test_first_releases_state_other_heads_once_for_all_layers(tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, tmp_path: 
         assert needs.workspace.bytes > load_plan(path).needs.workspace.bytes
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "qwen2-moe", "phi", "starcoder2-odd-widths"])
+@pytest.mark.parametrize(
+    "name", ["gemma4", "gemma4-moe", "qwen2-moe", "phi", "starcoder2-odd-widths"]
+)
 def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -> None:
     golden = read_golden(name)
     model = convert_golden(copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path, EXPLICIT)

@@ -83,4 +83,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
     }
     if moe is not None:
         named['moe.router = "mixer"'] = moe.router == "mixer"
+        named['moe.router_input = "stream"'] = moe.router_input == "stream"
+        named["moe.expert_scale"] = moe.expert_scale
+        named["side_ffn"] = model.side_ffn is not None
     return [f"does not know {name}" for name, is_there in named.items() if is_there]

@@ -71,7 +71,28 @@ def describe_gemma4(config: Config) -> Tables:
     full = [layer for layer in range(layers) if layer not in chosen]
     tables |= _read_other_heads(config, tables, full) | _read_turns(config, context, full)
     tables["tensors"] = {"ffn_norm": f"{LAYER}.pre_feedforward_layernorm.weight"}
+    if config.read("enable_moe_block", bool, False):
+        _add_experts(config, tables)
     return tables
+
+
+def _add_experts(config: Config, tables: Tables) -> None:
+    """Experts beside the FFN that the others have alone."""
+    tables["side_ffn"] = {"width": tables["shape"]["ffn"]}
+    tables["shape"]["ffn"] = config.read("moe_intermediate_size", int)
+    tables["moe"] = {
+        "experts": config.read("num_experts", int),
+        "active_experts": config.read("top_k_experts", int),
+        "router_input": "stream",
+        "input_scale": max(1, tables["shape"]["hidden"]) ** -0.5,
+        "expert_scale": True,
+    }
+    tables["tensors"] = {
+        "ffn_norm": f"{LAYER}.pre_feedforward_layernorm_2.weight",
+        "router": f"{LAYER}.router.proj.weight",
+        "fused_gate_up": f"{LAYER}.experts.gate_up_proj.{{expert}}",
+        "down": f"{LAYER}.experts.down_proj.{{expert}}",
+    }
 
 
 def _read_other_heads(config: Config, tables: Tables, full: list[int]) -> Tables:

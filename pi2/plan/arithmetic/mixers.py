@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.plan.weights.layout import ALIGNMENT, matrix_bytes, round_up
-from pi2.plan.weights.projections import list_projection_vectors, list_projections
+from pi2.plan.weights.projections import (
+    list_projection_vectors,
+    list_projections,
+    list_side_matrices,
+)
 from pi2.plan.weights.states import describe_state, list_state_tensors
 
 if TYPE_CHECKING:
@@ -22,6 +26,12 @@ def count_projection_bytes(model: Model) -> int:
     return total
 
 
+def count_side_bytes(model: Model) -> int:
+    """Bytes of the matrices of an FFN beside a layer's experts."""
+    precision, matrices = model.quantization.attention, list_side_matrices(model).values()
+    return sum(_align(matrix_bytes(rows, length, precision)) for rows, length in matrices)
+
+
 def count_state_tensor_bytes(model: Model) -> int:
     """Bytes of the projections, the convolution and the vectors of a layer with a state."""
     shape = describe_state(model)
@@ -35,8 +45,8 @@ def count_state_tensor_bytes(model: Model) -> int:
 
 
 def count_mixer_bytes(model: Model) -> int:
-    """Bytes of weights that a layer's attention, or what stands in its place, reads for a token;
-    the mean of all layers."""
+    """Bytes of weights that a layer's attention, or what stands in its place, and an FFN beside its
+    experts read for a token; the mean of all layers."""
     shape, precision = model.shape, model.quantization.attention
     total = 0
     for view, layers in model.list_views():
@@ -49,7 +59,7 @@ def count_mixer_bytes(model: Model) -> int:
             for tensor in list_state_tensors(model, state)
             if tensor.precision is not None
         )
-    return total // shape.layers
+    return total // shape.layers + count_side_bytes(model)
 
 
 def count_mixer_weights(model: Model) -> int:
@@ -61,7 +71,8 @@ def count_mixer_weights(model: Model) -> int:
     if state is not None:
         rows = state.rows + state.gates + state.stored_width
         total += len(model.state_layers) * rows * shape.stored_hidden
-    return total // shape.layers
+    side = sum(rows * length for rows, length in list_side_matrices(model).values())
+    return total // shape.layers + side
 
 
 def count_state_bytes(model: Model) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.mixers import (
     count_projection_bytes,
+    count_side_bytes,
     count_state_bytes,
     count_state_tensor_bytes,
 )
@@ -34,7 +35,7 @@ from pi2.plan.weights.layout import (
     scale_bytes,
     weight_bytes,
 )
-from pi2.plan.weights.projections import list_kept_vectors
+from pi2.plan.weights.projections import list_kept_vectors, list_routing_vectors
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import ExecutorBackend
@@ -196,7 +197,8 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     `pi2.plan.weights.projections` lists), two norms of d floats, and (h + 2k) w floats of
     bias, two norms of w floats for heads, h floats of sinks, d floats for each other bias and each
     norm of outputs, a float of the layer's scale where it has one, routers of e x d and d floats
-    where the model has them, and e floats for each bias of theirs; of layers with a state, what
+    where the model has them, and e floats for each bias of theirs; an FFN
+    beside the experts and norms and factors that go with it; of layers with a state, what
     `pi2.plan.weights.states` lists instead of qkv and output; final norm d floats; learned
     positions of 2 d bytes for each token of the model's context; head V x d if untied, and V floats
     of its bias; per layer f rows of resident scales.  Every tensor is rounded up to 64 bytes.
@@ -211,6 +213,8 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     if model.moe is not None:
         layer += _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
         layer += _align(4 * model.moe.experts) * (model.moe.router_bias + model.moe.choice_bias)
+    layer += sum(_align(4 * length) for length in list_routing_vectors(model).values())
+    layer += count_side_bytes(model)
     layer += 2 * norm * model.norm.outputs + ALIGNMENT * model.layer_scale
     rows = count_chunk_tokens(plan) if reads_embedding(plan, model) else shape.vocab
     embedding = _align(matrix_bytes(rows, shape.stored_hidden, precision.embedding))

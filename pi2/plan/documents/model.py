@@ -279,8 +279,13 @@ class Moe(Table):
     router: Literal["softmax", "sigmoid", "mixer"] = "softmax"
     """Function that turns router scores into weights; ``mixer``: a softmax for each active expert
     of the scores that are not far below its own (Phi-3.5-MoE)."""
-    router_input: Literal["ffn", "layer"] = "ffn"
-    """What the router reads: the normalised input of the FFN, or the layer's input as it is."""
+    router_input: Literal["ffn", "layer", "stream"] = "ffn"
+    """What the router reads: the normalised input of the FFN, the layer's input as it is, or what
+    the FFN normalises, through an RMSNorm of the router's own (Gemma 4)."""
+    input_scale: float = Field(default=1.0, gt=0.0, examples=[0.02])
+    """Factor of what the router reads (``stream``)."""
+    expert_scale: bool = False
+    """Whether the weight of each active expert is multiplied by a number of the expert's own."""
     normalise_weights: bool = True
     """Whether the weights of the active experts are scaled to add up to 1."""
     shared_experts: Annotated[int, Field(ge=0, le=4096, examples=[4])] = 0
@@ -316,6 +321,18 @@ class Moe(Table):
         if not self.dense_layers or self.dense_ffn is None:
             return 0
         return -(-self.dense_ffn // ffn)
+
+
+class SideFfn(Table):
+    """A dense FFN beside the experts of every layer (Gemma 4): it has a norm of its own before it,
+    what it and the experts give is normalised apart, and added.
+
+    It is kept with the weights of attention, in their precision, and computes every token.  The
+    activation is that of ``ffn``.
+    """
+
+    width: Annotated[int, Field(ge=1, le=2**22, examples=[2112])]
+    """Neurons."""
 
 
 class Tokenizer(Table):
@@ -403,6 +420,8 @@ class Model(Document):
     """Feed-forward network."""
     moe: Moe | None = None
     """Mixture of experts; absent means one FFN per layer."""
+    side_ffn: SideFfn | None = None
+    """A dense FFN beside the experts, if the model has it."""
     multipliers: Multipliers = Multipliers.default()
     """Constant factors."""
     layer_scale: bool = False

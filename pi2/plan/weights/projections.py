@@ -44,6 +44,29 @@ def list_projection_vectors(model: Model) -> Mapping[str, int]:
     return found
 
 
+def list_side_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
+    """Rows and length of the matrices of an FFN beside a layer's experts; none without it."""
+    side, hidden = model.side_ffn, model.shape.stored_hidden
+    if side is None:
+        return {}
+    return {"side_in": (2 * side.width, hidden), "side_down": (hidden, fill_groups(side.width))}
+
+
+def list_routing_vectors(model: Model) -> Mapping[str, int]:
+    """Lengths of a layer's vectors, float32, that belong to its router, or to an FFN beside its
+    experts."""
+    moe, hidden = model.moe, model.shape.stored_hidden
+    found: dict[str, int] = {}
+    if moe is not None and moe.router_input == "stream":
+        found["router_norm"] = hidden
+    if moe is not None and moe.expert_scale:
+        found["expert_scale"] = moe.experts
+    if model.side_ffn is not None:
+        norms = ("side_norm", "side_output_norm", "experts_output_norm")
+        found |= dict.fromkeys(norms, hidden)
+    return found
+
+
 def list_kept_vectors(model: Model) -> tuple[int, int, int]:
     """Kinds of vectors that a layer of attention keeps of a token, how many there are of each kind,
     and the elements of each: keys and values, one for every key head; one vector with latent

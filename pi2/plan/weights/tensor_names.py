@@ -24,6 +24,9 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     mixture [experts, hidden]; ``attention_output_norm`` and ``ffn_output_norm`` float32
     [1, hidden]; ``layer_scale`` float32 [1, 1]; ``router`` float32 [experts, hidden],
     ``router_bias`` and ``choice_bias`` float32 [1, experts], and ``shared_router`` [1, hidden];
+    ``router_norm`` float32 [1, hidden] and ``expert_scale`` float32 [1, experts]; ``side_in``
+    [2 width, hidden], gates and then ups, and ``side_down`` [hidden, width] of an FFN beside the
+    experts, ``side_norm``, ``side_output_norm`` and ``experts_output_norm`` float32 [1, hidden];
     ``predictor_in`` [rank, hidden], ``predictor_out`` [ffn, rank] in stored order,
     ``predictor_bias`` float32 [1, ffn] in stored order.  In a mixture every expert has a predictor:
     ``predictor_in`` [experts rank, hidden], ``predictor_out`` [experts ffn, rank] and

@@ -59,7 +59,7 @@ def _find_other_choice(moe: Moe) -> str | None:
     """The key by which experts are chosen by more than their scores; None if there is none."""
     others = {
         "router": moe.router == "mixer",
-        "router_input": moe.router_input == "layer",
+        "router_input": moe.router_input != "ffn",
         "choice_bias": moe.choice_bias,
         "groups": moe.groups > 1,
     }

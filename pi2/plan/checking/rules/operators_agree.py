@@ -61,6 +61,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     if model.other_rope is not None:
         yield from _find_missing(model, ("other_rope", "layers"), model.other_rope.layers)
     yield from _check_other_heads(model)
+    yield from _check_side_ffn(model)
     yield from _check_activation(model)
     yield from _check_mixture(model)
     if model.quantization.ffn == "mxfp4" and model.shape.ffn % GROUP:
@@ -102,6 +103,28 @@ def _check_other_heads(model: Model) -> Iterator[Finding]:
             path=("other_heads", "keys_are_values" if other.keys_are_values else "kv_heads"),
             message=f"queries, keys and values with {reason} have the same heads in all layers",
             help="remove [other_heads]",
+        )
+
+
+def _check_side_ffn(model: Model) -> Iterator[Finding]:
+    """Look for what an FFN beside experts needs."""
+    if model.side_ffn is None:
+        return
+    reasons = {
+        "experts beside it, a table [moe]": model.moe is not None,
+        "norms of outputs, norm.outputs = true": model.norm.outputs,
+        "experts in every layer, no moe.dense_layers": model.moe is None
+        or not model.moe.dense_layers,
+        "neurons with gates and without biases": model.ffn.gated and not model.ffn.bias,
+        "a sequential residual with the factor 1": model.residual == "sequential"
+        and model.multipliers.residual == 1.0,
+    }
+    for reason in (reason for reason, is_there in reasons.items() if not is_there):
+        yield Finding(
+            document="model",
+            path=("side_ffn",),
+            message=f"an FFN beside experts needs {reason}",
+            help="take the options from the checkpoint's configuration",
         )
 
 
