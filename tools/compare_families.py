@@ -117,7 +117,8 @@ def main() -> int:
         for seed in range(options.seed, options.seed + options.count):
             drawn = random.Random(f"{name} {seed}")
             kind, values = FAMILIES[name](drawn)
-            plan = STREAMED if options.streamed and "Mo" in kind else {}
+            has_experts = "Mo" in kind or values.get("enable_moe_block", False)
+            plan = STREAMED if options.streamed and has_experts else {}
             try:
                 difference = compare(kind, values, seed, settings, plan)
             except UserError as error:
