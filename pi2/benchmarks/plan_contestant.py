@@ -45,6 +45,8 @@ class PlanContestant:
         """Neurons that tokens named, by the number of sequences."""
         self._different: Counter[int] = Counter()
         """Different ones of those in each step."""
+        self._filled: tuple[int, int] | None = None
+        """Tokens of each sequence that steps go on from, and how many sequences."""
         shape, tokenizer = model.plan.model.shape, model.plan.model.tokenizer
         if text is None:
             self._tokens = TokenSource.walk_vocabulary(shape.vocab, tokenizer.eos)
@@ -130,7 +132,8 @@ class PlanContestant:
         self._model.close()
 
     def _prepare(self, workload: Workload) -> None:
-        """Begin a new sequence and fill it up to the workload's depth."""
+        """Begin new sequences and fill them up to the workload's depth; those of a workload that
+        is repeated are taken back to it."""
         context = self._model.plan.plan.kv.context
         if workload.depth + workload.tokens > context:
             raise UserError.of(
@@ -140,11 +143,20 @@ class PlanContestant:
                 help="raise kv.context and memory.segments.kv, or measure less",
                 file=str(self._path),
             )
-        forward = self._model._parts.forward
+        forward, count = self._model._parts.forward, self._count_sequences(workload)
+        if workload.depth and workload.kind == "tg" and self._filled == (workload.depth, count):
+            for sequence in range(count):
+                forward.take_back(sequence, workload.depth)
+            return
         forward.reset_all()
-        for sequence in range(self._count_sequences(workload)):
-            if workload.depth:
-                forward.prefill(self._tokens.take(workload.depth), sequence=sequence)
+        self._filled = None
+        if not workload.depth:
+            return
+        for sequence in range(count):
+            forward.prefill(self._tokens.take(workload.depth), sequence=sequence)
+            forward.mark(sequence)
+        if workload.kind == "tg":
+            self._filled = (workload.depth, count)
 
     def _count_sequences(self, workload: Workload) -> int:
         """Prompts are read one after the other; as many are continued as the plan says."""

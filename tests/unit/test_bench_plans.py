@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pi2.arrays import F32, I32
 from pi2.benchmarks.bandwidth import BandwidthMeter
 from pi2.benchmarks.plan_contestant import PlanContestant, PlanRecipe
 from pi2.benchmarks.workloads import Workload
@@ -41,6 +42,29 @@ def test_a_plan_is_timed_and_its_counters_are_those_of_the_timed_tokens(plan: Pa
         answer = contestant.run(Workload("tg", 5, 7))
         assert answer.counters is not None
         assert answer.counters.possible_neurons == 5 * 3 * 96
+    finally:
+        contestant.close()
+
+
+def test_a_context_is_filled_once_for_all_repetitions(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contestant = load_contestant(plan)
+    forward, filled = contestant._model._parts.forward, []
+    prefill = forward.prefill
+
+    def fill(tokens: I32, *, sequence: int = 0) -> F32:
+        filled.append((sequence, len(tokens)))
+        return prefill(tokens, sequence=sequence)
+
+    monkeypatch.setattr(forward, "prefill", fill)
+    try:
+        for depth in (20, 20, 9, 20):
+            contestant.run(Workload("tg", 5, depth))
+            assert forward.positions[0] == depth + 5
+        assert filled == [(0, 20), (0, 9), (0, 20)]
+        contestant.run(Workload("pp", 6, 20))
+        assert filled[3:] == [(0, 20), (0, 6)], "a prompt is read behind a context of its own"
     finally:
         contestant.close()
 
