@@ -252,12 +252,15 @@ class Executor(Protocol):
         slots: I32,
         indices: I32 | None = None,
         known: bool = False,
+        stretch: int = 1,
     ) -> None:
         """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride] (T = 1).
 
         ``indices`` [n], their stored indices, are needed where scales are resident or gates are
         ``known``: the last ``predict_gate`` was of this layer and input and has found all of them
-        open.  Neurons below the layer's second limit are left out then.
+        open.  Neurons below the layer's second limit are left out then.  With a ``stretch``,
+        ``slots`` and ``indices`` are numbers of stretches of so many neurons
+        (`pi2.backends.stretches`); the result has the same bits as that of the single neurons.
         """
 
     def add_twins(self, layer: int, indices: I32) -> None:
@@ -265,11 +268,19 @@ class Executor(Protocol):
         (``BuildRequest.twins``)."""
 
     def add_named_neurons(
-        self, layer: int, arena: U8, slots: I32, indices: I32, named: Bits, known: bool = False
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32,
+        named: Bits,
+        known: bool = False,
+        stretch: int = 1,
     ) -> None:
         """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride], whose stored indices are
         ``indices`` [n], to those tokens of a step that have ``named`` [T, n] them, at least one
-        each; gates may be ``known``, as `add_neurons` says.  Token 0 is selected afterwards."""
+        each; gates may be ``known``, and ``slots``, ``indices`` and ``named`` be about stretches,
+        as `add_neurons` says.  Token 0 is selected afterwards."""
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens; ``first`` is
@@ -496,11 +507,12 @@ def add_one_by_one(
     indices: I32,
     named: Bits,
     known: bool,
+    stretch: int = 1,
 ) -> None:
     """Do what `Executor.add_named_neurons` does, one token after the other."""
     for token, own in enumerate(named):
         mine = slots.compress(own)
         if len(mine):
             executor.select_token(token)
-            executor.add_neurons(layer, arena, mine, indices.compress(own), known)
+            executor.add_neurons(layer, arena, mine, indices.compress(own), known, stretch)
     executor.select_token(0)

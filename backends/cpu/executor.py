@@ -20,7 +20,9 @@ from pi2.backends.experts import list_chosen, make_routers
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, add_one_by_one
+from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.documents.model import Moe
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -120,6 +122,7 @@ class CpuExecutor:
             attend=[] if self._spec.divides_attention else self._attention.bind_chunk(views),
             parts=self._attention.bind_parts(views) if self._spec.divides_attention else [],
             begin=self._bind_begin("begin_ffn", views),
+            route=self._bind_routers(views),
             neighbours=[
                 self._neurons.bind_chunk(layer, views) for layer in range(len(self._outputs))
             ],
@@ -144,6 +147,21 @@ class CpuExecutor:
             self._library.bind(function, "tokens", own, whole, views, layer=layer, name="end_ffn")
             for layer, own in enumerate(self._outputs)
         ]
+
+    def _bind_routers(self, views: Views) -> list[BoundCall | None]:
+        """Return the calls that route, of each layer; None where the router is not compiled."""
+        if self._spec.router is None:
+            return [None] * len(self._outputs)
+        kinds = ("router", "router_bias", "choice_bias", "shared_router")
+        calls: list[BoundCall | None] = []
+        for layer, router in enumerate(self._routers):
+            if router.weights is None:
+                calls.append(None)
+                continue
+            own = {kind: name_layer_tensor(layer, kind) for kind in kinds}
+            tensors = self._space.wrap_tensors(**own)
+            calls.append(self._library.bind("route", "tokens", tensors, views, layer=layer))
+        return calls
 
     def _bind_positions(self, views: Views, tokens: int | None = None) -> BoundCall:
         """Return the call that adds learned position vectors, of a chunk or ``tokens``."""
@@ -263,15 +281,23 @@ class CpuExecutor:
         begin[layer](now.tokens)
         self._prediction.begin(now.tokens)
         if self._moe is not None:
-            arrays, tokens = now.arrays, slice(0, now.tokens)
-            read = arrays.x if self._moe.router_input == "stream" else arrays.normalized
-            if self._moe.router_input == "layer" and arrays.layer_input is not None:
-                read = arrays.layer_input
-            arrays.routes[tokens] = self._routers[layer].route(read[tokens])
-            if self._spec.ffn_bias:
-                self.add_sum(self._routers[layer].add_biases(arrays.routes[tokens]))
+            self._route(layer, self._moe)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
+
+    def _route(self, layer: int, moe: Moe) -> None:
+        """Set the weights of the experts, and add their biases."""
+        now, route = self._now, self._now.route[layer]
+        arrays, tokens = now.arrays, slice(0, now.tokens)
+        if route is not None:
+            route(now.tokens)
+        else:
+            read = arrays.x if moe.router_input == "stream" else arrays.normalized
+            if moe.router_input == "layer" and arrays.layer_input is not None:
+                read = arrays.layer_input
+            arrays.routes[tokens] = self._routers[layer].route(read[tokens])
+        if self._spec.ffn_bias:
+            self.add_sum(self._routers[layer].add_biases(arrays.routes[tokens]))
 
     def list_experts(self) -> I32:
         """Return the experts that the router chose."""
@@ -310,23 +336,32 @@ class CpuExecutor:
         slots: I32,
         indices: I32 | None = None,
         known: bool = False,
+        stretch: int = 1,
     ) -> None:
         """Add gathered neurons for one token."""
-        self._neurons.add_gathered(layer, arena, slots, indices, known)
+        self._neurons.add_gathered(layer, arena, slots, indices, known, stretch)
 
     def add_twins(self, layer: int, indices: I32) -> None:
         """Add neurons' twins for one token."""
         self._neurons.add_twins(layer, indices)
 
     def add_named_neurons(
-        self, layer: int, arena: U8, slots: I32, indices: I32, named: Bits, known: bool = False
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32,
+        named: Bits,
+        known: bool = False,
+        stretch: int = 1,
     ) -> None:
         """Add gathered neurons to the tokens of a step that have named them."""
-        if self._neurons.can_share(len(named), known):
-            if len(slots):
-                self._neurons.add_shared(layer, arena, slots, indices, named)
-            return
-        add_one_by_one(self, layer, arena, slots, indices, named, known)
+        if not self._neurons.can_share(len(named), known):
+            add_one_by_one(self, layer, arena, slots, indices, named, known, stretch)
+        elif len(slots):
+            own, numbers = expand_stretches(slots, stretch), expand_stretches(indices, stretch)
+            named = named if stretch == 1 else named.repeat(stretch, axis=1)
+            self._neurons.add_shared(layer, arena, own, numbers, named)
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add contiguous neurons for all tokens."""

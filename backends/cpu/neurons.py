@@ -15,6 +15,7 @@ from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import BLOCK, KEPT, MOST_NAMING, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.protocol import BuildRequest
+from pi2.backends.stretches import expand_stretches
 from pi2.plan.weights.packing import slice_experts
 
 _MOST_ARENAS = 256
@@ -93,12 +94,12 @@ class Neurons:
         self._token: tuple[int, ...] = (0,) if spec.sequences else ()
         """The token that gathered neurons are computed for, where kernels ask."""
         self._gather = [
-            self._bind_gather(layer, not spec.has_gathered_ffn, self._room, views)
+            self._bind_gather(layer, self._room, views, is_plain=not spec.has_gathered_ffn)
             for layer in range(layers)
         ]
         self._gather_open: list[list[BoundCall]] = []
         """By layer and token."""
-        if prediction.has_gates and not spec.has_plain_ffn:
+        if prediction.has_gates and spec.uses_known_gates:
             limit = "limit" if spec.is_smooth else ""
             given = f"count {self._name_token()} {limit} arena"
             self._gather_open = [
@@ -116,7 +117,7 @@ class Neurons:
         self._first_twins: list[int] = []
         """Stored index of each layer's first neuron that has a twin."""
         if request.twins is not None:
-            given = f"count {self._name_token()} arena"
+            given = f"{self._name_count()} {self._name_token()} arena"
             self._twins = [
                 library.bind("add_twins", given, self._room, views, layer=layer, name="add_twins")
                 for layer in range(layers)
@@ -173,9 +174,19 @@ class Neurons:
     def _name_token(self) -> str:
         return "token" if self._spec.sequences else ""
 
-    def _bind_gather(self, layer: int, is_plain: bool, *arrays: Views) -> BoundCall:
+    def _name_count(self) -> str:
+        return "count stretch" if self._spec.takes_stretches else "count"
+
+    def _count(self, count: int, stretch: int = 1) -> tuple[int, ...]:
+        """Return the numbers that say how many neurons a call is about: ``count`` times
+        ``stretch``, which is 1 where kernels do not take it."""
+        return (count, stretch) if self._spec.takes_stretches else (count,)
+
+    def _bind_gather(self, layer: int, *arrays: Views, is_plain: bool) -> BoundCall:
+        is_plain = is_plain and not self._spec.takes_stretches
         function = "add_plain_neurons" if is_plain else "add_neurons"
-        given, scales = f"count {self._name_token()} arena", self._scales[layer]
+        given = f"{self._name_count()} {self._name_token()} arena"
+        scales = self._scales[layer]
         return self._library.bind(function, given, scales, *arrays, layer=layer, name="add_neurons")
 
     def bind_chunk(self, layer: int, views: Views) -> NeighbourCalls:
@@ -192,7 +203,7 @@ class Neurons:
         ]
         named = {} if spec.experts else self._every
         return NeighbourCalls(
-            one=self._bind_gather(layer, spec.has_plain_ffn, named, *one),
+            one=self._bind_gather(layer, named, *one, is_plain=spec.has_plain_ffn),
             several=several[0],
             step=several[-1],
         )
@@ -203,14 +214,25 @@ class Neurons:
             self._token = (number,)
 
     def add_gathered(
-        self, layer: int, arena: U8, slots: I32, indices: I32 | None, known: bool
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32 | None,
+        known: bool,
+        stretch: int = 1,
     ) -> None:
-        """Add the neurons in ``slots`` for one token; gates of ``indices`` may be ``known``."""
+        """Add the neurons in ``slots``, of ``stretch`` neurons each, for one token; gates of
+        ``indices`` may be ``known``."""
+        if stretch > 1 and not self._spec.takes_stretches:
+            slots = expand_stretches(slots, stretch)
+            indices = None if indices is None else expand_stretches(indices, stretch)
+            stretch = 1
         count = len(slots)
         self._slots[:count] = slots
         bundles = self._take_bundles(arena, indices)
         if not known or not self._gather_open:
-            self._gather[layer](count, *self._token, bundles)
+            self._gather[layer](*self._count(count, stretch), *self._token, bundles)
             return
         assert indices is not None
         self._prediction.wanted[:count] = indices
@@ -221,7 +243,7 @@ class Neurons:
         """Add the twins of neurons for one token."""
         count = len(indices)
         np.subtract(indices, self._first_twins[layer], out=self._slots[:count])
-        self._twins[layer](count, *self._token, self._twin_bundles[layer])
+        self._twins[layer](*self._count(count), *self._token, self._twin_bundles[layer])
 
     def can_share(self, tokens: int, known: bool) -> bool:
         """Return whether `add_shared` adds neurons that ``tokens`` have named, whose gates may be
@@ -278,7 +300,7 @@ class Neurons:
         rows = None if self._rows is None else np.arange(first, first + count, dtype=np.int32)
         taken = self._take_bundles(bundles, rows)
         if tokens == 1:
-            calls.one(count, *self._token, taken)
+            calls.one(*self._count(count), *self._token, taken)
         else:
             add = calls.step if is_step else calls.several
             add(count, tokens, *self._name_row(first), taken)
@@ -301,7 +323,7 @@ class Neurons:
             self._slots[: len(places)] = places
             taken = self._take_bundles(bundles, places + np.int32(first))
             if len(places):
-                calls.one(len(places), *self._token, taken)
+                calls.one(*self._count(len(places)), *self._token, taken)
             return
         add = calls.step if is_step else calls.several
         taken = self._take_bundles(bundles, _NONE)

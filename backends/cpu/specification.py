@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pi2.backends.kernels.spec import AttentionShape, KernelSpec
+from pi2.backends.kernels.spec import AttentionShape, KernelSpec, RouterShape
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType
@@ -65,6 +65,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         keeps_input=model.residual == "parallel" or _routes_by_input(model),
         experts=0 if model.moe is None else model.expert_count,
         side_ffn=0 if model.side_ffn is None else model.side_ffn.width,
+        router=_describe_router(model),
         positions=model.positions is not None,
         output_bias=model.attention.output_bias,
         head_norm=model.attention.head_norm,
@@ -109,6 +110,28 @@ def list_attention_shapes(model: Model) -> list[AttentionShape]:
     # A model without attention needs sizes, too.
     layers = model.attention_layers or (0,)
     return list(dict.fromkeys(find_attention_shape(model, layer) for layer in layers))
+
+
+def _describe_router(model: Model) -> RouterShape | None:
+    """The router of a mixture; None where it chooses among groups or one expert at a time, has a
+    norm of its own, or factors of the experts' weights."""
+    moe = model.moe
+    if moe is None or moe.router == "mixer" or moe.groups > 1:
+        return None
+    if moe.router_input == "stream" or moe.expert_scale:
+        return None
+    return RouterShape(
+        kind=moe.router,
+        experts=moe.experts,
+        active=moe.active_experts,
+        normalise=moe.normalise_weights,
+        scaling=moe.scaling,
+        has_bias=moe.router_bias,
+        has_choice_bias=moe.choice_bias,
+        shared=moe.shared_experts,
+        shared_gate=moe.shared_gate,
+        reads_layer_input=_routes_by_input(model),
+    )
 
 
 def _routes_by_input(model: Model) -> bool:

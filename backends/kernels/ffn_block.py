@@ -14,11 +14,13 @@ from pi2.backends.kernels.neurons import Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize
 from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.plain import emit_plain_gathered
+from pi2.backends.kernels.router import RouterArrays, emit_route_tokens
 from pi2.backends.kernels.rows import emit_add_scaled, emit_fill, emit_scale
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.shared import Naming, emit_shared_neurons
 from pi2.backends.kernels.side_ffn import take_side_ffn
 from pi2.backends.kernels.spec import BLOCK, KEPT, PANEL, PARTS, UNPACKED
+from pi2.backends.kernels.stretched import Stretches, emit_stretched
 
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
@@ -37,6 +39,27 @@ def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
             v.store(y, place, v.constant(0.0, "float32", 16), 16)
 
     emit_each_token(tokens, prepare)
+
+
+def emit_route(schedule: Schedule, take: Parameters) -> None:
+    """Set the weights of a mixture's experts, by what the router reads."""
+    spec, router = schedule.spec, schedule.spec.router
+    assert router is not None
+    tokens = take.take_number("tokens")
+    inputs = schedule.take_rows(take, "before" if router.reads_layer_input else "hidden_values")
+
+    def take_row(name: str, is_there: bool, length: int) -> v.Buffer | None:
+        return take.take_array(name, "float32", length) if is_there else None
+
+    arrays = RouterArrays(
+        inputs=inputs,
+        rows=take.take_array("router", "float32", router.experts, spec.hidden),
+        bias=take_row("router_bias", router.has_bias, router.experts),
+        choice_bias=take_row("choice_bias", router.has_choice_bias, router.experts),
+        shared=take_row("shared_router", router.shared_gate, spec.hidden),
+        routes=take.take_array("routes", "float32", "tokens", spec.experts),
+    )
+    emit_route_tokens(spec, arrays, tokens)
 
 
 def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
@@ -170,6 +193,26 @@ def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
         slots,
         rows,
         count,
+        partial=schedule.take_rows(take, "partial", "threads"),
+        counts=take.take_array("counts", "int32", schedule.spec.threads + 1),
+        total=schedule.take_rows(take, "y"),
+        routes=schedule.take_routes(take),
+        token=token,
+    )
+
+
+def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
+    """Add stretches of neurons, none of which is inactive, to y of one token."""
+    count, size = take.take_number("count"), take.take_number("stretch")
+    token = schedule.take_token(take)
+    bundles = _take_bundles(schedule, take, "arena")
+    slots, rows = _take_slots(schedule, take)
+    emit_stretched(
+        schedule.isa,
+        schedule.spec,
+        schedule.take_hidden(take, count),
+        bundles,
+        Stretches(slots=slots, rows=rows, count=count, size=size),
         partial=schedule.take_rows(take, "partial", "threads"),
         counts=take.take_array("counts", "int32", schedule.spec.threads + 1),
         total=schedule.take_rows(take, "y"),

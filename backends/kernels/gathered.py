@@ -375,7 +375,22 @@ def _emit_down(
 ) -> None:
     """Add the down vector of each neuron times its value to ``partial[base:]`` (lane order)."""
     vectors, ask = run.take_parts(places, "down"), run.ask_for(following, "down")
-    isa, spec, target = run.isa, run.spec, run.scratch.partial
+    once = run.activations.once
+    emit_downs(run.isa, run.spec, vectors, values, run.scratch.partial, base, once, ask)
+
+
+def emit_downs(
+    isa: Isa,
+    spec: KernelSpec,
+    vectors: Sequence[Vector],
+    values: Sequence[v.Expr],
+    target: v.Buffer,
+    base: v.Expr,
+    once: v.Expr,
+    ask: Prefetch | None = None,
+) -> None:
+    """Add each of some down ``vectors`` times its value to ``target[base:]`` (lane order), one
+    after the other; ``ask`` is told what is read, and when.  ``once``: see `Activations`."""
     per_block = 1 if spec.ffn == "fp16" else count_chunks(spec.ffn)
     size = weight_bytes(GROUP, spec.ffn)
 
@@ -388,7 +403,8 @@ def _emit_down(
         for chunk in range(per_block):
             tiles = []
             for index, vector in enumerate(vectors):
-                ask(index, v.wide(first * size) + chunk * step, step)
+                if ask is not None:
+                    ask(index, v.wide(first * size) + chunk * step, step)
                 tiles.append(emit_tile(isa, vector, lanes, first, chunk))
             for rows in zip(*tiles, strict=True):
                 at = v.let(base + rows[0][0])
@@ -399,5 +415,5 @@ def _emit_down(
 
     for lanes, group, tiles in list_tiles(spec.hidden, spec.ffn):
         groups = 1 if spec.ffn == "fp16" else lanes
-        with T.serial(tiles // per_block * run.activations.once) as block:
+        with T.serial(tiles // per_block * once) as block:
             emit_block(lanes, group + block * groups)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.gathered import emit_downs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron
-from pi2.backends.kernels.operands import Activations, Vector
+from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.kernels.unpacking import emit_tile, list_tiles, load_block_scale
 from pi2.backends.kernels.values import emit_values, load_route
-from pi2.plan.weights.layout import count_chunks
 
 
 def emit_plain_gathered(
@@ -59,7 +58,7 @@ def emit_plain_gathered(
                 with T.If(value != v.constant(0.0, "float32")), T.Then():
                     fired.set(fired.get() + 1)
                     vector = bundles.take_part(neuron, "down")
-                    _emit_down(isa, spec, vector, value, partial, origin, activations.once)
+                    emit_downs(isa, spec, [vector], [value], partial, origin, activations.once)
 
             if routes is None:
                 emit_neuron()
@@ -80,25 +79,3 @@ def emit_plain_gathered(
         v.store(total, sum_place, value, 16)
     for thread in range(threads):
         v.store(counts, threads, counts[threads] + counts[thread], 1)
-
-
-def _emit_down(
-    isa: Isa,
-    spec: KernelSpec,
-    vector: Vector,
-    value: v.Expr,
-    target: v.Buffer,
-    base: v.Expr,
-    once: v.Expr,
-) -> None:
-    """Add ``value`` times the down vector to ``target[base:]`` (lane order)."""
-    per_block = 1 if spec.ffn == "fp16" else count_chunks(spec.ffn)
-    for lanes, group, tiles in list_tiles(spec.hidden, spec.ffn):
-        groups = 1 if spec.ffn == "fp16" else lanes
-        with T.serial(tiles // per_block * once) as block:
-            first = v.let(group + block * groups)
-            scale = v.let(load_block_scale(vector, lanes, first) * v.splat(value, lanes))
-            for chunk in range(per_block):
-                for place, weights in emit_tile(isa, vector, lanes, first, chunk):
-                    at = base + place
-                    v.store(target, at, T.fma(weights, scale, v.load(target, at, lanes)), lanes)

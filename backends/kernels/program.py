@@ -11,7 +11,9 @@ without experts), ``threads``, and ``rows`` or ``slots`` of what may have any nu
 Where scales are resident, an array of them follows every array of bundles, ``rows`` say which
 belong to gathered neurons, and ``first`` which belongs to the first of some neighbours.
 
-``add_twins`` computes neurons' twins as ``add_neurons`` computes neurons.
+``add_twins`` computes neurons' twins as ``add_neurons`` computes neurons.  Where it takes
+stretches (`KernelSpec.takes_stretches`), these calls have ``count`` of them and the ``stretch``,
+neurons in each; there is no ``add_plain_neurons`` then.
 
 For several sequences (`KernelSpec.sequences`) gathered neurons have the number of the ``token``
 whose they are, predictions the ``first`` token and how many there are; ``attend`` is in three parts
@@ -50,9 +52,11 @@ from pi2.backends.kernels.ffn_block import (
     emit_add_open_neurons,
     emit_add_plain_neurons,
     emit_add_shared_neurons,
+    emit_add_stretches,
     emit_begin_ffn,
     emit_end_ffn,
     emit_find_gates,
+    emit_route,
 )
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.latent_block import (
@@ -105,23 +109,27 @@ class Program:
             functions["attend"] = emit_latent_attend
         elif not spec.divides_attention:
             functions["attend"] = emit_attend
-        if spec.has_gathered_ffn:
+        if spec.takes_stretches:
+            functions["add_neurons"] = emit_add_stretches
+        elif spec.has_gathered_ffn:
             functions["add_neurons"] = emit_add_neurons
+        if spec.router is not None:
+            functions["route"] = emit_route
         if spec.closes_gates:
             functions["find_gates"] = emit_find_gates
         if spec.has_plain_ffn:
             functions["add_plain_neurons"] = emit_add_plain_neurons
         if spec.positions:
             functions["add_positions"] = emit_add_positions
-        if spec.gate_rows is not None and not spec.has_plain_ffn:
+        if spec.uses_known_gates:
             functions["add_open_neurons"] = emit_add_open_neurons
         bound: dict[str, Callable[[Parameters], None]] = {
             name: partial(emit, schedule) for name, emit in functions.items()
         }
         if spec.twin is not None:
             twins = Schedule(spec.describe_twins(), self.isa)
-            gathers = emit_add_neurons if spec.has_gathered_ffn else emit_add_plain_neurons
-            bound["add_twins"] = partial(gathers, twins)
+            name = "add_plain_neurons" if "add_neurons" not in functions else "add_neurons"
+            bound["add_twins"] = partial(functions[name], twins)
         others = {
             number: Schedule(spec.take_other(number), self.isa)
             for number in range(1, len(spec.others) + 1)

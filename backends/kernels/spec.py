@@ -61,6 +61,29 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterShape:
+    """How a mixture's router chooses, where `pi2.backends.kernels.router` does it."""
+
+    kind: Literal["softmax", "sigmoid"]
+    experts: int
+    """Those that it chooses from."""
+    active: int
+    normalise: bool
+    """Whether weights of the active ones add up to 1."""
+    scaling: float
+    has_bias: bool
+    """Whether scores have a bias."""
+    has_choice_bias: bool
+    """Whether experts are chosen by their weights and a bias of each."""
+    shared: int
+    """Experts beside them that compute every token."""
+    shared_gate: bool
+    """Whether these have a router."""
+    reads_layer_input: bool
+    """Whether it reads the layer's input, instead of the FFN's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """Sizes and choices that the kernels of one model are specialised for.
 
@@ -156,6 +179,8 @@ class KernelSpec:
     """Experts of a mixture, shared ones included; 0 where the model is none."""
     side_ffn: int = 0
     """Neurons of a dense FFN beside the experts; 0 without it."""
+    router: RouterShape | None = None
+    """The mixture's router; None where none is compiled."""
     keeps_input: bool = False
     """Whether the layer's input is kept: for the FFN, or for the router."""
     embedding_factor: float = 1.0
@@ -263,9 +288,20 @@ class KernelSpec:
         return self.activation in SMOOTH_ACTIVATIONS
 
     @property
+    def takes_stretches(self) -> bool:
+        """Whether `pi2.backends.kernels.stretched` computes the neurons of one token, however they
+        were chosen: none of them is ever inactive."""
+        return self.is_smooth and (self.experts > 0 or not self.has_gathered_ffn)
+
+    @property
     def has_plain_ffn(self) -> bool:
         """Whether `pi2.backends.kernels.plain` computes the FFN of all neurons of a layer."""
-        return not self.has_gathered_ffn or self.experts > 0
+        return not self.takes_stretches and (not self.has_gathered_ffn or self.experts > 0)
+
+    @property
+    def uses_known_gates(self) -> bool:
+        """Whether gates that have named neurons are not computed again with these."""
+        return self.gate_rows is not None and self.has_gathered_ffn and self.experts == 0
 
     @property
     def has_gathered_ffn(self) -> bool:
@@ -297,4 +333,6 @@ class KernelSpec:
             values["latent"] = LatentShape(**values["latent"])
         if values["state"] is not None:
             values["state"] = StateShape(**values["state"])
+        if values["router"] is not None:
+            values["router"] = RouterShape(**values["router"])
         return cls(**values)

@@ -14,7 +14,7 @@ from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_token_tiles
 from pi2.backends.kernels.neurons import Bundles, Neuron, activate
-from pi2.backends.kernels.operands import Activations, Vector
+from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import PANEL
 
 
@@ -44,7 +44,7 @@ def emit_activations(
         parts = len(spec.bundle.parts) - 1
 
         def take_vectors(neuron: v.Expr) -> list[Vector]:
-            return _take_vectors(bundles, find(neuron))
+            return take_inputs(bundles, find(neuron))
 
         def keep(token: v.Expr, neuron: v.Expr, dots: list[v.Expr]) -> None:
             found = find(neuron)
@@ -85,11 +85,13 @@ def emit_values(
     neurons: list[Neuron],
     tokens: list[v.Expr],
     routes: v.Buffer | None,
+    prefetch: Prefetch | None = None,
 ) -> list[list[v.Expr]]:
-    """Values of ``neurons`` for ``tokens``, times the weights of their experts."""
+    """Values of ``neurons`` for ``tokens``, times the weights of their experts; ``prefetch`` is
+    told what is read of their inputs, and when."""
     parts = len(bundles.spec.bundle.parts) - 1
-    vectors = [vector for neuron in neurons for vector in _take_vectors(bundles, neuron)]
-    dots = emit_dots(isa, vectors, activations, tokens)
+    vectors = [vector for neuron in neurons for vector in take_inputs(bundles, neuron)]
+    dots = emit_dots(isa, vectors, activations, tokens, prefetch)
     found = []
     for index, neuron in enumerate(neurons):
         rows = dots[index * parts : (index + 1) * parts]
@@ -102,7 +104,7 @@ def emit_values(
     return found
 
 
-def _take_vectors(bundles: Bundles, neuron: Neuron) -> list[Vector]:
+def take_inputs(bundles: Bundles, neuron: Neuron) -> list[Vector]:
     """Return all vectors of a neuron but the last."""
     return [bundles.take_part(neuron, part.name) for part in bundles.spec.bundle.parts[:-1]]
 

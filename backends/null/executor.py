@@ -127,9 +127,16 @@ class NullExecutor(ObservableExecutor):
         return np.ones(len(slots), bool)
 
     def add_named_neurons(
-        self, layer: int, arena: U8, slots: I32, indices: I32, named: Bits, known: bool = False
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32,
+        named: Bits,
+        known: bool = False,
+        stretch: int = 1,
     ) -> None:
-        add_one_by_one(self, layer, arena, slots, indices, named, known)
+        add_one_by_one(self, layer, arena, slots, indices, named, known, stretch)
 
     @noted
     def add_neurons(
@@ -139,8 +146,9 @@ class NullExecutor(ObservableExecutor):
         slots: I32,
         indices: I32 | None = None,
         known: bool = False,
+        stretch: int = 1,
     ) -> None:
-        self._active += len(slots)
+        self._active += len(slots) * stretch
 
     @noted
     def add_twins(self, layer: int, indices: I32) -> None:

@@ -15,6 +15,7 @@ from pi2.backends.reference.latent import LatentAttention
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.backends.reference.operators import activate, cap, normalize
 from pi2.backends.reference.states import States
+from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import lay_out_twin
@@ -358,9 +359,16 @@ class ReferenceExecutor(ObservableExecutor):
         return np.asarray(gates > (self._model.ffn.threshold if fatrelu else 0.0))
 
     def add_named_neurons(
-        self, layer: int, arena: U8, slots: I32, indices: I32, named: Bits, known: bool = False
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32,
+        named: Bits,
+        known: bool = False,
+        stretch: int = 1,
     ) -> None:
-        add_one_by_one(self, layer, arena, slots, indices, named, known)
+        add_one_by_one(self, layer, arena, slots, indices, named, known, stretch)
 
     @noted
     def add_neurons(
@@ -370,7 +378,10 @@ class ReferenceExecutor(ObservableExecutor):
         slots: I32,
         indices: I32 | None = None,
         known: bool = False,
+        stretch: int = 1,
     ) -> None:
+        slots = expand_stretches(slots, stretch)
+        indices = None if indices is None else expand_stretches(indices, stretch)
         bundles = self._join(layer, arena[slots], indices)
         token = slice(self._token, self._token + 1)
         active = self._activate(bundles, token)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from fractions import Fraction
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -182,7 +181,8 @@ class RoutedFeedForward(FeedForward):
                 row[own] = True
             indices = np.flatnonzero(by_token.any(axis=0)).astype(np.int32)
             self.counters.predicted += int(np.count_nonzero(by_token)) * cache.granule
-        size = max(1, ceil(open_share * self._token_neurons / (PARTS * cache.granule)))
+        # Rounded up.
+        size = max(1, -(-open_share * self._token_neurons // (PARTS * cache.granule)))
         parts = [indices[first : first + size] for first in range(0, len(indices), size)]
         while parts:
             count = self._begin_parts(layer, bounds.start, parts, by_token)
@@ -202,13 +202,13 @@ class RoutedFeedForward(FeedForward):
 
     def _list_read(
         self, layer: int, chosen: Sequence[I32], bounds: range
-    ) -> tuple[list[I32], Fraction]:
+    ) -> tuple[list[I32], Fraction | int]:
         """What each token computes of the layer's granules, and what part that is of its
         ``chosen`` experts."""
         found = [self._list_own(layer, token, own, bounds) for token, own in enumerate(chosen)]
         # Gates are not read for guesses, which are made with what is in memory.
         if self._gates is None or self._only_resident:
-            return found, Fraction(1)
+            return found, 1
         opened = self._gates.find_open(layer, chosen)
         kept = [
             self._keep_open(layer, own, named) for own, named in zip(found, opened, strict=True)
@@ -255,8 +255,9 @@ class RoutedFeedForward(FeedForward):
     def _begin_parts(self, layer: int, owned: int, parts: list[I32], by_token: Bits | None) -> int:
         """Begin with as many ``parts`` as the cache has room for, at least one, and return how
         many; one that it will never have room for is cut in two."""
-        cache = self._cache
-        while True:
+        cache, new, count = self._cache, parts, len(parts)
+        is_hot = len(cache.hot_slots[layer]) == cache.neurons
+        while not is_hot:
             new = self._leave_ahead(parts)
             cold = np.cumsum([cache.count_cold(layer, part) for part in new])
             count = int(np.searchsorted(cold, cache.free_capacity, side="right"))

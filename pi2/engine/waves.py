@@ -18,7 +18,7 @@ from pi2.backends.protocol import Executor
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
-from pi2.memory.granules import SingleNeurons, expand
+from pi2.memory.granules import SingleNeurons
 from pi2.memory.null_reader import NullReader
 from pi2.memory.policy import ABSENT
 from pi2.plan.documents.plan import Decode
@@ -256,17 +256,12 @@ class Waves:
         if indices is None and (known or self._separate_scales or by_token is not None):
             indices = cache.find_indices(layer, slots)
         if by_token is None:
-            places = None if indices is None else expand(indices, size)
-            self._executor.add_neurons(layer, arena, expand(slots, size), places, known)
+            self._executor.add_neurons(layer, arena, slots, indices, known, size)
             return
         assert indices is not None
         if len(slots):
             named = by_token.take(indices, axis=1)
-            if size > 1:
-                named = named.repeat(size, axis=1)
-            self._executor.add_named_neurons(
-                layer, arena, expand(slots, size), expand(indices, size), named, known
-            )
+            self._executor.add_named_neurons(layer, arena, slots, indices, named, known, size)
 
     def _abandon_wave(self, wave: Wave) -> None:
         if wave.held:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import I32, U8, U32, Bits
+from pi2.backends.stretches import expand_stretches
 from pi2.diagnostics import UserError
 from pi2.memory.checks import NeuronChecks
-from pi2.memory.granules import divide_slots, expand
+from pi2.memory.granules import divide_slots
 from pi2.memory.io_engine import (
     EngineName,
     IoEngine,
@@ -352,8 +353,8 @@ class FlashReader:
         self.read_bytes += int(sizes.sum())
         if self._checks is not None:
             arena = divide_slots(self._arena, self._granule)
-            indices = expand(pending.indices[cluster], self._granule)
-            own = expand(slots, self._granule)
+            indices = expand_stretches(pending.indices[cluster], self._granule)
+            own = expand_stretches(slots, self._granule)
             self._verify(self._checks, pending.layer, indices, arena, own)
         if self._observer is not None:
             self._observer.note_wait(pending, number, start_s, time.perf_counter())

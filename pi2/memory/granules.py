@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import I32, U8
+from pi2.backends.stretches import expand_stretches
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import ABSENT
 
@@ -36,14 +37,6 @@ def choose_granule(layers: Sequence[I32], experts: int, stride: int) -> int:
     size = len(layers[0]) // experts
     most = max(1, MOST_GRANULE_BYTES // stride)
     return max(part for part in range(1, min(size, most) + 1) if size % part == 0)
-
-
-def expand(entries: I32, granule: int) -> I32:
-    """Numbers of the neurons [n granule] of ``entries`` [n], each entry's in order."""
-    if granule == 1:
-        return entries
-    first: I32 = np.multiply(entries, granule, dtype=np.int32)[:, None]
-    return np.add(first, np.arange(granule, dtype=np.int32)).reshape(-1)
 
 
 def divide_slots(arena: U8, granule: int) -> U8:
@@ -81,6 +74,6 @@ class SingleNeurons:
             return self._cache.find_slots(layer, first, count)
         start = first // size
         entries = self._cache.find_slots(layer, start, -(-(first + count) // size) - start)
-        slots = expand(entries, size)
+        slots = expand_stretches(entries, size)
         slots[np.repeat(entries == ABSENT, size)] = ABSENT
         return slots[first - start * size :][:count]

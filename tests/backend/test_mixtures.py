@@ -130,6 +130,49 @@ def test_prompts_compute_no_expert_for_a_token_that_has_not_chosen_it(drelu: Pat
     assert sum(done) == 2 * 16 * 2 * 200
 
 
+@pytest.mark.parametrize("activation", ["drelu", "silu"])
+def test_stretches_have_the_bits_of_their_neurons(
+    request: pytest.FixtureRequest, activation: str
+) -> None:
+    with pi2.load(request.getfixturevalue(activation)) as model:
+        executor: Any = model._parts.executor
+        arena, found = model._parts.cache.arena, []
+        # Two threads have 25 neurons each: the third stretch is divided.
+        stretches = np.array([3, 0, 6, 1, 9], np.int32)
+        singles = (stretches[:, None] * 10 + np.arange(10, dtype=np.int32)).reshape(-1)
+        for numbers, stretch in ((singles, 1), (stretches, 10), (stretches[::-1].copy(), 10)):
+            executor.embed(np.array(TOKENS[:1], np.int32))
+            executor.begin_ffn(0)
+            executor.read_routes()[:] = 0.5
+            executor.add_neurons(0, arena, numbers, numbers, stretch=stretch)
+            found.append(executor._now.arrays.total[0].copy())
+            assert 0 < executor.count_active() <= 50
+    np.testing.assert_array_equal(found[0], found[1])
+    assert measure_error(found[2], found[0]) < 1e-5 and (found[0] != 0).any()
+
+
+def test_tokens_are_routed_alike_alone_and_in_company(silu: Path) -> None:
+    with pi2.load(silu) as model:
+        executor: Any = model._parts.executor
+        router = executor._routers[0]
+
+        def route(tokens: list[int]) -> F32:
+            executor.embed(np.array(tokens, np.int32))
+            executor.begin_ffn(0)
+            routes: F32 = executor.read_routes().copy()
+            expected = router.route(executor.read_ffn_input())
+            np.testing.assert_array_equal(routes != 0, expected != 0)
+            np.testing.assert_allclose(routes, expected, rtol=1e-5)
+            return routes
+
+        together = route(TOKENS)
+        for token, own in zip(TOKENS, together, strict=True):
+            np.testing.assert_array_equal(route([token])[0], own)
+        # Of equal ones the first are chosen.
+        router.weights[1:] = router.weights[0]
+        assert np.flatnonzero(route(TOKENS[:1])[0]).tolist() == [0, 1]
+
+
 def test_pairs_of_tokens_are_completed() -> None:
     for tokens, count, expected in (
         ([1, 4], 6, [0, 1, 4, 5]),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pi2
+from pi2.backends.stretches import expand_stretches
 from pi2.diagnostics import UserError
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.read_ahead import ReadAhead
@@ -18,7 +19,7 @@ from pi2.importing.activations import group_experts
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
-from pi2.memory.granules import SingleNeurons, choose_granule, expand
+from pi2.memory.granules import SingleNeurons, choose_granule
 from pi2.memory.policy import ABSENT
 from pi2.plan.arithmetic.requests import choose_request_bytes
 from pi2.plan.checking.check import check_file, check_plan
@@ -118,7 +119,7 @@ def test_whoever_asks_for_single_neurons_finds_those_of_granules() -> None:
     for entry, slot in zip(found.missing.tolist(), found.missing_slots.tolist(), strict=True):
         wanted[entry * GRANULE :][:GRANULE] = slot * GRANULE + np.arange(GRANULE)
     np.testing.assert_array_equal(slots, wanted[30:130])
-    assert expand(ids(2, 0), 3).tolist() == [6, 7, 8, 0, 1, 2]
+    assert expand_stretches(ids(2, 0), 3).tolist() == [6, 7, 8, 0, 1, 2]
 
 
 def test_a_granule_is_what_an_expert_has_in_one_stretch() -> None:
