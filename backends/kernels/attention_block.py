@@ -30,18 +30,14 @@ from pi2.backends.kernels.kv import (
     emit_scale_queries,
     make_cache,
 )
-from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
+from pi2.backends.kernels.matrix import emit_shared
+from pi2.backends.kernels.mixing_block import MixingBlock
 from pi2.backends.kernels.norms import (
-    NormWeights,
-    emit_add_normalized,
     emit_head_norms,
-    emit_normalize,
     emit_value_norms,
 )
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import emit_each_token, take_matrix
-from pi2.backends.kernels.quantize import emit_quantize
-from pi2.backends.kernels.rows import emit_copy
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
 from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
@@ -78,48 +74,28 @@ def emit_attend_output(schedule: Schedule, take: Parameters) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
+class _Block(MixingBlock):
     """The parameters of all functions."""
 
-    schedule: Schedule
-    tokens: v.Expr
-    """Their number; in a function for one token, which it is."""
-    position: v.Expr
-    x: v.Buffer
-    before: v.Buffer | None
-    norm: NormWeights | None
-    project: Matrix
-    bias: v.Buffer | None
     head_norms: tuple[v.Buffer, v.Buffer] | None
     sinks: v.Buffer | None
     growth: v.Buffer | None
-    output: Matrix
-    output_bias: v.Buffer | None
-    output_norm: v.Buffer | None
     tables: tuple[v.Buffer, v.Buffer]
     cache: Cache
     qkv: v.Buffer
-    hidden: Activations
     mixed: Activations
     spans: tuple[v.Buffer, v.Buffer, v.Buffer]
 
     def emit_project(self) -> None:
         """Normalise x; queries, keys and values of all tokens."""
-        spec, isa = self.schedule.spec, self.schedule.isa
-        qkv, bias = self.qkv, self.bias
+        spec, qkv, bias = self.schedule.spec, self.qkv, self.bias
 
         def store_qkv(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
             row = v.let(own + spec.other_qkv) if spec.other_qkv else own
             total = value if bias is None else value + bias[row]
             v.store(qkv, token * spec.qkv_rows + row, total, 1)
 
-        def prepare(token: v.Expr) -> None:
-            if self.before is not None:
-                emit_copy(self.x, self.before, v.let(token * spec.hidden), spec.hidden)
-            emit_normalize(spec, self.x, token, self.norm, self.hidden, token)
-
-        emit_each_token(self.tokens, prepare)
-        emit_multiply(isa, spec.threads, self.project, self.hidden, self.tokens, store_qkv)
+        self.emit_input(store_qkv)
 
     def emit_keep(self, token: v.Expr, offset: v.Expr) -> None:
         """Turn queries and keys of ``token``, which stands ``offset`` behind the position; keep key
@@ -199,52 +175,7 @@ class _Block:
 
     def emit_output(self) -> None:
         """Project what was mixed and add it to x."""
-        emit_add_output(
-            self.schedule,
-            self.output,
-            self.output_bias,
-            self.output_norm,
-            self.x,
-            self.hidden,
-            self.mixed,
-            self.tokens,
-            self.schedule.spec.other_output,
-        )
-
-
-def emit_add_output(
-    schedule: Schedule,
-    output: Matrix,
-    bias: v.Buffer | None,
-    norm: v.Buffer | None,
-    x: v.Buffer,
-    hidden: Activations,
-    mixed: Activations,
-    tokens: v.Expr,
-    other_rows: int = 0,
-) -> None:
-    """Project what was ``mixed`` and add it to x; the first ``other_rows`` are another unit's."""
-    spec, isa = schedule.spec, schedule.isa
-
-    def add_residual(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
-        row = v.let(own + other_rows) if other_rows else own
-        place = v.let(token * spec.hidden + row)
-        total = value if bias is None else value + bias[row]
-        if norm is not None:
-            # What attention has read is not needed any more.
-            v.store(hidden.values, place, total, 1)
-            return
-        if spec.residual_factor != 1.0:
-            total = total * v.constant(spec.residual_factor, "float32")
-        v.store(x, place, x[place] + total, 1)
-
-    emit_each_token(tokens, lambda token: emit_quantize(mixed, token))
-    emit_multiply(isa, spec.threads, output, mixed, tokens, add_residual)
-    if norm is not None:
-        norms = (norm, hidden.once)
-        emit_each_token(
-            tokens, lambda token: emit_add_normalized(spec, hidden.values, x, *norms, token)
-        )
+        self.emit_add(self.mixed, self.schedule.spec.other_output)
 
 
 def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:

@@ -14,7 +14,6 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.attention import divide_blocks
-from pi2.backends.kernels.attention_block import emit_add_output
 from pi2.backends.kernels.latent import (
     Kept,
     count_heads_together,
@@ -31,11 +30,10 @@ from pi2.backends.kernels.matrix import (
     emit_shared,
     emit_split,
 )
-from pi2.backends.kernels.norms import NormWeights, emit_normalize
+from pi2.backends.kernels.mixing_block import MixingBlock
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import emit_each_token, take_activations, take_matrix
 from pi2.backends.kernels.quantize import emit_quantize
-from pi2.backends.kernels.rows import emit_copy
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
 from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
@@ -69,27 +67,15 @@ def emit_latent_output(schedule: Schedule, take: Parameters) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
+class _Block(MixingBlock):
     """The parameters of all functions."""
 
-    schedule: Schedule
     latent: LatentShape
-    tokens: v.Expr
-    """Their number; in a function for one token, which it is."""
-    position: v.Expr
-    x: v.Buffer
-    before: v.Buffer | None
-    norm: NormWeights | None
-    project: Matrix
-    bias: v.Buffer | None
     query_norm: v.Buffer | None
     query_out: Matrix | None
     norm_weight: v.Buffer
     to_latent: Matrix
     to_value: Matrix
-    output: Matrix
-    output_bias: v.Buffer | None
-    output_norm: v.Buffer | None
     tables: tuple[v.Buffer, v.Buffer]
     kept: Kept
     qkv: v.Buffer
@@ -102,7 +88,6 @@ class _Block:
     """Queries of what is kept [tokens, heads, kept]."""
     found: Activations
     """What heads have mixed of it [tokens, heads]."""
-    hidden: Activations
     mixed: Activations
     spans: tuple[v.Buffer, v.Buffer, v.Buffer]
 
@@ -118,11 +103,6 @@ class _Block:
         def store_qkv(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             v.store(qkv, token * rows + row, value if bias is None else value + bias[row], 1)
 
-        def prepare(token: v.Expr) -> None:
-            if self.before is not None:
-                emit_copy(self.x, self.before, v.let(token * spec.hidden), spec.hidden)
-            emit_normalize(spec, self.x, token, self.norm, self.hidden, token)
-
         def normalize(token: v.Expr) -> None:
             place = v.let(token * rows + (rows - latent.kept))
             _emit_vector_norm(self, qkv, place, self.norm_weight, latent.rank, qkv, place)
@@ -134,8 +114,7 @@ class _Block:
                 _emit_vector_norm(self, qkv, start, *args)
                 emit_quantize(self.made, token)
 
-        emit_each_token(self.tokens, prepare)
-        emit_multiply(isa, spec.threads, self.project, self.hidden, self.tokens, store_qkv)
+        self.emit_input(store_qkv)
         emit_each_token(self.tokens, normalize)
         if self.made is not None and self.query_out is not None:
             width = spec.heads * latent.key
@@ -326,16 +305,7 @@ class _Block:
 
         emit_each_token(self.tokens, quantize)
         self._emit_by_head(self.to_value, spec.head_dim, self.found, store_value)
-        emit_add_output(
-            self.schedule,
-            self.output,
-            self.output_bias,
-            self.output_norm,
-            self.x,
-            self.hidden,
-            self.mixed,
-            self.tokens,
-        )
+        self.emit_add(self.mixed)
 
 
 def _emit_vector_norm(

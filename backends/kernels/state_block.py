@@ -13,12 +13,10 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
-from pi2.backends.kernels.attention_block import emit_add_output
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
-from pi2.backends.kernels.norms import NormWeights, emit_normalize
+from pi2.backends.kernels.mixing_block import MixingBlock
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import emit_each_token, take_matrix
-from pi2.backends.kernels.rows import emit_copy
+from pi2.backends.kernels.parameters import take_matrix
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.states import StateArrays, emit_state_mix
 from pi2.plan.weights.states import StateShape
@@ -49,23 +47,10 @@ def emit_state_output(schedule: Schedule, take: Parameters) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StateBlock:
+class _StateBlock(MixingBlock):
     """The parameters of all functions."""
 
-    schedule: Schedule
-    tokens: v.Expr
-    """Their number; in a function for one token, which it is."""
-    position: v.Expr
-    x: v.Buffer
-    before: v.Buffer | None
-    norm: NormWeights | None
-    project: Matrix
-    bias: v.Buffer | None
     gates: Matrix | None
-    output: Matrix
-    output_bias: v.Buffer | None
-    output_norm: v.Buffer | None
-    hidden: Activations
     arrays: StateArrays
 
     def emit_project(self) -> None:
@@ -82,13 +67,7 @@ class _StateBlock:
             column = row + (2 * shape.value_heads - shape.gates)
             v.store(arrays.gates, token * (2 * shape.value_heads) + column, value, 1)
 
-        def prepare(token: v.Expr) -> None:
-            if self.before is not None:
-                emit_copy(self.x, self.before, v.let(token * spec.hidden), spec.hidden)
-            emit_normalize(spec, self.x, token, self.norm, self.hidden, token)
-
-        emit_each_token(self.tokens, prepare)
-        emit_multiply(isa, spec.threads, self.project, self.hidden, self.tokens, store_projected)
+        self.emit_input(store_projected)
         if self.gates is not None:
             emit_multiply(isa, spec.threads, self.gates, self.hidden, self.tokens, store_gate)
 
@@ -98,16 +77,7 @@ class _StateBlock:
 
     def emit_output(self) -> None:
         """Project what was mixed and add it to x."""
-        emit_add_output(
-            self.schedule,
-            self.output,
-            self.output_bias,
-            self.output_norm,
-            self.x,
-            self.hidden,
-            self.arrays.mixed,
-            self.tokens,
-        )
+        self.emit_add(self.arrays.mixed)
 
 
 def _take_block(schedule: Schedule, take: Parameters, number: str) -> _StateBlock:
