@@ -133,6 +133,13 @@ def add_lanes(value: Expr, dtype: str, lanes: int) -> Expr:
     return value
 
 
+def compress(value: Expr, mask: Expr, lanes: int) -> Expr:
+    """Return the int32 lanes that ``mask`` names, side by side, and zeros behind them; for AVX-512,
+    16 ``lanes``."""
+    name, zero = "llvm.x86.avx512.mask.compress", constant(0, "int32", lanes)
+    return T.call_llvm_pure_intrin(f"int32x{lanes}", name, value, zero, mask)
+
+
 def find_largest(value: Expr, dtype: str, lanes: int) -> Expr:
     """Return the largest lane."""
     while lanes > 2:

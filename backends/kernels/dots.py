@@ -141,9 +141,16 @@ def _emit_groups(
     # Weights of int8 are two nibbles: 16 high + low; vnni and sdot take whole bytes.
     split = precision in ("int8", "mxfp4") and not dot.whole_bytes
     streams = 2 if split else 1
+    # A sum may begin with what takes the weights' offset out again: it need not be added later.
+    begins_with_offset = precision == "int4" and dot.whole_bytes and piece.fold == 1
     cells = [
         [[v.Cell(dot.start()) for _ in range(planes * streams)] for _ in tokens] for _ in vectors
     ]
+    if begins_with_offset:
+        for index, token in enumerate(tokens):
+            offset = v.let(_load_offset(activations, token, piece))
+            for row in cells:
+                row[index][-1].set(offset)
 
     def emit_chunk(chunk: v.Expr | int) -> None:
         offset = chunk * (4 * piece.lanes)
@@ -182,7 +189,7 @@ def _emit_groups(
     totals = [[[cell.get() for cell in column] for column in row] for row in cells]
     return [
         [
-            _finish(dot, cells, activations, token, piece, precision)
+            _finish(dot, cells, activations, token, piece, precision, begins_with_offset)
             for cells, token in zip(total, tokens, strict=True)
         ]
         for total in totals
@@ -224,8 +231,10 @@ def _finish(
     token: v.Expr,
     piece: _Piece,
     precision: Precision,
+    begins_with_offset: bool,
 ) -> v.Expr:
-    """Join streams, planes and folded lanes; take the weights' offset out again."""
+    """Join streams, planes and folded lanes; take the weights' offset out again, unless the sum
+    ``begins_with_offset``."""
     values = [dot.finish(cell) for cell in cells]
     if len(values) > activations.planes:
         places = v.constant(4 if precision == "int8" else 0, "int32", dot.width)
@@ -237,9 +246,10 @@ def _finish(
     while lanes > piece.width:
         total = _add_halves(v.let(total), lanes)
         lanes //= 2
+    if begins_with_offset:
+        return v.let(total)
     if precision not in ("int8", "mxfp4") or not dot.signed:
-        place = token * (activations.length // GROUP) + piece.group
-        offset = v.load(activations.sums, place, piece.width)
+        offset = _load_offset(activations, token, piece)
         if precision == "int2":
             third = v.let(offset >> v.constant(3, "int32", piece.width))
             total = total + total + third + third + third
@@ -254,6 +264,12 @@ def _finish(
         else:
             total = total + offset
     return v.let(total)
+
+
+def _load_offset(activations: Activations, token: v.Expr, piece: _Piece) -> v.Expr:
+    """Return -8 times the sum of the activations of each group of a piece."""
+    place = token * (activations.length // GROUP) + piece.group
+    return v.load(activations.sums, place, piece.width)
 
 
 def _add_halves(total: v.Expr, lanes: int) -> v.Expr:

@@ -7,7 +7,7 @@ new core is a line in a device document.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DotKind = Literal["vnni", "sdot", "maddubs", "multiply"]
@@ -34,6 +34,13 @@ class Isa:
     with: they are asked for ahead."""
     pairs: bool = False
     """Whether several tokens are multiplied two by two rows, in an order of their own (`i8mm`)."""
+
+    def widen_few(self) -> Isa | None:
+        """Return the schedule for more tokens of a step than the tile has, where another one is
+        quicker: twice as many tokens share the unpacking of weights."""
+        if not self.few_tokens or self.dot != "vnni":
+            return None
+        return replace(self, tile_rows=self.tile_rows // 2, tile_tokens=2 * self.tile_tokens)
 
 
 PAIRED_ROWS = 8

@@ -17,7 +17,13 @@ from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
-from pi2.plan.weights.layout import Precision, scale_bytes, vector_bytes, weight_bytes
+from pi2.plan.weights.layout import (
+    Precision,
+    round_up,
+    scale_bytes,
+    vector_bytes,
+    weight_bytes,
+)
 
 ROW_TILE = 32
 """Rows that a thread takes through all tokens of a chunk."""
@@ -112,6 +118,7 @@ def emit_multiply(
             emit_row(isa, matrix.take_row(row), activations.for_one(), origin, row, finish)
 
     def emit_several(thread: v.Expr) -> None:
+        assert tokens is not None
         begin, end = emit_split(thread, threads, matrix.rows)
         if takes_pairs(isa, matrix.precision):
             emit_items(
@@ -125,10 +132,21 @@ def emit_multiply(
                 lambda token, row, dots: finish(token, row, dots[0]),
             )
             return
+        wide = isa.widen_few()
+        if wide is None:
+            emit_tiles(isa, begin, end)
+            return
+        with T.If(tokens > count_together(isa, activations.for_chunk().planes)):
+            with T.Then():
+                emit_tiles(wide, begin, end)
+            with T.Else():
+                emit_tiles(isa, begin, end)
+
+    def emit_tiles(own: Isa, begin: v.Expr, end: v.Expr) -> None:
         with T.serial(T.floordiv(end - begin + ROW_TILE - 1, ROW_TILE)) as tile:
             emit_row_tile(
-                isa,
-                matrix.take_row,
+                own,
+                matrix,
                 v.let(begin + tile * ROW_TILE),
                 v.let(T.min(begin + (tile + 1) * ROW_TILE, end)),
                 activations.for_chunk(),
@@ -157,17 +175,13 @@ def emit_row(
     """Compute one row for token 0, whose activations are those of ``origin``, asking for what lies
     `PREFETCH_BYTES` ahead."""
 
-    def look_ahead(_index: int, byte: v.Expr, size: int) -> None:
-        for line in range(0, size, LINE):
-            v.prefetch(vector.weights, vector.weights_base + byte + PREFETCH_BYTES + line)
-
-    dots = emit_dots(isa, [vector], activations, [origin], look_ahead)
+    dots = emit_dots(isa, [vector], activations, [origin], _ask_ahead([vector], PREFETCH_BYTES))
     finish(T.int32(0), row, dots[0][0])
 
 
 def emit_row_tile(
     isa: Isa,
-    take_row: Callable[[v.Expr], Vector],
+    matrix: Matrix,
     begin: v.Expr,
     end: v.Expr,
     activations: Activations,
@@ -178,14 +192,17 @@ def emit_row_tile(
     """Compute rows ``begin`` to ``end`` for all tokens, a tile of both at a time; theirs begin at
     ``origin`` among the activations."""
 
+    # Beyond the rows that are read together, which lie side by side.
+    ahead = round_up(PREFETCH_BYTES, isa.tile_rows * weight_bytes(matrix.length, matrix.precision))
+
     def emit_tile(first: v.Expr, named: list[v.Expr]) -> None:
         with T.serial(T.floordiv(end - begin + isa.tile_rows - 1, isa.tile_rows)) as step:
             top = v.let(begin + step * isa.tile_rows)
             # The last tile repeats the last row, and finishes it once.
             rows = [v.let(T.min(top + index, end - 1)) for index in range(isa.tile_rows)]
             places = named if origin is None else [token + origin for token in named]
-            vectors = [take_row(row) for row in rows]
-            ask = _ask_for_rows(vectors, activations.length) if isa.few_tokens else None
+            vectors = [matrix.take_row(row) for row in rows]
+            ask = _ask_ahead(vectors, ahead) if isa.few_tokens else None
             dots = emit_dots(isa, vectors, activations, places, ask)
             for offset, row in enumerate(rows):
                 with T.If(top + offset < end), T.Then():
@@ -196,9 +213,8 @@ def emit_row_tile(
     emit_token_tiles(isa, activations.planes, tokens, emit_tile)
 
 
-def _ask_for_rows(vectors: list[Vector], length: int) -> Prefetch:
-    """Return what asks for the weights of the rows that come after ``vectors``, at their pace."""
-    ahead = len(vectors) * weight_bytes(length, vectors[0].precision)
+def _ask_ahead(vectors: list[Vector], ahead: int) -> Prefetch:
+    """Return what asks for the weights that lie ``ahead`` bytes ahead, at their pace."""
 
     def ask(index: int, byte: v.Expr, size: int) -> None:
         vector = vectors[index]
@@ -215,8 +231,13 @@ def emit_token_tiles(
 
     The last tile repeats the last token instead of needing a kernel of its own.
     """
-    # With one plane instead of two, the registers hold the sums of twice as many tokens.
-    together = isa.tile_tokens * (2 if planes == 1 else 1)
+    together = count_together(isa, planes)
     with T.serial(T.floordiv(tokens + together - 1, together)) as tile:
         first = v.let(tile * together)
         emit(first, [v.let(T.min(first + index, tokens - 1)) for index in range(together)])
+
+
+def count_together(isa: Isa, planes: int) -> int:
+    """Return how many tokens of activations of ``planes`` are multiplied together."""
+    # With one plane instead of two, the registers hold the sums of twice as many tokens.
+    return isa.tile_tokens * (2 if planes == 1 else 1)

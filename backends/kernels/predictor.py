@@ -15,6 +15,7 @@ from pi2.backends.kernels.spec import KernelSpec
 
 
 def emit_compact(
+    isa: Isa,
     scores: v.Buffer,
     count: v.Expr,
     limit: v.Expr,
@@ -27,22 +28,30 @@ def emit_compact(
 ) -> None:
     """Write the indices whose score reaches ``limit`` to ``indices``, their number to ``found``.
 
-    ``scores`` float32 [count], ``indices`` int32 [count], ``found`` int32 [1], of ``token``, where
-    there are several (`find_row`); ``strict`` means above the limit, not at it, ``magnitudes`` that
-    signs do not count.  Without branches: every
-    index is written, the place advances.
+    ``scores`` float32 [count], ``indices`` int32 [count], whose room is whole lines, ``found``
+    int32 [1], of ``token``, where there are several (`find_row`); ``strict`` means above the limit,
+    not at it, ``magnitudes`` that signs do not count.  Without branches: what does not pass is
+    overwritten by what follows.
     """
-    place = T.alloc_buffer((1,), "int32")
-    v.store(place, 0, T.int32(0), 1)
+    end = v.Cell(T.int32(0))
     row = find_row(token, count)
-    with T.serial(count) as index:
-        score = scores[row + index]
+    # An instruction that moves the lanes that pass together takes 16 at a time.
+    lanes = 16 if isa.lanes == 16 else 1
+    with T.serial(T.floordiv(count + lanes - 1, lanes)) as step:
+        first = v.let(step * lanes)
+        score = v.load(scores, row + first, lanes)
         score = v.let(T.abs(score) if magnitudes else score)
-        at = v.let(place[0])
-        v.store(indices, row + at, index, 1)
-        passes = score > limit if strict else score >= limit
-        v.store(place, 0, at + T.Select(passes, T.int32(1), T.int32(0)), 1)
-    v.store(found, 0 if token is None else token, place[0], 1)
+        least = limit if lanes == 1 else v.splat(limit, lanes)
+        passes = score > least if strict else score >= least
+        index, one, none = first, T.int32(1), T.int32(0)
+        if lanes > 1:
+            index = v.let(T.ramp(first, 1, lanes))
+            passes = T.And(passes, index < v.splat(count, lanes))
+            one, none = (v.constant(number, "int32", lanes) for number in (1, 0))
+            index = v.compress(index, passes, lanes)
+        v.store(indices, row + end.get(), index, lanes)
+        end.set(end.get() + v.add_lanes(T.Select(passes, one, none), "int32", lanes))
+    v.store(found, 0 if token is None else token, end.get(), 1)
 
 
 def find_row(token: v.Expr | None, count: v.Expr) -> v.Expr | int:

@@ -37,7 +37,7 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
     emit_low_rank(isa, spec.threads, inner, outer, bias, hidden, middle, scores, several)
 
     def emit_list(token: v.Expr | None) -> None:
-        emit_compact(scores, neurons, threshold, False, indices, found, token=token)
+        emit_compact(isa, scores, neurons, threshold, False, indices, found, token=token)
 
     _emit_lists(several, emit_list)
 
@@ -67,17 +67,18 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
         place = row if tokens is None else find_row(token, neurons) + row
         v.store(scores, place, value if biases is None else value + biases[row], 1)
 
-    emit_multiply(schedule.isa, spec.threads, matrix, hidden, tokens, keep, first)
+    isa = schedule.isa
+    emit_multiply(isa, spec.threads, matrix, hidden, tokens, keep, first)
 
     def emit_list(token: v.Expr | None) -> None:
         if least is not None:
             emit_activate(spec, scores, neurons, token)
             emit_compact(
-                scores, neurons, least, False, indices, found, magnitudes=True, token=token
+                isa, scores, neurons, least, False, indices, found, magnitudes=True, token=token
             )
             return
         limit = v.constant(spec.threshold if spec.activation == "fatrelu" else 0.0, "float32")
-        emit_compact(scores, neurons, limit, True, indices, found, token=token)
+        emit_compact(isa, scores, neurons, limit, True, indices, found, token=token)
 
     _emit_lists(several, emit_list)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
@@ -82,4 +84,5 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
         v.store(logits, v.wide(token) * spec.vocab + v.wide(row), value, 1)
 
     emit_each_token(tokens, lambda t: emit_normalize(spec, x, first + t, norm, hidden, t))
-    emit_multiply(schedule.isa, spec.threads, head, hidden, tokens, keep)
+    isa = replace(schedule.isa, few_tokens=True)
+    emit_multiply(isa, spec.threads, head, hidden, tokens, keep)

@@ -31,9 +31,10 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
     bias[:] = rng.standard_normal(neurons)
     u = rng.standard_normal((1, hidden)).astype(np.float32)
     arrays, _ = quantize_activations(u, 2)
+    # Whole lines of 16 scores and indices.
     scores, indices, found = (
-        allocate("float32", neurons),
-        allocate("int32", neurons + 1),
+        allocate("float32", 336),
+        allocate("int32", 336),
         allocate("int32", 1),
     )
     kernel = compile_program(f"predict_low_rank_{rank}", spec)
@@ -46,9 +47,9 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
     kernel(neurons, 3.0, *parts, bias, *arrays, *middle, scores, indices, found)
     plain = [dequantize(*pair, size, precision) for pair, size in ((inner, hidden), (outer, rank))]
     expected = plain[1] @ np.maximum(plain[0] @ u[0], 0) + bias
-    assert np.allclose(scores, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    assert np.allclose(scores[:neurons], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
     # The list is that of the kernel's own scores, exactly and in order.
-    assert np.array_equal(indices[: found[0]], np.flatnonzero(scores >= np.float32(3.0)))
+    assert np.array_equal(indices[: found[0]], np.flatnonzero(scores[:neurons] >= np.float32(3.0)))
     assert 0 < found[0] < neurons
 
 
@@ -57,15 +58,18 @@ def test_thresholds_beyond_all_scores_take_all_or_none(low: float, count: int) -
     from pi2.backends.kernels.predictor import emit_compact
     from tests.helpers.kernels import compile_kernel, list_runnable_isas, make_isa
 
+    isa = make_isa(list_runnable_isas()[-1])
+
     def emit(take: Any) -> None:
         number = take.take_number("number")
         limit = take.take_number("limit", "float32")
         scores = take.take_array("scores", "float32")
         indices, found = take.take_array("indices", "int32"), take.take_array("found", "int32")
-        emit_compact(scores, number, limit, False, indices, found)
+        emit_compact(isa, scores, number, limit, False, indices, found)
 
-    kernel = compile_kernel(emit, make_isa(list_runnable_isas()[-1]))
-    scores, indices, found = allocate("float32", 333), allocate("int32", 334), allocate("int32", 1)
+    # Whole lines of 16 scores and indices.
+    scores, indices, found = allocate("float32", 336), allocate("int32", 336), allocate("int32", 1)
+    kernel = compile_kernel(emit, isa)
     kernel(333, low, scores, indices, found)
     assert found[0] == count
     assert np.array_equal(indices[:count], np.arange(count))
@@ -79,7 +83,8 @@ def test_the_gate_predictor_lists_open_gates(activation: str, limit: float) -> N
     weights, scales = quantize(rng.standard_normal((neurons, hidden)).astype(np.float32), "int4")
     u = rng.standard_normal((1, hidden)).astype(np.float32) * 0.1
     arrays, stands_for = quantize_activations(u, 2)
-    scores, indices = allocate("float32", neurons), allocate("int32", neurons + 1)
+    # Whole lines of 16 scores and indices.
+    scores, indices = allocate("float32", 208), allocate("int32", 208)
     found = allocate("int32", 1)
     assert scales is not None
     kernel = compile_program("predict_gate", spec)
@@ -98,8 +103,8 @@ def test_the_gate_predictor_of_smooth_activations_lists_those_that_reach_the_lim
     weights, scales = quantize(rng.standard_normal((neurons, hidden)).astype(np.float32), "int4")
     u = rng.standard_normal((1, hidden)).astype(np.float32) * 0.1
     arrays, stands_for = quantize_activations(u, 2)
-    # Whole lines of 16 scores.
-    scores, indices = allocate("float32", 208), allocate("int32", neurons + 1)
+    # Whole lines of 16 scores and indices.
+    scores, indices = allocate("float32", 208), allocate("int32", 208)
     found = allocate("int32", 1)
     assert scales is not None
     kernel = compile_program("predict_gate", spec)
