@@ -176,6 +176,26 @@ def test_experts_of_a_mixture_fire_as_asked_and_are_chosen_equally_often(tmp_pat
         assert np.bincount(original[:400] // 1024).tolist() == [100] * 4
 
 
+def test_a_mixture_beside_a_dense_ffn_becomes_a_sound_store(tmp_path: Path) -> None:
+    """As Gemma 4 is, whose routers multiply what they read by a small factor."""
+    moe = {"experts": 4, "active_experts": 2, "router_input": "stream", "expert_scale": True}
+    model = make(
+        "gelu_tanh",
+        predictor=None,
+        shape={**SHAPE, "ffn": 128},
+        norm={"outputs": True},
+        moe=moe | {"input_scale": 256**-0.5},
+        side_ffn={"width": 192},
+        other_heads={"layers": [1], "kv_heads": 1, "head_dim": 96, "keys_are_values": True},
+        attention={"value_norm": True},
+        layer_scale=True,
+    )
+    store = synthesize(tmp_path, model, Recipe())
+    assert verify_store(store) == []
+    measured = measure_store(store, model, tokens=96)
+    assert all(layer.active == pytest.approx(0.1, rel=0.25) for layer in measured.layers)
+
+
 def test_the_first_layers_alone_may_be_measured(tmp_path: Path) -> None:
     model = make("relu")
     store = synthesize(tmp_path, model, Recipe())

@@ -43,6 +43,8 @@ _PROJECTIONS = {
     "latent_query_out": 4,
     "latent_key": 5,
     "latent_value": 6,
+    "side_in": 7,
+    "side_down": 8,
 }
 """Numbers of projections' random streams; 2 are biases, 3 gates."""
 
@@ -67,8 +69,15 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             return [(np.ones((1, tensor.length), np.float32), None)]
         case "attention_output_norm" | "ffn_output_norm":
             return [(np.ones((1, tensor.length), np.float32), None)]
-        case "latent_query_norm" | "latent_norm":
+        case "latent_query_norm" | "latent_norm" | "layer_scale" | "expert_scale":
             return [(np.ones((1, tensor.length), np.float32), None)]
+        case "side_norm" | "side_output_norm" | "experts_output_norm":
+            return [(np.ones((1, tensor.length), np.float32), None)]
+        case "router_norm":
+            # Routers are drawn for inputs of magnitude 1.
+            moe = blueprint.model.moe
+            assert moe is not None
+            return [(np.full((1, tensor.length), 1 / moe.input_scale, np.float32), None)]
         case "qkv" | "output" | "latent_query_out" | "latent_key" | "latent_value":
             return _draw_projection(blueprint, tensor, layer, kind)
         case "qkv_bias":
@@ -78,7 +87,7 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             return [(np.zeros((tensor.rows, tensor.length), np.float32), None)]
         case "sinks" | "router_bias" | "choice_bias":
             return [(np.zeros((1, tensor.length), np.float32), None)]
-        case "state_in" | "state_output":
+        case "state_in" | "state_output" | "side_in" | "side_down":
             return _draw_projection(blueprint, tensor, layer, kind)
         case "state_gates":
             return _quantize(tensor, lambda *rows: _draw_gates(blueprint, tensor, layer, *rows))
