@@ -14,12 +14,15 @@ from pi2.arrays import F32
 from pi2.backends.gpu.alone.limits import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
+from pi2.importing.config import Config
+from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.arithmetic.mixers import count_projection_bytes
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     EXACT,
+    FOLDER,
     UNROUNDED,
     convert_golden,
     copy_checkpoint,
@@ -143,6 +146,14 @@ def test_first_releases_state_other_heads_once_for_all_layers(tmp_path: Path) ->
     change(checkpoint, per_layer_config=None, global_head_dim=36, num_global_key_value_heads=1)
     assert describe_checkpoint(checkpoint).model == expected
     assert expected.other_heads is not None and expected.other_heads.layers == (1, 3)
+
+
+def test_the_last_layer_never_has_a_window() -> None:
+    values = json.loads((FOLDER / "gemma4/config.json").read_text())
+    values |= {"layer_types": None, "per_layer_config": None, "num_hidden_layers": 8}
+    tables = describe_family(Config(FOLDER, values))
+    assert tables["other_heads"]["layers"] == [5, 7]
+    assert tables["attention"]["window_layers"] == [0, 1, 2, 3, 4, 6]
 
 
 @pytest.mark.parametrize(

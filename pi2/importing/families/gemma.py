@@ -58,13 +58,19 @@ def describe_gemma4(config: Config) -> Tables:
         config.demand("use_bidirectional_attention", "vision", "vision")
     tables = describe_decoder(config)
     layers, context = tables["shape"]["layers"], tables["shape"]["context"]
+    is_narrow = has_cycle(6)
+    kinds = config.read_list("layer_types") or [
+        "sliding_attention" if is_narrow(layer) else "full_attention" for layer in range(layers)
+    ]
+    # The last layer has no window, whatever the configuration says.
+    config = config.change({"layer_types": [*kinds[:-1], "full_attention"]})
     tables["multipliers"] = {"embedding": tables["shape"]["hidden"] ** 0.5}
     tables["tied_head"] = config.read("tie_word_embeddings", bool, True)
     tables["logit_softcap"] = config.read_limit("final_logit_softcapping", None)
     tables["layer_scale"] = True
     tables["norm"]["outputs"] = True
     bias = config.read("attention_bias", bool, False)
-    window = read_window(config, layers, has_cycle(6), width=512)
+    window = read_window(config, layers, is_narrow, width=512)
     tables["attention"] = {"qkv_bias": bias, "output_bias": bias, "scale": 1.0, **window}
     tables["attention"] |= {"head_norm": True, "value_norm": True}
     chosen = window.get("window_layers", list(range(layers)) if window else [])
