@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pi2.plan.documents.common import Count, Document, Identifier, Origin, Share, Table
+from pi2.plan.documents.common import Count, Document, FilePath, Identifier, Origin, Share, Table
 from pi2.plan.documents.model_states import Convolution, LayerKind, LayerKinds, Recurrence
 from pi2.plan.documents.model_tensors import Tensors
 from pi2.plan.documents.sampling import Sampling
@@ -338,7 +338,7 @@ class SideFfn(Table):
 class Tokenizer(Table):
     """How text becomes tokens."""
 
-    file: str = "tokenizer.json"
+    file: FilePath = "tokenizer.json"
     """File of the `tokenizers` library, relative to the neuron store."""
     bos: int | None = Field(default=None, ge=0, examples=[1])
     """Id of the beginning-of-sequence token."""

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from pi2.plan.documents.backends import list_backend_names
-from pi2.plan.documents.common import Count, Document, Identifier, Share, Table
+from pi2.plan.documents.common import Count, Document, FilePath, Identifier, Share, Table
 from pi2.plan.documents.quantities import Bytes
 from pi2.plan.documents.sampling import Sampling
 from pi2.plan.documents.selectors import list_layers
 from pi2.plan.weights.layout import TwinPrecision
 
-Reference = Annotated[
-    str,
-    StringConstraints(min_length=1, max_length=500),
-    Field(examples=["host", "../my.device.toml"]),
-]
+Reference = Annotated[FilePath, Field(examples=["host", "../my.device.toml"])]
 """A relative path, or the short name of a shipped document."""
 
 Selector = Annotated[

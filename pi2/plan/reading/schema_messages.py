@@ -44,6 +44,7 @@ _PATTERNS = {
         "layer numbers and ranges",
         'for example `select = "0-7,28-31"`',
     ),
+    r"^[^\x00]*$": ("a path or a name without NUL characters", None),
 }
 
 
