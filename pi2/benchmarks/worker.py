@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -126,10 +128,19 @@ def _explain_end(code: int | None) -> UserError:
     return UserError.of("P640", f"the measured process {how}", help=advice)
 
 
+def _end_with_caller() -> None:
+    """End this process when its caller is killed; a call that takes minutes would not notice."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None, "a worker is somebody's"
+    caller.join()
+    os._exit(1)
+
+
 def _serve(pipe: Connection, recipe: Recipe) -> None:
     """Serve the caller in the other process: make the object, then answer calls until told to
     end."""
     made: Any = None
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
         made = recipe(lambda label, share: pipe.send(("progress", (label, share))))
         pipe.send(("value", None))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,6 +149,12 @@ class Echo:
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def say_who_and_sleep(self, path: str) -> None:
+        written = Path(f"{path}.partial")
+        written.write_text(str(os.getpid()))
+        written.rename(path)
+        time.sleep(300.0)
+
     def close(self) -> None:
         pass
 
@@ -184,3 +196,34 @@ def test_a_process_that_the_system_kills_is_explained() -> None:
     assert "ended by SIGKILL" in caught.value.diagnostics[0].message
     assert "memory" in (caught.value.diagnostics[0].help or "")
     worker.close()
+
+
+_KILLED_CALLER = """
+import sys, time
+from pi2.benchmarks.worker import Worker
+from tests.unit.test_bench_session import Echo
+
+if __name__ == "__main__":
+    Worker(Echo()).call("say_who_and_sleep", sys.argv[1])
+"""
+
+
+def test_a_process_ends_with_a_caller_that_is_killed(tmp_path: Path) -> None:
+    script, said = tmp_path / "caller.py", tmp_path / "said"
+    script.write_text(_KILLED_CALLER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    caller = subprocess.Popen([sys.executable, str(script), str(said)], env=environment)
+    try:
+        worker = int(_wait_for(lambda: said.read_text() if said.exists() else ""))
+    finally:
+        caller.kill()
+        caller.wait()
+    assert _wait_for(lambda: not Path(f"/proc/{worker}").exists()), "it goes on"
+
+
+def _wait_for(find: Callable[[], Any]) -> Any:
+    """What is found, as soon as it is something, or at the end of a minute."""
+    end = time.monotonic() + 60.0
+    while not (found := find()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
