@@ -664,6 +664,45 @@ MODELS: dict[str, tuple[str, Options]] = {
             "mamba_expand": 2,
         },
     ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "layers_block_type": [
+                *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+                *("full_attention", "mlp"),
+            ],
+            "intermediate_size": 33,
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 12,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "use_bias": True,
+            "mlp_bias": True,
+            "time_step_min": 0.6,
+        },
+    ),
+    "nemotron-h-moe": (
+        "NemotronH",
+        {
+            "layers_block_type": [
+                *("linear_attention", "moe", "linear_attention", "full_attention", "moe"),
+                *("linear_attention", "mlp", "full_attention", "moe"),
+            ],
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 20,
+            "moe_shared_expert_intermediate_size": 36,
+            "intermediate_size": 44,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {

@@ -15,6 +15,7 @@ from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
 from pi2.backends.rope import RopeTables, compute_growth
+from pi2.plan.documents.model_states import Mixer
 from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import fill_groups, round_up
 from pi2.plan.weights.tensor_names import name_layer_tensor
@@ -80,28 +81,37 @@ class Attention:
         shapes = list_attention_shapes(model)
         self._shapes: list[int] = []
         """Number of each layer's shape of attention."""
-        self._kinds = [model.find_kind(layer) for layer in self._layers]
+        self._mixers = [model.list_mixers(layer) for layer in self._layers]
         for layer in self._layers:
-            if self._kinds[layer] != "attention":
+            if "attention" not in self._mixers[layer]:
                 self._weights.append({})
                 self._shapes.append(0)
                 continue
             self._shapes.append(shapes.index(find_attention_shape(model, layer)))
             names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
+            if self._mixers[layer][0] != "attention":
+                names["norm"] = name_layer_tensor(layer, "inner_norm")
             turned = tables[model.find_turn(layer)]
             own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
             own |= space.wrap_own_rows("output", names["output"], spec.other_output)
             self._weights.append(space.wrap_tensors(**names) | own | turned | growth)
         self.states = None if spec.state is None else States(request, space, spec)
-        """What layers with a state have instead."""
+        """What layers with a state have."""
         specs = [spec, *(spec.take_other(number) for number in range(1, len(shapes)))]
         self._specs = [specs[number] for number in self._shapes]
         self._kept: list[list[U8]] = [[] for _ in range(request.sequences)]
         """Keys and values of each sequence, by layer, as bytes [kv_heads, blocks, bytes]."""
-        self._caches = [
-            [self._make_cache(space, layer, sequence) for layer in self._layers]
+        self._caches: list[list[dict[Mixer, Views]]] = [
+            [
+                {
+                    mixer: self._make_cache(space, layer, mixer, sequence)
+                    for mixer in self._mixers[layer]
+                }
+                for layer in self._layers
+            ]
             for sequence in range(request.sequences)
         ]
+        """Of each sequence and layer, by what mixes its tokens."""
         rooms = {(own.kv_heads, own.head_dim): _Room(space, own, tokens) for own in specs}
         self._rooms = [rooms[own.kv_heads, own.head_dim].views for own in self._specs]
         room = rooms[spec.kv_heads, spec.head_dim]
@@ -110,9 +120,9 @@ class Attention:
         self.qkv: F32 = room.qkv
         """Queries, keys and values [tokens, rows]."""
 
-    def _make_cache(self, space: Workspace, layer: int, sequence: int) -> Views:
-        """Return views of what a layer keeps of a sequence: keys and values, or a state."""
-        if self._kinds[layer] == "attention":
+    def _make_cache(self, space: Workspace, layer: int, mixer: Mixer, sequence: int) -> Views:
+        """Return views of what ``mixer`` keeps of a sequence: keys and values, or a state."""
+        if mixer == "attention":
             spec = self._specs[layer]
             arrays = _make_cache(space, spec, self.context)
             blocks = self.context // CONTEXT_BLOCK
@@ -137,51 +147,62 @@ class Attention:
             place[:] = kept[done : done + place.size].reshape(place.shape)
             done += place.size
 
-    def bind_chunk(self, views: Views) -> list[list[BoundCall]]:
-        """Return the call of the block for each sequence and layer, of a chunk with ``views``."""
+    def bind_chunk(self, views: Views) -> list[list[tuple[BoundCall, ...]]]:
+        """Return the calls of the block for each sequence and layer, of a chunk with ``views``: one
+        for each mixer."""
         return [
-            [self._bind("attend", layer, cache, views) for layer, cache in enumerate(caches)]
+            [
+                tuple(
+                    self._bind("attend", layer, mixer, cache, views)
+                    for mixer, cache in caches[layer].items()
+                )
+                for layer in self._layers
+            ]
             for caches in self._caches
         ]
 
-    def bind_parts(self, views: Views) -> list[PartCalls]:
-        """Return the calls of each layer where rows are divided, of a chunk with ``views``."""
-        parts = []
-        for layer in self._layers:
-            caches = [caches[layer] for caches in self._caches]
-            parts.append(
-                PartCalls(
-                    self._bind("attend_own_project", layer, caches[0], views),
-                    tuple(self._bind("attend_mix_tokens", layer, cache, views) for cache in caches),
-                    self._bind("attend_own_output", layer, caches[0], views),
-                )
-            )
-        return parts
+    def bind_parts(self, views: Views) -> list[tuple[PartCalls, ...]]:
+        """Return the calls of each layer and mixer where rows are divided, of a chunk with
+        ``views``."""
+        names = ("attend_own_project", "attend_mix_tokens", "attend_own_output")
+        return [self._bind_three(names, layer, views, "tokens") for layer in self._layers]
 
-    def bind_step(self, views: Views) -> list[PartCalls]:
-        """Return the calls of each layer in a step; none for a single sequence."""
+    def bind_step(self, views: Views) -> list[tuple[PartCalls, ...]]:
+        """Return the calls of each layer and mixer in a step; none for a single sequence."""
         if not self._spec.sequences:
             return []
-        steps = []
-        for layer in self._layers:
-            caches = [caches[layer] for caches in self._caches]
-            steps.append(
+        names = ("attend_project", "attend_mix", "attend_output")
+        return [self._bind_three(names, layer, views, "token") for layer in self._layers]
+
+    def _bind_three(
+        self, names: tuple[str, str, str], layer: int, views: Views, which: str
+    ) -> tuple[PartCalls, ...]:
+        """Return the calls ``names`` of each mixer of a layer; ``which``: what is mixed at once."""
+        project, mix, output = names
+        found = []
+        for mixer in self._mixers[layer]:
+            caches = [caches[layer][mixer] for caches in self._caches]
+            found.append(
                 PartCalls(
-                    self._bind("attend_project", layer, caches[0], views),
-                    tuple(
-                        self._bind("attend_mix", layer, cache, views, "token") for cache in caches
-                    ),
-                    self._bind("attend_output", layer, caches[0], views),
+                    self._bind(project, layer, mixer, caches[0], views),
+                    tuple(self._bind(mix, layer, mixer, cache, views, which) for cache in caches),
+                    self._bind(output, layer, mixer, caches[0], views),
                 )
             )
-        return steps
+        return tuple(found)
 
     def _bind(
-        self, name: str, layer: int, cache: Views, views: Views, which: str = "tokens"
+        self,
+        name: str,
+        layer: int,
+        mixer: Mixer,
+        cache: Views,
+        views: Views,
+        which: str = "tokens",
     ) -> BoundCall:
         arrays = (self._weights[layer], cache, self._rooms[layer], views)
         number, function = self._shapes[layer], name
-        if self._kinds[layer] != "attention":
+        if mixer != "attention":
             assert self.states is not None
             function = f"state_{name}"
             arrays = (self.states.weights[layer], cache, self.states.room, views)

@@ -19,9 +19,9 @@ class ChunkState:
     embed: BoundCall
     positions: BoundCall | None
     """Adds learned position vectors, where there are any."""
-    attend: list[list[BoundCall]]
+    attend: list[list[tuple[BoundCall, ...]]]
     """By sequence and layer; empty where rows are divided."""
-    parts: list[PartCalls]
+    parts: list[tuple[PartCalls, ...]]
     """By layer, where rows of the attention block are divided; else empty."""
     begin: list[BoundCall]
     """By layer."""

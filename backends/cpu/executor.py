@@ -199,11 +199,11 @@ class CpuExecutor:
         if layer == 0:
             for add, position in zip(self._step_positions, positions, strict=False):
                 add(1, position)
-        calls = self._attend_step[layer]
-        calls.project(count, 0, context)
-        for token, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-            calls.mix[sequence](token, position, context)
-        calls.output(count, 0, context)
+        for calls in self._attend_step[layer]:
+            calls.project(count, 0, context)
+            for token, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+                calls.mix[sequence](token, position, context)
+            calls.output(count, 0, context)
 
     def embed(self, tokens: I32) -> None:
         """Set x to the embeddings of ``tokens``."""
@@ -220,7 +220,8 @@ class CpuExecutor:
         now = self._now
         if layer == 0 and now.positions is not None:
             now.positions(now.tokens, position)
-        now.attend[self._sequence][layer](now.tokens, position, self._attention.context)
+        for attend in now.attend[self._sequence][layer]:
+            attend(now.tokens, position, self._attention.context)
 
     def begin_attention(self, layer: int, position: int) -> F32:
         """See `pi2.backends.protocol.RowDivider`."""
@@ -261,7 +262,8 @@ class CpuExecutor:
 
     def _find_parts(self, layer: int) -> PartCalls:
         """The parts of the attention block for what is computed now."""
-        return (self._now.parts if self._step is None else self._attend_step)[layer]
+        # Rows are divided of layers with attention alone.
+        return (self._now.parts if self._step is None else self._attend_step)[layer][0]
 
     def read_head_input(self, first: int) -> F32:
         """See `pi2.backends.protocol.RowDivider`."""

@@ -18,6 +18,7 @@ from pi2.backends.reference.states import States
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.documents.model_states import Mixer
 from pi2.plan.weights.layout import lay_out_twin
 from pi2.plan.weights.packing import dequantize, join_scales, unpack_gates, unpack_part
 from pi2.plan.weights.states import describe_state
@@ -43,6 +44,8 @@ class ReferenceExecutor(ObservableExecutor):
         self._routers = make_routers(self._model, self._matrix)
         state = describe_state(self._model)
         self._states = None if state is None else States(request, state)
+        self._mixer: Mixer = "attention"
+        """What mixes tokens now: a layer may have two of them, one after the other."""
         self._x = np.zeros((0, shape.stored_hidden), np.float32)
         self._input = self._x
         self._u = self._x
@@ -127,9 +130,13 @@ class ReferenceExecutor(ObservableExecutor):
 
     def _attend(self, layer: int, position: int) -> None:
         self.begin_attention(layer, position)
-        self.project(layer)
-        self.mix(layer, position)
-        self.project_output(layer)
+        for number, mixer in enumerate(self._model.list_mixers(layer)):
+            self._mixer = mixer
+            if number:
+                self._read = self._normalize_input(self._x, layer, "inner_norm")
+            self.project(layer)
+            self.mix(layer, position)
+            self.project_output(layer)
 
     def _list_parts(self, position: int) -> list[tuple[slice, int, int]]:
         """Tokens of each sequence, the sequence, and the position of the first of them."""
@@ -148,12 +155,13 @@ class ReferenceExecutor(ObservableExecutor):
             for tokens, _, first in self._list_parts(position):
                 self._x[tokens] += table[first : first + tokens.stop - tokens.start]
         self._input = self._x
+        self._mixer = self._model.list_mixers(layer)[0]
         self._read = self._normalize_input(self._x, layer, "attention_norm")
         return self._read
 
     def project(self, layer: int) -> None:
         """See `pi2.backends.protocol.RowDivider`."""
-        if self._model.find_kind(layer) != "attention":
+        if self._mixer != "attention":
             self._project_state(layer)
             return
         first = self._divided.qkv
@@ -179,7 +187,7 @@ class ReferenceExecutor(ObservableExecutor):
     def mix(self, layer: int, position: int) -> F32:
         """See `pi2.backends.protocol.RowDivider`."""
         parts = self._list_parts(position)
-        if self._model.find_kind(layer) != "attention":
+        if self._mixer != "attention":
             assert self._states is not None
             mixed = [
                 self._states.mix(layer, self._qkv[tokens], self._gates[tokens], *place)
@@ -195,7 +203,7 @@ class ReferenceExecutor(ObservableExecutor):
     def project_output(self, layer: int) -> None:
         """See `pi2.backends.protocol.RowDivider`."""
         state = describe_state(self._model)
-        if state is not None and self._model.find_kind(layer) != "attention":
+        if state is not None and self._mixer != "attention":
             first, prefix, bias = 0, "state_", state.projection_bias
         else:
             first, prefix = self._divided.output, ""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pi2.diagnostics import UserError
+from pi2.importing.blocks import list_beginnings, rename_tensors
 from pi2.importing.decoded_tensor import MOST_EXPERTS
 from pi2.importing.places import check_place, read_place
 from pi2.importing.quantized import decode_weights
@@ -46,6 +47,8 @@ class Checkpoint:
     """Weight files."""
     shards: Shards | None = None
     """Where weight files come from that need not be there."""
+    beginnings: Sequence[tuple[str, str]] = ()
+    """Beginnings of the files' names, and those that ``tensors`` has for them."""
 
     def read_file(self, name: str) -> bytes | None:
         """Contents of the small file ``name`` that lies beside the weights; None if there is none.
@@ -86,6 +89,9 @@ class Checkpoint:
     def describe_name(self, name: str) -> str:
         """Name by which the checkpoint itself knows the tensor ``name``, whether it has it or
         not."""
+        for old, new in self.beginnings:
+            if name.startswith(new):
+                return old + name[len(new) :]
         return name
 
 
@@ -154,13 +160,16 @@ def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
                 )
             tensors[name] = tensor
     _check_index(folder, tensors)
+    beginnings = list_beginnings(config)
+    decoded = decode_weights(folder / "config.json", stated, divide_stacks(tensors))
     return Checkpoint(
         folder=folder,
         config=config,
         config_file=folder / "config.json",
-        tensors=decode_weights(folder / "config.json", stated, divide_stacks(tensors)),
+        tensors=rename_tensors(decoded, beginnings),
         files=tuple(files),
         shards=shards,
+        beginnings=beginnings,
     )
 
 

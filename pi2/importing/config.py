@@ -50,6 +50,11 @@ class Config:
         self.file = file
         self._values = values
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The values as they are stated."""
+        return self._values
+
     def change(self, values: Mapping[str, Any]) -> Config:
         """The configuration with other values."""
         return Config(self.file, {**self._values, **values})

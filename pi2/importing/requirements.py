@@ -41,9 +41,12 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
     for layer in range(model.shape.layers):
         # Parallel residuals may share a norm, and experts share all but their own: asked for once.
         asked = set()
-        is_state = model.find_kind(layer) != "attention"
-        mixer = states if is_state else _list_attention(model, layer)
-        for key, size in (norms_of_layers | mixer | _list_ffn(model, layer)).items():
+        needed = norms_of_layers | _list_ffn(model, layer)
+        for mixer in model.list_mixers(layer):
+            needed |= states if mixer != "attention" else _list_attention(model, layer)
+        if layer in model.double_layers:
+            needed["inner_norm"] = (hidden,)
+        for key, size in needed.items():
             for expert in range(_count_named(model, key)):
                 need = _require(model, key, size, layer, expert)
                 if need.name not in asked:

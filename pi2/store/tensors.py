@@ -67,10 +67,13 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
             tensors.append(_vector(name("attention_norm"), shape.stored_hidden))
         if model.norm.inputs and model.norm.bias:
             tensors.append(_vector(name("attention_norm_bias"), shape.stored_hidden))
-        if state is not None and model.find_kind(layer) != "attention":
-            tensors += _list_state(model, state, layer)
-        else:
-            tensors += _list_attention(model.view_layer(layer), layer)
+        for number, mixer in enumerate(model.list_mixers(layer)):
+            if number:
+                tensors.append(_vector(name("inner_norm"), shape.stored_hidden))
+            if state is not None and mixer != "attention":
+                tensors += _list_state(model, state, layer)
+            else:
+                tensors += _list_attention(model.view_layer(layer), layer)
         tensors += [_vector(name("attention_output_norm"), shape.stored_hidden)] if outputs else []
         if model.norm.inputs:
             tensors.append(_vector(name("ffn_norm"), shape.stored_hidden))

@@ -33,8 +33,8 @@ from tests.helpers.goldens import (
 ROUNDING = 1e-4
 """Of the largest logit, as for goldens: products of several tokens are added up in another order
 than one's, and states carry the differences on."""
-NAMES = ("qwen3-next", "granite-hybrid", "lfm2")
-"""A golden model of every kind of state."""
+NAMES = ("qwen3-next", "granite-hybrid", "lfm2", "nemotron-h-moe")
+"""A golden model of every kind of state, and one whose layers have attention, too."""
 CPU = {"backends.cpu": "cpu", **UNROUNDED}
 
 
@@ -46,6 +46,14 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def delta_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_plan("qwen3-next", tmp_path_factory.mktemp("delta"))
+
+
+@pytest.fixture(scope="module", params=["qwen3-next", "nemotron-h-moe"])
+def mixture(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """A golden model with experts, and its plan."""
+    return request.param, make_plan(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def make_plan(name: str, folder: Path) -> Path:
@@ -77,11 +85,14 @@ def test_chunks_of_any_length_lead_to_the_same_state(plan: Path, backend: dict[s
 
 
 @pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
-def test_sequences_keep_states_of_their_own(delta_plan: Path, backend: dict[str, Any]) -> None:
+def test_sequences_keep_states_of_their_own(
+    mixture: tuple[str, Path], backend: dict[str, Any]
+) -> None:
     """Three together, the second of which ends and makes room for another."""
+    _, plan = mixture
     prompts = [draw_prompt(count, count) for count in (7, 3, 11, 5)]
     found: dict[int, list[F32]] = {number: [] for number in range(4)}
-    with pi2.load(delta_plan, set={**backend, "decode.batch": 3}) as model:
+    with pi2.load(plan, set={**backend, "decode.batch": 3}) as model:
         forward = model._parts.forward
         places = {0: 0, 1: 1, 2: 2}
         for number, place in places.items():
@@ -98,7 +109,7 @@ def test_sequences_keep_states_of_their_own(delta_plan: Path, backend: dict[str,
     for number, logits in found.items():
         first = 3 if number == 3 else 0
         tokens = [10 * number + 3 + first + step for step in range(len(logits))]
-        alone = compute(delta_plan, [*prompts[number], *tokens], backend, "decode")
+        alone = compute(plan, [*prompts[number], *tokens], backend, "decode")
         assert measure_error(np.array(logits), alone[-len(logits) :]) <= ROUNDING, number
 
 
@@ -150,15 +161,16 @@ def interrupt(layer: int) -> None:
         raise KeyboardInterrupt
 
 
-def test_larger_than_memory_gives_the_same_bits(delta_plan: Path) -> None:
+def test_larger_than_memory_gives_the_same_bits(mixture: tuple[str, Path]) -> None:
     """The experts that a router chooses are read when a token needs them."""
-    golden = read_golden("qwen3-next")
+    name, plan = mixture
+    golden = read_golden(name)
     routed = {"decode.predictor": "router"}
-    with pi2.load(delta_plan, set=routed | {"layers.hot": 1.0}) as model:
+    with pi2.load(plan, set=routed | {"layers.hot": 1.0}) as model:
         expected = model.logits(golden.prompt, mode="decode")
-    need = load_plan(delta_plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
+    need = load_plan(plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
     little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
-    with pi2.load(delta_plan, set=little) as model:
+    with pi2.load(plan, set=little) as model:
         np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)
         assert model.stats.flash_read_bytes > 0
         # Of a prompt, chunks may want all experts of one layer and some of the next.

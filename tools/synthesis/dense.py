@@ -65,7 +65,14 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
     _, number, kind = tensor.name.split(".")
     layer = int(number)
     match kind:
-        case "attention_norm" | "ffn_norm" | "query_norm" | "key_norm" | "shared_router":
+        case (
+            "attention_norm"
+            | "ffn_norm"
+            | "inner_norm"
+            | "query_norm"
+            | "key_norm"
+            | "shared_router"
+        ):
             return [(np.ones((1, tensor.length), np.float32), None)]
         case "attention_output_norm" | "ffn_output_norm":
             return [(np.ones((1, tensor.length), np.float32), None)]

@@ -108,7 +108,9 @@ def describe_granite_hybrid(config: Config) -> Tables:
     tables["attention"]["output_bias"] = config.read("attention_bias", bool, False)
     if config.read("position_embedding_type", str, "none") != "rope":
         tables["rope"] = {"kind": "none"}
-    _add_mamba(config, tables, lambda layer: False)
+    width = int(config.read("mamba_expand", float, 2.0) * tables["shape"]["hidden"])
+    add_mamba(config, tables, width)
+    _add_kinds(config, tables, "mamba", lambda layer: False)
     if not experts and config.read(SPLIT_EXPERTS, bool, False):
         return tables
     if not experts:
@@ -135,7 +137,9 @@ def describe_bamba(config: Config) -> Tables:
     bias = config.read("attention_bias", bool, False)
     tables["attention"] = {"qkv_bias": bias, "output_bias": bias}
     chosen = config.read_list("attn_layer_indices")
-    _add_mamba(config, tables, lambda layer: layer in chosen)
+    width = int(config.read("mamba_expand", float, 2.0) * tables["shape"]["hidden"])
+    add_mamba(config, tables, width)
+    _add_kinds(config, tables, "mamba", lambda layer: layer in chosen)
     tables["tensors"] |= {
         "ffn_norm": f"{LAYER}.pre_ff_layernorm.weight",
         "final_norm": "model.final_layernorm.weight",
@@ -144,12 +148,10 @@ def describe_bamba(config: Config) -> Tables:
     return tables
 
 
-def _add_mamba(config: Config, tables: Tables, is_attention: Callable[[int], bool]) -> None:
-    """Sizes and names of Mamba-2."""
-    if tables["ffn"]["activation"] != "silu":
+def add_mamba(config: Config, tables: Tables, width: int) -> None:
+    """Sizes and names of Mamba-2 of ``width`` channels."""
+    if config.read("mamba_hidden_act", str, tables["ffn"]["activation"]) != "silu":
         raise config.refuse("hidden_act is not silu, which its convolutions apply")
-    hidden = tables["shape"]["hidden"]
-    width = int(config.read("mamba_expand", float, 2.0) * hidden)
     heads = config.read("mamba_n_heads", int, 128)
     if heads < 1 or width % heads:
         raise config.refuse(f"{width} channels are not divided by {heads} heads")
@@ -163,7 +165,6 @@ def _add_mamba(config: Config, tables: Tables, is_attention: Callable[[int], boo
     limits = [math.inf if item > sys.float_info.max else float(item) for item in limits]
     if math.isinf(limits[0]):
         raise config.refuse("time_step_limit begins with no number that a step can have")
-    _add_kinds(config, tables, "mamba", is_attention)
     tables["recurrence"] = {
         "key_heads": groups,
         "value_heads": heads,

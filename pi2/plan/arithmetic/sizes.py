@@ -197,11 +197,12 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     `pi2.plan.weights.projections` lists), two norms of d floats, and (h + 2k) w floats of
     bias, two norms of w floats for heads, h floats of sinks, d floats for each other bias and each
     norm of outputs, a float of the layer's scale where it has one, routers of e x d and d floats
-    where the model has them, and e floats for each bias of theirs; an FFN
-    beside the experts and norms and factors that go with it; of layers with a state, what
-    `pi2.plan.weights.states` lists instead of qkv and output; final norm d floats; learned
-    positions of 2 d bytes for each token of the model's context; head V x d if untied, and V floats
-    of its bias; per layer f rows of resident scales.  Every tensor is rounded up to 64 bytes.
+    where the model has them, and e floats for each bias of theirs; an FFN beside the experts and
+    norms and factors that go with it; of layers with a state, what `pi2.plan.weights.states` lists
+    instead of qkv and output, or beside them and another norm of d floats; final norm d floats;
+    learned positions of 2 d bytes for each token of the model's context; head V x d if untied, and
+    V floats of its bias; per layer f rows of resident scales.  Every tensor is rounded up to 64
+    bytes.
     """
     plan, model = resolved.plan, resolved.model
     shape, precision = model.shape, model.quantization
@@ -210,9 +211,11 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     layer = 2 * norm * norms * model.norm.inputs
     if model.ffn.bias:
         layer += _align(4 * shape.stored_hidden * model.expert_count)
+    routers = 0
     if model.moe is not None:
-        layer += _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
-        layer += _align(4 * model.moe.experts) * (model.moe.router_bias + model.moe.choice_bias)
+        router = _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
+        router += _align(4 * model.moe.experts) * (model.moe.router_bias + model.moe.choice_bias)
+        routers = router * sum(n not in model.moe.dense_layers for n in range(shape.layers))
     layer += sum(_align(4 * length) for length in list_routing_vectors(model).values())
     layer += count_side_bytes(model)
     layer += 2 * norm * model.norm.outputs + ALIGNMENT * model.layer_scale
@@ -228,6 +231,7 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     scales = shape.layers * _align(model.layer_neurons * resolved.bundle.scales_stride)
     mixers = count_projection_bytes(model)
     mixers += len(model.state_layers) * count_state_tensor_bytes(model)
+    mixers += len(model.double_layers) * norm + routers
     total = embedding + positions + shape.layers * layer + mixers + norm * norms + head + scales
     parts = [f"embedding {approximate_bytes(embedding)}"]
     mean = layer + mixers // shape.layers

@@ -7,7 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pi2.plan.documents.common import Count, Document, FilePath, Identifier, Origin, Share, Table
-from pi2.plan.documents.model_states import Convolution, LayerKind, LayerKinds, Recurrence
+from pi2.plan.documents.model_states import (
+    Convolution,
+    LayerKind,
+    LayerKinds,
+    Mixer,
+    Recurrence,
+)
 from pi2.plan.documents.model_tensors import Tensors
 from pi2.plan.documents.sampling import Sampling
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
@@ -492,25 +498,39 @@ class Model(Document):
     @property
     def state_kind(self) -> Literal["delta", "mamba", "convolution"] | None:
         """What the layers with a state are; None where all layers are attention."""
-        kinds = () if self.layers is None else self.layers.kinds
-        return next((kind for kind in kinds if kind != "attention"), None)
+        for layer in range(self.shape.layers):
+            for mixer in self.list_mixers(layer):
+                if mixer != "attention":
+                    return mixer
+        return None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that keep keys and values."""
         layers = range(self.shape.layers)
-        return tuple(layer for layer in layers if self.find_kind(layer) == "attention")
+        return tuple(layer for layer in layers if "attention" in self.list_mixers(layer))
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """Layers that keep a state instead."""
+        """Layers that keep a state, instead or beside."""
         layers = range(self.shape.layers)
         return tuple(layer for layer in layers if self.find_kind(layer) != "attention")
+
+    @property
+    def double_layers(self) -> tuple[int, ...]:
+        """Layers that have two mixers."""
+        layers = range(self.shape.layers)
+        return tuple(layer for layer in layers if len(self.list_mixers(layer)) > 1)
 
     def find_kind(self, layer: int) -> LayerKind:
         """What mixes the tokens of ``layer``."""
         kinds = () if self.layers is None else self.layers.kinds
         return kinds[layer] if layer < len(kinds) else "attention"
+
+    def list_mixers(self, layer: int) -> tuple[Mixer, ...]:
+        """What mixes the tokens of ``layer``, in this order."""
+        kind = self.find_kind(layer)
+        return ("mamba", "attention") if kind == "mamba+attention" else (kind,)
 
     def lay_out_bundle(
         self, stride: int | None = None, scales: ScalesPlace = "inline"

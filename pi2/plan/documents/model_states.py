@@ -8,9 +8,13 @@ from pydantic import Field
 
 from pi2.plan.documents.common import Count, Table
 
-LayerKind = Literal["attention", "delta", "mamba", "convolution"]
-"""What mixes the tokens of a layer: softmax attention, a gated delta rule (Gated DeltaNet),
-Mamba-2, or a short gated convolution."""
+Mixer = Literal["attention", "delta", "mamba", "convolution"]
+"""What mixes tokens: softmax attention, a gated delta rule (Gated DeltaNet), Mamba-2, or a short
+gated convolution."""
+
+LayerKind = Literal["attention", "delta", "mamba", "convolution", "mamba+attention"]
+"""What mixes the tokens of a layer; ``mamba+attention``: one after the other, each with a norm of
+its own and added to the residual stream (Nemotron-H)."""
 
 StepLimit = Annotated[float, Field(ge=0.0, examples=[0.001])]
 """A limit of step sizes."""
@@ -24,7 +28,7 @@ class LayerKinds(Table):
     ]
     """One kind for every layer, the first first. ``delta``, ``mamba`` and ``convolution`` keep a
     state of fixed size for each sequence instead of keys and values; a model has at most one of
-    them beside ``attention``."""
+    them beside ``attention``. Layers of the kind ``mamba+attention`` have both, Mamba-2 first."""
 
 
 class Recurrence(Table):

@@ -68,6 +68,9 @@ class Tensors(Table):
     """Norm of what keys and values are made of [rank]."""
     latent_out: str = "model.layers.{layer}.self_attn.kv_b_proj.weight"
     """Projection from that to keys and values, head by head [heads x (plain + head_dim), rank]."""
+    inner_norm: str = "model.layers.{layer}.inner_layernorm.weight"
+    """Norm before attention in layers of the kind ``mamba+attention`` [hidden], whose
+    ``attention_norm`` is that before Mamba-2."""
     attention_norm_bias: str = "model.layers.{layer}.input_layernorm.bias"
     """Bias of the norm before attention."""
     layer_scale: str = "model.layers.{layer}.layer_scalar"

@@ -32,7 +32,8 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     ``predictor_in`` [experts rank, hidden], ``predictor_out`` [experts ffn, rank] and
     ``predictor_bias`` [1, experts ffn] are those of expert 0, 1, ... one after the other, each in
     stored order.  Layers with a state have what `pi2.plan.weights.states.list_state_tensors` lists
-    instead of ``qkv``, ``output`` and theirs.
+    instead of ``qkv``, ``output`` and theirs; layers with two mixers have both, and ``inner_norm``
+    float32 [1, hidden] before the second.
 
     With latent attention ``qkv`` has the rows of queries, or of what they are made of, then of what
     keys and values are made of, then of the rotated key.  ``latent_query_norm`` and ``latent_norm``

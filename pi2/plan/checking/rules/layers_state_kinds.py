@@ -2,7 +2,7 @@
 
 Why: every layer has a kind; states of one kind have one shape, so that there is at most one kind
 beside attention; value heads share the keys of key heads evenly, and norms divide the output
-evenly.
+evenly; between two mixers of a layer there is one norm and nothing else.
 
 Example: ``kinds = ["delta", "attention"]`` without a table ``[recurrence]``.
 
@@ -37,7 +37,8 @@ def check(facts: Facts) -> Iterator[Finding]:
             f"{len(kinds)} kinds are stated, but the model has {model.shape.layers} layers",
             "state one kind for each layer",
         )
-    states = list(dict.fromkeys(kind for kind in kinds if kind != "attention"))
+    mixers = (mixer for layer in range(len(kinds)) for mixer in model.list_mixers(layer))
+    states = list(dict.fromkeys(mixer for mixer in mixers if mixer != "attention"))
     if len(states) > 1:
         yield _find(
             ("layers", "kinds"),
@@ -52,7 +53,30 @@ def check(facts: Facts) -> Iterator[Finding]:
                 f"layers of the kind {kind} need the table [{needed}]",
                 f"state [{needed}]",
             )
+    yield from _check_double(model)
     yield from _check_recurrence(model, states)
+
+
+def _check_double(model: Model) -> Iterator[Finding]:
+    """Of two mixers in a layer, what comes between them is one norm of weights."""
+    if not model.double_layers:
+        return
+    norm, moe = model.norm, model.moe
+    wrong = {
+        ("norm", "inputs"): not norm.inputs,
+        ("norm", "outputs"): norm.outputs,
+        ("norm", "bias"): norm.bias,
+        ("residual",): model.residual == "parallel",
+        ("moe", "router_input"): moe is not None and moe.router_input == "layer",
+    }
+    for path, is_wrong in wrong.items():
+        if is_wrong:
+            yield _find(
+                path,
+                f"{'.'.join(path)} has another value than its default, which layers with two "
+                "mixers cannot be computed with",
+                "remove it, or state one mixer for each layer",
+            )
 
 
 def _check_recurrence(model: Model, states: Sequence[str]) -> Iterator[Finding]:

@@ -1,0 +1,112 @@
+"""Checkpoints whose layers are single blocks: Nemotron-H has attention, Mamba-2 or an FFN in each.
+
+A block is normalised, mixed and added to the residual stream alone, so that a block or two that mix
+tokens and the FFN that follows them are a layer as all other models have it.  Tensors are renamed
+by these layers; `describe_layers` says what they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+_KINDS = {
+    "mamba": "mamba",
+    "linear_attention": "mamba",
+    "M": "mamba",
+    "attention": "attention",
+    "full_attention": "attention",
+    "*": "attention",
+    "mlp": "mlp",
+    "-": "mlp",
+    "moe": "moe",
+    "E": "moe",
+}
+"""Kinds of blocks by their names in configurations, old and new, and in patterns."""
+_MIXERS = (("mamba",), ("attention",), ("mamba", "attention"))
+"""What may mix the tokens of a layer."""
+_OWNERS = {"mamba": "mamba", "attention": "self_attn", "mlp": "mlp", "moe": "mlp"}
+_FIXED = (("backbone.embeddings.", "model.embed_tokens."), ("backbone.norm_f.", "model.norm."))
+_NUMBERED = re.compile(r"(backbone\.layers\.\d{1,9}\.(?:mixer|norm)\.)(.+)")
+
+_Tensor = TypeVar("_Tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Blocks that are a layer together."""
+
+    mixers: tuple[str, ...]
+    first: int
+    """Number of the first block; the others follow it."""
+    ffn: str
+    """``mlp`` or ``moe``."""
+
+
+def describe_layers(config: Mapping[str, Any]) -> list[Layer] | str:
+    """The layers that the blocks of a configuration are, or what is wrong with them."""
+    stated = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    if not isinstance(stated, list | str) or not stated:
+        return "it does not state layers_block_type"
+    kinds: list[str] = []
+    for item in stated:
+        if not isinstance(item, str) or item not in _KINDS:
+            return f"{item!r} in layers_block_type is no kind of block"
+        kinds.append(_KINDS[item])
+    return _group(kinds)
+
+
+def _group(kinds: Sequence[str]) -> list[Layer] | str:
+    layers, first = [], 0
+    for number, kind in enumerate(kinds):
+        if kind not in ("mlp", "moe"):
+            continue
+        mixers = tuple(kinds[first:number])
+        if mixers not in _MIXERS:
+            return _refuse(first, kinds[first : number + 1])
+        layers.append(Layer(mixers, first, kind))
+        first = number + 1
+    return _refuse(first, kinds[first:]) if first < len(kinds) else layers
+
+
+def _refuse(first: int, kinds: Sequence[str]) -> str:
+    return (
+        f"the blocks from {first} on ({', '.join(kinds)}) are no layer that pi2 computes, which is "
+        "Mamba-2, attention, or both in this order, and then an FFN"
+    )
+
+
+def list_beginnings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Beginnings of names in the checkpoint, and those by which pi2 knows the tensors; none where
+    the blocks are no layers, which is said later."""
+    if config.get("model_type") != "nemotron_h":
+        return []
+    layers = describe_layers(config)
+    if isinstance(layers, str):
+        return []
+    found = list(_FIXED)
+    for number, layer in enumerate(layers):
+        norms = ("input_layernorm", "inner_layernorm")[: len(layer.mixers)]
+        parts = zip((*layer.mixers, layer.ffn), (*norms, "post_attention_layernorm"), strict=True)
+        for block, (kind, norm) in enumerate(parts, start=layer.first):
+            old, new = f"backbone.layers.{block}", f"model.layers.{number}"
+            found.append((f"{old}.mixer.", f"{new}.{_OWNERS[kind]}."))
+            found.append((f"{old}.norm.", f"{new}.{norm}."))
+    return found
+
+
+def rename_tensors(
+    tensors: Mapping[str, _Tensor], beginnings: Sequence[tuple[str, str]]
+) -> dict[str, _Tensor]:
+    """The tensors by the names that pi2 knows them by."""
+    new_by_old = dict(beginnings)
+    renamed = {}
+    for name, tensor in tensors.items():
+        numbered = _NUMBERED.fullmatch(name)
+        fixed = next((old for old, _ in _FIXED if name.startswith(old)), None)
+        old = numbered[1] if numbered else fixed
+        new = None if old is None else new_by_old.get(old)
+        renamed[name if old is None or new is None else new + name[len(old) :]] = tensor
+    return renamed

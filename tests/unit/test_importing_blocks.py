@@ -1,0 +1,103 @@
+"""Checkpoints whose layers are single blocks, and layers with two mixers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.importing.blocks import Layer, describe_layers
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.arithmetic.sizes import compute_needs
+from pi2.plan.resolve import load_plan
+from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, write_plan
+
+
+def test_blocks_that_mix_tokens_and_the_ffn_after_them_are_a_layer() -> None:
+    config = {"hybrid_override_pattern": "M-M*E*-"}
+    assert describe_layers(config) == [
+        Layer(("mamba",), 0, "mlp"),
+        Layer(("mamba", "attention"), 2, "moe"),
+        Layer(("attention",), 5, "mlp"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("M-MM-", r"blocks from 2 on \(mamba, mamba, mlp\) are no layer"),
+        ("M-*ME", r"blocks from 2 on \(attention, mamba, moe\)"),
+        ("M--", r"blocks from 2 on \(mlp\)"),
+        ("M-M", r"blocks from 2 on \(mamba\)"),
+        ("M-X", "'X' in layers_block_type is no kind of block"),
+        ("", "does not state layers_block_type"),
+        ([["M"]], "is no kind of block"),
+    ],
+)
+def test_other_blocks_are_refused(tmp_path: Path, pattern: object, words: str) -> None:
+    checkpoint = copy_checkpoint("nemotron-h", tmp_path / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text())
+    del config["layers_block_type"]
+    config["hybrid_override_pattern"] = pattern
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"P544.*{words}"):
+        describe_checkpoint(checkpoint, "golden")
+
+
+def test_a_tensor_that_is_missing_has_its_name_in_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("nemotron-h", tmp_path / "checkpoint")
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["backbone.layers.3.mixer.k_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors")
+    with pytest.raises(UserError, match=r"P533.*'backbone\.layers\.3\.mixer\.k_proj\.weight'"):
+        convert_golden(checkpoint, tmp_path, EXACT)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("double")
+    model = convert_golden(copy_checkpoint("nemotron-h", folder / "checkpoint"), folder, EXACT)
+    return write_plan(folder, model, {})
+
+
+def test_a_layer_with_two_mixers_keeps_a_state_and_keys_and_values(plan: Path) -> None:
+    resolved = load_plan(plan)
+    model, needs = resolved.model, compute_needs(resolved)
+    assert model.layers is not None
+    assert model.layers.kinds == ("mamba", "mamba+attention", "attention")
+    assert (model.state_layers, model.attention_layers) == ((0, 1), (1, 2))
+    assert "2 layers" in needs.state.explanation and "2 layers" in needs.kv.explanation
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key"),
+    [
+        ("outputs = false", "outputs = true", r"norm\.outputs"),
+        ('residual = "sequential"', 'residual = "parallel"', "residual"),
+    ],
+)
+def test_what_comes_between_two_mixers_is_one_norm(
+    plan: Path, tmp_path: Path, before: str, after: str, key: str
+) -> None:
+    document = (plan.parent / "golden.model.toml").read_text()
+    assert document.count(before) == 1
+    (tmp_path / "golden.model.toml").write_text(document.replace(before, after))
+    (tmp_path / "golden.plan.toml").write_text(plan.read_text())
+    with pytest.raises(UserError, match=rf"P275.*{key} has another value than its default"):
+        load_plan(tmp_path / "golden.plan.toml")
+
+
+def test_a_gpu_does_not_have_such_a_model_alone(plan: Path) -> None:
+    limits = find_alone_limits(load_plan(plan))
+    assert any("computes one mixer for each layer" in limit for limit in limits)
+
+
+def test_a_run_of_such_a_model_is_simulated(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ("--set", "device=oneplus-12", "--set", "bundle.stride=4 KiB")
+    assert run(["simulate", str(plan), "--prompt", "8", "--tokens", "8", *changes]) == 0
+    assert capsys.readouterr().out.startswith("SIMULATED, not measured")
