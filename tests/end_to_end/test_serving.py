@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import gc
 import http.client
 import json
 import re
-import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,26 +18,18 @@ openai = pytest.importorskip("openai", reason="needs OpenAI's client")
 anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
 
 import httpx2  # noqa: E402
-from starlette.responses import Response, StreamingResponse  # noqa: E402
 
 import pi2  # noqa: E402
-from pi2.engine.scheduler import Ticket  # noqa: E402
-from pi2.serving.calls import Ask, Limits, generate  # noqa: E402
-from pi2.serving.connections import TimedConnection  # noqa: E402
-from pi2.serving.errors import ApiError  # noqa: E402
-from pi2.serving.hosts import Hosts  # noqa: E402
-from pi2.serving.metrics import Metrics  # noqa: E402
-from pi2.serving.own_names import list_own_names  # noqa: E402
-from tests.helpers.servers import describe_plan, make_chat_plan, serve  # noqa: E402
-
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "get", "parameters": SCHEMA}}]
+from pi2.serving.calls import Limits  # noqa: E402
+from tests.helpers.servers import (  # noqa: E402
+    HELLO,
+    SCHEMA,
+    TOOLS,
+    describe_plan,
+    make_chat_plan,
+    serve,
+    wait_until_idle,
+)
 
 
 @pytest.fixture(scope="module")
@@ -406,290 +393,6 @@ def test_many_clients_get_what_each_would_get_alone(client: Any) -> None:
     with ThreadPoolExecutor(24) as threads:
         found = list(threads.map(ask, [number % 6 for number in range(48)]))
     assert found == [alone[number % 6] for number in range(48)]
-
-
-def wait_until_idle(address: str) -> dict[str, Any]:
-    """The state of the model, when nothing is under way."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        (state,) = httpx2.get(f"{address}/api/state").json()["models"]
-        if not state["running"] and not state["waiting"]:
-            return dict(state)
-        time.sleep(0.01)
-    raise AssertionError("it does not end")
-
-
-def test_an_answered_request_leaves_nothing_behind(address: str) -> None:
-    def count_tickets() -> int:
-        return sum(type(item) is Ticket for item in gc.get_objects())
-
-    asked: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/completions", {"prompt": "hi", "max_tokens": 3}),
-        ("/v1/completions", {"prompt": "hi", "max_tokens": 3, "stream": True, "n": 3}),
-        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, "tools": TOOLS}),
-        ("/v1/responses", {"input": "hello", "max_output_tokens": 16}),
-        ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "stream": True}),
-        ("/api/chat", {"messages": HELLO, "options": {"num_predict": 3}}),
-    ]
-    wait_until_idle(address)
-    gc.collect()
-    before = count_tickets()
-    gc.disable()  # what two objects keep for each other stays, and is counted
-    try:
-        for path, body in asked:
-            answer = httpx2.post(f"{address}{path}", json={"model": "tiny", **body})
-            assert answer.is_success, answer.text
-        body = {"model": "tiny", "prompt": "go on", "max_tokens": 900, "ignore_eos": True}
-        with pytest.raises(httpx2.TimeoutException):
-            httpx2.post(f"{address}/v1/completions", json=body, timeout=0.1)
-        wait_until_idle(address)
-        # The last one goes when its connection does.
-        deadline = time.monotonic() + 10
-        while count_tickets() > before and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert count_tickets() <= before
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_goes_frees_its_place(address: str, streams: bool) -> None:
-    before = wait_until_idle(address)["rounds"]["stepped_tokens"]
-    body = json.dumps(
-        {"model": "tiny", "prompt": "go on", "max_tokens": 900, "stream": streams, "n": 4}
-        | {"ignore_eos": True}
-    )
-    host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
-        )
-        while not httpx2.get(f"{address}/api/state").json()["models"][0]["running"]:
-            time.sleep(0.01)
-    after = wait_until_idle(address)["rounds"]["stepped_tokens"]
-    assert after - before < 4 * 899
-
-
-def test_bodies_and_headers_have_limits(plan: Path) -> None:
-    settings: dict[str, Any] = {
-        "body_bytes": 4096,
-        "keys": ["secret"],
-        "limits": Limits(waiting=0, time_s=60),
-    }
-    with serve([describe_plan(plan)], **settings) as address:
-        url, head = f"{address}/v1/completions", {"Authorization": "Bearer secret"}
-        assert httpx2.get(f"{address}/health").status_code == 200
-        assert httpx2.get(f"{address}/v1/models").status_code == 401
-        assert httpx2.get(f"{address}/v1/models", headers={"x-api-key": "sec"}).status_code == 401
-        assert httpx2.get(f"{address}/v1/models", headers={"x-api-key": "secret"}).is_success
-        large = httpx2.post(url, headers=head, content=b"x" * 5000)
-        assert large.status_code == 413
-        chunked = httpx2.post(url, headers=head, content=iter([b"x" * 3000] * 3))
-        assert chunked.status_code == 413
-        for broken in (b"", b"{", b"\xff", b"[]", b"1" * 4000, b"[" * 4000):
-            answer = httpx2.post(url, headers=head, content=broken)
-            assert answer.status_code == 400, broken[:10]
-            assert answer.json()["error"]["type"] == "invalid_request_error"
-        flood = {f"x-{number}": "y" * 900 for number in range(90)}
-        assert httpx2.get(f"{address}/health", headers=flood).status_code == 431
-        with contextlib.suppress(httpx2.TransportError):
-            endless = {f"x-{number}": "y" * 9000 for number in range(900)}
-            assert httpx2.get(f"{address}/health", headers=endless).status_code in (400, 431)
-        assert httpx2.get(f"{address}/nothing", headers=head).status_code == 404
-        assert httpx2.get(url, headers=head).status_code == 405
-        # One has the place, and nobody may wait, not even one.
-        long = {"model": "tiny", "prompt": "a", "max_tokens": 150, "ignore_eos": True}
-        thread = threading.Thread(
-            target=httpx2.post, args=(url,), kwargs={"headers": head, "json": long, "timeout": 60}
-        )
-        thread.start()
-        while not httpx2.get(f"{address}/api/state", headers=head).json()["models"][0]["running"]:
-            time.sleep(0.01)
-        second = threading.Thread(
-            target=httpx2.post, args=(url,), kwargs={"headers": head, "json": long, "timeout": 60}
-        )
-        second.start()
-        refused = None
-        deadline = time.monotonic() + 30
-        while refused is None and time.monotonic() < deadline:
-            answer = httpx2.post(url, headers=head, json=long, timeout=60)
-            refused = answer if answer.status_code == 429 else None
-        thread.join()
-        second.join()
-        assert refused is not None
-        assert int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-
-
-def test_whoever_does_not_send_headers_in_time_is_cut_off(plan: Path) -> None:
-    class Impatient(TimedConnection):
-        headers_s = 0.3
-
-    with serve([describe_plan(plan)], connection=Impatient) as address:
-        host, port = address.removeprefix("http://").split(":")
-        for before in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
-            with socket.create_connection((host, int(port))) as connection:
-                connection.settimeout(20)
-                if before:
-                    connection.sendall(before)
-                    assert b"200" in connection.recv(4096)
-                with contextlib.suppress(ConnectionError):
-                    for letter in b"POST /v1/completions HTTP/1.1\r\nX-Slow: " + b"y" * 100:
-                        connection.sendall(bytes([letter]))
-                        time.sleep(0.02)
-                    assert connection.recv(1) == b"", "it is open still"
-        # An answer may take longer.
-        body = {"model": "tiny", "prompt": "go on", "max_tokens": 300, "ignore_eos": True}
-        answer = httpx2.post(f"{address}/v1/completions", json=body, timeout=60)
-        assert answer.json()["usage"]["completion_tokens"] == 300
-
-
-def test_an_answer_that_takes_too_long_is_given_up(plan: Path) -> None:
-    with serve([describe_plan(plan)], limits=Limits(time_s=0.2)) as address:
-        body = {"model": "tiny", "prompt": "go on", "max_tokens": 900, "ignore_eos": True}
-        url = f"{address}/v1/completions"
-        assert httpx2.post(url, json=body, timeout=60).status_code == 504
-        made = wait_until_idle(address)["rounds"]["stepped_tokens"]
-        *pieces, last, _ = httpx2.post(url, json={**body, "stream": True}, timeout=60).text.split(
-            "\n\n"
-        )
-        assert len(pieces) > 1, "it had begun"
-        assert "took more than 0.2 s" in last
-        assert wait_until_idle(address)["rounds"]["stepped_tokens"] - made < 899
-
-
-def test_an_answer_that_nobody_takes_is_given_up_in_time(plan: Path) -> None:
-    async def run() -> None:
-        hosts = Hosts([describe_plan(plan)])
-        await hosts.start()
-        host = hosts.hosts["tiny"]
-        ask = Ask(prompt_ids=[1, 2], max_tokens=900, ignore_eos=True)
-        events = generate(host, ask, Limits(time_s=0.2), Metrics([]))
-        await anext(events)  # and never again
-        deadline = time.monotonic() + 30
-        while host.model.scheduler.running and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        assert not host.model.scheduler.running
-        assert host.model.scheduler.rounds.stepped_tokens < 899
-        with pytest.raises(ApiError, match="took more than"):
-            _ = [event async for event in events]
-        await hosts.stop()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_client_that_does_not_read_is_cut_off(plan: Path, ends: bool) -> None:
-    class Impatient(TimedConnection):
-        headers_s = reading_s = 0.3
-
-    over = threading.Event()
-
-    def answer_much(app: Any) -> Any:
-        async def answer(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] != "http":
-                await app(scope, receive, send)
-                return
-
-            async def write() -> AsyncIterator[bytes]:
-                yield b"x" * (20 << 20)  # more than the buffers between take
-                while not ends:
-                    await asyncio.sleep(0)
-                    yield b"x" * 1000
-
-            try:
-                await StreamingResponse(write())(scope, receive, send)
-            finally:
-                over.set()
-
-        return answer
-
-    with serve([describe_plan(plan)], answer_much, Impatient) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert over.wait(20)
-            connection.settimeout(20)
-            taken = 0
-            with contextlib.suppress(ConnectionResetError):
-                while data := connection.recv(1 << 20):
-                    taken += len(data)
-            assert taken < 20 << 20
-
-
-def test_a_client_that_reads_slowly_gets_all(plan: Path) -> None:
-    class Impatient(TimedConnection):
-        headers_s = reading_s = 0.3
-
-    size = 12 << 20
-
-    def answer_much(app: Any) -> Any:
-        async def answer(scope: Any, receive: Any, send: Any) -> None:
-            handler = app if scope["type"] != "http" else Response(b"x" * size)
-            await handler(scope, receive, send)
-
-        return answer
-
-    with serve([describe_plan(plan)], answer_much, Impatient) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.settimeout(20)
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            taken = 0
-            while taken < size:
-                data = connection.recv(1 << 20)
-                assert data, "it is cut off"
-                taken += len(data)
-                time.sleep(0.05)
-
-
-def test_pages_of_other_origins_may_not_ask_unless_they_are_let(plan: Path) -> None:
-    own = "http://chat.example"
-    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1})
-    # What a page may send without asking the server first.
-    simple = {"Content-Type": "text/plain"}
-    preflight = {"Access-Control-Request-Method": "POST"}
-    with serve([describe_plan(plan)]) as address:
-        url = f"{address}/v1/completions"
-        for origin in (own, "null", "http://localhost:1"):
-            answer = httpx2.post(url, content=body, headers={**simple, "Origin": origin})
-            assert answer.status_code == 403
-            assert answer.json()["error"]["type"] == "permission_error"
-            asked = httpx2.options(url, headers={**preflight, "Origin": origin})
-            assert not asked.is_success
-            for found in (answer, asked):
-                assert not any(name.startswith("access-control") for name in found.headers)
-        for fine in ({"Origin": address}, {"Origin": own, "Sec-Fetch-Site": "same-origin"}, {}):
-            assert httpx2.post(url, content=body, headers=fine).is_success
-    with serve([describe_plan(plan)], origins=[own]) as address:
-        url = f"{address}/v1/completions"
-        asked = httpx2.options(url, headers={**preflight, "Origin": own})
-        assert asked.headers["access-control-allow-origin"] == own
-        answer = httpx2.post(url, content=body, headers={"Origin": own})
-        assert answer.is_success and answer.headers["access-control-allow-origin"] == own
-        other = {"Origin": "http://other.example"}
-        assert httpx2.post(url, content=body, headers=other).status_code == 403
-
-
-def test_pages_whose_name_stands_for_this_machine_may_not_ask(plan: Path) -> None:
-    body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
-    names = list_own_names("127.0.0.1", has_keys=False)
-    with serve([describe_plan(plan)], names=names) as address:
-        port = address.rpartition(":")[2]
-        rebound = f"evil.example:{port}"
-        same = {"Host": rebound, "Origin": f"http://{rebound}", "Sec-Fetch-Site": "same-origin"}
-        for path, kind in (("completions", "openai"), ("messages", "anthropic")):
-            for headers in (same, {"Host": rebound}):
-                answer = httpx2.post(f"{address}/v1/{path}", json=body, headers=headers)
-                assert answer.status_code == 403
-                assert answer.json()["error"]["type"] == "permission_error"
-                assert ("type" in answer.json()) == (kind == "anthropic")
-        assert httpx2.get(f"{address}/v1/models", headers={"Host": rebound}).status_code == 403
-        assert httpx2.get(f"{address}/", headers={"Host": rebound}).status_code == 403
-        for name in ("localhost", "127.0.0.1", "[::1]"):
-            head = {"Host": f"{name}:{port}"}
-            assert httpx2.post(f"{address}/v1/completions", json=body, headers=head).is_success
 
 
 def test_texts_are_embedded(client: Any, plan: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import uvicorn
 
 from pi2.plan.resolve import load_plan
@@ -20,6 +21,15 @@ from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "golden" / "chat"
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "get", "parameters": SCHEMA}}]
 
 
 def make_chat_plan(
@@ -82,3 +92,14 @@ def serve(
     finally:
         server.should_exit = True
         thread.join()
+
+
+def wait_until_idle(address: str) -> dict[str, Any]:
+    """The state of the model, when nothing is under way."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        (state,) = httpx2.get(f"{address}/api/state").json()["models"]
+        if not state["running"] and not state["waiting"]:
+            return dict(state)
+        time.sleep(0.01)
+    raise AssertionError("it does not end")
