@@ -16,6 +16,7 @@ from pi2.arrays import I64, U8, Raw
 from pi2.backends.gpu.alone.graph import ModelGraph, StepShape
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.alone.weights import ModelArrays
+from pi2.backends.gpu.alone.work_list import WorkList
 from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, Recording
 from pi2.plan.documents.model import Model
@@ -78,7 +79,7 @@ class RandomModel:
         self._random = np.random.default_rng(7)
         self._arrays = ModelArrays(launcher, self.use)
         self._fill_all()
-        self._graph = ModelGraph(launcher, kernels, self.use, self._arrays, 0.0)
+        self._graph = ModelGraph(WorkList(launcher, kernels, self.use, self._arrays), 0.0)
         logits = launcher.allocate_host(4 * use.model.shape.vocab)
         self._logits = logits.view(np.float32)
         self._recordings: dict[StepShape, Recording] = {}
