@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.named_plans import find_named_plan
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
@@ -139,6 +140,7 @@ def command(
     from pi2.benchmarks.workloads import list_workloads
     from pi2.cli.progress import ProgressBar
 
+    plans = tuple(find_named_plan(plan) for plan in plans)
     if only_load:
         click.echo(measure_loads(plans, parse_assignments(settings), repetitions, output))
         return

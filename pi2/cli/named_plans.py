@@ -25,15 +25,17 @@ def list_shipped_plans() -> dict[str, Path]:
 
 
 def find_plan_path(path: Path) -> Path:
+    """What `find_named_plan` finds; a checkpoint is converted, once: `convert_once`."""
+    return convert_once(path) if is_checkpoint(path) else find_named_plan(path)
+
+
+def find_named_plan(path: Path) -> Path:
     """The path itself, or the plan of the pulled model, or the shipped plan, that it names if there
     is no such file.
 
-    A store stands for the plan in it.  A checkpoint is converted, once: `convert_once`.  UserError
-    P001 for a name that nothing has.
+    A store stands for the plan in it.  UserError P001 for a name that nothing has.
     """
     name = str(path)
-    if is_checkpoint(path):
-        return convert_once(path)
     if (path / MANIFEST).is_file():
         return path / PLAN
     is_file = path.exists() and not path.is_dir()

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from pi2.cli.main import print_diagnostics
+from pi2.cli.named_plans import find_named_plan
 from pi2.cli.options import add_set_option
 from pi2.cli.suggestions import suggest_files
 
@@ -45,7 +46,7 @@ def command(
     from pi2.sharing.resolver import LockedReferences
 
     del resolved
-    path = Path(plan)
+    path = find_named_plan(Path(plan))
     resolver = LockedReferences(path.parent)
     kind = detect_kind(path.name) or "plan"
     if kind != "plan":

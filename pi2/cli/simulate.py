@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.named_plans import find_named_plan
 from pi2.cli.options import add_json_option, add_set_option
 from pi2.plan.composing.overrides import parse_assignments
 
@@ -76,6 +77,7 @@ def command(
     from pi2.sharing.resolver import LockedReferences
     from pi2.simulate import read_inputs, simulate
 
+    plan = find_named_plan(plan)
     resolver = LockedReferences(plan.parent)
     resolved = load_plan(plan, overrides=parse_assignments(settings), resolver=resolver)
     tokens = fit_context(prompt, tokens, resolved.plan.kv.context)

@@ -88,6 +88,8 @@ def test_a_pulled_model_is_listed_run_and_removed(
     assert list(own.glob("layers/*"))
 
     assert find_plan_path(Path("tiny")) == store / "default.plan.toml"
+    assert run(["show", "tiny"]) == 0 and "model = " in capsys.readouterr().out
+    assert run(["simulate", "tinny"]) == 2 and "did you mean tiny" in capsys.readouterr().err
     assert run(["validate", str(store / "default.plan.toml")]) == 0
     capsys.readouterr()
     assert run(["list"]) == 0
