@@ -26,11 +26,14 @@ OPERATORS = (
     "other_rope",
     "positions",
     "attention",
+    "other_heads",
     "layers",
+    "layer_scale",
     "recurrence",
     "convolution",
     "residual",
     "ffn",
+    "side_ffn",
     "moe",
     "multipliers",
     "logit_softcap",
@@ -41,8 +44,8 @@ OPERATORS = (
 """Tables and keys that decide what is computed; sizes, names and precisions are not among them."""
 
 ELSEWHERE = {
+    "rope.kind = 'proportional'": "as other_rope.kind",
     "other_rope.pairs = 'neighbours'": "as rope.pairs",
-    "other_rope.share": "as rope.share",
     "other_rope.kind = 'linear'": "as rope.kind",
     "other_rope.kind = 'llama3'": "as rope.kind",
     "other_rope.kind = 'yarn'": "as rope.kind",
