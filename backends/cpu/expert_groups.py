@@ -16,11 +16,15 @@ def list_groups(experts: I32, routes: F32) -> Iterator[tuple[I32, I32]]:
     """
     # A radix sort, where integers are short.
     order = np.argsort(experts.astype(np.uint16), kind="stable").astype(np.int32)
-    ends = np.cumsum(np.bincount(experts, minlength=routes.shape[1])).tolist()
-    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        tokens = np.flatnonzero(routes[:, expert]).astype(np.int32)
-        if start < end and len(tokens):
+    counts = np.bincount(experts)
+    # A few of many experts, where neurons are stored by expert.
+    present, start = counts.nonzero()[0], 0
+    for expert, count in zip(present.tolist(), counts[present].tolist(), strict=True):
+        end = start + count
+        tokens = routes[:, expert].nonzero()[0].astype(np.int32)
+        if len(tokens):
             yield order[start:end], tokens
+        start = end
 
 
 def complete_pairs(tokens: I32, count: int) -> I32:

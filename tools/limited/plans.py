@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from limited.rows import Row
@@ -116,12 +117,24 @@ def fit_step(
         least = resolved.model.layer_neurons * resolved.bundle.stride
         fitted["memory.segments.cold"] = f"{least} B"
     if step.get("pipeline.prefill") == "layers-first":
-        chunk = settings.get("prefill.chunk", resolved.plan.prefill.chunk)
+        chunk = settings.get("prefill.chunk", step.get("prefill.chunk"))
+        chunk = resolved.plan.prefill.chunk if chunk is None else chunk
         assert isinstance(chunk, int)
         more = (TOKENS_TOGETHER // chunk - 1) * chunk * 15 * resolved.model.shape.hidden
-        fitted["memory.segments.workspace"] = f"{segments.workspace + more} B"
-        fitted["memory.segments.cold"] = f"{segments.cold - more} B"
+        now, then = resolved.needs, replace_chunk(resolved, chunk).needs
+        workspace = segments.workspace + more + then.workspace.bytes - now.workspace.bytes
+        attention = segments.attention + then.attention.bytes - now.attention.bytes
+        taken = workspace + attention - segments.workspace - segments.attention
+        fitted["memory.segments.workspace"] = f"{workspace} B"
+        fitted["memory.segments.attention"] = f"{attention} B"
+        fitted["memory.segments.cold"] = f"{segments.cold - taken} B"
     return fitted
+
+
+def replace_chunk(resolved: ResolvedPlan, chunk: int) -> ResolvedPlan:
+    """The plan with another chunk of prompts."""
+    prefill = resolved.plan.prefill.model_copy(update={"chunk": chunk})
+    return replace(resolved, plan=resolved.plan.model_copy(update={"prefill": prefill}))
 
 
 def fit_whole(row: Row, settings: Mapping[str, object]) -> dict[str, object]:

@@ -92,7 +92,14 @@ ROWS: Mapping[str, Row] = {
         limit=0.5,
         goal=">= 3 x llama.cpp with prompts of 512",
         prefill=512,
-        steps={"pi2": {"pipeline.prefill": "layers-first", "prefill.activations": "int8"}},
+        steps={
+            "pi2": {
+                "pipeline.prefill": "layers-first",
+                "prefill.activations": "int8",
+                # Each expert has 32 tokens of them.
+                "prefill.chunk": 512,
+            }
+        },
     ),
     "prefill-7b-50": Row(
         model="bamboo-7b",
