@@ -32,6 +32,7 @@ from pi2.backends.kernels.neurons import Bundles, Neuron, activate, adjust_up, i
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.thread_sums import emit_add, emit_clear, emit_count
 from pi2.backends.kernels.unpacking import emit_tile, list_tiles, load_block_scale
 from pi2.plan.weights.layout import (
     GROUP,
@@ -159,10 +160,7 @@ def emit_gathered(
     )
 
     def emit(thread: v.Expr) -> None:
-        target = v.let(thread * hidden)
-        with T.serial(hidden // 16) as step:
-            place = target + step * 16
-            v.store(scratch.partial, place, v.constant(0.0, "float32", 16), 16)
+        target = emit_clear(spec, scratch.partial, thread)
         # As many as a thread has, one after the other: no cache line has two writers for long.
         rest = T.floormod(count, threads)
         own = v.let(T.floordiv(count, threads) + T.Select(thread < rest, T.int32(1), T.int32(0)))
@@ -181,16 +179,8 @@ def emit_gathered(
 
     read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.ffn))
     emit_shared(threads, read_bytes, emit)
-    with T.serial(hidden // 16) as step:
-        place = step * 16
-        sum_place = token * hidden + place
-        value = v.load(total, sum_place, 16)
-        for thread in range(threads):
-            value = value + v.load(scratch.partial, thread * hidden + place, 16)
-        v.store(total, sum_place, value, 16)
-    for thread in range(threads):
-        counted = scratch.counts[threads] + scratch.counts[thread]
-        v.store(scratch.counts, threads, counted, 1)
+    emit_add(spec, scratch.partial, total, token)
+    emit_count(spec, scratch.counts)
 
 
 def emit_at_once(

@@ -15,6 +15,7 @@ from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.thread_sums import emit_add, emit_clear, emit_count
 from pi2.backends.kernels.values import emit_values, load_route
 
 
@@ -40,12 +41,10 @@ def emit_plain_gathered(
     weights of a mixture's experts, None without.  Which thread computes a neuron depends on its
     place in ``slots`` alone: equal input gives equal bits.
     """
-    threads, hidden, zero = spec.threads, spec.hidden, T.int32(0)
+    threads, zero = spec.threads, T.int32(0)
 
     def emit_thread(thread: v.Expr) -> None:
-        origin = v.let(thread * hidden)
-        with T.serial(hidden // 16) as step:
-            v.store(partial, origin + step * 16, v.constant(0.0, "float32", 16), 16)
+        origin = emit_clear(spec, partial, thread)
         begin, end = emit_split(thread, threads, count)
         fired = v.Cell(zero)
         with T.serial(end - begin) as step:
@@ -70,12 +69,5 @@ def emit_plain_gathered(
         v.store(counts, thread, fired.get(), 1)
 
     emit_shared(threads, v.wide(count) * spec.bundle.neuron_bytes, emit_thread)
-    with T.serial(hidden // 16) as step:
-        place = step * 16
-        sum_place = token * hidden + place
-        value = v.load(total, sum_place, 16)
-        for thread in range(threads):
-            value = value + v.load(partial, thread * hidden + place, 16)
-        v.store(total, sum_place, value, 16)
-    for thread in range(threads):
-        v.store(counts, threads, counts[threads] + counts[thread], 1)
+    emit_add(spec, partial, total, token)
+    emit_count(spec, counts)

@@ -20,6 +20,7 @@ from pi2.backends.kernels.gathered import Run, emit_at_once, emit_in_turn
 from pi2.backends.kernels.matrix import emit_shared
 from pi2.backends.kernels.places import PlaceList
 from pi2.backends.kernels.spec import BLOCK, MOST_NAMING
+from pi2.backends.kernels.thread_sums import emit_count
 from pi2.plan.weights.layout import vector_bytes
 
 
@@ -98,9 +99,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
             own = v.let((token * threads + thread) * hidden + step * 16)
             value = value + v.load(scratch.partial, own, 16)
         v.store(total, place, value, 16)
-    for thread in range(threads):
-        counted = scratch.counts[threads] + scratch.counts[thread]
-        v.store(scratch.counts, threads, counted, 1)
+    emit_count(spec, scratch.counts)
 
 
 def _emit_own(

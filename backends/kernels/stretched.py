@@ -22,6 +22,7 @@ from pi2.backends.kernels.matrix import LINE, emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.thread_sums import emit_add, emit_clear, emit_count
 from pi2.backends.kernels.values import emit_values, take_inputs
 from pi2.plan.weights.layout import scale_bytes
 
@@ -67,13 +68,11 @@ def emit_stretched(
     ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever; ``routes``
     float32 [experts]: weights of a mixture's experts, None without.
     """
-    threads, hidden, zero = spec.threads, spec.hidden, v.constant(0.0, "float32")
+    threads, zero = spec.threads, v.constant(0.0, "float32")
     every = v.let(stretches.count * stretches.size)
 
     def emit_thread(thread: v.Expr) -> None:
-        origin = v.let(thread * hidden)
-        with T.serial(hidden // 16) as step:
-            v.store(partial, origin + step * 16, v.constant(0.0, "float32", 16), 16)
+        origin = emit_clear(spec, partial, thread)
         begin, end = emit_split(thread, threads, every)
         fired = v.Cell(T.int32(0))
         with T.serial(T.floordiv(end - begin + (TOGETHER - 1), TOGETHER)) as turn:
@@ -104,15 +103,8 @@ def emit_stretched(
         v.store(counts, thread, fired.get(), 1)
 
     emit_shared(threads, v.wide(every) * spec.bundle.neuron_bytes, emit_thread)
-    with T.serial(hidden // 16) as step:
-        place = step * 16
-        sum_place = token * hidden + place
-        value = v.load(total, sum_place, 16)
-        for thread in range(threads):
-            value = value + v.load(partial, thread * hidden + place, 16)
-        v.store(total, sum_place, value, 16)
-    for thread in range(threads):
-        v.store(counts, threads, counts[threads] + counts[thread], 1)
+    emit_add(spec, partial, total, token)
+    emit_count(spec, counts)
 
 
 def _ask_for(spec: KernelSpec, vectors: Sequence[Vector]) -> Prefetch:

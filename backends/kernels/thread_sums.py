@@ -1,0 +1,37 @@
+"""Sums that each thread makes for itself, added up in the order of threads: whichever is first,
+equal input gives equal bits."""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.spec import KernelSpec
+
+
+def emit_clear(spec: KernelSpec, partial: v.Buffer, thread: v.Expr) -> v.Expr:
+    """Set the sum of a thread in ``partial`` float32 [threads, hidden] to 0; return its place."""
+    origin = v.let(thread * spec.hidden)
+    with T.serial(spec.hidden // 16) as step:
+        v.store(partial, origin + step * 16, v.constant(0.0, "float32", 16), 16)
+    return origin
+
+
+def emit_add(spec: KernelSpec, partial: v.Buffer, total: v.Buffer, token: v.Expr) -> None:
+    """Add the sums of all threads to ``total`` float32 [tokens, hidden] of ``token``."""
+    hidden = spec.hidden
+    with T.serial(hidden // 16) as step:
+        place = step * 16
+        sum_place = token * hidden + place
+        value = v.load(total, sum_place, 16)
+        for thread in range(spec.threads):
+            value = value + v.load(partial, thread * hidden + place, 16)
+        v.store(total, sum_place, value, 16)
+
+
+def emit_count(spec: KernelSpec, counts: v.Buffer) -> None:
+    """Add what each thread has counted to the last of ``counts`` int32 [threads + 1], which counts
+    for ever."""
+    threads = spec.threads
+    for thread in range(threads):
+        v.store(counts, threads, counts[threads] + counts[thread], 1)
