@@ -57,6 +57,8 @@ class Neurons:
         every = space.make("int32", neurons)
         every[:] = np.arange(neurons)
         self._every = {"slots": space.wrap(every)}
+        # Asked for in every call.
+        self._takes_stretches = spec.takes_stretches
         self._gates = space.make("float32", neurons)
         layers = request.model.shape.layers
         self._scales: list[Views] = [{} for _ in range(layers)]
@@ -175,15 +177,15 @@ class Neurons:
         return "token" if self._spec.sequences else ""
 
     def _name_count(self) -> str:
-        return "count stretch" if self._spec.takes_stretches else "count"
+        return "count stretch" if self._takes_stretches else "count"
 
     def _count(self, count: int, stretch: int = 1) -> tuple[int, ...]:
         """Return the numbers that say how many neurons a call is about: ``count`` times
         ``stretch``, which is 1 where kernels do not take it."""
-        return (count, stretch) if self._spec.takes_stretches else (count,)
+        return (count, stretch) if self._takes_stretches else (count,)
 
     def _bind_gather(self, layer: int, *arrays: Views, is_plain: bool) -> BoundCall:
-        is_plain = is_plain and not self._spec.takes_stretches
+        is_plain = is_plain and not self._takes_stretches
         function = "add_plain_neurons" if is_plain else "add_neurons"
         given = f"{self._name_count()} {self._name_token()} arena"
         scales = self._scales[layer]
@@ -224,7 +226,7 @@ class Neurons:
     ) -> None:
         """Add the neurons in ``slots``, of ``stretch`` neurons each, for one token; gates of
         ``indices`` may be ``known``."""
-        if stretch > 1 and not self._spec.takes_stretches:
+        if stretch > 1 and not self._takes_stretches:
             slots = expand_stretches(slots, stretch)
             indices = None if indices is None else expand_stretches(indices, stretch)
             stretch = 1

@@ -123,7 +123,7 @@ class RoutedFeedForward(FeedForward):
         """Whether reads of ``layer`` begin before its routing is known."""
         if layer == self._layers or not self.read_ahead.is_on or self._only_resident:
             return False
-        return len(self._cache.hot_slots[layer]) < self._cache.neurons
+        return not self._cache.is_whole(layer)
 
     def _begin_ahead(self, layer: int) -> Wave:
         self._begin_ffn(layer, is_guess=True)
@@ -256,8 +256,7 @@ class RoutedFeedForward(FeedForward):
         """Begin with as many ``parts`` as the cache has room for, at least one, and return how
         many; one that it will never have room for is cut in two."""
         cache, new, count = self._cache, parts, len(parts)
-        is_hot = len(cache.hot_slots[layer]) == cache.neurons
-        while not is_hot:
+        while not cache.is_whole(layer):
             new = self._leave_ahead(parts)
             cold = np.cumsum([cache.count_cold(layer, part) for part in new])
             count = int(np.searchsorted(cold, cache.free_capacity, side="right"))

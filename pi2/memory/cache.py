@@ -139,6 +139,10 @@ class NeuronCache:
         first = self._first[layer]
         return slice(first, first + len(self.hot_slots[layer]))
 
+    def is_whole(self, layer: int) -> bool:
+        """Whether all of the layer's neurons are hot."""
+        return len(self.hot_slots[layer]) == self.neurons
+
     def is_all_hot(self, layer: int, indices: I32) -> bool:
         """Whether ``indices`` [n] (ascending) are hot because all neurons from the first hot one on
         are."""
@@ -181,7 +185,7 @@ class NeuronCache:
     def find_indices(self, layer: int, slots: I32) -> I32:
         """Return the stored indices of the neurons of ``layer`` in ``slots`` [n]."""
         hot = slots - np.int32(self.hot_slots[layer].start - self._first[layer])
-        if self.cold_capacity == 0 or len(self.hot_slots[layer]) == self.neurons:
+        if self.cold_capacity == 0 or self.is_whole(layer):
             return hot
         cold = slots - np.int32(self._first_cold)
         owners = self._owner[np.maximum(cold, 0)] - layer * self.neurons

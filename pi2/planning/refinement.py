@@ -89,18 +89,21 @@ def list_whole(problem: Problem, values: Values) -> Iterator[Values]:
         return
     layers = values["layers"]
     overrides = [{**item, "hot": 1.0} for item in layers.get("overrides", ()) if "split" in item]
-    chunks = sorted({item.tokens for item in problem.chunks}, reverse=True)
     for kv in problem.kvs:
-        for tokens in chunks:
+        best: Values | None = None
+        for tokens in sorted({item.tokens for item in problem.chunks}):
             found = copy.deepcopy(values)
             found["layers"] = {**layers, "hot": 1.0, "overrides": overrides}
             found["kv"].pop("lend", None)
             found["kv"]["type"] = kv.type
             found["prefill"]["chunk"] = tokens
             found["decode"]["look_ahead"] = "none"
-            if _fit_whole(problem, found):
-                yield found
+            if not _fit_whole(problem, found):
+                # Longer ones need more room.
                 break
+            best = found
+        if best is not None:
+            yield best
 
 
 def _fit_whole(problem: Problem, values: Values) -> bool:

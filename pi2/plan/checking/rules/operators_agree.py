@@ -183,9 +183,7 @@ def _check_latent(model: Model) -> Iterator[Finding]:
     attention, shape = model.attention, model.shape
     if attention.latent is None:
         return
-    others = (
-        *("qkv_bias", "head_norm", "value_norm", "sinks", "clip", "sliding_window", "growth"),
-    )
+    others = ["qkv_bias", "head_norm", "value_norm", "sinks", "clip", "sliding_window", "growth"]
     for key in (key for key in others if getattr(attention, key)):
         yield Finding(
             document="model",
