@@ -9,7 +9,8 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64
 from pi2.backends.protocol import Tensor
-from pi2.plan.documents.model import Model, Moe
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_experts import Moe
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
 

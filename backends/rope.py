@@ -11,7 +11,8 @@ import math
 import numpy as np
 
 from pi2.arrays import F32, F64
-from pi2.plan.documents.model import Model, Rope
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_attention import Rope
 
 
 def compute_frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> F64:

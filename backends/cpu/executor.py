@@ -22,7 +22,7 @@ from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-from pi2.plan.documents.model import Moe
+from pi2.plan.documents.model_experts import Moe
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,

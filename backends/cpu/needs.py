@@ -29,7 +29,8 @@ from pi2.plan.weights.states import describe_state
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.documents.device import Device
-    from pi2.plan.documents.model import Latent, Model
+    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.model_attention import Latent
     from pi2.plan.documents.plan import Plan
 
 

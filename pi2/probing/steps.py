@@ -12,7 +12,8 @@ from pi2.backends.experts import route
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import Executor
 from pi2.memory.cache import NeuronCache
-from pi2.plan.documents.model import Model, Moe
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_experts import Moe
 from pi2.probing import model as synthetic
 from pi2.probing.timing import Step
 

@@ -10,7 +10,7 @@ from pi2.backends.experts import Router
 from pi2.backends.gpu.kernels.routing import list_router_kernels
 from pi2.backends.gpu.kernels.specification import RouterKernels
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.plan.documents.model import Moe
+from pi2.plan.documents.model_experts import Moe
 from tests.helpers.gpu import Bench
 
 TOKENS = 5

@@ -18,7 +18,7 @@ from pi2.backends.gpu.kernels.signature import Number
 from pi2.backends.gpu.launchers.interface import DeviceArray
 from pi2.backends.gpu.work_sizes import choose_kernel_tokens, choose_parts, count_busy_groups
 from pi2.plan.arithmetic.rows import name_head
-from pi2.plan.documents.model import Moe
+from pi2.plan.documents.model_experts import Moe
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,

@@ -24,6 +24,9 @@ Share = Annotated[float, Field(ge=0.0, le=1.0, examples=[0.25])]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1, examples=[4])]
 """A whole number, one or more."""
 
+LayerNumber = Annotated[int, Field(ge=0, le=1023, examples=[0])]
+"""A layer, the first being 0."""
+
 
 class Table(BaseModel):
     """A TOML table with known keys: frozen, strict, nothing unknown."""

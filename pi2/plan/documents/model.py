@@ -7,6 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pi2.plan.documents.common import Count, Document, FilePath, Identifier, Origin, Share, Table
+from pi2.plan.documents.model_attention import (
+    Attention,
+    OtherHeads,
+    OtherRope,
+    Positions,
+    Rope,
+)
+from pi2.plan.documents.model_experts import Moe, SideFfn
 from pi2.plan.documents.model_states import (
     Convolution,
     LayerKind,
@@ -32,10 +40,6 @@ that Gemma uses."""
 
 SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh"})
 """Those that are zero nowhere: no neuron can be left out without changing the result."""
-
-
-LayerNumber = Annotated[int, Field(ge=0, le=1023, examples=[0])]
-"""A layer, the first being 0."""
 
 
 class Shape(Table):
@@ -93,158 +97,6 @@ class Norm(Table):
     residual stream (Gemma 2)."""
 
 
-Divisor = Annotated[float, Field(ge=1e-6, le=1e9, examples=[1.5])]
-"""What a frequency is divided by."""
-
-
-class Rope(Table):
-    """Rotary position embedding, rotating pairs of a head's elements."""
-
-    kind: Literal["plain", "linear", "llama3", "yarn", "longrope", "proportional", "none"] = "plain"
-    """Scaling of positions or frequencies; ``proportional``: frequencies and pairs are those of the
-    whole head, and the first ``share`` of the pairs turn (Gemma 4); ``none`` rotates nothing."""
-    theta: float = Field(default=10000.0, gt=1.0)
-    """Base of the frequencies."""
-    share: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Part of a head that is rotated, from its first element on."""
-    pairs: Literal["halves", "neighbours"] = "halves"
-    """Which elements of the checkpoint's heads turn together: one of each half of the rotated
-    part, or two that follow each other."""
-    factor: float = Field(default=1.0, ge=1.0)
-    """Factor by which the context is extended (all kinds but ``plain`` and ``none``)."""
-    low_frequency_factor: float = Field(default=1.0, gt=0.0)
-    """Longest wavelength kept unscaled by factor (``llama3``)."""
-    high_frequency_factor: float = Field(default=4.0, gt=0.0)
-    """Shortest wavelength that is scaled (``llama3``)."""
-    original_context: Count = 8192
-    """Context length before extension, in tokens (``llama3``, ``yarn``, ``longrope``)."""
-    fast_rotations: float = Field(default=32.0, gt=0.0)
-    """Pairs that turn at least so often within the original context are not scaled (``yarn``)."""
-    slow_rotations: float = Field(default=1.0, gt=0.0)
-    """Pairs that turn at most so often within it are scaled in full (``yarn``)."""
-    whole_pairs: bool = True
-    """Whether the two bounds are rounded to whole pairs (``yarn``)."""
-    attention_factor: float | None = Field(default=None, gt=0.0, le=1e6, examples=[1.1])
-    """Factor of sines and cosines; default: 0.1 ln(factor) + 1 (``yarn``) or sqrt(1 + ln(factor)
-    / ln(original_context)) (``longrope``)."""
-    short_factors: tuple[Divisor, ...] = ()
-    """Divisors of each pair's frequency in sequences of up to ``original_context`` tokens
-    (``longrope``)."""
-    long_factors: tuple[Divisor, ...] = ()
-    """Divisors of each pair's frequency in longer sequences (``longrope``)."""
-    long_attention_factor: float | None = Field(default=None, gt=0.0, le=1e6, examples=[1.2])
-    """Factor of sines and cosines in longer sequences, where it is another (``longrope``)."""
-
-    def count_rotated(self, head_dim: int) -> int:
-        """Elements of a head that have a pair; those of ``proportional`` need not turn."""
-        if self.kind == "proportional":
-            return head_dim
-        return 0 if self.kind == "none" else int(head_dim * self.share)
-
-
-class OtherRope(Rope):
-    """Rotary positions of some layers, where they are not those of ``rope``."""
-
-    layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[0, 2, 4]])]
-    """The layers that have them."""
-
-
-class OtherHeads(Table):
-    """Heads of some layers of attention, where they are not those of ``shape`` (Gemma 4)."""
-
-    layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[5, 11]])]
-    """The layers that have them."""
-    kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[2])]
-    """Key and value heads."""
-    head_dim: Annotated[int, Field(ge=1, le=2**14, examples=[512])]
-    """Width of one head."""
-    keys_are_values: bool = False
-    """Whether values are what the key projection gives: there is no other one."""
-
-
-class Positions(Table):
-    """Learned position vectors, added to the embeddings."""
-
-    offset: int = Field(default=0, ge=0, le=2**16, examples=[2])
-    """Rows of the checkpoint's table before that of position 0: 2 for OPT."""
-
-
-class Latent(Table):
-    """Latent attention (DeepSeek V2): keys and values of all heads are made of one short vector,
-    which is all that the KV cache keeps of a token.
-
-    A head's query and key have a part that is not rotated and one that is; the rotated part of the
-    key is the same for all heads.  ``shape.head_dim`` is the width of a head's value.
-    """
-
-    rank: Annotated[int, Field(ge=1, le=2**16, examples=[512])]
-    """Width of the vector that keys and values are made of."""
-    query_rank: Annotated[int, Field(ge=1, le=2**16)] | None = Field(default=None, examples=[1536])
-    """Width of the vector that queries are made of; absent means that they are projected at
-    once."""
-    plain: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
-    """Elements of a head's query and key that are not rotated."""
-    rotated: Annotated[int, Field(ge=2, le=2**14, multiple_of=2, examples=[64])]
-    """Elements of a head's query and key that are rotated."""
-    epsilon: float = Field(default=1e-6, gt=0.0)
-    """Added to the mean of squares in the norms of both vectors."""
-    bias: bool = False
-    """Whether the projections to both vectors have a bias."""
-
-    @property
-    def key(self) -> int:
-        """Width of a head's query and key."""
-        return self.plain + self.rotated
-
-    @property
-    def kept(self) -> int:
-        """Elements that the KV cache keeps of a token: the vector and the rotated key."""
-        return self.rank + self.rotated
-
-
-class Attention(Table):
-    """Attention beyond its sizes."""
-
-    qkv_bias: bool = False
-    """Whether query, key and value projections have a bias."""
-    output_bias: bool = False
-    """Whether the output projection has a bias."""
-    head_norm: bool = False
-    """Whether queries and keys go through an RMSNorm."""
-    head_norm_of: Literal["head", "all"] = "head"
-    """What that norm is taken of: every head, or all heads together (OLMo 2)."""
-    head_norm_place: Literal["before", "after"] = "before"
-    """Whether it comes ``before`` the rotation, or ``after`` it (Hunyuan)."""
-    value_norm: bool = False
-    """Whether values go through an RMSNorm that has no weights, one for each head (Gemma 4)."""
-    output_gate: bool = False
-    """Whether queries come with as many gates, whose sigmoids multiply what the heads have mixed
-    (Qwen3-Next)."""
-    clip: float | None = Field(default=None, gt=0.0, examples=[8.0])
-    """Queries, keys and values are cut to -clip..clip, where it is stated."""
-    sinks: bool = False
-    """Whether every head has a score of its own beside those of the tokens, whose share of the
-    attention goes nowhere (gpt-oss)."""
-    growth: float = Field(default=0.0, ge=0.0)
-    """Queries at position p are multiplied by 1 + growth ln(1 + floor(p / rope.original_context))
-    (Ministral 3)."""
-    latent: Latent | None = None
-    """Latent attention, if the model has it."""
-    scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
-    """Factor of attention scores; default: 1 / sqrt(head_dim)."""
-    softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
-    """Scores s become c tanh(s / c), where it is stated."""
-    sliding_window: Count | None = None
-    """Sliding window in tokens, the query's own included; absent means the whole context."""
-    window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
-    """Layers that have the sliding window; absent means all."""
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether the projection of what attention reads has a bias."""
-        return self.qkv_bias or (self.latent is not None and self.latent.bias)
-
-
 class Ffn(Table):
     """The feed-forward network: down(act(gate x) * up x), or down(act(up x)) without gates."""
 
@@ -273,72 +125,6 @@ class Multipliers(Table):
     """What attention and the FFN add to the residual stream."""
     logits: float = 1.0
     """Logits, before their soft cap."""
-
-
-class Moe(Table):
-    """A mixture of experts: for every token a router picks a few of a layer's FFNs."""
-
-    experts: Annotated[int, Field(ge=1, le=4096, examples=[8])]
-    """FFNs of a layer, each of ``shape.ffn`` neurons."""
-    active_experts: Count
-    """Number of experts that compute each token."""
-    router: Literal["softmax", "sigmoid", "mixer"] = "softmax"
-    """Function that turns router scores into weights; ``mixer``: a softmax for each active expert
-    of the scores that are not far below its own (Phi-3.5-MoE)."""
-    router_input: Literal["ffn", "layer", "stream"] = "ffn"
-    """What the router reads: the normalised input of the FFN, the layer's input as it is, or what
-    the FFN normalises, through an RMSNorm of the router's own (Gemma 4)."""
-    input_scale: float = Field(default=1.0, gt=0.0, examples=[0.02])
-    """Factor of what the router reads (``stream``)."""
-    expert_scale: bool = False
-    """Whether the weight of each active expert is multiplied by a number of the expert's own."""
-    normalise_weights: bool = True
-    """Whether the weights of the active experts are scaled to add up to 1."""
-    shared_experts: Annotated[int, Field(ge=0, le=4096, examples=[4])] = 0
-    """FFNs beside them, of ``shape.ffn`` neurons each, that compute every token; one of four times
-    as many neurons is four."""
-    shared_gate: bool = False
-    """Whether a router of their own weights the shared experts, by the sigmoid of its score."""
-    shared_ffn: Count | None = None
-    """Neurons of all shared experts together, where the last one has fewer than the others."""
-    router_bias: bool = False
-    """Whether the router's scores have a bias."""
-    choice_bias: bool = False
-    """Whether experts are chosen by their weights and a bias of each, which is not part of the
-    weights (DeepSeek V3)."""
-    groups: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Groups of neighbouring experts, of which the best ones are chosen first."""
-    active_groups: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Groups whose experts may be active."""
-    group_score: Literal["best", "best-two"] = "best-two"
-    """What groups are compared by: their best expert, or the sum of the best two."""
-    scaling: float = Field(default=1.0, gt=0.0)
-    """Factor of the active experts' weights."""
-    tolerance: float = Field(default=0.01, gt=0.0)
-    """Scores that are lower by more than twice this share do not count (``mixer``)."""
-    dense_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[0]])
-    """Layers that are no mixture but have one FFN.  Its neurons are stored as those of the first
-    experts, as many as it takes, which then compute every token."""
-    dense_ffn: Count | None = Field(default=None, examples=[10944])
-    """Neurons of the FFN of ``dense_layers``."""
-
-    def count_dense(self, ffn: int) -> int:
-        """Experts of ``ffn`` neurons that it takes to hold the FFN of a dense layer."""
-        if not self.dense_layers or self.dense_ffn is None:
-            return 0
-        return -(-self.dense_ffn // ffn)
-
-
-class SideFfn(Table):
-    """A dense FFN beside the experts of every layer (Gemma 4): it has a norm of its own before it,
-    what it and the experts give is normalised apart, and added.
-
-    It is kept with the weights of attention, in their precision, and computes every token.  The
-    activation is that of ``ffn``.
-    """
-
-    width: Annotated[int, Field(ge=1, le=2**22, examples=[2112])]
-    """Neurons."""
 
 
 class Tokenizer(Table):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
-from pi2.plan.documents.model import Moe
+from pi2.plan.documents.model_experts import Moe
 
 CODE = "P279"
 SEVERITY = "error"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
-from pi2.plan.documents.model import Rope
+from pi2.plan.documents.model_attention import Rope
 
 CODE = "P248"
 SEVERITY = "error"

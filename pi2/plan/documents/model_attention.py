@@ -1,0 +1,160 @@
+"""What a model document says of attention and of positions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Count, LayerNumber, Table
+
+Divisor = Annotated[float, Field(ge=1e-6, le=1e9, examples=[1.5])]
+"""What a frequency is divided by."""
+
+
+class Rope(Table):
+    """Rotary position embedding, rotating pairs of a head's elements."""
+
+    kind: Literal["plain", "linear", "llama3", "yarn", "longrope", "proportional", "none"] = "plain"
+    """Scaling of positions or frequencies; ``proportional``: frequencies and pairs are those of the
+    whole head, and the first ``share`` of the pairs turn (Gemma 4); ``none`` rotates nothing."""
+    theta: float = Field(default=10000.0, gt=1.0)
+    """Base of the frequencies."""
+    share: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Part of a head that is rotated, from its first element on."""
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """Which elements of the checkpoint's heads turn together: one of each half of the rotated
+    part, or two that follow each other."""
+    factor: float = Field(default=1.0, ge=1.0)
+    """Factor by which the context is extended (all kinds but ``plain`` and ``none``)."""
+    low_frequency_factor: float = Field(default=1.0, gt=0.0)
+    """Longest wavelength kept unscaled by factor (``llama3``)."""
+    high_frequency_factor: float = Field(default=4.0, gt=0.0)
+    """Shortest wavelength that is scaled (``llama3``)."""
+    original_context: Count = 8192
+    """Context length before extension, in tokens (``llama3``, ``yarn``, ``longrope``)."""
+    fast_rotations: float = Field(default=32.0, gt=0.0)
+    """Pairs that turn at least so often within the original context are not scaled (``yarn``)."""
+    slow_rotations: float = Field(default=1.0, gt=0.0)
+    """Pairs that turn at most so often within it are scaled in full (``yarn``)."""
+    whole_pairs: bool = True
+    """Whether the two bounds are rounded to whole pairs (``yarn``)."""
+    attention_factor: float | None = Field(default=None, gt=0.0, le=1e6, examples=[1.1])
+    """Factor of sines and cosines; default: 0.1 ln(factor) + 1 (``yarn``) or sqrt(1 + ln(factor)
+    / ln(original_context)) (``longrope``)."""
+    short_factors: tuple[Divisor, ...] = ()
+    """Divisors of each pair's frequency in sequences of up to ``original_context`` tokens
+    (``longrope``)."""
+    long_factors: tuple[Divisor, ...] = ()
+    """Divisors of each pair's frequency in longer sequences (``longrope``)."""
+    long_attention_factor: float | None = Field(default=None, gt=0.0, le=1e6, examples=[1.2])
+    """Factor of sines and cosines in longer sequences, where it is another (``longrope``)."""
+
+    def count_rotated(self, head_dim: int) -> int:
+        """Elements of a head that have a pair; those of ``proportional`` need not turn."""
+        if self.kind == "proportional":
+            return head_dim
+        return 0 if self.kind == "none" else int(head_dim * self.share)
+
+
+class OtherRope(Rope):
+    """Rotary positions of some layers, where they are not those of ``rope``."""
+
+    layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[0, 2, 4]])]
+    """The layers that have them."""
+
+
+class OtherHeads(Table):
+    """Heads of some layers of attention, where they are not those of ``shape`` (Gemma 4)."""
+
+    layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[5, 11]])]
+    """The layers that have them."""
+    kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[2])]
+    """Key and value heads."""
+    head_dim: Annotated[int, Field(ge=1, le=2**14, examples=[512])]
+    """Width of one head."""
+    keys_are_values: bool = False
+    """Whether values are what the key projection gives: there is no other one."""
+
+
+class Positions(Table):
+    """Learned position vectors, added to the embeddings."""
+
+    offset: int = Field(default=0, ge=0, le=2**16, examples=[2])
+    """Rows of the checkpoint's table before that of position 0: 2 for OPT."""
+
+
+class Latent(Table):
+    """Latent attention (DeepSeek V2): keys and values of all heads are made of one short vector,
+    which is all that the KV cache keeps of a token.
+
+    A head's query and key have a part that is not rotated and one that is; the rotated part of the
+    key is the same for all heads.  ``shape.head_dim`` is the width of a head's value.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=2**16, examples=[512])]
+    """Width of the vector that keys and values are made of."""
+    query_rank: Annotated[int, Field(ge=1, le=2**16)] | None = Field(default=None, examples=[1536])
+    """Width of the vector that queries are made of; absent means that they are projected at
+    once."""
+    plain: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
+    """Elements of a head's query and key that are not rotated."""
+    rotated: Annotated[int, Field(ge=2, le=2**14, multiple_of=2, examples=[64])]
+    """Elements of a head's query and key that are rotated."""
+    epsilon: float = Field(default=1e-6, gt=0.0)
+    """Added to the mean of squares in the norms of both vectors."""
+    bias: bool = False
+    """Whether the projections to both vectors have a bias."""
+
+    @property
+    def key(self) -> int:
+        """Width of a head's query and key."""
+        return self.plain + self.rotated
+
+    @property
+    def kept(self) -> int:
+        """Elements that the KV cache keeps of a token: the vector and the rotated key."""
+        return self.rank + self.rotated
+
+
+class Attention(Table):
+    """Attention beyond its sizes."""
+
+    qkv_bias: bool = False
+    """Whether query, key and value projections have a bias."""
+    output_bias: bool = False
+    """Whether the output projection has a bias."""
+    head_norm: bool = False
+    """Whether queries and keys go through an RMSNorm."""
+    head_norm_of: Literal["head", "all"] = "head"
+    """What that norm is taken of: every head, or all heads together (OLMo 2)."""
+    head_norm_place: Literal["before", "after"] = "before"
+    """Whether it comes ``before`` the rotation, or ``after`` it (Hunyuan)."""
+    value_norm: bool = False
+    """Whether values go through an RMSNorm that has no weights, one for each head (Gemma 4)."""
+    output_gate: bool = False
+    """Whether queries come with as many gates, whose sigmoids multiply what the heads have mixed
+    (Qwen3-Next)."""
+    clip: float | None = Field(default=None, gt=0.0, examples=[8.0])
+    """Queries, keys and values are cut to -clip..clip, where it is stated."""
+    sinks: bool = False
+    """Whether every head has a score of its own beside those of the tokens, whose share of the
+    attention goes nowhere (gpt-oss)."""
+    growth: float = Field(default=0.0, ge=0.0)
+    """Queries at position p are multiplied by 1 + growth ln(1 + floor(p / rope.original_context))
+    (Ministral 3)."""
+    latent: Latent | None = None
+    """Latent attention, if the model has it."""
+    scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
+    """Factor of attention scores; default: 1 / sqrt(head_dim)."""
+    softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
+    """Scores s become c tanh(s / c), where it is stated."""
+    sliding_window: Count | None = None
+    """Sliding window in tokens, the query's own included; absent means the whole context."""
+    window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
+    """Layers that have the sliding window; absent means all."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the projection of what attention reads has a bias."""
+        return self.qkv_bias or (self.latent is not None and self.latent.bias)

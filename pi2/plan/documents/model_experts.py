@@ -1,0 +1,75 @@
+"""What a model document says of experts, and of what is beside them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Count, LayerNumber, Table
+
+
+class Moe(Table):
+    """A mixture of experts: for every token a router picks a few of a layer's FFNs."""
+
+    experts: Annotated[int, Field(ge=1, le=4096, examples=[8])]
+    """FFNs of a layer, each of ``shape.ffn`` neurons."""
+    active_experts: Count
+    """Number of experts that compute each token."""
+    router: Literal["softmax", "sigmoid", "mixer"] = "softmax"
+    """Function that turns router scores into weights; ``mixer``: a softmax for each active expert
+    of the scores that are not far below its own (Phi-3.5-MoE)."""
+    router_input: Literal["ffn", "layer", "stream"] = "ffn"
+    """What the router reads: the normalised input of the FFN, the layer's input as it is, or what
+    the FFN normalises, through an RMSNorm of the router's own (Gemma 4)."""
+    input_scale: float = Field(default=1.0, gt=0.0, examples=[0.02])
+    """Factor of what the router reads (``stream``)."""
+    expert_scale: bool = False
+    """Whether the weight of each active expert is multiplied by a number of the expert's own."""
+    normalise_weights: bool = True
+    """Whether the weights of the active experts are scaled to add up to 1."""
+    shared_experts: Annotated[int, Field(ge=0, le=4096, examples=[4])] = 0
+    """FFNs beside them, of ``shape.ffn`` neurons each, that compute every token; one of four times
+    as many neurons is four."""
+    shared_gate: bool = False
+    """Whether a router of their own weights the shared experts, by the sigmoid of its score."""
+    shared_ffn: Count | None = None
+    """Neurons of all shared experts together, where the last one has fewer than the others."""
+    router_bias: bool = False
+    """Whether the router's scores have a bias."""
+    choice_bias: bool = False
+    """Whether experts are chosen by their weights and a bias of each, which is not part of the
+    weights (DeepSeek V3)."""
+    groups: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Groups of neighbouring experts, of which the best ones are chosen first."""
+    active_groups: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Groups whose experts may be active."""
+    group_score: Literal["best", "best-two"] = "best-two"
+    """What groups are compared by: their best expert, or the sum of the best two."""
+    scaling: float = Field(default=1.0, gt=0.0)
+    """Factor of the active experts' weights."""
+    tolerance: float = Field(default=0.01, gt=0.0)
+    """Scores that are lower by more than twice this share do not count (``mixer``)."""
+    dense_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[0]])
+    """Layers that are no mixture but have one FFN.  Its neurons are stored as those of the first
+    experts, as many as it takes, which then compute every token."""
+    dense_ffn: Count | None = Field(default=None, examples=[10944])
+    """Neurons of the FFN of ``dense_layers``."""
+
+    def count_dense(self, ffn: int) -> int:
+        """Experts of ``ffn`` neurons that it takes to hold the FFN of a dense layer."""
+        if not self.dense_layers or self.dense_ffn is None:
+            return 0
+        return -(-self.dense_ffn // ffn)
+
+
+class SideFfn(Table):
+    """A dense FFN beside the experts of every layer (Gemma 4): it has a norm of its own before it,
+    what it and the experts give is normalised apart, and added.
+
+    It is kept with the weights of attention, in their precision, and computes every token.  The
+    activation is that of ``ffn``.
+    """
+
+    width: Annotated[int, Field(ge=1, le=2**22, examples=[2112])]
+    """Neurons."""
