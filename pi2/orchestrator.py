@@ -10,40 +10,33 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from pi2.arrays import I32, U8
+from pi2.arrays import I32
 from pi2.backends.host import load_host_loops
 from pi2.backends.observer import ExecutorObserver
-from pi2.backends.protocol import BuildRequest, Executor, ExecutorBackend, Tensor
+from pi2.backends.protocol import BuildRequest, Executor, ExecutorBackend
 from pi2.diagnostics import UserError
+from pi2.engine.build_request import describe_build
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import (
-    allocate_gate_rows,
-    allocate_gates,
-    begin_dense,
     begin_neurons,
-    begin_scales,
     count_neurons,
     group_by_expert,
-    keeps_mapped,
     load_gates,
-    load_twins,
     open_embedding,
     open_gates,
     open_reader,
-    read_tokenizer,
 )
+from pi2.engine.opened_store import begin_hashes, is_by_hotness, open_store
 from pi2.engine.parts import LayerParts, Parts
 from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.routing_dials import RoutingDials, make_dials
 from pi2.engine.twins import TwinNeurons
 from pi2.engine.unit_loading import build_shares, load_shares, make_rows
 from pi2.engine.whole_loading import load_whole, make_whole_forward
-from pi2.fit import find_plan_misfits, locate_findings
+from pi2.fit import find_plan_misfits
 from pi2.logging import get_logger
 from pi2.machine import (
     Machine,
@@ -67,12 +60,7 @@ from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.documents.backends import find_backend, find_executor_backend
-from pi2.plan.documents.selectors import list_cores
 from pi2.progress import Progress, ignore_progress
-from pi2.store.agreement import find_bundle_misfits, find_gate_misfits, find_twin_misfits
-from pi2.store.embedding_rows import EmbeddingRows
-from pi2.store.reader import NeuronStore
-from pi2.store.verification import HashCheck
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -361,36 +349,6 @@ def make_experts(resolved: ResolvedPlan, grouped: list[I32] | None) -> ExpertNeu
     return None if grouped is None else ExpertNeurons(grouped, resolved.model.expert_count)
 
 
-def open_store(resolved: ResolvedPlan, cleanup: ExitStack) -> tuple[NeuronStore, Tokenizer]:
-    """Open the plan's neuron store, to be closed by ``cleanup``, and read its tokenizer."""
-    store = NeuronStore.open(resolved.store_path, model=resolved.model)
-    cleanup.callback(store.close)
-    check_bundles(resolved, store)
-    return store, read_tokenizer(store.tokenizer_path)
-
-
-def begin_hashes(
-    resolved: ResolvedPlan, store: NeuronStore, cleanup: ExitStack
-) -> HashCheck | None:
-    """Begin to compare the store's other files with their hashes, where the plan wants it, while
-    the rest is loaded; to be closed by ``cleanup``."""
-    if resolved.plan.io.verify == "never":
-        return None
-    hashes = HashCheck(
-        store.path,
-        store.manifest,
-        reader_compares=not (resolved.has_whole_unit or keeps_mapped(resolved)),
-        has_twin=resolved.plan.twin is not None,
-    )
-    cleanup.callback(hashes.close)
-    return hashes
-
-
-def is_by_hotness(store: NeuronStore | None) -> bool:
-    """Whether stored order says which neurons are used often."""
-    return store is not None and store.manifest.order != "index"
-
-
 def make_budget(resolved: ResolvedPlan) -> Budget:
     """Make the budget of the plan's segments and of the units beside the sparse one."""
     memory = resolved.plan.memory
@@ -433,100 +391,6 @@ def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
     errors = tuple(finding for finding in misfits if finding.severity == "error")
     if errors:
         raise UserError(errors, exit_code=2)
-
-
-def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
-    """UserError P520 if the store's bundles do not lie as the plan says."""
-    found = list(find_bundle_misfits(resolved, store.manifest.bundle))
-    found += find_twin_misfits(resolved, store.manifest)
-    found += find_gate_misfits(resolved, store.manifest)
-    if found:
-        raise UserError(locate_findings(found, resolved.path), exit_code=2)
-
-
-def describe_build(
-    resolved: ResolvedPlan,
-    machine: Machine,
-    store: NeuronStore | None,
-    rows: EmbeddingRows | None,
-    grouped: list[I32] | None,
-    budget: Budget,
-    batch: Batch,
-    progress: Progress,
-) -> BuildRequest:
-    """Gather what the backend needs, whose dense weights and scales ``batch`` reads; ``grouped``:
-    a mixture's neurons, expert by expert."""
-    mode = resolved.plan.decode.predictor
-    tensors: Mapping[str, Tensor] = {}
-    scales = None
-    if store is not None:
-        tensors = begin_dense(resolved, store, rows, budget, batch)
-        scales = begin_scales(resolved, store, budget, batch)
-    gate_rows = gate_biases = None
-    if mode == "gate" and store is not None:
-        gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
-        if resolved.bundle.biases:
-            size = 4 * resolved.model.layer_neurons
-            gate_biases = [
-                budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
-            ]
-    request = make_request(resolved, machine, tensors)
-    return replace(
-        request,
-        gate_rows=gate_rows,
-        gates=allocate_gates(resolved, budget) if resolved.reads_gates else None,
-        scales=scales,
-        twins=load_twins(resolved, store, budget, progress),
-        gate_biases=gate_biases,
-        expert_neurons=None if mode == "none" or store is None else grouped,
-        allocate=budget.allocate,
-        progress=progress,
-    )
-
-
-def make_request(
-    resolved: ResolvedPlan, machine: Machine, tensors: Mapping[str, Tensor]
-) -> BuildRequest:
-    """Everything that a plan and a machine say of a build: all but what memory is given out for.
-
-    With ``decode.predictor = "gate"`` it has an empty list of gate rows.
-    """
-    unit = resolved.device.units[resolved.sparse_unit]
-    features = unit.features if unit.features is not None else machine.features
-    bound = tuple(list_cores(resolved.plan.threads.cores or ""))
-    cores = len(bound) or sum(cluster.cores for cluster in unit.clusters) or machine.cores
-    return BuildRequest(
-        model=resolved.model,
-        tensors=tensors,
-        bundle=resolved.bundle,
-        neurons=resolved.model.layer_neurons,
-        chunk=resolved.plan.prefill.chunk,
-        chunks=count_chunks(resolved),
-        context=resolved.plan.kv.context,
-        sequences=resolved.plan.decode.batch,
-        step_tokens=resolved.plan.decode.step_tokens,
-        kv_type=resolved.plan.kv.type,
-        token_type=resolved.plan.decode.activations,
-        chunk_type=resolved.plan.prefill.activations,
-        passes=resolved.plan.decode.passes,
-        gate_rows=[] if resolved.plan.decode.predictor == "gate" else None,
-        scales=None,
-        gate_biases=None,
-        limits=None if resolved.thresholds is None else resolved.thresholds.limits,
-        expert_limits=None if resolved.thresholds is None else resolved.thresholds.expert_limits,
-        expert_neurons=None,
-        rows=resolved.divided_rows,
-        threads=resolved.plan.threads.compute or cores,
-        features=frozenset(features),
-        architecture=unit.architecture or machine.architecture,
-        allocate=_refuse_memory,
-        progress=ignore_progress,
-        cores=bound,
-    )
-
-
-def _refuse_memory(segment: str, size: int) -> U8:
-    raise AssertionError(f"{size} bytes of {segment} before there is a budget")
 
 
 def report_build(

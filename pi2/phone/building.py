@@ -21,8 +21,8 @@ from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.cpu.specification import make_spec
 from pi2.backends.host.spec import HostSpec, choose_checks
 from pi2.diagnostics import UserError
+from pi2.engine.build_request import make_request
 from pi2.machine import detect_machine
-from pi2.orchestrator import make_request
 from pi2.phone.contents import PACKAGES, list_code
 from pi2.phone.documents import PLAN, write_resolved
 from pi2.phone.integrity import STORE, write_index

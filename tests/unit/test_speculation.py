@@ -284,7 +284,7 @@ def test_both_models_have_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Mo
             tokenizer.add_tokens(["another"])
         return tokenizer
 
-    monkeypatch.setattr("pi2.orchestrator.read_tokenizer", read_other)
+    monkeypatch.setattr("pi2.engine.opened_store.read_tokenizer", read_other)
     guessing = {"drafts": "plan", "plan": "draft/tiny.plan.toml"}
     with pytest.raises(pi2.UserError, match="P618"):
         pi2.load(plan, set={"decode.speculation": guessing})
