@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +11,14 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.arrays import F32, I32, I64
-from pi2.engine.answer import GenerationRequest
-from pi2.engine.drafting import PromptLookup
+from pi2.arrays import F32, I64
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import read_tokenizer
-from pi2.engine.payback import FIRST_REST, PLAIN_STEPS, REFRESH_STEPS, TRIAL_STEPS, Payback, Touched
+from pi2.engine.payback import Touched
 from pi2.engine.run_report import describe_run, summarise_run
-from pi2.engine.sampling import SamplingOptions
-from pi2.engine.scheduler import Scheduler, Ticket
-from pi2.engine.sequences import Sequences
+from pi2.engine.scheduler import Ticket
 from pi2.engine.speculation import Speculation
 from pi2.engine.speculation_counters import SpeculationCounters
-from pi2.engine.text import TokenDecoder
 from pi2.phone.target import Wish, aim_plan
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
@@ -410,197 +404,6 @@ def test_an_answer_may_fill_the_context_to_its_last_token(tmp_path: Path) -> Non
         result = model.generate(PROMPTS[0], **options).result
     assert result.finish_reason == alone.finish_reason == "context"
     assert result.token_ids == alone.token_ids
-
-
-# Chances.
-
-CHANCES = np.array(
-    [
-        [0.5, 0.3, 0.1, 0.1],
-        [0.1, 0.2, 0.3, 0.4],
-        [0.25, 0.25, 0.25, 0.25],
-        [0.7, 0.1, 0.1, 0.1],
-    ]
-)
-"""Chances of every token after every token."""
-
-
-class Chain(Sequences):
-    """A model whose next token depends on the last one alone."""
-
-    def __init__(self) -> None:
-        super().__init__(context=64, sequences=1)
-
-    def abandon(self) -> None: ...
-
-    def prefill(
-        self,
-        tokens: I32,
-        *,
-        all_logits: bool = False,
-        progress: Callable[[float], None] = lambda share: None,
-        end: int = 0,
-        sequence: int = 0,
-    ) -> F32:
-        self.positions[sequence] += len(tokens)
-        return self._look_up(tokens[-1:].tolist())
-
-    def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
-        for sequence in sequences:
-            self.positions[sequence] += 1
-        return self._look_up(tokens)
-
-    def _look_up(self, tokens: Sequence[int]) -> F32:
-        return np.log(CHANCES[list(tokens)]).astype(np.float32)
-
-
-class Stubborn:
-    """Guesses the same tokens, whatever has come."""
-
-    def propose(self, place: int, ids: I64, most: int) -> list[int]:
-        return [2, 0, 0][:most]
-
-    def forget(self, place: int) -> None: ...
-
-
-def draw_texts(count: int) -> Counter[tuple[int, ...]]:
-    """Texts of four tokens after token 0, drawn while the same is guessed over and over."""
-    scheduler = Scheduler(
-        Chain(),
-        context=64,
-        piece_tokens=8,
-        make_decoder=lambda request: TokenDecoder(lambda ids: ""),
-        speculation=Speculation(
-            Stubborn(), tokens=3, step_tokens=4, count_bytes=lambda: Touched(0, 0), always=True
-        ),
-    )
-    found: Counter[tuple[int, ...]] = Counter()
-    for seed in range(count):
-        request = GenerationRequest(
-            prompt_ids=[0],
-            max_tokens=4,
-            stop=(),
-            stop_ids=frozenset(),
-            sampling=SamplingOptions(temperature=1.0, seed=seed),
-        )
-        ticket = Ticket(request)
-        scheduler.submit(ticket)
-        while not ticket.ended:
-            scheduler.drive()
-        assert ticket.result is not None
-        found[ticket.result.token_ids] += 1
-    assert scheduler.speculation is not None
-    assert scheduler.speculation.counters.accepted_tokens > count / 4
-    return found
-
-
-def measure_distance(found: Counter[tuple[int, ...]]) -> float:
-    """Chi squared of texts, divided by their degrees of freedom: about 1 where chances are those
-    of the model."""
-    count, total = sum(found.values()), 0.0
-    for text in np.ndindex(4, 4, 4, 4):
-        chance = float(np.prod([CHANCES[a, b] for a, b in zip((0, *text), text, strict=False)]))
-        total += (found[text] - count * chance) ** 2 / (count * chance)
-    return total / 255
-
-
-def test_texts_are_drawn_as_often_as_the_model_says() -> None:
-    found = draw_texts(4000)
-    # One in a million of right ones is above: the standard deviation is 0.09.
-    assert measure_distance(found) < 1.45
-    # Were guesses kept a little more often than they are drawn, it would show.
-    favoured = Counter(found)
-    for text, count in found.items():
-        if text[1] != 2 and count > 4:
-            moved = count // 4
-            favoured[text] -= moved
-            favoured[text[0], 2, *text[2:]] += moved
-    assert measure_distance(favoured) > 2
-
-
-# What is guessed.
-
-
-def propose(ids: Sequence[int], match: int = 2, most: int = 3) -> list[int]:
-    return PromptLookup(match).propose(0, np.array(ids, np.int64), most)
-
-
-def test_what_came_after_the_last_tokens_is_guessed() -> None:
-    assert propose([1, 2, 3, 4, 5, 9, 1, 2]) == [3, 4, 5]
-    assert propose([1, 2, 3, 4, 5, 9, 1]) == []
-    assert propose([1]) == []
-    assert propose([7, 7, 7]) == [7]
-    # The longest match counts, then the latest.
-    assert propose([8, 1, 2, 3, 5, 1, 2, 4, 8, 1, 2]) == [3, 5, 1]
-    assert propose([5, 1, 2, 3, 6, 1, 2, 4, 7, 1, 2]) == [4, 7, 1]
-
-
-def test_an_index_that_grows_finds_what_a_new_one_finds() -> None:
-    draw = np.random.default_rng(3)
-    ids = draw.integers(0, 4, 200)
-    growing = PromptLookup(3)
-    for end in range(1, 200, 3):
-        known = ids[:end]
-        assert growing.propose(0, known, 5) == PromptLookup(3).propose(0, known, 5)
-    growing.forget(0)
-    assert growing.propose(0, np.array([1, 2, 3]), 4) == []
-
-
-# Whether it pays.
-
-
-def feed(
-    payback: Payback, steps: int, *, kept: int, size: int, seconds: float, flash: int = 0
-) -> list[bool]:
-    """Steps as they are wanted, of which those with guesses keep ``kept`` tokens, touch ``size``
-    bytes in memory and ``flash`` on flash, and take ``seconds``; those without touch 90 and 10, and
-    take a second."""
-    found = []
-    for _ in range(steps):
-        drafted = payback.wants_draft()
-        found.append(drafted)
-        touched = Touched(size, flash or 10 * kept) if drafted else Touched(90, 10)
-        tokens, taken_s = (kept, seconds) if drafted else (1, 1.0)
-        payback.note(drafted=drafted, tokens=tokens, touched=touched, seconds=taken_s)
-    return found
-
-
-def test_guessing_goes_on_while_it_saves_bytes_and_time() -> None:
-    found = feed(Payback(), 200, kept=3, size=200, seconds=2.0)
-    assert found[:PLAIN_STEPS] == [False] * PLAIN_STEPS
-    assert found[PLAIN_STEPS : PLAIN_STEPS + REFRESH_STEPS] == [True] * REFRESH_STEPS
-    assert not found[PLAIN_STEPS + REFRESH_STEPS], "steps without guesses stay known"
-    assert sum(found) > 180
-
-
-@pytest.mark.parametrize(("kept", "size", "seconds"), [(1, 140, 0.5), (2, 230, 1.0), (2, 130, 2.5)])
-def test_guessing_rests_where_it_saves_no_bytes_or_no_time(
-    kept: int, size: int, seconds: float
-) -> None:
-    payback = Payback()
-    found = feed(payback, 1000, kept=kept, size=size, seconds=seconds)
-    first = PLAIN_STEPS + TRIAL_STEPS
-    assert all(found[PLAIN_STEPS:first])
-    assert not any(found[first : first + FIRST_REST])
-    assert all(found[first + FIRST_REST : first + FIRST_REST + TRIAL_STEPS])
-    assert sum(found) <= 6 * TRIAL_STEPS, "each rest is longer than the one before"
-
-
-def test_guesses_that_touch_more_memory_pay_where_they_read_less() -> None:
-    found = feed(Payback(), 200, kept=3, size=300, seconds=2.0, flash=6)
-    assert sum(found) > 180
-    assert sum(feed(Payback(), 200, kept=3, size=300, seconds=2.0, flash=30)) < 40
-
-
-def test_what_rests_is_taken_up_only_for_more_than_it_takes_to_go_on() -> None:
-    slight: dict[str, Any] = {"kept": 2, "size": 176, "seconds": 1.5}
-    assert sum(feed(Payback(), 400, **slight)) > 350
-    payback = Payback()
-    feed(payback, PLAIN_STEPS + TRIAL_STEPS, kept=1, size=300, seconds=3.0)
-    assert not payback.is_on
-    assert sum(feed(payback, 400, **slight)) < 50
-    feed(payback, 600, kept=4, size=200, seconds=2.0)
-    assert payback.is_on
 
 
 def test_a_plan_that_lets_it_pay_guesses_what_the_prompt_has(tmp_path: Path) -> None:
