@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 from pi2.arrays import F32, U8
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Graphs
+from pi2.plan.documents.plan_units import Graphs
 from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress, ignore_progress
 

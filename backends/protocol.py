@@ -41,7 +41,8 @@ from pi2.backends.observer import ExecutorObserver
 from pi2.plan.arithmetic.units import GraphFacts, UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan_running import ActivationType
 from pi2.plan.weights.gates import GateRecord
 from pi2.plan.weights.layout import BundleLayout, Precision, TwinPrecision
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType, PredictorMode
+from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan_running import PredictorMode
 from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress, ignore_progress
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from pi2.arrays import U8
 from pi2.backends.kernels.spec import KEPT, KV_DTYPES, PANEL, PARTS, SPANS, UNPACKED, KernelSpec
-from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import Precision, lay_out_bundle, weight_bytes
 
 HIDDEN = 4096

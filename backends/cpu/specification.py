@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pi2.backends.kernels.spec import AttentionShape, KernelSpec, RouterShape
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import ActivationType
+from pi2.plan.documents.plan_running import ActivationType
 from pi2.plan.weights.latent import describe_latent
 from pi2.plan.weights.states import describe_state
 from pi2.plan.weights.tensor_names import name_layer_tensor

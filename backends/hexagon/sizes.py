@@ -29,7 +29,7 @@ from pi2.backends.hexagon.specification import (
 )
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Graphs
+from pi2.plan.documents.plan_units import Graphs
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
 
 STAGING_BUFFERS = 2

@@ -22,7 +22,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.attention import NEVER, Spans
 from pi2.backends.kernels.kv import load_scales
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
-from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.latent import LatentShape
 
 TOKENS_TOGETHER = 2

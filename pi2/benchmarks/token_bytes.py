@@ -8,7 +8,7 @@ from pi2.benchmarks.samples import TokenBytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import vector_bytes
 from pi2.plan.weights.tensor_names import EMBEDDING, HEAD
 from pi2.store.tensors import DenseTensor, list_tensors

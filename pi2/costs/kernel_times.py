@@ -13,7 +13,8 @@ from typing import get_args
 
 from pi2.costs.constants import Constants
 from pi2.plan.documents.device import KernelFigure, KernelName, Unit
-from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan_running import ActivationType
 
 USUAL_WIDTH = 4096
 """Width of the model that kernels were measured with, where a figure does not state it."""

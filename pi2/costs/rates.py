@@ -17,7 +17,8 @@ from pi2.costs.flash import Flash, keep_core, list_bursts, list_points
 from pi2.costs.kernel_times import KernelTimes, Linear
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.device import Device, Unit
-from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan_running import ActivationType
 
 MISSING_FIGURE = "P351"
 _ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0

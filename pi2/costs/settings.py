@@ -18,7 +18,7 @@ from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.arithmetic.units import list_graph_tokens
-from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import round_up
 
 LookAhead = Literal["none", "attention", "layer"]

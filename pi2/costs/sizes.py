@@ -12,7 +12,7 @@ from pi2.plan.arithmetic.mixers import (
 )
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import BundleLayout, matrix_bytes, weight_bytes
 
 

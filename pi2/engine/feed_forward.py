@@ -30,7 +30,7 @@ from pi2.memory.balance import HotBalance
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
-from pi2.plan.documents.plan import Decode
+from pi2.plan.documents.plan_running import Decode
 
 MOST_EXPERTS = 0.9
 """Share of a layer's experts from which the next layer of a prompt is read as a whole, before its

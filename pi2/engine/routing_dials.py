@@ -28,7 +28,7 @@ import numpy as np
 from pi2.arrays import F32, I32, I64, Bits
 from pi2.backends.protocol import Tensor
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Experts
+from pi2.plan.documents.plan_sparsity import Experts
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
 

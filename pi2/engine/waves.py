@@ -21,7 +21,7 @@ from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.granules import SingleNeurons
 from pi2.memory.null_reader import NullReader
 from pi2.memory.policy import ABSENT
-from pi2.plan.documents.plan import Decode
+from pi2.plan.documents.plan_running import Decode
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from pi2.plan.arithmetic.fitting import (
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.authoring.drafting import choose_backends
-from pi2.plan.documents.plan import PredictorMode
+from pi2.plan.documents.plan_running import PredictorMode
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,

@@ -30,7 +30,7 @@ from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.cost_layer import cost_layer
 from pi2.planning.resolving import make_plan_values, resolve_values

@@ -10,7 +10,8 @@ from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Plan, Segments
+from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.plan_memory import Segments
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.weights.layout import BundleLayout
 

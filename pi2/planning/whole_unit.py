@@ -20,7 +20,8 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_unit_needs
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.backends import find_whole_backend, list_usual_backends
-from pi2.plan.documents.plan import KvType, PredictorMode, Segments
+from pi2.plan.documents.plan_memory import KvType, Segments
+from pi2.plan.documents.plan_running import PredictorMode
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.weights.layout import BundleLayout
 from pi2.planning.cost import Cost, cost_resolved

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pi2.plan.documents.device import KernelName
-from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan_running import ActivationType
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key
 

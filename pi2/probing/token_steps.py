@@ -15,7 +15,8 @@ from pi2.backends.protocol import BuildRequest, Executor
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.documents.device import KernelName
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan_running import ActivationType
 from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key

@@ -26,7 +26,7 @@ from pi2.engine.forward import Forward
 from pi2.memory.cache import NeuronCache
 from pi2.memory.null_reader import NullReader
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Decode
+from pi2.plan.documents.plan_running import Decode
 
 NAMED = 0.14
 """Share of the neurons that a predictor names, about."""

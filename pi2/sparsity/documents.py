@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.plan import Sparsity
+from pi2.plan.documents.plan_sparsity import Sparsity
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.plan.toml.text import write_key, write_value

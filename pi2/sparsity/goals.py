@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.diagnostics import UserError
-from pi2.plan.documents.plan import SparsityMethod
+from pi2.plan.documents.plan_sparsity import SparsityMethod
 from pi2.plan.resolve import load_plan
 from pi2.sharing.resolver import LockedReferences
 

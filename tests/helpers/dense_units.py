@@ -19,7 +19,7 @@ from pi2.backends.reference.dense_unit import ThreadUnit
 from pi2.backends.reference.process_unit import ProcessUnit
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Graphs
+from pi2.plan.documents.plan_units import Graphs
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
 from pi2.plan.weights.packing import assemble_bundles, quantize, split_scales, unpack_part
 from tests.helpers.models import make_model

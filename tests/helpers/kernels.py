@@ -16,7 +16,8 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.machine.cpu import detect_cpu
 from pi2.plan.documents.model import Ffn, Model, Predictor, Quantization, Shape
 from pi2.plan.documents.model_attention import Attention, Rope
-from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan_running import ActivationType
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
 from pi2.plan.weights.packing import pack_bundles, pack_codes, quantize, slice_part
 from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor

@@ -16,7 +16,7 @@ from pi2.backends.kernels.spec import KV_DTYPES, SPANS
 from pi2.backends.reference.kv_cache import quantize_kv
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.documents.model_attention import Rope
-from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.plan_memory import KvType
 from tests.helpers.kernels import (
     allocate,
     compile_kernel,

@@ -19,7 +19,7 @@ from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.statistics import RunStatistics
 from pi2.importing.activations import group_experts
 from pi2.plan.checking.rules import dials_need_a_router
-from pi2.plan.documents.plan import Experts
+from pi2.plan.documents.plan_sparsity import Experts
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store
 from tests.helpers.mixtures import make_mixture_plan

@@ -17,7 +17,7 @@ from pi2.costs.activity import describe_cut_activity
 from pi2.diagnostics import UserError
 from pi2.evaluation.evaluation import evaluate_plan
 from pi2.orchestrator import load
-from pi2.plan.documents.plan import SparsityMethod
+from pi2.plan.documents.plan_sparsity import SparsityMethod
 from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.resolve import load_plan
 from pi2.plan.weights.packing import unpack_part

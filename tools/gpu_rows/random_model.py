@@ -20,7 +20,8 @@ from pi2.backends.gpu.alone.work_list import WorkList
 from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, Recording
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType, PredictorMode
+from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan_running import PredictorMode
 from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.progress import Progress
 

@@ -22,7 +22,8 @@ from pi2.backends.gpu.kernels.specification import (
 )
 from pi2.backends.gpu.sizes import count_experts
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import KvType, PredictorMode
+from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan_running import PredictorMode
 from pi2.plan.weights.latent import describe_latent
 from pi2.plan.weights.layout import BundleLayout, fill_groups
 from pi2.plan.weights.projections import list_kept_vectors

@@ -30,7 +30,9 @@ from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import count_unit_needs, need_twin
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import LayerOverride, Layers, Plan, Segments, UnitMemory
+from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.plan_memory import Segments, UnitMemory
+from pi2.plan.documents.plan_units import LayerOverride, Layers
 from pi2.plan.toml.paths import KeyPath
 from pi2.plan.weights.layout import round_up
 

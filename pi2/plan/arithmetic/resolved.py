@@ -14,7 +14,8 @@ from pi2.plan.arithmetic.sizes import Needs, compute_needs
 from pi2.plan.documents.backends import find_alone_backend, find_text_backend
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import BatchSplit, Plan
+from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.plan_units import BatchSplit
 from pi2.plan.documents.selectors import list_layers
 from pi2.plan.toml.paths import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up

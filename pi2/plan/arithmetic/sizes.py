@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.plan import KvType, Plan
+    from pi2.plan.documents.plan import Plan
+    from pi2.plan.documents.plan_memory import KvType
 
 KV_TOKENS = 16
 """The KV cache holds a multiple of this many tokens."""

@@ -18,7 +18,8 @@ from pi2.plan.arithmetic.sizes import count_ffn_bytes, find_block_bytes
 from pi2.plan.documents.backends import list_usual_backends
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Plan, Segments
+from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.plan_memory import Segments
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes, round_size
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pi2.plan.documents.plan import BatchSplit, Plan
+from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.plan_units import BatchSplit
 from pi2.plan.toml.paths import KeyPath
 
 

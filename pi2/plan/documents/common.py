@@ -18,6 +18,9 @@ Identifier = Annotated[
 FilePath = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", min_length=1, max_length=500)]
 """A path or a name of something in files; one with a NUL character can be no file's."""
 
+Reference = Annotated[FilePath, Field(examples=["host", "../my.device.toml"])]
+"""A relative path, or the short name of a shipped document."""
+
 Share = Annotated[float, Field(ge=0.0, le=1.0, examples=[0.25])]
 """A part of a whole, from 0 to 1."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
-from pi2.plan.documents.plan import BatchSplit
+from pi2.plan.documents.plan_units import BatchSplit
 from pi2.plan.toml.paths import KeyPath
 
 CODE = "P266"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import SparsityMethod
+from pi2.plan.documents.plan_sparsity import SparsityMethod
 
 CODE = "P257"
 SEVERITY = "error"

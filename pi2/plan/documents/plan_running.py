@@ -1,0 +1,169 @@
+"""How prompts are read and tokens generated: precision, prediction, guesses, deviations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Count, Identifier, Reference, Table
+from pi2.plan.documents.quantities import Bytes
+
+
+class Io(Table):
+    """How neurons are read."""
+
+    mode: Literal["direct", "buffered"] = "direct"
+    """``direct`` bypasses the page cache (O_DIRECT), ``buffered`` uses it."""
+    engine: Literal["pread", "io_uring", "mmap"] = "io_uring"
+    """``io_uring`` (Linux) queues many requests per system call, without threads, and falls back
+    to ``pread`` where it is not available; ``pread`` reads with threads, one request each;
+    ``mmap`` copies from mapped files through the page cache, as a baseline."""
+    threads: Annotated[int, Field(ge=1, le=64)] = 4
+    """Number of threads that issue reads; with ``io_uring``, half the number of clusters that a
+    layer's reads are divided into."""
+    depth: Annotated[int, Field(ge=1, le=4096)] = 192
+    """Maximum number of ``io_uring`` requests in flight. If it exceeds the system's queue for
+    the drive (on Linux often 256, shared with other programs), the computing thread waits for
+    room."""
+    merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
+    """Number of unneeded neurons that may be read and discarded between two needed ones, so that
+    both are one request. Adjacent neurons are always one request."""
+    request: Annotated[Bytes, Field(ge=4096, le=64 << 20, examples=["512 KiB"])] | None = None
+    """Bytes of one request where a mixture's experts are read in whole stretches; at most 8 MiB
+    are in flight then, so that the first expert arrives soon. Absent means the smallest size
+    from 128 KiB to 1 MiB at which the device's storage is nearly at its fastest, or 512 KiB."""
+    verify: Literal["never", "first-read"] = "first-read"
+    """``first-read`` verifies each neuron's checksum when it is first read, and the hashes of
+    the other files at loading. ``never`` computes with whatever the files contain: a damaged byte
+    changes the text without notice."""
+
+
+ActivationType = Literal["int8", "int16", "fp32"]
+
+
+class Prefill(Table):
+    """How a prompt is processed: dense, in chunks."""
+
+    unit: Annotated[Identifier, Field(examples=["npu"])] | None = None
+    """Unit that computes prompts: the FFN's neurons beyond those that it keeps are sent to it as
+    they are in memory or come from flash.  Absent leaves them to the sparse unit."""
+
+    chunk: Annotated[int, Field(ge=1, le=1024)] = 128
+    """Number of prompt tokens that go through a layer together."""
+    activations: ActivationType = "int16"
+    """Precision of matrix inputs in the cpu backend, with one scale for 32 of them: ``int8``
+    halves the arithmetic and changes logits by up to 1 % of the largest; ``fp32`` rounds nothing
+    and is slower."""
+
+
+PredictorMode = Literal["none", "gate", "low-rank", "router"]
+
+
+class Speculation(Table):
+    """Tokens that are guessed, and verified together: what all of them need is read once.
+
+    Every token is still drawn from the model's own logits, with the random number that it has
+    without speculation; a guess is kept where it is the token that was drawn.  So the text is the
+    same, greedy or not, but for rounding.
+    """
+
+    drafts: Literal["prompt", "resident", "plan"] = "prompt"
+    """Who guesses: ``prompt`` takes what came after the last tokens where they stood before, in the
+    prompt or in the answer; ``resident`` the model itself, with the neurons that are in memory
+    alone, so that nothing is read; ``plan`` a smaller model with the same tokens."""
+    plan: Annotated[Reference, Field(examples=["./draft.plan.toml"])] | None = None
+    """Plan of the smaller model, with ``drafts = "plan"``: a path relative to this file, or a short
+    name.  Its segments but ``runtime`` take what ``memory.budget`` leaves beside this plan's."""
+    tokens: Annotated[int, Field(ge=1, le=32)] = 4
+    """Maximum number of tokens that are guessed at once.  A step has at most one more, or as many
+    as ``decode.batch``: with more sequences under way less is guessed."""
+    match: Annotated[int, Field(ge=1, le=16)] = 3
+    """Number of last tokens that must have come before, in this order, with ``prompt``."""
+    when: Literal["pays", "always"] = "pays"
+    """``pays`` speculates as long as steps with guesses touch fewer bytes for each token that is
+    kept, and take less time for it, than steps without, and tries again now and then;
+    ``always`` whenever there is a guess."""
+
+
+class Decode(Table):
+    """How tokens are generated."""
+
+    predictor: PredictorMode = "low-rank"
+    """``none`` computes every neuron; ``gate`` computes all gates first and is lossless for the
+    ReLU family, while other models need ``[sparsity]``; ``low-rank`` uses trained predictors;
+    ``router``, for mixtures of experts, computes the neurons of the experts that the router
+    chooses, all of them and no others, so that nothing is lost, and keeps them in the cache.  In a
+    mixture ``none`` computes the chosen experts, too, but keeps nothing of what it reads."""
+    threshold: float = 0.0
+    """Predictor score from which a neuron counts as active; higher is faster and less accurate."""
+    missing_threshold: Annotated[float, Field(examples=[1.0])] | None = None
+    """Predictor score from which a neuron that is not in memory is read, if higher than
+    ``threshold``: fewer reads, at the cost of leaving out some neurons that fire rarely.
+    Default: ``threshold``."""
+    passes: Annotated[Literal[1, 2], Field(examples=[2])] | None = None
+    """Passes over the neurons in memory: 1 takes gate, up and down of a few neurons at a time, 2
+    the gates of all, then ups where gates are open, then downs where neurons fire.  Both give the
+    same bits.  Absent means 2 with ``predictor = "gate"``, where gates are known beforehand, and
+    else 1, which was quicker with ReLU, dReLU and SiLU (docs/lab/kernels.md).  Neurons with biases
+    or without gates are computed one by one in either case."""
+    activations: Literal["int16", "fp32"] = "int16"
+    """Precision of matrix inputs in the cpu backend, as in ``prefill``: ``int16`` changes logits
+    by a few parts in 10,000 of the largest, ``fp32`` rounds nothing (docs/exactness.md)."""
+    batch: Annotated[int, Field(ge=1, le=64, examples=[4])] = 1
+    """Maximum number of sequences that generate at the same time, each with its own KV cache in
+    ``memory.segments.kv``. Weights and neurons are read once for all of them."""
+    look_ahead: Literal["none", "attention", "layer"] = "none"
+    """When a layer's neurons are predicted: ``none`` after its attention; ``attention`` before
+    its attention, which then hides the reads; ``layer`` before the FFN of the previous layer, so
+    that storage is never idle. Earlier predictions find slightly fewer active neurons; with
+    ``router`` only reads begin early, and what they miss is read in time."""
+    speculation: Annotated[Speculation, Field(examples=[{"drafts": "prompt"}])] | None = None
+    """Tokens that are guessed and verified together; absent generates them one by one."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens that go through the model in a step."""
+        drafts = 0 if self.speculation is None else self.speculation.tokens
+        return max(self.batch, 1 + drafts)
+
+
+class Serve(Table):
+    """How `pi2 serve` and `pi2 chat` go on from prompts that were read before."""
+
+    prefixes: Literal["answers", "prompts", "none"] = "answers"
+    """What of earlier prompts is not read again when another one begins with the same tokens:
+    ``prompts`` goes on from whole chunks of prompts alone, which are bit for bit what reading them
+    again would give; ``answers`` also from tokens that were generated, so that the next turn of a
+    conversation reads only what is new: their keys and values are those of generation, which
+    leaves out what predictors leave out; ``none`` reads every prompt from its beginning."""
+    prefix_cache: Annotated[Bytes, Field(examples=["4 GiB"])] | None = None
+    """Most bytes of files in which keys and values of prompts are kept, also when the server ends;
+    those that were not used for longest go first.  Absent keeps them in ``memory.segments.kv``
+    alone, as long as no other sequence needs the room."""
+
+
+class Pipeline(Table):
+    """How reading and computing go together while a token is generated.
+
+    The engine heeds ``phases``, ``cluster`` and ``prefill``; ``policy`` is read by `pi2 simulate`
+    only.  It lets a plan describe other engines, so that they can be compared on the same device.
+    """
+
+    policy: Literal["neuron-cluster", "layer-barrier", "mmap"] = "neuron-cluster"
+    """``neuron-cluster`` computes what is in memory while one thread reads the rest, cluster by
+    cluster; ``layer-barrier`` reads all that a layer misses, then computes; ``mmap`` maps the
+    file and waits for every page that is not in memory."""
+    phases: Literal[1, 2] = 1
+    """Reads for a missing neuron: the whole bundle in 1, or gate first and, only where the gate is
+    open, up and down (2); the others do not stay in the cache.  Neighbours in the store, which
+    share a request, are read whole in either case, and so are neurons whose gates are known, with
+    ``predictor = "gate"``, and those that ``io.verify`` has not compared yet.  2 reads fewer bytes
+    in more requests."""
+    cluster: Count = 64
+    """Minimum number of neurons that are read and computed together."""
+    prefill: Literal["chunks-first", "layers-first"] = "chunks-first"
+    """``chunks-first`` computes one chunk of the prompt through all layers, then the next, and
+    reads what is not in memory again for every chunk; ``layers-first`` reads every layer once,
+    sequentially, and computes up to 512 tokens with it before the next layer, as many as fit
+    into the segment ``workspace``."""
