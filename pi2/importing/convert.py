@@ -6,29 +6,27 @@ they are in the checkpoint.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
-from pi2.importing.activations import (
-    count_bands,
-    group_experts,
-    order_neurons,
-    read_counts,
-)
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
+from pi2.importing.conversion_job import (
+    choose_order,
+    describe_file,
+    describe_files,
+    describe_job,
+    name_order,
+)
 from pi2.importing.dense_rows import find_dense_rows
 from pi2.importing.expert_matrices import ExpertMatrices, is_by_expert
 from pi2.importing.ffn_rows import find_ffn_rows
@@ -46,9 +44,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import GROUP, BundleLayout, Part, ScalesPlace, round_up
 from pi2.plan.weights.packing import assemble_bundles, dequantize, quantize
 from pi2.progress import Progress, ignore_progress
-from pi2.store.identity import describe_weights
-from pi2.store.manifest import Manifest, Order, name_layer_file
-from pi2.store.neuron_groups import keep_groups
+from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
 from pi2.store.writer import StoreWriter, TensorPieces
 
@@ -100,17 +96,17 @@ def convert_checkpoint(
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     check_checkpoint(source, model)
     found = find_predictors(source, model, predictors)
-    order = _choose_order(model, activations)
+    order = choose_order(model, activations)
     files = read_extra_files(source, model, tokenizer, activations, extras or {})
     own = [] if predictors is None else list_predictor_files(predictors)
-    inputs = [*_describe_files(source), *map(_describe_file, own)]
+    inputs = [*describe_files(source), *map(describe_file, own)]
     chosen = quantizer or Quantizer()
-    job = _describe_job(model, order, inputs, stride, scales, chosen)
+    job = describe_job(model, order, inputs, stride, scales, chosen)
     with StoreWriter(
         output,
         model,
         ranks=None if found is None else [predictor.rank for predictor in found],
-        order=_name_order(model, activations),
+        order=name_order(model, activations),
         stride=stride,
         scales=scales,
         replace=replace,
@@ -472,58 +468,3 @@ def _find_runs(owners: I32) -> list[tuple[int, int]]:
     """First and last place (exclusive) of every run of equal values."""
     starts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist()]
     return list(zip(starts, [*starts[1:], len(owners)], strict=True))
-
-
-def _choose_order(model: Model, activations: Path | None) -> I32:
-    """Original neuron at every stored place, int32 [layers, neurons]; the neurons of a mixture are
-    numbered through its experts."""
-    layers, neurons = model.shape.layers, model.layer_neurons
-    if activations is None:
-        return np.tile(np.arange(neurons, dtype=np.int32), (layers, 1))
-    orders = order_neurons(read_counts(activations, layers, neurons))
-    if _name_order(model, activations) != "hotness":
-        bands = count_bands(model)
-        orders = np.stack([group_experts(order, model.shape.ffn, bands) for order in orders])
-    return keep_groups(model, orders)
-
-
-def _name_order(model: Model, activations: Path | None) -> Order:
-    """Order of the store.  The checkpoint's is expert by expert; without predictors experts are
-    read as a whole, and stay so."""
-    if activations is None:
-        return "index"
-    is_routed = model.moe is not None and model.predictor is None
-    return "expert" if is_routed else "hotness"
-
-
-def _describe_files(source: Checkpoint) -> list[list[str | int]]:
-    """What is equal where the weight files are."""
-    describe = _describe_file if source.shards is None else source.shards.describe
-    return [describe(file) for file in source.files]
-
-
-def _describe_file(file: Path) -> list[str | int]:
-    found = file.stat()
-    return [str(file.resolve()), found.st_size, found.st_mtime_ns]
-
-
-def _describe_job(
-    model: Model,
-    order: I32,
-    inputs: Sequence[Sequence[str | int]],
-    stride: int | None,
-    scales: ScalesPlace,
-    quantizer: Quantizer,
-) -> str:
-    """A key that is equal where the same call would write the same files."""
-    fields: dict[str, Any] = {
-        "version": version("pi2"),
-        "model": describe_weights(model),
-        "tensors": model.tensors.model_dump(mode="json"),
-        "inputs": inputs,
-        "order": hashlib.sha256(order.tobytes()).hexdigest(),
-        "stride": stride,
-        "scales": scales,
-        "quantizer": quantizer.describe(),
-    }
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
