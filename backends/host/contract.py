@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32, I64, U8, U32, Bits
+    from pi2.memory.read_sieve import ReadLimits
 
 
 class RingControl(IntEnum):
@@ -61,6 +62,12 @@ class FoundNeurons(NamedTuple):
     """Neurons that left their slots."""
     skipped: int
     """Neurons that were missing and not worth a read."""
+    mass: float = 0.0
+    """Mass of the neurons that were looked for, where scores were given."""
+    left_out_mass: float = 0.0
+    """Mass of those that were skipped."""
+    tried_mass: float = 0.0
+    """Mass of those that would have been, whatever may be left out."""
 
 
 class HostLoops(Protocol):
@@ -128,12 +135,13 @@ class HostLoops(Protocol):
         scores: F32,
         used_at: I64,
         marks: F32 | None = None,
-        least: float = 0.0,
+        limits: ReadLimits | None = None,
     ) -> FoundNeurons:
         """Find ``indices`` [n] (ascending), those in ``hot`` from slot ``hot_slot`` on, others by
         ``row`` [neurons], their slots or -1; end before the first cold one beyond ``room``.  Give
         the missing ones slots as `place_neurons` does, as far as ``candidates`` go.  Missing ones
-        behind the hot ones whose ``marks`` [neurons], if given, are below ``least`` are left out.
+        behind the hot ones that are not worth a read by their ``marks`` [neurons], if given, and
+        the ``limits`` are left out, as `pi2.memory.read_sieve.ReadSieve.choose` says.
 
         Of cold ones in memory ``weight`` is added to ``counts`` [keys], and ``scores`` [cold]
         becomes that count, ``used_at`` [cold] ``clock``; of missing ones ``weight`` (1 + ``growth``

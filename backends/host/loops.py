@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pi2.arrays import F32, I32, I64, U8, U32, Bits, Raw
+from pi2.arrays import F32, F64, I32, I64, U8, U32, Bits, Raw
 from pi2.backends.compiler.runtime import ALIGNMENT, Library
 from pi2.backends.host.contract import FoundNeurons
-from pi2.backends.host.spec import CHECKED_BYTES, FOUND
+from pi2.backends.host.spec import CHECKED_BYTES, FOUND, MASSES
+
+if TYPE_CHECKING:
+    from pi2.memory.read_sieve import ReadLimits
+
+_NO_LIMITS = (0.0, 0.0, 0.0, 0.0)
 
 
 class CompiledLoops:
@@ -18,6 +23,7 @@ class CompiledLoops:
 
     def __init__(self, library: Library) -> None:
         self._found: I32 = _align(np.zeros(FOUND, np.int32))
+        self._masses: F64 = _align(np.zeros(MASSES, np.float64))
         found = {"found": library.wrap(self._found)}
         runs = "vectors firsts counts offsets"
         self._read = library.bind("read_runs", f"fd start step requests {runs} results")
@@ -36,9 +42,9 @@ class CompiledLoops:
         self._find = library.bind(
             "find_neurons",
             "count room first_hot end_hot hot_slot size first_key first_cold clock listed_at "
-            "weight growth sieves least marks row indices candidates held slot_of owner "
-            f"{uses} lists",
-            found,
+            "weight growth sieves least beside zero allowance "
+            f"marks row indices candidates held slot_of owner {uses} lists",
+            {**found, "masses": library.wrap(self._masses)},
         )
         self._place = library.bind(
             "place_neurons",
@@ -89,7 +95,7 @@ class CompiledLoops:
         scores: F32,
         used_at: I64,
         marks: F32 | None = None,
-        least: float = 0.0,
+        limits: ReadLimits | None = None,
     ) -> FoundNeurons:
         """Find neurons, and give slots to those that are missing."""
         count = len(indices)
@@ -106,10 +112,13 @@ class CompiledLoops:
             size = len(candidates)
         numbers = (count, room, hot.start, hot.stop, hot_slot, size, first_key, first_cold)
         uses = (counts, scores, used_at)
-        sieve = (0, 0.0, counts) if marks is None else (1, least, marks)
+        if marks is None or limits is None:
+            sieve: tuple[Any, ...] = (0, *_NO_LIMITS, counts)
+        else:
+            sieve = (1, *limits, marks)
         arrays = (row, indices, candidates, held.view(np.uint8), slot_of, owner, *uses, lists)
         self._find(*numbers, clock, listed_at, weight, growth, *sieve, *arrays)
-        return FoundNeurons(lists, *self._found.tolist())
+        return FoundNeurons(lists, *self._found.tolist(), *self._masses.tolist())
 
     def place_neurons(
         self,

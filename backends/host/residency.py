@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.host.spec import FOUND
+from pi2.backends.host.spec import FOUND, MASSES
 
 if TYPE_CHECKING:
     from pi2.backends.compiler.parameters import Parameters
@@ -22,7 +22,8 @@ def emit_find_neurons(take: Parameters) -> None:
     Ends before the first cold neuron for which there is no ``room``.  Hot are those from
     ``first_hot`` on, before ``end_hot``; the first of them is in slot ``hot_slot``.  If it
     ``sieves``, missing ones behind the hot ones whose ``marks`` [neurons] are below ``least`` are
-    left out.
+    left out, as `pi2.memory.read_sieve` says; ``masses`` [3] becomes the mass of all that were
+    looked for, of those that were left out, and of those that would be with any ``allowance``.
 
     ``lists`` [4 count] gets four lists, at 0, count, ...: slots of those in memory, the hot ones
     first; indices of the missing ones; slots that these have been given; the cold ones of all these
@@ -42,6 +43,9 @@ def emit_find_neurons(take: Parameters) -> None:
     growth = take.take_number("growth", "float64")
     sieves = take.take_number("sieves")
     least = take.take_number("least", "float32")
+    beside = take.take_number("beside", "float32")
+    zero = take.take_number("zero", "float32")
+    allowance = take.take_number("allowance", "float64")
     marks = take.take_given_array("marks", "float32")
     row = take.take_given_array("row", "int32")
     indices = take.take_given_array("indices", "int32")
@@ -52,11 +56,15 @@ def emit_find_neurons(take: Parameters) -> None:
     uses = _Uses(take)
     lists = take.take_given_array("lists", "int32")
     found = take.take_array("found", "int32", FOUND)
+    masses = take.take_array("masses", "float64", MASSES)
     hot, cold, absent, taken, skipped = (v.Cell(T.int32(0)) for _ in range(5))
+    sieve = _Sieve(marks, row, indices, count, least, beside, zero, allowance)
     is_over = v.Cell(T.int32(0))
     light = v.let(T.cast(weight, "float32"))
     with T.While(T.And(taken.get() < count, is_over.get() == 0)):
         index = v.let(indices[taken.get()])
+        with T.If(sieves > 0), T.Then():
+            sieve.weigh(index)
         with T.If(T.And(index >= first_hot, index < end_hot)):
             with T.Then():
                 v.store(lists, hot.get(), index - first_hot + hot_slot, 1)
@@ -66,8 +74,7 @@ def emit_find_neurons(take: Parameters) -> None:
                 slot = v.let(row[index])
                 is_sieved = v.Cell(T.int32(0))
                 with T.If(T.And(T.And(sieves > 0, slot < 0), index >= end_hot)), T.Then():
-                    with T.If(marks[index] < least), T.Then():
-                        is_sieved.set(T.int32(1))
+                    sieve.judge(index, taken.get(), is_sieved)
                 with T.If(is_sieved.get() > 0):
                     with T.Then():
                         skipped.set(skipped.get() + 1)
@@ -87,6 +94,9 @@ def emit_find_neurons(take: Parameters) -> None:
                                     with T.Else():
                                         v.store(lists, count + absent.get(), index, 1)
                                         absent.set(absent.get() + 1)
+    v.store(masses, 0, sieve.mass.get(), 1)
+    v.store(masses, 1, sieve.left.get(), 1)
+    v.store(masses, 2, sieve.tried.get(), 1)
     with T.serial(cold.get()) as place:
         v.store(lists, hot.get() + place, lists[count * 3 + place] + first_cold, 1)
     # What came first makes what comes now count more.
@@ -146,6 +156,62 @@ def emit_place_neurons(take: Parameters) -> None:
     numbers = places.emit(count, lambda place: missing[place], uses, weight, clock, give)
     for place, value in enumerate(numbers):
         v.store(found, place, value.get(), 1)
+
+
+class _Sieve:
+    """Which missing neurons are worth a read: `pi2.memory.read_sieve.ReadSieve.choose`."""
+
+    def __init__(
+        self,
+        marks: v.Buffer,
+        row: v.Buffer,
+        indices: v.Buffer,
+        count: v.Expr,
+        least: v.Expr,
+        beside: v.Expr,
+        zero: v.Expr,
+        allowance: v.Expr,
+    ) -> None:
+        self._marks, self._row, self._indices, self._count = marks, row, indices, count
+        self._least, self._beside, self._zero, self._allowance = least, beside, zero, allowance
+        self.mass, self.left, self.tried = (v.Cell(T.float64(0.0)) for _ in range(3))
+        self._last_sure = v.Cell(T.int32(-2))
+        """The last missing neuron that is read for its own score."""
+
+    def weigh(self, index: v.Expr) -> None:
+        """Add the mass of the neuron ``index``."""
+        self.mass.set(self.mass.get() + T.cast(self._marks[index] - self._zero, "float64"))
+
+    def judge(self, index: v.Expr, place: v.Expr, is_sieved: v.Cell) -> None:
+        """Set ``is_sieved`` to 1 if the missing neuron ``index``, at ``place`` of the list, is left
+        out."""
+        mark = v.let(self._marks[index])
+        with T.If(mark >= self._least):
+            with T.Then():
+                self._last_sure.set(index)
+            with T.Else():
+                is_beside = v.Cell(T.int32(0))
+                with T.If(mark >= self._beside), T.Then():
+                    with T.If(self._last_sure.get() == index - 1):
+                        with T.Then():
+                            is_beside.set(T.int32(1))
+                        with T.Else():
+                            self._look_behind(index, place, is_beside)
+                with T.If(is_beside.get() == 0), T.Then():
+                    mass = v.let(T.cast(mark - self._zero, "float64"))
+                    self.tried.set(self.tried.get() + mass)
+                    with T.If(self.tried.get() <= self._allowance), T.Then():
+                        self.left.set(self.left.get() + mass)
+                        is_sieved.set(T.int32(1))
+
+    def _look_behind(self, index: v.Expr, place: v.Expr, is_beside: v.Cell) -> None:
+        """Set ``is_beside`` to 1 if the neuron behind ``index`` is read for its own score."""
+        with T.If(place + 1 < self._count), T.Then():
+            following = v.let(self._indices[place + 1])
+            with T.If(following == index + 1), T.Then():
+                is_sure = T.And(self._row[following] < 0, self._marks[following] >= self._least)
+                with T.If(is_sure), T.Then():
+                    is_beside.set(T.int32(1))
 
 
 @dataclass(frozen=True)

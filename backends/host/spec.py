@@ -15,6 +15,8 @@ CHECKED_BYTES = 64
 
 FOUND = 8
 """Most numbers that a loop returns."""
+MASSES = 3
+"""Sums of scores that a look-up returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,8 +94,6 @@ class FeedForward(Waves):
         """Jobs of units under way, of each chunk."""
         self._layers = layers
         self._threshold = decode.threshold
-        self._sieves = decode.missing_threshold is not None and decode.predictor == "low-rank"
-        """Whether missing neurons are read only if they are worth it."""
         self._look_ahead = decode.look_ahead
         self._token_neurons = self._neurons if token_neurons is None else token_neurons
         self._wave: Wave | None = None
@@ -238,7 +236,8 @@ class FeedForward(Waves):
         if self.twins is not None and late is None and end is None:
             self.twins.forget(layer)
         indices, by_token = self._predict(layer, owned, late, end)
-        scores = self._executor.read_scores() if self._sieves and not self._sieves_apart else None
+        sieves = self.sieve is not None and not self._sieves_apart
+        scores = self._executor.read_scores() if sieves else None
         return self._begin_wave(layer, owned, indices, by_token, scores)
 
     @property
@@ -293,6 +292,8 @@ class FeedForward(Waves):
     def end_token(self) -> None:
         """Count what a token activated in all layers."""
         self.counters.active += self._executor.count_active()
+        if self.sieve is not None and not self._only_resident:
+            self.sieve.end_step()
         if self.balance is not None and not self._only_resident:
             self.balance.end_token()
 
@@ -323,10 +324,9 @@ class FeedForward(Waves):
         else:
             indices = self._executor.predict_low_rank(layer, self._threshold, late)
             indices = _cut(indices, owned, end)
-            if self._sieves and self._sieves_apart:
-                scores = self._executor.read_scores()
-                least, named = self._least_score, indices
-                indices = self._cache.leave_out(layer, named, scores, least)
+            if self.sieve is not None and self._sieves_apart and not self._only_resident:
+                scores, named = self._executor.read_scores(), indices
+                indices = self._cache.leave_out(layer, named, scores, self.sieve)
                 if self.twins is not None:
                     indices = self.twins.take_left_out(layer, token, named, indices)
         if self._only_resident:

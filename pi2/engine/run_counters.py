@@ -18,6 +18,7 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
     counters, size = parts.cache.counters, parts.cache.granule
     feed_forward = parts.feed_forward
     neurons, balance = feed_forward.counters, feed_forward.balance
+    sieve = feed_forward.sieve
     weights, twins = feed_forward.dial_counters, feed_forward.twins
     return RunStatistics(
         predicted_neurons=neurons.predicted,
@@ -37,6 +38,8 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         left_out_weight=weights.left_out,
         twin_weight=weights.by_twins,
         twin_neurons=0 if twins is None else twins.computed,
+        score_mass=0.0 if sieve is None else sieve.mass,
+        left_out_mass=0.0 if sieve is None else sieve.left_out,
         gate_reads=parts.reader.gate_reads,
         flash_saved_bytes=parts.reader.saved_bytes,
         hot_grown=0 if balance is None else balance.grown,

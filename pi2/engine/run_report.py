@@ -12,6 +12,7 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.speculation_report import describe_speculation, summarise_speculation
 from pi2.engine.statistics import RunStatistics, divide, read_peak_rss_bytes
 from pi2.engine.unit_report import describe_units, name_unit, summarise_units
+from pi2.plan.documents.plan_running import Decode
 from pi2.plan.documents.quantities import approximate_bytes
 
 MANY_FAULTS = 256
@@ -76,6 +77,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "expert_weight_replaced": _rounded(statistics.replaced_share),
         "expert_weight_left_out": _rounded(statistics.left_out_share),
         "expert_weight_by_twins": _rounded(statistics.twin_weight_share),
+        "score_mass_left_out": _rounded(statistics.left_out_mass_share),
         "neurons_by_twins": _rounded(statistics.twin_share),
         "foreseen_share": _rounded(statistics.routing_recall),
         "tokens_without_ahead": statistics.tokens_without_ahead,
@@ -189,6 +191,8 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
             f"{_percent(replaced)} of the experts' weight replaced by experts in memory, "
             f"{_percent(gone)} left out"
         )
+    if run["score_mass_left_out"] is not None:
+        lines.append(_describe_left_out(model.plan.plan.decode, run["score_mass_left_out"]))
     if model.plan.reads_gates:
         share = 1.0 - (1.0 if run["predicted_share"] is None else run["predicted_share"])
         saved = approximate_bytes(run["flash_saved_generation_bytes"])
@@ -220,6 +224,13 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
     if run["direct_reads_refused"]:
         lines.append(f"note: reads go through the page cache: {run['direct_reads_refused']}")
     return "\n".join(lines)
+
+
+def _describe_left_out(decode: Decode, share: float) -> str:
+    """What was not worth a read, beside what the plan allows."""
+    stated = decode.leave_out
+    allowed = "" if stated is None else f" (decode.leave_out = {stated:g})"
+    return f"{_percent(share)} of the predictor's scores left out instead of read{allowed}"
 
 
 def summarise_pressure(run: Mapping[str, Any]) -> list[str]:

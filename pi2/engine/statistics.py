@@ -46,6 +46,11 @@ class RunStatistics:
     """Of experts whose twins computed."""
     twin_neurons: int = 0
     """Neurons that were computed by their twins."""
+    score_mass: float = 0.0
+    """Predictors' scores above the threshold, summed over named neurons of layers that are not all
+    in memory, where the plan leaves out some that are missing."""
+    left_out_mass: float = 0.0
+    """Those of neurons that were missing and not worth a read to the plan."""
     gate_reads: int = 0
     """Missing neurons whose gate was read first."""
     flash_saved_bytes: int = 0
@@ -76,6 +81,8 @@ class RunStatistics:
             left_out_weight=self.left_out_weight - other.left_out_weight,
             twin_weight=self.twin_weight - other.twin_weight,
             twin_neurons=self.twin_neurons - other.twin_neurons,
+            score_mass=self.score_mass - other.score_mass,
+            left_out_mass=self.left_out_mass - other.left_out_mass,
             gate_reads=self.gate_reads - other.gate_reads,
             flash_saved_bytes=self.flash_saved_bytes - other.flash_saved_bytes,
             hot_grown=self.hot_grown - other.hot_grown,
@@ -121,6 +128,11 @@ class RunStatistics:
     def twin_share(self) -> float | None:
         """Share of the computed neurons that were computed by their twins."""
         return divide(self.twin_neurons, self.twin_neurons + self.predicted_neurons)
+
+    @property
+    def left_out_mass_share(self) -> float | None:
+        """Share of the score mass that was left out; None where the plan leaves nothing out."""
+        return divide(self.left_out_mass, self.score_mass)
 
     @property
     def hit_rate(self) -> float | None:

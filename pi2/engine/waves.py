@@ -21,6 +21,7 @@ from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.granules import SingleNeurons
 from pi2.memory.null_reader import NullReader
 from pi2.memory.policy import ABSENT
+from pi2.memory.read_sieve import ReadSieve
 from pi2.plan.documents.plan_running import Decode
 
 
@@ -79,6 +80,15 @@ class Wave:
         return self.experts is not None
 
 
+def make_sieve(decode: Decode, neuron_bytes: int) -> ReadSieve | None:
+    """Make what says which missing neurons are worth a read of ``neuron_bytes``; None where all
+    are, or no predictor gives scores."""
+    least, share = decode.missing_threshold, decode.leave_out
+    if decode.predictor != "low-rank" or (least is None and share is None):
+        return None
+    return ReadSieve(decode.threshold, least=least, share=share, neuron_bytes=neuron_bytes)
+
+
 class Waves:
     """Begins, computes and abandons waves; knows how many tokens are computed."""
 
@@ -100,8 +110,8 @@ class Waves:
         self._predictor = decode.predictor
         self.balance = balance
         self._separate_scales = separate_scales
-        self._least_score = decode.missing_threshold or 0.0
-        """Least score that is worth a read, where scores are given."""
+        self.sieve = make_sieve(decode, cache.arena.shape[1])
+        """Says which missing neurons are worth a read, where the plan leaves some out."""
         self._tokens = 1
         self.counters = NeuronCounters()
         self._only_resident = False
@@ -152,10 +162,11 @@ class Waves:
                 layer, found, pending=None, rest=rest, held=False, owned=owned, by_token=by_token
             )
         if self.balance is not None and scores is not None:
-            wanted = cache.leave_out(layer, indices, scores, self._least_score)
+            assert self.sieve is not None
+            wanted = cache.leave_out(layer, indices, scores, self.sieve)
             self.counters.predicted -= len(indices) - len(wanted)
             indices, scores = wanted, None
-        found = cache.look_up(layer, indices, scores, self._least_score)
+        found = cache.look_up(layer, indices, scores, self.sieve)
         self.counters.predicted -= found.skipped
         self.counters.touched += (len(indices) - len(found.rest) - found.skipped) * cache.granule
         if self.balance is not None:

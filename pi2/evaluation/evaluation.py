@@ -51,6 +51,9 @@ class Run:
     """Share of that weight that experts' twins computed."""
     left_out: float | None = None
     """Share whose experts were left out."""
+    scores_left_out: float | None = None
+    """Share of the predictor's scores of neurons that were missing and not worth a read; None where
+    the plan reads all of them."""
     saved_bytes_token: float | None = None
     """Bytes of neurons that were not in memory and not read, because their gates were closed."""
     read_bytes_token: float | None = None
@@ -216,6 +219,7 @@ def _run(model: LoadedModel, name: str, mode: Mode, text: _Text, progress: Progr
         found,
         replaced=counted.replaced_share,
         left_out=counted.left_out_share,
+        scores_left_out=counted.left_out_mass_share,
         by_twins=counted.twin_weight_share,
         saved_bytes_token=counted.flash_saved_bytes / tokens,
         read_bytes_token=counted.flash_read_bytes / tokens,

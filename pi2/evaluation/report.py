@@ -29,7 +29,7 @@ def write_markdown(evaluation: Evaluation) -> str:
         "|---|---|---|---|---|---|---|---|---|",
         *(_write_run(run) for run in evaluation.runs),
     ]
-    lines += _describe_routing(evaluation)
+    lines += _describe_reads(evaluation)
     if evaluation.layers:
         lines += [
             "",
@@ -51,8 +51,8 @@ def write_markdown(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def _describe_routing(evaluation: Evaluation) -> list[str]:
-    """What runs of a mixture have done to its routing, and what they have read."""
+def _describe_reads(evaluation: Evaluation) -> list[str]:
+    """What runs have left out or replaced so that less is read, and what they have read."""
     lines = []
     for run in evaluation.runs:
         if run.read_bytes_token is None:
@@ -62,6 +62,11 @@ def _describe_routing(evaluation: Evaluation) -> list[str]:
             saved = approximate_bytes(round(run.saved_bytes_token))
             lines.append(
                 f"{run.name}: {saved} of neurons with closed gates not read, {read} read per token"
+            )
+        if run.scores_left_out is not None:
+            lines.append(
+                f"{run.name}: {run.scores_left_out:.2%} of the predictor's scores left out instead "
+                f"of read; {read} read per token"
             )
         if run.replaced is None or run.left_out is None:
             continue

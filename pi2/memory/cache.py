@@ -25,6 +25,7 @@ from pi2.memory.policy import ABSENT, PolicyName, carry_over, make_policy
 
 if TYPE_CHECKING:
     from pi2.backends.host.contract import HostLoops
+    from pi2.memory.read_sieve import ReadSieve
 
 
 @dataclass(slots=True)
@@ -196,22 +197,28 @@ class NeuronCache:
         """Cold slots that are not held."""
         return self.cold_capacity - self._held_count
 
-    def leave_out(self, layer: int, indices: I32, scores: F32, least: float) -> I32:
-        """Return ``indices`` [n] (ascending) without those that are missing and not worth a read:
-        whose ``scores`` [neurons] are below ``least``."""
+    def leave_out(self, layer: int, indices: I32, scores: F32, sieve: ReadSieve) -> I32:
+        """Return ``indices`` [n] (ascending) without those that are missing and, by their
+        ``scores`` [neurons], not worth a read to ``sieve``."""
         first = int(indices.searchsorted(self.hot_range(layer).stop))
         others = indices[first:]
-        kept = others.compress(
-            (scores.take(others) >= least) | (self._rows[layer].take(others) != ABSENT)
-        )
-        self.counters[layer].skips += len(others) - len(kept)
-        return np.concatenate([indices[:first], kept]) if len(kept) < len(others) else indices
+        missing = self._rows[layer].take(others) == ABSENT
+        named = scores.take(indices)
+        kept, tried = sieve.choose(others, missing, named[first:])
+        sieve.note(named, named[first:].compress(~kept), tried)
+        skips = len(others) - int(np.count_nonzero(kept))
+        self.counters[layer].skips += skips
+        return np.concatenate([indices[:first], others.compress(kept)]) if skips else indices
 
     def look_up(
-        self, layer: int, indices: I32, scores: F32 | None = None, least: float = 0.0
+        self,
+        layer: int,
+        indices: I32,
+        scores: F32 | None = None,
+        sieve: ReadSieve | None = None,
     ) -> Lookup:
         """Find ``indices`` [n] (ascending), and give slots to those that are missing; if ``scores``
-        [neurons] are given, without those that ``leave_out`` leaves out.
+        [neurons] and a ``sieve`` are given, without those that ``leave_out`` leaves out.
 
         Ends before the first cold one for which no slot is free: ``Lookup.rest``.  The caller reads
         the missing ones into their slots before anybody computes with them.
@@ -229,10 +236,21 @@ class NeuronCache:
                 cold=none,
                 rest=none,
             )
+        is_compiled = self.loops is not None and isinstance(self._policy, LeastFrequentlyUsed)
+        skipped = 0
+        # Where there may be too little room, what is left for later is of those worth a read.
+        if (
+            scores is not None
+            and sieve is not None
+            and (not is_compiled or len(indices) > self.free_capacity)
+        ):
+            wanted = self.leave_out(layer, indices, scores, sieve)
+            indices, scores, skipped = wanted, None, len(indices) - len(wanted)
         if self.loops is not None and isinstance(self._policy, LeastFrequentlyUsed):
-            return self._look_up_compiled(self.loops, self._policy, layer, indices, scores, least)
-        wanted = indices if scores is None else self.leave_out(layer, indices, scores, least)
-        skipped = len(indices) - len(wanted)
+            found = self._look_up_compiled(self.loops, self._policy, layer, indices, scores, sieve)
+            found.skipped += skipped
+            return found
+        wanted = indices
         # Hot ones come first, and are in memory; below them lie those of a unit that is lost.
         taken = self._count_taken(layer, wanted)
         indices, rest = wanted[:taken], wanted[taken:].copy()
@@ -272,7 +290,7 @@ class NeuronCache:
         layer: int,
         indices: I32,
         scores: F32 | None,
-        least: float,
+        sieve: ReadSieve | None,
     ) -> Lookup:
         counters = self.counters[layer]
         found = policy.find(
@@ -288,13 +306,10 @@ class NeuronCache:
             first_key=layer * self.neurons,
             first_cold=self._first_cold,
             marks=scores,
-            least=least,
+            limits=None if sieve is None else sieve.limits,
         )
-        rest, skipped = indices[found.taken :].copy(), found.skipped
-        if len(rest) and scores is not None:
-            # Scores are another layer's by the time when there is room for these.
-            kept = self.leave_out(layer, rest, scores, least)
-            rest, skipped = kept, skipped + len(rest) - len(kept)
+        if scores is not None and sieve is not None:
+            sieve.count(len(indices), found.mass, found.left_out_mass, found.tried_mass)
         counters.skips += found.skipped
         lists, count, missing = found.lists, len(indices), found.missing
         cold = 3 * count
@@ -307,8 +322,8 @@ class NeuronCache:
             missing=lists[count : count + missing],
             missing_slots=lists[2 * count : 2 * count + missing],
             cold=lists[cold : cold + found.present - found.hot + missing],
-            rest=rest,
-            skipped=skipped,
+            rest=indices[found.taken :].copy(),
+            skipped=found.skipped,
         )
 
     def _place(self, layer: int, missing: I32) -> I32:

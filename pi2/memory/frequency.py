@@ -17,6 +17,7 @@ from pi2.memory.policy import ABSENT, carry_over
 
 if TYPE_CHECKING:
     from pi2.backends.host.contract import FoundNeurons, HostLoops
+    from pi2.memory.read_sieve import ReadLimits
 
 _HALF_LIFE_TOKENS = 64.0
 """Tokens after which a use counts half, where a token uses the expected number of neurons."""
@@ -130,7 +131,7 @@ class LeastFrequentlyUsed:
         first_key: int,
         first_cold: int,
         marks: F32 | None = None,
-        least: float = 0.0,
+        limits: ReadLimits | None = None,
     ) -> FoundNeurons:
         """Find ``indices`` [n] (ascending) of the layer ``row`` [neurons], and give slots to those
         that are missing, as ``touch`` and ``replace`` do; see `HostLoops.find_neurons`."""
@@ -150,7 +151,7 @@ class LeastFrequentlyUsed:
             weight=self._weight,
             growth=self._growth,
             marks=marks,
-            least=least,
+            limits=limits,
             slot_of=slot_of,
             owner=owner,
             counts=self._counts,

@@ -25,6 +25,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.frequency import expect_uses
 from pi2.memory.io_engine import RunRead, read_in_python
+from pi2.memory.read_sieve import ReadSieve
 from pi2.memory.requests import make_batch
 from pi2.progress import ignore_progress
 from tests.helpers.aarch64 import Emulated, generate, needs_emulator
@@ -47,6 +48,17 @@ def make_cache(filled: bool) -> NeuronCache:
     return cache
 
 
+def make_sieve(limits: tuple[float, float, float] | None) -> ReadSieve | None:
+    """A sieve of a share that has come to a limit, a lower one beside reads, and an allowance."""
+    if limits is None:
+        return None
+    least, beside, allowance = limits
+    sieve = ReadSieve(0.0, share=0.01, neuron_bytes=8)
+    sieve._margin, sieve._beside, sieve._allowance = least, beside, allowance
+    sieve.limits = sieve._make_limits()
+    return sieve
+
+
 indices = st.sets(st.integers(0, NEURONS - 1), max_size=COLD).map(sorted)
 
 
@@ -55,23 +67,26 @@ indices = st.sets(st.integers(0, NEURONS - 1), max_size=COLD).map(sorted)
     requests=st.lists(st.tuples(st.integers(0, LAYERS - 1), indices), max_size=40),
     filled=st.booleans(),
     forgotten=st.sets(st.integers(0, 39)),
-    least=st.none() | st.floats(0.0, 1.0),
+    limits=st.none() | st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 20.0)),
 )
 def test_a_compiled_look_up_finds_and_evicts_what_numpy_does(
     requests: list[tuple[int, list[int]]],
     filled: bool,
     forgotten: set[int],
-    least: float | None,
+    limits: tuple[float, float, float] | None,
 ) -> None:
     scores = np.random.default_rng(0).random(NEURONS).astype(np.float32)
-    sieve = () if least is None else (scores, least)
+    plain_sieve, compiled_sieve = make_sieve(limits), make_sieve(limits)
     plain, compiled = make_cache(filled), make_cache(filled)
     compiled.loops = make_loops()
     held = None
     for turn, (layer, wanted) in enumerate(requests):
         array = np.array(wanted, np.int32)
-        expected = plain.look_up(layer, array, *sieve)
-        found = compiled.look_up(layer, array, *sieve)
+        expected = plain.look_up(layer, array, scores, plain_sieve)
+        found = compiled.look_up(layer, array, scores, compiled_sieve)
+        if plain_sieve is not None and compiled_sieve is not None:
+            assert compiled_sieve.mass == pytest.approx(plain_sieve.mass)
+            assert compiled_sieve.left_out == pytest.approx(plain_sieve.left_out)
         for name in ("resident_slots", "missing", "missing_slots", "cold", "rest"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
         assert found.skipped == expected.skipped

@@ -135,6 +135,8 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "missing-key.plan.toml": ("P102", 47, 1),
     "missing-table.plan.toml": ("P102", 1, 1),
     "missing-threshold-too-low.plan.toml": ("P255", 46, 21),
+    "leave-out-beside-a-score.plan.toml": ("P292", 46, 13),
+    "leave-out-without-scores.plan.toml": ("P292", 45, 13),
     "misspelt-in-base.plan.toml": ("P101", 4, 1, "parts/dented-key.toml"),
     "model-is-device.plan.toml": ("P014", 3, 9),
     "multi-line-value.plan.toml": ("P101", 8, 1),

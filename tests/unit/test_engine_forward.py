@@ -181,6 +181,26 @@ def test_missing_neurons_with_low_scores_are_left_out_and_the_others_computed(
         assert model.stats.predicted_neurons > 0
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_stated_share_of_scores_is_left_out_instead_of_read(tmp_path: Path, batch: int) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path), {"layers": {"hot": 0.25}})
+    # So few cold slots that many neurons are missing.
+    base = {"memory.segments.cold": "64 KiB", "cache.fill": False, "decode.batch": batch}
+    base |= {"backends.cpu": "reference", "memory.budget": "1 GiB"}
+    found = []
+    for settings in ({}, {"decode.leave_out": 0.02}, {"decode.leave_out": 0.2}):
+        with pi2.load(plan, set={**base, **settings}) as model:
+            prompts = ["some words", "and others"][:batch]
+            list(model.generate_batch(prompts, max_tokens=24, temperature=0.0))
+            found.append(model.stats)
+    everything, few, many = found
+    assert everything.left_out_mass_share is None and everything.cache_skips == 0
+    assert few.left_out_mass_share is not None and many.left_out_mass_share is not None
+    assert 0.01 < few.left_out_mass_share <= 0.02
+    assert 0.1 < many.left_out_mass_share <= 0.2
+    assert everything.cache_misses > few.cache_misses > many.cache_misses
+
+
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])
 def test_looking_ahead_predicts_from_what_is_known_then(tmp_path: Path, look_ahead: str) -> None:
     tiny = make_tiny(tmp_path)

@@ -101,6 +101,10 @@ class Decode(Table):
     """Predictor score from which a neuron that is not in memory is read, if higher than
     ``threshold``: fewer reads, at the cost of leaving out some neurons that fire rarely.
     Default: ``threshold``."""
+    leave_out: Annotated[float, Field(gt=0.0, le=0.5, examples=[0.02])] | None = None
+    """Share of the predictor's scores above ``threshold``, summed over named neurons, that may be
+    left out because these are not in memory: instead of ``missing_threshold``, which is found while
+    the model runs. Absent reads all that is named."""
     passes: Annotated[Literal[1, 2], Field(examples=[2])] | None = None
     """Passes over the neurons in memory: 1 takes gate, up and down of a few neurons at a time, 2
     the gates of all, then ups where gates are open, then downs where neurons fire.  Both give the
@@ -120,6 +124,11 @@ class Decode(Table):
     ``router`` only reads begin early, and what they miss is read in time."""
     speculation: Annotated[Speculation, Field(examples=[{"drafts": "prompt"}])] | None = None
     """Tokens that are guessed and verified together; absent generates them one by one."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether neurons that a predictor has named may be left out."""
+        return (self.missing_threshold, self.leave_out) != (None, None)
 
     @property
     def step_tokens(self) -> int:

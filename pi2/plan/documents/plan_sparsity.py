@@ -77,8 +77,9 @@ class Twin(Table):
 
     The store has it (``pi2 store twin``, ``pi2 convert --twin``).  What is left out by
     ``experts.least_weight``, ``experts.read_best`` or ``experts.most_reads``, or in a predicted
-    layer by ``decode.missing_threshold``, is then computed by its twin: nothing is dropped.
-    ``most_reads = 0`` lets twins compute everything that is not in memory.  Prompts are exact.
+    layer by ``decode.leave_out`` or ``decode.missing_threshold``, is then computed by its twin:
+    nothing is dropped.  ``most_reads = 0`` lets twins compute everything that is not in memory.
+    Prompts are exact.
     A run's summary says how much twins have computed, `pi2 evaluate` what that costs.
     """
 

@@ -1,8 +1,9 @@
 """A twin is there for what a dial would leave out.
 
 Why: every neuron that is named is read unless ``experts.least_weight``, ``experts.read_best`` or
-``experts.most_reads`` leave out its expert, or ``decode.missing_threshold`` the neuron.  Without
-one of them, twins take memory and compute nothing.
+``experts.most_reads`` leave out its expert, or ``decode.leave_out`` or
+``decode.missing_threshold`` the neuron.  Without one of them, twins take memory and compute
+nothing.
 
 Example: ``[twin]`` in a plan without any of these.
 
@@ -27,10 +28,10 @@ def check(facts: Facts) -> Iterator[Finding]:
     routed = plan.decode.predictor == "router"
     if plan.twin is None or plan.decode.predictor not in ("router", "low-rank"):
         return
-    leaves_out = plan.experts.leaves_out if routed else plan.decode.missing_threshold is not None
+    leaves_out = plan.experts.leaves_out if routed else plan.decode.leaves_out
     if leaves_out:
         return
-    example = "experts.least_weight = 0.1" if routed else "decode.missing_threshold = 1.0"
+    example = "experts.least_weight = 0.1" if routed else "decode.leave_out = 0.02"
     yield Finding(
         path=("twin",),
         message="twins compute nothing: every neuron that is named is read",
