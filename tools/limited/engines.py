@@ -69,6 +69,7 @@ def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
         "predicted": counters.predicted_share,
         "hits": counters.hit_rate,
         "skips": counters.cache_skips / max(1, counters.predicted_neurons + counters.cache_skips),
+        "scores_left_out": counters.left_out_mass_share,
         "flash_bytes_token": counters.flash_read_bytes / len(times),
         "saved_bytes_token": counters.flash_saved_bytes / len(times),
         "gate_reads_token": counters.gate_reads / len(times),
