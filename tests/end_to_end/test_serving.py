@@ -452,20 +452,20 @@ def test_whoever_wants_another_model_waits_his_turn(tmp_path: Path) -> None:
         for name in ("one", "two")
     ]
     memory = max(plan.budget_bytes for plan in plans)
-    limits = Limits(waiting=1, time_s=60)
+    limits = Limits(waiting=1, time_s=600)
     with serve(plans, memory_bytes=memory, limits=limits) as address, ThreadPoolExecutor() as pool:
         url = f"{address}/v1/completions"
 
         def ask(name: str, prompts: int = 1, count: int = 2) -> tuple[int, float]:
             body = {"model": name, "prompt": ["a"] * prompts, "max_tokens": count}
-            answer = httpx2.post(url, json={**body, "ignore_eos": True}, timeout=60)
+            answer = httpx2.post(url, json={**body, "ignore_eos": True}, timeout=600)
             assert "retry-after" in answer.headers or answer.is_success, answer.text
             return answer.status_code, time.monotonic()
 
         def wait_for(number: int, key: str, value: int) -> None:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 300
             while time.monotonic() < deadline:
-                state = httpx2.get(f"{address}/api/state").json()["models"][number]
+                state = httpx2.get(f"{address}/api/state", timeout=300).json()["models"][number]
                 if state.get(key) == value:
                     return
                 time.sleep(0.005)
