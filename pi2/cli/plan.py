@@ -92,6 +92,14 @@ MOST_SEQUENCES = 64
     help="Thresholds for a mixture's experts, to be used where that is faster.",
 )
 @click.option(
+    "--leave-out",
+    "leave_out",
+    metavar="SHARE",
+    type=click.FloatRange(0.0, 0.5),
+    default=0.0,
+    help="Share of the predictor's scores that may be left out instead of read.",
+)
+@click.option(
     "-o", "--output", type=click.Path(path_type=Path), help=("Output file, NAME.plan.toml.")
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
@@ -113,6 +121,7 @@ def command(
     exact: bool,
     store: Path | None,
     thresholds_file: Path | None,
+    leave_out: float,
     output: Path | None,
     force: bool,
     pareto: bool,
@@ -132,6 +141,8 @@ def command(
         _check_output(path, force)
     wish = _make_wish(device, model, memory, speed, objective, context, exact, store)
     wish = replace(wish, unit_memory=_parse_unit_memory(unit_memory, wish.device))
+    if leave_out:
+        wish = _add_leave_out(wish, leave_out)
     if thresholds_file is not None:
         if exact or pareto:
             raise click.UsageError("--thresholds leaves neurons out: not with --exact or --pareto")
@@ -223,6 +234,20 @@ def _add_thresholds(wish: Wish, file: Path, output: Path | None) -> Wish:
         )
     name = str(file) if output is None else _refer_path(file, output.parent)
     return replace(wish, thresholds=found, thresholds_file=name)
+
+
+def _add_leave_out(wish: Wish, share: float) -> Wish:
+    """The wish with a share of scores to leave out; UserError P292 for a model without them."""
+    if wish.exact:
+        raise click.UsageError("--leave-out leaves neurons out: not with --exact")
+    if wish.model.predictor is None:
+        raise UserError.of(
+            "P292",
+            f"--leave-out {share:g}: the model {wish.model.id!r} has no predictor, whose scores "
+            "could be left out",
+            help="leave --leave-out out",
+        )
+    return replace(wish, leave_out=share)
 
 
 def _parse_unit_memory(texts: Sequence[str], device: Device) -> dict[str, int]:

@@ -158,11 +158,13 @@ def draw_tokens(
     variation: float,
     random: np.random.Generator,
     shifts: F64,
+    read_chances: F64 | float = 1.0,
 ) -> TokenDraws:
     """Draw active and missing neurons of ``shape`` [tokens, layers].
 
     ``hit_chances`` [CLASSES]: chance that an active cold neuron is in the cache.  The hottest
-    ``hot_share`` is resident; of it the hottest ``dense_share`` needs no prediction.  ``neurons``
+    ``hot_share`` is resident, and ``read_chances`` [CLASSES] is the chance that a missing one is
+    worth a read; of what is resident the hottest ``dense_share`` needs no prediction.  ``neurons``
     is the number that a token could activate, ``shifts`` [tokens] is every token's own shift.
     """
     sigmas, weights = weigh_shifts()
@@ -185,7 +187,7 @@ def draw_tokens(
         dense=draw(dense),
         hot=draw(hot - dense),
         cached=draw((1.0 - hot) * hit_chances),
-        missing=draw((1.0 - hot) * (1.0 - hit_chances)),
+        missing=draw((1.0 - hot) * (1.0 - hit_chances) * read_chances),
     )
 
 

@@ -33,6 +33,7 @@ from pi2.costs.activations import (
 from pi2.costs.cache import compute_hit_chances
 from pi2.costs.constants import Constants
 from pi2.costs.counted import make_counted, read_counts
+from pi2.costs.worth_reading import find_read_chances
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.thresholds import Thresholds
 from pi2.regular_file import read_regular
@@ -102,12 +103,21 @@ class LayerActivity:
         """Mean neurons that a token uses of the hottest ``share`` of the layer."""
         return float((self._chances * weigh_hot(share)).sum()) * self._class_uses
 
-    def count_missing(self, hot: float, cold: float, policy: Policy) -> float:
+    def count_missing(
+        self, hot: float, cold: float, policy: Policy, leave_out: float = 0.0
+    ) -> float:
         """Mean neurons that a token reads, where the hottest ``hot`` stay and a cache holds
-        ``cold`` (shares of the layer's neurons)."""
+        ``cold`` (shares of the layer's neurons), and ``leave_out`` of the scores are left out."""
         if hot + cold >= 1.0:
             return 0.0
-        return self._count(hot, self.find_hits(hot, cold, policy))
+        hits = self.find_hits(hot, cold, policy)
+        return self._count(hot, hits, self.find_read_chances(hot, hits, leave_out))
+
+    def find_read_chances(self, hot: float, hits: F64, leave_out: float) -> F64:
+        """Chance of each class [CLASSES] that one of its neurons that is named and missing is read
+        where ``leave_out`` of the scores are left out; ``hits`` [CLASSES] are `find_hits`'s."""
+        missing = (1.0 - weigh_hot(hot)) * (1.0 - hits)
+        return find_read_chances(self._chances, missing, leave_out)
 
     def find_hits(self, hot: float, cold: float, policy: Policy) -> F64:
         """Chance of each class [CLASSES] that one of its neurons that is not hot is in the cache
@@ -127,9 +137,9 @@ class LayerActivity:
         recent = self._find_recent(hot, cold)
         return stays if missing <= self._count(hot, recent) else recent
 
-    def _count(self, hot: float, hits: F64) -> float:
-        """Mean neurons that are missing."""
-        chances = self._chances * (1.0 - weigh_hot(hot)) * (1.0 - hits)
+    def _count(self, hot: float, hits: F64, read: F64 | float = 1.0) -> float:
+        """Mean neurons that are missing, and ``read``."""
+        chances = self._chances * (1.0 - weigh_hot(hot)) * (1.0 - hits) * read
         return float(chances.sum()) * self._class_uses
 
     def merge_reads(self, hot: float, cold: float, gap: int) -> MergedReads:

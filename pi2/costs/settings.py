@@ -56,6 +56,8 @@ class Settings:
     """Numbers of tokens, ascending, that the dense unit computes; none for any number."""
     gates: GateReads | None = None
     """Gates of experts that are read before their neurons, where a plan has thresholds for them."""
+    leave_out: float = 0.0
+    """Share of the predictor's scores that may be left out instead of read."""
     limits: ReadLimits | None = None
     """Most experts that are read, where a plan deviates from routing."""
 
@@ -139,6 +141,7 @@ def read_settings(
         faults=faults,
         graphs=list_dense_graphs(resolved, rates),
         gates=read_gates(resolved, rates.flash, store),
+        leave_out=plan.decode.leave_out or 0.0,
         limits=read_limits(resolved),
     )
 

@@ -231,12 +231,15 @@ def _count_neurons(
             hot_weight=resident,
         )
     used = activity.used
-    missing = min(activity.count_missing(hot, cold, settings.policy), used)
+    named = min(activity.count_missing(hot, cold, settings.policy), used)
+    missing = named
+    if settings.leave_out > 0.0:
+        missing = activity.count_missing(hot, cold, settings.policy, settings.leave_out)
     within = activity.count_within(hot)
     on_processor = within - activity.count_within(dense) if dense > 0.0 else within
-    cached = max(used - missing - within, 0.0)
+    cached = max(used - named - within, 0.0)
     return _Counts(
-        used=used,
+        used=used - named + missing,
         missing=missing,
         resident=on_processor + cached,
         cached=cached,

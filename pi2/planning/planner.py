@@ -338,8 +338,11 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
         "threads": solution.io.threads,
         "depth": solution.io.depth,
     }
-    # Where nothing is read there is nothing to look ahead for.
+    # Where nothing is read there is nothing to look ahead for, or to leave out.
     values["decode"]["look_ahead"] = "none" if min(hots) >= 1.0 else solution.look_ahead
+    wish = problem.wish
+    if wish.leave_out > 0.0 and solution.mode.predictor == "low-rank" and min(hots) < 1.0:
+        values["decode"]["leave_out"] = wish.leave_out
     return values
 
 

@@ -332,6 +332,7 @@ def _make_settings(wish: Wish, mode: PredictorMode, rates: Rates, kv: KvType) ->
         batch=wish.batch,
         attention_share=rates.fair_share,
         head_share=rates.fair_share,
+        leave_out=wish.leave_out if mode == "low-rank" else 0.0,
     )
 
 

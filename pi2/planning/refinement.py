@@ -98,6 +98,7 @@ def list_whole(problem: Problem, values: Values) -> Iterator[Values]:
             found["kv"]["type"] = kv.type
             found["prefill"]["chunk"] = tokens
             found["decode"]["look_ahead"] = "none"
+            found["decode"].pop("leave_out", None)
             if not _fit_whole(problem, found):
                 # Longer ones need more room.
                 break

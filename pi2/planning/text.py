@@ -155,6 +155,11 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
         yield "Active neurons: those of the chosen experts that reach their thresholds."
     else:
         yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."
+    if plan.decode.leave_out is not None:
+        yield (
+            f"At most {plan.decode.leave_out:.3g} of the predictor's scores are left out instead "
+            "of read."
+        )
     if plan.decode.look_ahead != "none":
         yield "Reads begin a layer ahead, so that they are hidden behind more work."
         if not any(unit.kernels for unit in planned.resolved.device.units.values()):

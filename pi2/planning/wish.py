@@ -32,6 +32,8 @@ class Wish:
     exact: bool = False
     """Only choices that do not change the result: all gates, fp16 keys and values, no looking
     ahead."""
+    leave_out: float = 0.0
+    """Share of the predictor's scores that a plan may leave out instead of reading neurons."""
     batch: int = 1
     """Sequences that generate at the same time."""
     store: Path | None = None

@@ -160,9 +160,10 @@ def _draw_neurons(
         # A twin takes as long to compute as its neuron.
         by_twins = (drawn.missing - read) * settings.limits.twins
         return replace(drawn, hot=drawn.hot + by_twins, missing=read)
+    hits = activity.find_hits(kind.hot, kind.cold, settings.policy)
     return draw_tokens(
         activity.named,
-        activity.find_hits(kind.hot, kind.cold, settings.policy),
+        hits,
         dense_share,
         kind.hot,
         activity.neurons * activity.chosen,
@@ -170,6 +171,7 @@ def _draw_neurons(
         variation=description.rates.constants.token_variation,
         random=random,
         shifts=shifts,
+        read_chances=activity.find_read_chances(kind.hot, hits, settings.leave_out),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from pi2.costs.counted import _expect_counts, make_counted
 from pi2.importing.activations import group_experts
 from pi2.memory.cache import NeuronCache
 from pi2.memory.frequency import expect_uses
+from pi2.memory.read_sieve import ReadSieve
 from pi2.memory.requests import Merging, make_batch
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
@@ -83,6 +85,50 @@ def test_expected_misses_are_those_that_the_cache_counts(
     activity = LayerActivity(named=make_hotness(active, skew), chosen=1.0, neurons=NEURONS)
     expected = activity.count_missing(hot, cold, policy)
     assert expected == pytest.approx(count_misses(activity, hot, cold, policy), rel=0.15)
+
+
+def count_reads(activity: LayerActivity, hot: float, cold: float, share: float) -> float:
+    """Mean reads of a real cache and sieve over tokens whose scores are drawn from the same
+    distribution."""
+    random, layers, warm = np.random.default_rng(0), 2, 100
+    resident = round(hot * NEURONS) + round(cold * NEURONS)
+    cache = NeuronCache(
+        np.zeros((layers * resident, 1), np.uint8),
+        [round(hot * NEURONS)] * layers,
+        NEURONS,
+        policy="lfu",
+        expected=expect_uses(layers, NEURONS),
+    )
+    for _ in cache.fill():
+        pass
+    # So large that what lies beside a read costs as much as any other.
+    sieve = ReadSieve(0.0, share=share, neuron_bytes=1 << 40)
+    normal, reads = NormalDist(), []
+    for token in range(260):
+        shift = float(random.standard_normal()) * Constants().token_variation
+        chances = np.clip(activity.named.compute_chances(shift), 1e-9, 1.0 - 1e-9)
+        means = np.repeat([normal.inv_cdf(chance) for chance in chances], NEURONS // CLASSES)
+        for layer in range(layers):
+            scores = (means + random.standard_normal(NEURONS)).astype(np.float32)
+            wanted = np.flatnonzero(scores > 0).astype(np.int32)
+            found = cache.look_up(layer, wanted, scores, sieve)
+            if token >= warm:
+                reads.append(len(found.missing))
+        sieve.end_step()
+    return float(np.mean(reads))
+
+
+@pytest.mark.parametrize(
+    ("active", "skew", "hot", "cold", "share"),
+    [(0.14, 0.4, 0.2, 0.15, 0.02), (0.14, 0.4, 0.3, 0.05, 0.03), (0.1, 0.33, 0.2, 0.2, 0.005)],
+)
+def test_expected_reads_are_those_of_a_sieve(
+    active: float, skew: float, hot: float, cold: float, share: float
+) -> None:
+    activity = LayerActivity(named=make_hotness(active, skew), chosen=1.0, neurons=NEURONS)
+    expected = activity.count_missing(hot, cold, "lfu", share)
+    assert expected < 0.8 * activity.count_missing(hot, cold, "lfu")
+    assert expected == pytest.approx(count_reads(activity, hot, cold, share), rel=0.2)
 
 
 def count_requests(activity: LayerActivity, hot: float, cold: float, gap: int) -> tuple[int, ...]:

@@ -157,6 +157,22 @@ def test_the_embedding_stays_where_reading_it_does_not_pay(changes: dict[str, An
     assert plan(make_wish(**changes)).resolved.plan.memory.embedding == "resident"
 
 
+def test_a_plan_that_may_leave_scores_out_reads_less_and_is_faster(planned: PlannedPlan) -> None:
+    found = plan(make_wish(leave_out=0.02))
+    assert found.resolved.plan.decode.leave_out == 0.02
+    assert found.cost.tokens_s > 1.05 * planned.cost.tokens_s
+    text = write_planned(found, device="d", model="m", store="s", name="A plan")
+    assert "leave_out = 0.02" in text and "0.02 of the predictor's scores" in text
+
+
+def test_scores_are_left_out_of_plans_that_have_some(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--device", "cloud-vm-zen5", "--memory", "8GiB", "--leave-out", "0.02"]
+    assert run([*command, "--model", "mistral-7b"]) == 2
+    assert "P292" in capsys.readouterr().err
+    assert run([*command, "--model", "bamboo-7b", "--exact"]) == 2
+    assert "not with --exact" in capsys.readouterr().err
+
+
 def test_the_text_validates_and_is_the_same_every_time(
     planned: PlannedPlan, tmp_path: Path
 ) -> None:
