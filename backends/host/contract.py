@@ -83,7 +83,8 @@ class HostLoops(Protocol):
         place_neurons       more cold slots, where it has run out of candidates
         plan_reads          where their bytes lie -> requests
         read_runs           reads the requests, in threads of the reader;  or, with io_uring,
-        fill_entries        requests -> entries of its submission ring
+        submit_reads        where bytes lie -> requests, their entries, and these to the kernel
+        fill_entries        requests that were planned otherwise -> entries
         drive_ring          entries -> the kernel, completions -> results of the requests
         compute_checks      what was read for the first time -> CRC-32
 
@@ -191,6 +192,33 @@ class HostLoops(Protocol):
 
         Returns vectors [b, 2], firsts [n], counts [n] and offsets [n] as `read_runs`
         takes them, bytes [n], the request of each bundle [b], and results [n], all ``pending``.
+        """
+
+    def submit_reads(
+        self,
+        indices: I32,
+        slots: I32,
+        control: I64,
+        words: U32,
+        ring_slots: I64,
+        pool: I64,
+        results: I64,
+        *,
+        most: int,
+        base: int,
+        stride: int,
+        address: int,
+        pending: int,
+        head: int,
+        first_name: int,
+    ) -> tuple[tuple[I64, I32, I32, I64, I64, I32], bool, bool]:
+        """Plan reads of b bundles as `plan_reads` does, write their entries into the ``pool`` from
+        the request ``first_name`` on, and hand over what has room as `drive_ring` does.
+
+        Names are taken for b requests, which lie side by side in the pool; those that neighbours
+        have made superfluous have entries whose first word is 0, and results that are 0.  Returns
+        vectors, firsts, counts, offsets, sizes and requests, whether a system call has failed, and
+        whether entries wait.
         """
 
     def fill_entries(

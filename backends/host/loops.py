@@ -26,10 +26,16 @@ class CompiledLoops:
         self._masses: F64 = _align(np.zeros(MASSES, np.float64))
         found = {"found": library.wrap(self._found)}
         runs = "vectors firsts counts offsets"
+        plan = f"count most base stride address indices slots {runs} sizes requests"
         self._read = library.bind("read_runs", f"fd start step requests {runs} results")
         self._plan = library.bind(
             "plan_reads",
-            f"count most base stride address pending indices slots {runs} sizes requests results",
+            f"{plan} pending results",
+            found,
+        )
+        self._submit = library.bind(
+            "submit_reads",
+            f"{plan} pending head first_name vectors_address control words ring_slots pool results",
             found,
         )
         self._fill = library.bind(
@@ -166,11 +172,43 @@ class CompiledLoops:
         offsets, sizes, results = (np.empty(count, np.int64) for _ in range(3))
         if count == 0:
             return vectors, firsts, counts, offsets, sizes, requests, results
-        numbers = (count, most, base, stride, address, pending)
-        arrays = (vectors.reshape(-1), firsts, counts, offsets, sizes, requests, results)
-        self._plan(*numbers, indices, slots, *arrays)
+        numbers = (count, most, base, stride, address)
+        arrays = (vectors.reshape(-1), firsts, counts, offsets, sizes, requests)
+        self._plan(*numbers, indices, slots, *arrays, pending, results)
         n = int(self._found[0])
         return vectors, firsts[:n], counts[:n], offsets[:n], sizes[:n], requests, results[:n]
+
+    def submit_reads(
+        self,
+        indices: I32,
+        slots: I32,
+        control: I64,
+        words: U32,
+        ring_slots: I64,
+        pool: I64,
+        results: I64,
+        *,
+        most: int,
+        base: int,
+        stride: int,
+        address: int,
+        pending: int,
+        head: int,
+        first_name: int,
+    ) -> tuple[tuple[I64, I32, I32, I64, I64, I32], bool, bool]:
+        """Plan, write entries, and hand over."""
+        count = len(indices)
+        vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
+        firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
+        offsets, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
+        numbers = (count, most, base, stride, address)
+        plan = (indices, slots, vectors.reshape(-1), firsts, counts, offsets, sizes, requests)
+        names = (pending, head, first_name, vectors.ctypes.data)
+        ring = (control, words, ring_slots.reshape(-1), pool.reshape(-1), results)
+        self._submit(*numbers, *plan, *names, *ring)
+        failed, _, waits, n = self._found.tolist()[:4]
+        arrays = (vectors, firsts[:n], counts[:n], offsets[:n], sizes[:n], requests)
+        return arrays, bool(failed), bool(waits)
 
     def fill_entries(
         self,

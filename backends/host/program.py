@@ -16,7 +16,7 @@ from pi2.backends.host.reads import (
     emit_read_runs,
 )
 from pi2.backends.host.residency import emit_find_neurons, emit_place_neurons
-from pi2.backends.host.ring import emit_drive_ring
+from pi2.backends.host.ring import emit_drive_ring, emit_submit_reads
 from pi2.backends.host.spec import HostSpec
 
 
@@ -43,6 +43,7 @@ class Program:
             "plan_reads": emit_plan_reads,
             "fill_entries": emit_fill_entries,
             "drive_ring": partial(emit_drive_ring, self._spec.architecture),
+            "submit_reads": partial(emit_submit_reads, self._spec.architecture),
             "find_neurons": emit_find_neurons,
             "place_neurons": emit_place_neurons,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tvm.tirx.script import builder as T
@@ -48,40 +49,64 @@ def emit_plan_reads(take: Parameters) -> None:
     Writes what `emit_read_runs` takes, and the bytes of each request, the request of each bundle,
     and ``pending`` for results; ``found`` [1] becomes the number of requests.
     """
-    count = take.take_number("count")
-    most = take.take_number("most")
-    base = take.take_number("base", "int64")
-    stride = take.take_number("stride", "int64")
-    address = take.take_number("address", "int64")
+    plan = ReadPlan(take)
     pending = take.take_number("pending", "int64")
-    indices = take.take_given_array("indices", "int32")
-    slots = take.take_given_array("slots", "int32")
-    vectors = take.take_given_array("vectors", "int64")
-    firsts = take.take_given_array("firsts", "int32")
-    counts = take.take_given_array("counts", "int32")
-    offsets = take.take_given_array("offsets", "int64")
-    sizes = take.take_given_array("sizes", "int64")
-    requests = take.take_given_array("requests", "int32")
     results = take.take_given_array("results", "int64")
     found = take.take_array("found", "int32", FOUND)
-    request, size, next_index = v.Cell(T.int32(-1)), v.Cell(T.int32(0)), v.Cell(T.int32(-1))
-    with T.serial(count) as place:
-        index = v.let(indices[place])
-        begins = T.Or(T.Or(index != next_index.get(), size.get() == most), place == 0)
-        with T.If(begins), T.Then():
-            request.set(request.get() + 1)
-            size.set(T.int32(0))
-            v.store(firsts, request.get(), place, 1)
-            v.store(offsets, request.get(), base + v.wide(index) * stride, 1)
-            v.store(results, request.get(), pending, 1)
-        size.set(size.get() + 1)
-        next_index.set(index + 1)
-        v.store(counts, request.get(), size.get(), 1)
-        v.store(sizes, request.get(), v.wide(size.get()) * stride, 1)
-        v.store(requests, place, request.get(), 1)
-        v.store(vectors, v.wide(place) * 2, address + v.wide(slots[place]) * stride, 1)
-        v.store(vectors, v.wide(place) * 2 + 1, stride, 1)
-    v.store(found, 0, request.get() + 1, 1)
+
+    def begin(request: v.Expr, place: v.Expr, offset: v.Expr) -> None:
+        v.store(results, request, pending, 1)
+
+    v.store(found, 0, plan.emit(begin), 1)
+
+
+class ReadPlan:
+    """The parameters of a plan of reads, and the loop that makes it."""
+
+    def __init__(self, take: Parameters) -> None:
+        self.count = take.take_number("count")
+        self._most = take.take_number("most")
+        self._base = take.take_number("base", "int64")
+        self._stride = take.take_number("stride", "int64")
+        self._address = take.take_number("address", "int64")
+        self._indices = take.take_given_array("indices", "int32")
+        self._slots = take.take_given_array("slots", "int32")
+        self._vectors = take.take_given_array("vectors", "int64")
+        self._firsts = take.take_given_array("firsts", "int32")
+        self._counts = take.take_given_array("counts", "int32")
+        self._offsets = take.take_given_array("offsets", "int64")
+        self._sizes = take.take_given_array("sizes", "int64")
+        self._requests = take.take_given_array("requests", "int32")
+
+    def emit(
+        self,
+        begin: Callable[[v.Expr, v.Expr, v.Expr], None],
+        grow: Callable[[v.Expr, v.Expr], None] = lambda request, size: None,
+    ) -> v.Expr:
+        """Write the plan and return its number of requests; ``begin`` is told each request, its
+        first bundle's place in the list, and its byte of the file, ``grow`` how many bundles it
+        has now."""
+        request, size, following = v.Cell(T.int32(-1)), v.Cell(T.int32(0)), v.Cell(T.int32(-1))
+        with T.serial(self.count) as place:
+            index = v.let(self._indices[place])
+            is_far = T.Or(index != following.get(), size.get() == self._most)
+            with T.If(T.Or(is_far, place == 0)), T.Then():
+                request.set(request.get() + 1)
+                size.set(T.int32(0))
+                offset = v.let(self._base + v.wide(index) * self._stride)
+                v.store(self._firsts, request.get(), place, 1)
+                v.store(self._offsets, request.get(), offset, 1)
+                begin(request.get(), place, offset)
+            size.set(size.get() + 1)
+            following.set(index + 1)
+            v.store(self._counts, request.get(), size.get(), 1)
+            v.store(self._sizes, request.get(), v.wide(size.get()) * self._stride, 1)
+            v.store(self._requests, place, request.get(), 1)
+            target = v.let(self._address + v.wide(self._slots[place]) * self._stride)
+            v.store(self._vectors, v.wide(place) * 2, target, 1)
+            v.store(self._vectors, v.wide(place) * 2 + 1, self._stride, 1)
+            grow(request.get(), size.get())
+        return v.let(request.get() + 1)
 
 
 def emit_fill_entries(take: Parameters) -> None:

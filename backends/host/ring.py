@@ -9,6 +9,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.host.contract import RingControl
+from pi2.backends.host.reads import ReadPlan
 from pi2.backends.host.spec import FOUND
 
 if TYPE_CHECKING:
@@ -36,51 +37,51 @@ def emit_drive_ring(architecture: str, take: Parameters) -> None:
     """
     begin, end = take.take_number("begin"), take.take_number("end")
     pending_value = take.take_number("pending", "int64")
-    control = take.take_given_array("control", "int64")
-    ring = _Ring(
-        architecture,
-        control,
-        take.take_given_array("words", "uint32"),
-        take.take_given_array("slots", "int64"),
-        take.take_given_array("pool", "int64"),
-        take.take_given_array("results", "int64"),
-    )
+    ring = _Ring(architecture, take)
     found = take.take_array("found", "int32", FOUND)
-    failed, is_over, pending = (v.Cell(T.int32(0)) for _ in range(3))
-    ring.emit_note()
-    deferred = v.let(control[RingControl.DEFERRED])
-    flags = T.bitwise_and(ring.read(RingControl.FLAGS), T.int64(HAS_COMPLETIONS))
-    hidden = v.Cell(T.Select(flags != T.int64(0), deferred, T.int64(0)))
-    with T.While(is_over.get() == 0):
-        pending.set(T.int32(0))
-        with T.serial(end - begin) as place:
-            is_pending = ring.results[begin + place] == pending_value
-            pending.set(pending.get() + T.Select(is_pending, T.int32(1), T.int32(0)))
-        ring.emit_push(pending.get())
-        queued = v.let(ring.count(RingControl.TAIL, RingControl.HEAD))
-        in_flight = v.let(ring.count(RingControl.TAIL, RingControl.DONE_HEAD))
-        least = v.let(T.min(v.wide(pending.get()), in_flight))
-        rests = T.And(queued == T.int64(0), least == T.int64(0))
-        with T.If(T.And(rests, hidden.get() == T.int64(0))):
-            with T.Then():
-                is_over.set(T.int32(1))
-            with T.Else():
-                known = v.let(ring.read(RingControl.DONE_TAIL))
-                answer = v.let(ring.enter(queued, least))
-                with T.If(answer < T.int64(0)):
-                    with T.Then():
-                        failed.set(T.int32(1))
-                        is_over.set(T.int32(1))
-                    with T.Else():
-                        # The flag tells nothing of what a call leaves over.
-                        noted = _cut(ring.read(RingControl.DONE_TAIL) - known)
-                        is_more = noted >= T.int64(NOTED_A_CALL)
-                        hidden.set(T.Select(is_more, deferred, T.int64(0)))
-                        ring.emit_note()
-    waits = control[RingControl.NAMED] - control[RingControl.HANDED_OVER]
-    v.store(found, 0, failed.get(), 1)
-    v.store(found, 1, pending.get(), 1)
-    v.store(found, 2, T.Select(waits > T.int64(0), T.int32(1), T.int32(0)), 1)
+    ring.emit_drive(begin, end, pending_value, found)
+
+
+def emit_submit_reads(architecture: str, take: Parameters) -> None:
+    """Plan reads as `emit_plan_reads` does, write their entries into the pool, and hand over what
+    has room as `emit_drive_ring` does.
+
+    The requests have the names from ``first_name`` on, ``count`` of them: those that neighbours
+    have made superfluous get entries without an operation.  ``head`` is the first word of entries,
+    ``vectors_address`` where ``vectors`` are.  ``found`` [4] becomes what `emit_drive_ring` says,
+    and the number of requests.
+    """
+    plan = ReadPlan(take)
+    pending_value = take.take_number("pending", "int64")
+    head = take.take_number("head", "int64")
+    first_name = take.take_number("first_name", "int64")
+    vectors = take.take_number("vectors_address", "int64")
+    ring = _Ring(architecture, take, slots="ring_slots")
+    found = take.take_array("found", "int32", FOUND)
+    first = v.let(T.bitwise_and(first_name, ring.control[RingControl.POOL_MASK]))
+
+    def store(request: v.Expr, word: int, value: v.Expr) -> None:
+        v.store(ring.pool, (first + v.wide(request)) * ENTRY_WORDS + word, value, 1)
+
+    def begin(request: v.Expr, place: v.Expr, offset: v.Expr) -> None:
+        v.store(ring.results, first + v.wide(request), pending_value, 1)
+        store(request, 0, head)
+        store(request, 1, offset)
+        store(request, 2, vectors + v.wide(place) * 16)
+        store(request, 4, first_name + v.wide(request))
+        for word in range(5, ENTRY_WORDS):
+            store(request, word, T.int64(0))
+
+    def grow(request: v.Expr, size: v.Expr) -> None:
+        store(request, 3, v.wide(size))
+
+    requests = plan.emit(begin, grow)
+    with T.serial(plan.count - requests) as left:
+        v.store(ring.results, first + v.wide(requests + left), T.int64(0), 1)
+        store(requests + left, 0, T.int64(0))
+    v.store(ring.control, RingControl.NAMED, first_name + v.wide(plan.count), 1)
+    ring.emit_drive(T.int32(0), T.int32(0), pending_value, found)
+    v.store(found, 3, requests, 1)
 
 
 def _cut(value: v.Expr) -> v.Expr:
@@ -91,28 +92,62 @@ def _cut(value: v.Expr) -> v.Expr:
 class _Ring:
     """The ring's memory, which the kernel changes too, and the caller's pool."""
 
-    def __init__(
-        self,
-        architecture: str,
-        control: v.Buffer,
-        words: v.Buffer,
-        slots: v.Buffer,
-        pool: v.Buffer,
-        results: v.Buffer,
-    ) -> None:
+    def __init__(self, architecture: str, take: Parameters, slots: str = "slots") -> None:
+        """``slots``: name of the array of submitted entries."""
         self._is_weak = architecture == "aarch64"
-        self._control = control
-        self._words = words
-        self._slots = slots
-        self._pool = pool
-        self.results = results
+        self.control = take.take_given_array("control", "int64")
+        self._words = take.take_given_array("words", "uint32")
+        self._slots = take.take_given_array(slots, "int64")
+        self.pool = take.take_given_array("pool", "int64")
+        self.results = take.take_given_array("results", "int64")
+
+    def emit_drive(
+        self, begin: v.Expr, end: v.Expr, pending_value: v.Expr, found: v.Buffer
+    ) -> None:
+        """Drive the ring as `emit_drive_ring` says."""
+        control = self.control
+        failed, is_over, pending = (v.Cell(T.int32(0)) for _ in range(3))
+        self.emit_note()
+        deferred = v.let(control[RingControl.DEFERRED])
+        flags = T.bitwise_and(self.read(RingControl.FLAGS), T.int64(HAS_COMPLETIONS))
+        hidden = v.Cell(T.Select(flags != T.int64(0), deferred, T.int64(0)))
+        with T.While(is_over.get() == 0):
+            pending.set(T.int32(0))
+            with T.serial(end - begin) as place:
+                is_pending = self.results[begin + place] == pending_value
+                pending.set(pending.get() + T.Select(is_pending, T.int32(1), T.int32(0)))
+            self.emit_push(pending.get())
+            queued = v.let(self.count(RingControl.TAIL, RingControl.HEAD))
+            in_flight = v.let(self.count(RingControl.TAIL, RingControl.DONE_HEAD))
+            least = v.let(T.min(v.wide(pending.get()), in_flight))
+            rests = T.And(queued == T.int64(0), least == T.int64(0))
+            with T.If(T.And(rests, hidden.get() == T.int64(0))):
+                with T.Then():
+                    is_over.set(T.int32(1))
+                with T.Else():
+                    known = v.let(self.read(RingControl.DONE_TAIL))
+                    answer = v.let(self.enter(queued, least))
+                    with T.If(answer < T.int64(0)):
+                        with T.Then():
+                            failed.set(T.int32(1))
+                            is_over.set(T.int32(1))
+                        with T.Else():
+                            # The flag tells nothing of what a call leaves over.
+                            noted = _cut(self.read(RingControl.DONE_TAIL) - known)
+                            is_more = noted >= T.int64(NOTED_A_CALL)
+                            hidden.set(T.Select(is_more, deferred, T.int64(0)))
+                            self.emit_note()
+        waits = control[RingControl.NAMED] - control[RingControl.HANDED_OVER]
+        v.store(found, 0, failed.get(), 1)
+        v.store(found, 1, pending.get(), 1)
+        v.store(found, 2, T.Select(waits > T.int64(0), T.int32(1), T.int32(0)), 1)
 
     def read(self, which: int) -> v.Expr:
         """A word of the rings, by its place in ``control``."""
-        return v.wide(self._words[self._control[which]])
+        return v.wide(self._words[self.control[which]])
 
     def _write(self, which: int, value: v.Expr) -> None:
-        v.store(self._words, self._control[which], T.cast(_cut(value), "uint32"), 1)
+        v.store(self._words, self.control[which], T.cast(_cut(value), "uint32"), 1)
 
     def count(self, tail: int, head: int) -> v.Expr:
         """How far one counter is ahead of another."""
@@ -128,7 +163,7 @@ class _Ring:
             "int64",
             "syscall",
             T.int64(ENTER),
-            self._control[RingControl.DESCRIPTOR],
+            self.control[RingControl.DESCRIPTOR],
             queued,
             least,
             T.int64(GET_EVENTS),
@@ -140,7 +175,7 @@ class _Ring:
 
     def emit_note(self) -> None:
         """Write results of all completions, and take these off the ring."""
-        control, results = self._control, self.results
+        control, results = self.control, self.results
         head = v.let(self.read(RingControl.DONE_HEAD))
         count = v.let(_cut(self.read(RingControl.DONE_TAIL) - head))
         if self._is_weak:
@@ -160,7 +195,7 @@ class _Ring:
     def emit_push(self, pending: v.Expr) -> None:
         """Write entries that wait into the ring, as many as the depth allows, if somebody waits or
         they are worth a system call; those without an operation were given up."""
-        control = self._control
+        control = self.control
         handed = v.Cell(control[RingControl.HANDED_OVER])
         named = v.let(control[RingControl.NAMED])
         tail = v.Cell(self.read(RingControl.TAIL))
@@ -174,10 +209,10 @@ class _Ring:
             with T.While(T.And(handed.get() < named, _cut(tail.get() - done) < depth)):
                 source = v.let(T.bitwise_and(handed.get(), names) * T.int64(ENTRY_WORDS))
                 handed.set(handed.get() + T.int64(1))
-                with T.If(self._pool[source] != T.int64(0)), T.Then():
+                with T.If(self.pool[source] != T.int64(0)), T.Then():
                     target = v.let(T.bitwise_and(tail.get(), mask) * T.int64(ENTRY_WORDS))
                     for word in range(ENTRY_WORDS):
-                        v.store(self._slots, target + word, self._pool[source + word], 1)
+                        v.store(self._slots, target + word, self.pool[source + word], 1)
                     tail.set(tail.get() + T.int64(1))
             v.store(control, RingControl.HANDED_OVER, handed.get(), 1)
             # The system call that follows makes the kernel see entries before the tail.

@@ -241,6 +241,25 @@ class FlashReader:
         start_s = 0.0 if self._observer is None else time.perf_counter()
         file = self._files[layer]
         assert file.stride == self._arena.shape[1]
+        engine = self._engine
+        if (
+            isinstance(engine, UringEngine)
+            and engine.plans
+            and len(indices)
+            and not self._gate_bytes
+            and not self._merging.gap
+        ):
+            batch = engine.submit_bundles(
+                layer,
+                indices,
+                slots,
+                base=file.bundles_offset,
+                stride=file.stride,
+                address=self._address,
+            )
+            clusters = self._divide(len(indices))
+            clusters, batch.parts = divide_requests(clusters, batch.requests)
+            return self._note_start(PendingRead(layer, indices, slots, clusters, batch), start_s)
         batch = make_batch(
             layer,
             indices,
@@ -251,7 +270,7 @@ class FlashReader:
             merging=self._merging,
             loops=self._loops,
         )
-        clusters = divide_clusters(len(indices), self._settings.cluster, 2 * self._settings.threads)
+        clusters = self._divide(len(indices))
         gates = None
         if len(indices):
             if self._gate_bytes:
@@ -262,7 +281,14 @@ class FlashReader:
                 self.gate_reads += int(np.count_nonzero(gates))
             clusters, batch.parts = divide_requests(clusters, batch.requests)
             self._submit(batch)
-        pending = PendingRead(layer, indices, slots, clusters, batch, gates)
+        return self._note_start(PendingRead(layer, indices, slots, clusters, batch, gates), start_s)
+
+    def _divide(self, count: int) -> tuple[slice, ...]:
+        """Clusters of ``count`` neurons."""
+        return divide_clusters(count, self._settings.cluster, 2 * self._settings.threads)
+
+    def _note_start(self, pending: PendingRead, start_s: float) -> PendingRead:
+        """Tell the observer, if there is one, of reads that have begun."""
         if self._observer is not None:
             self._observer.note_start(pending, start_s)
         return pending

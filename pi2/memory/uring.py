@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi2.arrays import I64
+from pi2.arrays import I32, I64
 from pi2.backends.host.contract import RingControl
-from pi2.memory.requests import PENDING, ReadBatch
+from pi2.memory.requests import MOST_BUNDLES, PENDING, ReadBatch
 from pi2.memory.ring import ENTRY_WORDS, Ring, RingUnavailable
 
 if TYPE_CHECKING:
@@ -30,6 +30,15 @@ _FIXED_FILE = 1 << 8
 """Flag of an entry, beside its operation: the file is a registered one."""
 _POOL = 1 << 13
 """Requests that there is room for at first: several layers of a large model."""
+_NO_NUMBERS, _NO_PLACES = np.zeros(0, np.int32), np.zeros(0, np.int64)
+_NOTHING_PLANNED = (
+    np.zeros((0, 2), np.int64),
+    _NO_NUMBERS,
+    _NO_NUMBERS,
+    _NO_PLACES,
+    _NO_PLACES,
+    _NO_NUMBERS,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +111,57 @@ class UringEngine:
         self._jobs.append(_Job(batch, first, first + count))
         control[RingControl.NAMED] = first + count
         self._drive(0, 0)
+
+    @property
+    def plans(self) -> bool:
+        """Whether `submit_bundles` may be called."""
+        return self._loops is not None
+
+    def submit_bundles(
+        self, file: int, indices: I32, slots: I32, *, base: int, stride: int, address: int
+    ) -> ReadBatch:
+        """Plan reads as `pi2.memory.requests.make_batch` does, without gaps, and submit them, in
+        one compiled call; there is at least one."""
+        assert self._loops is not None
+        if self._thread != threading.get_ident():
+            self._follow_caller()
+        ring, count = self._ring, len(indices)
+        first = self._make_room(int(ring.control[RingControl.NAMED]), count)
+        place = first & (len(self._results) - 1)
+        results = self._results[place : place + count]
+        batch = ReadBatch(file, *_NOTHING_PLANNED, results)
+        # Known beforehand: an interrupt may come right after the call.
+        job = _Job(batch, first, first + count)
+        self._jobs.append(job)
+        try:
+            planned, failed, self._waits = self._loops.submit_reads(
+                indices,
+                slots,
+                ring.control,
+                ring.words,
+                ring.slots,
+                self._entries,
+                self._results,
+                most=MOST_BUNDLES,
+                base=base,
+                stride=stride,
+                address=address,
+                pending=PENDING,
+                head=_READV | _FIXED_FILE | file << 32,
+                first_name=first,
+            )
+            batch.vectors, batch.firsts, batch.counts = planned[:3]
+            batch.offsets, batch.sizes, batch.requests = planned[3:]
+            job.end = first + len(batch.firsts)
+            batch.results = results[: len(batch.firsts)]
+            if failed:
+                # Python tells why, and lets signals be handled.
+                ring.enter(0)
+                self._drive(0, 0)
+        except BaseException:
+            self.abandon(batch)
+            raise
+        return batch
 
     def _make_room(self, name: int, count: int) -> int:
         """Return the name, ``name`` or a later one, of the first of ``count`` requests, which lie

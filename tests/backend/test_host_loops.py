@@ -162,6 +162,28 @@ def test_rings_and_pools_go_round(
     reader.close()
 
 
+def test_reads_are_planned_and_submitted_in_one_call(tmp_path: Path) -> None:
+    reader = open_ring(tmp_path, 200, 512, make_loops())
+    # Neighbours make fewer requests than there are bundles.
+    wanted = np.array([3, 4, 5, 9, 20, 21, 60, *range(100, 120)], np.int32)
+    slots = np.random.default_rng(0).permutation(128)[: len(wanted)].astype(np.int32)
+    address = reader._arena.ctypes.data
+    expected = make_batch(0, wanted, slots, address=address, base=4096, stride=512)
+    for _ in range(2):
+        pending = reader.start(0, wanted, slots)
+        batch = pending.batch
+        assert batch is not None
+        for name in ("vectors", "firsts", "counts", "offsets", "sizes", "requests"):
+            left, right = getattr(expected, name), getattr(batch, name)
+            assert left.dtype == right.dtype and np.array_equal(left, right), name
+        for number in range(len(pending.clusters)):
+            reader.finish(pending, number)
+        assert (reader._arena[slots] == wanted[:, None]).all()
+        assert batch.results.tolist() == expected.sizes.tolist()
+        reader._arena[:] = 255
+    reader.close()
+
+
 @in_both_ways
 def test_what_is_given_up_before_it_was_handed_over_is_never_read(
     tmp_path: Path, is_compiled: bool
