@@ -49,7 +49,7 @@ from pi2.plan.weights.layout import BundleLayout, Precision, TwinPrecision
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pi2.arrays import F16, F32, I32, U8, Bits, Raw
+    from pi2.arrays import F32, I32, U8, Bits, Raw, Scales
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
     from pi2.backends.text_model import TextModel, TextRequest
     from pi2.backends.whole_model import WholeModel, WholeRequest
@@ -64,8 +64,9 @@ class Tensor:
     """A tensor of the store, in memory, not copied.
 
     Quantised (`pi2.plan.weights.layout`): ``weights`` uint8 [rows, weight_bytes], ``scales``
-    float16 [rows, length / 32].  fp16: ``weights`` uint8 [rows, 2 length], no scales.
-    ``precision`` None is float32: ``weights`` float32 [rows, length].  64-byte aligned.
+    float16 [rows, length / 32], of ternary float32 [rows, 1].  fp16: ``weights`` uint8
+    [rows, 2 length], no scales.  ``precision`` None is float32: ``weights`` float32 [rows, length].
+    64-byte aligned.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Tensor:
     length: int
     precision: Precision | None
     weights: Raw
-    scales: F16 | None = None
+    scales: Scales | None = None
 
     def take_rows(self, first: int, end: int | None = None) -> Tensor:
         """Return the rows from ``first`` to ``end``, by default the last, not copied."""
@@ -134,7 +135,7 @@ class BuildRequest:
     passes: Literal[1, 2] | None = None
     """Passes of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves
     it to the backend."""
-    gate_rows: Sequence[tuple[U8, F16 | None]] | None
+    gate_rows: Sequence[tuple[U8, Scales | None]] | None
     """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, in a mixture expert by expert, resident; needed by ``predict_gate`` only."""
     gates: Gates | None = None

@@ -281,6 +281,12 @@ def draw_arcee(drawn: random.Random) -> Drawn:
     return "Arcee", options | flip(drawn, "attention_bias", "mlp_bias")
 
 
+def draw_bitnet(drawn: random.Random) -> Drawn:
+    """BitNet; the norm of what heads mix has the model's width."""
+    options = draw_shape(drawn, free_head=False) | draw_rope(drawn)
+    return "BitNet", options | flip(drawn, "attention_bias")
+
+
 def draw_granite_moe(drawn: random.Random) -> Drawn:
     """Granite 3 with experts."""
     options = draw_shape(drawn, free_head=False) | draw_rope(drawn)
@@ -353,6 +359,7 @@ def draw_gemma4(drawn: random.Random) -> Drawn:
 
 
 DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
+    "bitnet": draw_bitnet,
     "gemma4": draw_gemma4,
     "gpt_oss": draw_gpt_oss,
     "deepseek_v2": draw_deepseek_v2,

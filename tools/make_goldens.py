@@ -22,6 +22,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import golden_variants as variants
+from golden_ternary import QUANTIZATION, pack_projections, round_projections
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests/golden/models"
 PROMPT = 24
@@ -739,6 +740,17 @@ MODELS: dict[str, tuple[str, Options]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "bitnet": (
+        "BitNet",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "intermediate_size": 72,
+            "hidden_act": "relu2",
+            "rope_parameters": ROPE | {"rope_type": "default"},
+        },
+    ),
     "gpt-neox": ("GPTNeoX", {"tie_word_embeddings": False}),
     "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
 }
@@ -781,6 +793,8 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
                 if "ln_" in name and name.endswith("weight"):
                     drawn += 1.0
             values.copy_(drawn.half().float())
+        if family == "BitNet":
+            round_projections(model)
     return model
 
 
@@ -825,6 +839,10 @@ def write_golden(name: str) -> None:
         file = folder / "model.safetensors"
         tensors = {variants.rename(family, key): value for key, value in load_file(file).items()}
         save_file(tensors | variants.draw_predictors(family, config, seed), file)
+    if family == "BitNet":
+        config["quantization_config"] = QUANTIZATION
+        file = folder / "model.safetensors"
+        save_file(pack_projections(load_file(file)), file)
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     np.savez_compressed(
         folder / "golden.npz", prompt=prompt.numpy(), logits=logits, greedy=np.array(greedy)

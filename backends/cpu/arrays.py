@@ -36,6 +36,8 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
     layer_input = space.make("float32", chunk, spec.hidden) if spec.keeps_input else None
     routes = space.make("float32", chunk, max(1, spec.experts))
     views = {"x": space.wrap(x), "y": space.wrap(total), "routes": space.wrap(routes)}
+    if spec.sub_norm:
+        views["squares"] = space.wrap(space.make("float32", chunk))
     views |= space.make_activations(
         "hidden", chunk, spec.hidden, spec.most_planes, normalized, pairs=spec.isa.pairs
     )

@@ -27,6 +27,7 @@ _WEIGHTS = {
     "bias": "qkv_bias",
     "query_norm": "query_norm",
     "key_norm": "key_norm",
+    "mixed_norm": "attention_sub_norm",
     "output": "output",
     "output_bias": "output_bias",
     "output_norm": "attention_output_norm",

@@ -49,7 +49,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     more, and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
     10 (d + h w) bytes per thread, and the inputs of an even number of tokens. For layers with a
     state, an input as wide as what they mix, their projections, and two floats for each value head.
-    For an FFN beside experts, its input, gates and ups, and d floats.
+    For an FFN beside experts, its input, gates and ups, and d floats.  Where activations are
+    normalised, a float, and one for each thread.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
@@ -70,6 +71,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         each = fill_groups(model.side_ffn.width)
         own = each * (4 + _count_planes(plan)) + each // GROUP * 8
         activations += (chunk + 1) * (own + 8 * model.side_ffn.width + 4 * shape.stored_hidden)
+    if model.ffn.sub_norm:
+        activations += 4 * chunk + ALIGNMENT
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     turned = sum(width for _, width in model.list_turns())
     # Rows of scales of gathered neurons.
@@ -93,6 +96,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         tables += 4 * model.layer_neurons
     threads = _count_threads(resolved)
     tables += threads * (4 * shape.stored_hidden + THREAD_BYTES) + SMALL_BYTES
+    if model.ffn.sub_norm:
+        tables += 4 * threads * (1 + plan.decode.step_tokens) + 2 * ALIGNMENT
     if plan.decode.step_tokens > 1 and not model.is_smooth:
         # What several tokens share: a sum for each of them, and lists of a block of neurons.
         each = 4 * shape.stored_hidden + SHARED_TOKEN_BYTES
@@ -130,8 +135,9 @@ def count_chunk_bytes(resolved: ResolvedPlan) -> int:
         own += 4 * hidden
     if model.moe is not None:
         own += 4 * model.expert_count
+    own += 4 * model.ffn.sub_norm
     # Every array is rounded up.
-    return (count_chunk_tokens(plan) + 1) * own + 8 * ALIGNMENT
+    return (count_chunk_tokens(plan) + 1) * own + 9 * ALIGNMENT
 
 
 def _count_planes(plan: Plan) -> int:

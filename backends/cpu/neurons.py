@@ -78,6 +78,8 @@ class Neurons:
             "counts": space.wrap(self._counts),
         }
         """What gathered neurons are computed in."""
+        if spec.sub_norm:
+            self._room["own_squares"] = space.wrap(space.make("float32", spec.threads))
         self._rows = None
         if request.scales is not None:
             self._rows = space.make("int32", neurons)
@@ -171,6 +173,8 @@ class Neurons:
             for name, kind in kinds.items()
         }
         sums = space.make("float32", tokens, threads, self._spec.hidden)
+        if self._spec.sub_norm:
+            room["token_squares"] = space.wrap(space.make("float32", tokens, threads))
         return room | {"partials": space.wrap(sums), "named": space.wrap(self._named)}
 
     def _name_token(self) -> str:

@@ -84,6 +84,8 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         gate_limit=model.ffn.limit,
         up_offset=model.ffn.up_offset,
         ffn_bias=model.ffn.bias,
+        sub_norm=model.layer_neurons if model.ffn.sub_norm else 0,
+        attention_sub_norm=model.attention.sub_norm,
         embedding_factor=model.multipliers.embedding,
         residual_factor=model.multipliers.residual,
         logit_factor=model.multipliers.logits,

@@ -36,15 +36,14 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return what it cannot compute alone; beside the CPU it computes rows of every model that
-    the plan language can state, and neurons of all precisions but one."""
-    if facts.neurons is None:
-        from pi2.backends.gpu.alone.limits import find_alone_limits
+    """Return what it cannot compute alone; beside the CPU it computes rows and neurons of every
+    model that the plan language can state, but for a few precisions and a norm inside the FFN."""
+    from pi2.backends.gpu.alone.limits import find_alone_limits
+    from pi2.backends.limits import list_unknown_weights
 
+    if facts.neurons is None:
         return find_alone_limits(facts.resolved)
-    if facts.resolved.model.quantization.ffn == "mxfp4":
-        return ["computes no neurons of mxfp4"]
-    return []
+    return list_unknown_weights(facts.resolved.model)
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:

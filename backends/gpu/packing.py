@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pi2.arrays import F16, F32, I32, U8, U32
+from pi2.arrays import F32, I32, U8, U32, Scales
 from pi2.backends.gpu.sizes import TILE
 from pi2.plan.weights.layout import BundleLayout, Precision, round_up
 from pi2.plan.weights.packing import order_words, slice_bias, slice_experts, slice_part
@@ -39,10 +39,10 @@ class DeviceNeurons:
 
     gate_up_weights: U32
     """In tiles, flat."""
-    gate_up_scales: F16 | None
+    gate_up_scales: Scales | None
     down_weights: U32
     """In rows, flat."""
-    down_scales: F16 | None
+    down_scales: Scales | None
     biases: F32 | None
     """[n, parts], flat."""
     experts: I32 | None
@@ -69,15 +69,15 @@ def pack_tiles(parts: Sequence[U32]) -> U32:
     return np.ascontiguousarray(vectors.transpose(0, 1, 3, 2, 4)).reshape(-1)
 
 
-def pack_tile_scales(parts: Sequence[F16]) -> F16:
+def pack_tile_scales(parts: Sequence[Scales]) -> Scales:
     """Arrange scales [n, groups] of each part in tiles, n a multiple of 32: flat."""
     joined = np.stack([part.reshape(-1, TILE, part.shape[1]) for part in parts], 1)
     return np.ascontiguousarray(joined.transpose(0, 1, 3, 2)).reshape(-1)
 
 
 def pack_matrix(
-    weights: U8, scales: F16 | None, length: int, precision: Precision
-) -> tuple[U32, F16 | None]:
+    weights: U8, scales: Scales | None, length: int, precision: Precision
+) -> tuple[U32, Scales | None]:
     """Arrange a packed matrix uint8 [rows, weight_bytes] in tiles; the last is filled up."""
     words = pack_tiles([fill_tile(order_words(weights, length, precision))])
     return words, None if scales is None else pack_tile_scales([fill_tile(scales)])

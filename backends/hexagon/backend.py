@@ -33,11 +33,11 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return nothing for all but one precision: it computes the neurons and matrices of every
-    model that the plan language can state."""
-    if facts.resolved.model.quantization.ffn == "mxfp4":
-        return ["computes no neurons of mxfp4"]
-    return []
+    """Return precisions and operators that it does not know: it computes the neurons and matrices
+    of every other model that the plan language can state."""
+    from pi2.backends.limits import list_unknown_weights
+
+    return list_unknown_weights(facts.resolved.model)
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:

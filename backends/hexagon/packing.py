@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I32, U8
+from pi2.arrays import F32, I32, U8, Scales
 from pi2.backends.hexagon.specification import (
     LANES,
     LENGTH_STEP,
@@ -58,7 +58,7 @@ def find_top_multiplier(groups: int) -> int:
     return int(min(2**15 - 1, (2**31 - 1) // (_INT4_PEAK * max(groups, 1))))
 
 
-def pack_rows(weights: U8, scales: F16 | None, length: int, precision: Precision) -> Arrays:
+def pack_rows(weights: U8, scales: Scales | None, length: int, precision: Precision) -> Arrays:
     """Arrange packed vectors uint8 [n, weight bytes] in tiles: ``weights``, ``multipliers`` and
     ``row_scales``; rows that fill up the last tile are zero."""
     if precision == "int4":
@@ -67,7 +67,7 @@ def pack_rows(weights: U8, scales: F16 | None, length: int, precision: Precision
     return _pack_int8(dequantize(weights, scales, length, precision))
 
 
-def _pack_int4(weights: U8, scales: F16, length: int) -> Arrays:
+def _pack_int4(weights: U8, scales: Scales, length: int) -> Arrays:
     words = order_words(weights, length, "int4")
     count, groups = words.shape[:2]
     rows, wide = round_up(count, LANES), round_up(length, LENGTH_STEP) // GROUP

@@ -34,6 +34,7 @@ from pi2.backends.kernels.matrix import emit_shared
 from pi2.backends.kernels.mixing_block import MixingBlock
 from pi2.backends.kernels.norms import (
     emit_head_norms,
+    emit_mixed_norm,
     emit_value_norms,
 )
 from pi2.backends.kernels.operands import Activations
@@ -84,6 +85,7 @@ class _Block(MixingBlock):
     cache: Cache
     qkv: v.Buffer
     mixed: Activations
+    mixed_norm: v.Buffer | None
     spans: tuple[v.Buffer, v.Buffer, v.Buffer]
 
     def emit_project(self) -> None:
@@ -142,8 +144,7 @@ class _Block(MixingBlock):
             attend_span,
         )
         emit_merge(spec, spans, cache, self.mixed.values, token, self.sinks)
-        if spec.output_gate:
-            self.emit_gates(token)
+        self.emit_end(token)
 
     def emit_mix_chunk(self) -> None:
         """Attention of several tokens of a sequence."""
@@ -158,8 +159,16 @@ class _Block(MixingBlock):
             emit_chunk_attention(
                 spec, self.qkv, self.cache, values, tokens, self.position, tile, head, self.sinks
             )
-        if spec.output_gate:
-            emit_each_token(tokens, self.emit_gates)
+        if spec.output_gate or self.mixed_norm is not None:
+            emit_each_token(tokens, self.emit_end)
+
+    def emit_end(self, token: v.Expr) -> None:
+        """Change what ``token`` has mixed as the projection takes it: gates and a norm."""
+        if self.schedule.spec.output_gate:
+            self.emit_gates(token)
+        if self.mixed_norm is not None:
+            spec, once = self.schedule.spec, self.hidden.once
+            emit_mixed_norm(spec, self.mixed.values, self.mixed_norm, once, token)
 
     def emit_gates(self, token: v.Expr) -> None:
         """Multiply what ``token`` has mixed by the sigmoids of its gates."""
@@ -220,6 +229,9 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
     count = tokens if number == "tokens" else context
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, count)
     mixed = schedule.take_chunk(take, "mixed", spec.width, count)
+    mixed_norm = (
+        take.take_array("mixed_norm", "float32", spec.width) if spec.attention_sub_norm else None
+    )
     spans = (spec.heads, SPANS)
     sums = take.take_array("span_sums", "float32", *spans, spec.head_dim)
     tops, totals = (
@@ -245,5 +257,6 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
         qkv=qkv,
         hidden=hidden,
         mixed=mixed,
+        mixed_norm=mixed_norm,
         spans=(sums, tops, totals),
     )

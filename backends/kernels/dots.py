@@ -5,8 +5,8 @@ x = ``scale * x8`` in one), each plane in the interleaved int8 layout.  Weights 
 nibbles q + 8 (int4) or q + 128 (int8), so that one primitive, unsigned times signed byte, serves
 both; ``sums`` holds -8 * sum(x) of each group to take the offset out again.  Weights of int2 enter
 as (q + 3) / 2, those of int3 as (q + 7) / 2, and twice their sum as it is taken out; those of
-mxfp4, from a table, as q + 12.  The integer sum of a group is exact: only its product with the two
-scales rounds.
+ternary as q + 1; those of mxfp4, from a table, as q + 12.  The integer sum of a group is exact:
+only its product with the two scales rounds.
 
 Overflow: a nibble times a byte is at most 15 * 128; ``maddubs`` adds 16 of them into an int16
 (30720), ``multiply`` adds 8 (15360).  Of mxfp4 it is 24 * 128, of which they add half as many: low
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
@@ -86,6 +87,9 @@ def _emit_block(
     if precision == "int3":
         # Both chunks take bits of a third.
         fold = 1
+    if precision == "ternary" and lanes == 1:
+        # Both chunks fill half of a register, and two fields of them a whole one.
+        fold = 4
     width = min(isa.lanes, lanes)
     for first in range(0, lanes, width):
         piece = _Piece(
@@ -137,6 +141,7 @@ def _emit_groups(
     dot = DotPrimitive(isa, wide)
     planes = activations.planes
     precision = vectors[0].precision
+    chunks = count_chunks(precision)
     int8 = precision == "int8"
     # Weights of int8 are two nibbles: 16 high + low; vnni and sdot take whole bytes.
     split = precision in ("int8", "mxfp4") and not dot.whole_bytes
@@ -152,14 +157,19 @@ def _emit_groups(
             for row in cells:
                 row[index][-1].set(offset)
 
+    is_narrow = piece.fold > chunks
+
     def emit_chunk(chunk: v.Expr | int) -> None:
         offset = chunk * (4 * piece.lanes)
         rows = []
         for index, vector in enumerate(vectors):
             if prefetch is not None:
                 prefetch(index, piece.byte + offset, 4 * wide)
-            raw = v.let(_load_chunk(vector, piece, offset, 4 * wide))
-            if precision == "int3":
+            size = 4 * chunks * piece.lanes if is_narrow else 4 * wide
+            raw = v.let(_load_chunk(vector, piece, offset, size))
+            if is_narrow:
+                rows.append(_unpack_narrow(isa, raw))
+            elif precision == "int3":
                 assert isinstance(chunk, int)
                 highest = v.let(_load_chunk(vector, piece, 8 * piece.lanes, 4 * wide))
                 rows.append(_unpack_triples(dot, raw, highest, chunk))
@@ -178,8 +188,7 @@ def _emit_groups(
                         cell = row[index][plane * streams + stream]
                         cell.set(dot.add(cell.get(), unpacked[half], codes))
 
-    chunks = count_chunks(precision)
-    if len(vectors) * len(tokens) == 1 or precision == "int3":
+    if len(vectors) * len(tokens) == 1 or precision == "int3" or is_narrow:
         for chunk in range(0, chunks, piece.fold):
             emit_chunk(chunk)
     else:
@@ -202,7 +211,7 @@ def _load_chunk(vector: Vector, piece: _Piece, offset: int, size: int) -> v.Expr
 
 def _unpack(dot: DotPrimitive, raw: v.Expr, precision: Precision, split: bool) -> list[v.Expr]:
     """Return what the primitive takes of a chunk of weights, named."""
-    if precision == "int2":
+    if precision in ("int2", "ternary"):
         return [v.let(dot.take_pair(raw, number)) for number in range(4)]
     if precision == "int4":
         return [v.let(dot.take_low(raw)), v.let(dot.take_high(raw))]
@@ -214,6 +223,14 @@ def _unpack(dot: DotPrimitive, raw: v.Expr, precision: Precision, split: bool) -
     if split:
         return [v.let(dot.take_low(unsigned)), v.let(dot.take_high(unsigned))]
     return [unsigned]
+
+
+def _unpack_narrow(isa: Isa, raw: v.Expr) -> list[v.Expr]:
+    """Return what the primitive takes of a whole group of ternary, named: two fields side by
+    side."""
+    half = DotPrimitive(isa, 2)
+    fields = [v.let(half.take_pair(raw, number)) for number in range(4)]
+    return [v.let(Shuffle(fields[first : first + 2], list(range(16)))) for first in (0, 2)]
 
 
 def _unpack_triples(dot: DotPrimitive, raw: v.Expr, highest: v.Expr, chunk: int) -> list[v.Expr]:
@@ -253,6 +270,8 @@ def _finish(
         if precision == "int2":
             third = v.let(offset >> v.constant(3, "int32", piece.width))
             total = total + total + third + third + third
+        elif precision == "ternary":
+            total = total + (offset >> v.constant(3, "int32", piece.width))
         elif precision == "mxfp4":
             half = v.let(offset >> v.constant(1, "int32", piece.width))
             total = total + offset + half

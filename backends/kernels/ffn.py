@@ -13,9 +13,15 @@ from pi2.backends.kernels.matrix import ROW_TILE, emit_split
 from pi2.backends.kernels.neurons import Bundles
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
-from pi2.backends.kernels.unpacking import emit_tile, list_places, list_tiles, load_block_scale
+from pi2.backends.kernels.thread_sums import add_squares
+from pi2.backends.kernels.unpacking import (
+    count_tiles,
+    emit_tile,
+    list_places,
+    list_tiles,
+    load_block_scale,
+)
 from pi2.backends.kernels.values import emit_activations, find_neighbour
-from pi2.plan.weights.layout import count_chunks
 
 
 def emit_dense(
@@ -32,6 +38,7 @@ def emit_dense(
     total: v.Buffer,
     routes: v.Buffer | None = None,
     chosen: Chosen = EVERYTHING,
+    squares: v.Buffer | None = None,
 ) -> None:
     """Add ``count`` contiguous or ``chosen`` neurons to ``total`` (y [tokens, hidden], lane order).
 
@@ -39,9 +46,9 @@ def emit_dense(
     ``values`` float32 [tokens, PANEL] activations of a panel;
     ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
     [threads, UNPACKED + KEPT, 128]; ``routes`` float32 [tokens, experts] weights of a mixture's
-    experts.  Per panel of neurons: first the activations, threads sharing the neurons; then y,
-    threads sharing the elements, for active neurons only where some rest.  So no sum depends on the
-    number of threads.
+    experts; ``squares`` float32 [tokens] of activations, where they are normalised.  Per panel of
+    neurons: first the activations, threads sharing the neurons; then y, threads sharing the
+    elements, for active neurons only where some rest.  So no sum depends on the number of threads.
 
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
     is at: in y itself, those of one token after the other push each other out of the caches.
@@ -69,9 +76,13 @@ def emit_dense(
                     thread,
                     chosen,
                 )
-        if not spec.is_smooth:
+        if not spec.is_smooth or squares is not None:
             with T.parallel(tokens) as token:
-                _emit_masks(values, size, token, masks)
+                if not spec.is_smooth:
+                    _emit_masks(values, size, token, masks)
+                if squares is not None:
+                    more = add_squares(values, v.let(token * PANEL), size)
+                    v.store(squares, token, squares[token] + more, 1)
         runs = list_tiles(hidden, spec.ffn)
         with T.parallel(threads) as thread:
             begin, end = emit_split(thread, threads, sum(tiles for _, _, tiles in runs))
@@ -120,7 +131,7 @@ def _emit_tile_sum(
     chosen: Chosen,
 ) -> None:
     """Add a panel's neurons to one tile of y for all tokens."""
-    per_block = 1 if spec.ffn == "fp16" else count_chunks(spec.ffn)
+    per_block = count_tiles(spec.ffn)
     groups = 1 if spec.ffn == "fp16" else lanes
     first = v.let(group + T.floordiv(tile, per_block) * groups)
     chunk = v.let(T.floormod(tile, per_block))

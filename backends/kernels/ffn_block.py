@@ -11,7 +11,11 @@ from pi2.backends.kernels.ffn import emit_dense
 from pi2.backends.kernels.gates import emit_gathered_gates
 from pi2.backends.kernels.gathered import Run, Scratch, emit_gathered
 from pi2.backends.kernels.neurons import Bundles, emit_leave_lane_order
-from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize
+from pi2.backends.kernels.norms import (
+    emit_add_normalized,
+    emit_normalize,
+    take_sub_norm_factor,
+)
 from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.plain import emit_plain_gathered
 from pi2.backends.kernels.router import RouterArrays, emit_route_tokens
@@ -21,6 +25,7 @@ from pi2.backends.kernels.shared import Naming, emit_shared_neurons
 from pi2.backends.kernels.side_ffn import take_side_ffn
 from pi2.backends.kernels.spec import BLOCK, KEPT, PANEL, PARTS, UNPACKED
 from pi2.backends.kernels.stretched import Stretches, emit_stretched
+from pi2.backends.kernels.thread_sums import Squares
 
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
@@ -31,8 +36,11 @@ def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
     norm = schedule.take_input_norm(take)
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
     y = schedule.take_rows(take, "y")
+    squares = _take_squares(schedule, take)
 
     def prepare(token: v.Expr) -> None:
+        if squares is not None:
+            v.store(squares, token, v.constant(0.0, "float32"), 1)
         emit_normalize(spec, x, token, norm, hidden, token)
         with T.serial(spec.hidden // 16) as step:
             place = token * spec.hidden + step * 16
@@ -84,6 +92,24 @@ def _take_bundles(schedule: Schedule, take: Parameters, name: str) -> Bundles:
     return Bundles(spec=spec, arena=arena, scales=scales)
 
 
+def _take_squares(schedule: Schedule, take: Parameters) -> v.Buffer | None:
+    """Declare the sums of the squares of each token's activations, where these are normalised."""
+    if not schedule.spec.sub_norm:
+        return None
+    return take.take_array("squares", "float32", "tokens")
+
+
+def _take_thread_squares(
+    schedule: Schedule, take: Parameters, name: str = "own_squares"
+) -> Squares | None:
+    """Declare them, and those of each thread."""
+    total = _take_squares(schedule, take)
+    if total is None:
+        return None
+    rows = ("threads",) if name == "own_squares" else ("sequences", "threads")
+    return Squares(total=total, own=take.take_array(name, "float32", *rows))
+
+
 def _take_slots(schedule: Schedule, take: Parameters) -> tuple[v.Buffer, v.Buffer | None]:
     """Declare slots of neurons, and the rows of their scales where these are resident."""
     slots = take.take_array("slots", "int32", "neurons")
@@ -114,6 +140,7 @@ def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None
         firing_rows=None if rows is None else take.take_array("firing_rows", "int32", "neurons"),
         partial=schedule.take_rows(take, "partial", "threads"),
         counts=take.take_array("counts", "int32", schedule.spec.threads + 1),
+        squares=_take_thread_squares(schedule, take),
     )
     total = schedule.take_rows(take, "y")
     routes = schedule.take_routes(take)
@@ -156,6 +183,7 @@ def emit_add_shared_neurons(schedule: Schedule, take: Parameters) -> None:
         else None,
         partial=take.take_array("partials", "float32", "sequences", "threads", spec.hidden),
         counts=take.take_array("counts", "int32", spec.threads + 1),
+        squares=_take_thread_squares(schedule, take, "token_squares"),
     )
     naming = Naming(
         slots=slots,
@@ -198,6 +226,7 @@ def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
         total=schedule.take_rows(take, "y"),
         routes=schedule.take_routes(take),
         token=token,
+        squares=_take_thread_squares(schedule, take),
     )
 
 
@@ -218,6 +247,7 @@ def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
         total=schedule.take_rows(take, "y"),
         routes=schedule.take_routes(take),
         token=token,
+        squares=_take_thread_squares(schedule, take),
     )
 
 
@@ -249,6 +279,7 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
         count=count,
         tokens=tokens,
         chosen=chosen,
+        squares=_take_squares(schedule, take),
     )
 
 
@@ -264,12 +295,15 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     norm = take.take_array("output_norm", "float32", spec.hidden) if spec.norm_outputs else None
     whole = schedule.take_rows(take, "whole") if spec.norm_outputs else None
     scale = take.take_array("layer_scale", "float32", 1) if spec.layer_scale else None
+    squares = _take_squares(schedule, take)
     side = take_side_ffn(schedule, take, tokens)
     if side is not None:
         side.emit(x, tokens)
 
     def finish(token: v.Expr) -> None:
         base = v.let(token * spec.hidden)
+        if squares is not None:
+            emit_scale(y, base, spec.hidden, take_sub_norm_factor(spec, squares[token]))
         add_sum(token, base)
         if scale is not None:
             emit_scale(x, base, spec.hidden, scale[0])

@@ -9,8 +9,13 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector, list_runs
-from pi2.backends.kernels.unpacking import emit_tile, load_block_scale
-from pi2.plan.weights.layout import GROUP, count_chunks, weight_bytes
+from pi2.backends.kernels.unpacking import (
+    count_tile_bytes,
+    count_tiles,
+    emit_tile,
+    load_block_scale,
+)
+from pi2.plan.weights.layout import GROUP, weight_bytes
 
 
 def emit_float_block(
@@ -36,12 +41,13 @@ def emit_float_block(
     # gate has the same bits wherever it is computed.
     cells = [[(v.Cell(zero), v.Cell(zero)) for _ in tokens] for _ in vectors]
     # A loop that LLVM cannot unroll: it would reorder the additions and spill.
-    with T.serial(v.wide(count_chunks(precision) * activations.once)) as chunk:
+    size = count_tile_bytes(precision, lanes)
+    with T.serial(v.wide(count_tiles(precision) * activations.once)) as tile:
         tiles = []
         for index, vector in enumerate(vectors):
             if prefetch is not None:
-                prefetch(index, group * group_bytes + chunk * (4 * lanes), 4 * lanes)
-            tiles.append(emit_tile(isa, vector, lanes, group, chunk))
+                prefetch(index, group * group_bytes + tile * size, size)
+            tiles.append(emit_tile(isa, vector, lanes, group, tile))
         for turn, rows in enumerate(zip(*tiles, strict=True)):
             place = v.let(rows[0][0])
             values = [

@@ -32,12 +32,17 @@ from pi2.backends.kernels.neurons import Bundles, Neuron, activate, adjust_up, i
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.kernels.thread_sums import emit_add, emit_clear, emit_count
-from pi2.backends.kernels.unpacking import emit_tile, list_tiles, load_block_scale
+from pi2.backends.kernels.thread_sums import Squares, emit_add, emit_clear, emit_count
+from pi2.backends.kernels.unpacking import (
+    count_tile_bytes,
+    count_tiles,
+    emit_tile,
+    list_tiles,
+    load_block_scale,
+)
 from pi2.plan.weights.layout import (
     GROUP,
     PartName,
-    count_chunks,
     scale_bytes,
     vector_bytes,
     weight_bytes,
@@ -60,6 +65,8 @@ class Scratch:
     firing_rows: v.Buffer | None
     partial: v.Buffer
     counts: v.Buffer
+    squares: Squares | None = None
+    """What activations are normalised by, where they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +183,14 @@ def emit_gathered(
         emit_all = emit_at_once if spec.passes == 1 else emit_in_turn
         fired = emit_all(run, given, read_gate if known else None, first, target, limit)
         v.store(scratch.counts, thread, fired, 1)
+        if scratch.squares is not None:
+            scratch.squares.set_own(thread, scratch.values, first, fired)
 
     read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.ffn))
     emit_shared(threads, read_bytes, emit)
     emit_add(spec, scratch.partial, total, token)
+    if scratch.squares is not None:
+        scratch.squares.emit_add(threads, token)
     emit_count(spec, scratch.counts)
 
 
@@ -381,11 +392,11 @@ def emit_downs(
 ) -> None:
     """Add each of some down ``vectors`` times its value to ``target[base:]`` (lane order), one
     after the other; ``ask`` is told what is read, and when.  ``once``: see `Activations`."""
-    per_block = 1 if spec.ffn == "fp16" else count_chunks(spec.ffn)
+    per_block = count_tiles(spec.ffn)
     size = weight_bytes(GROUP, spec.ffn)
 
     def emit_block(lanes: int, first: v.Expr) -> None:
-        step = 2 * GROUP if spec.ffn == "fp16" else 4 * lanes
+        step = count_tile_bytes(spec.ffn, lanes)
         scales = [
             v.let(load_block_scale(vector, lanes, first) * v.splat(value, lanes))
             for vector, value in zip(vectors, values, strict=True)

@@ -34,7 +34,7 @@ from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Vector, list_runs
 from pi2.backends.kernels.products import look_up_bytes
 from pi2.backends.kernels.unpacking import load_scales
-from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
 from pi2.plan.weights.mxfp4 import MAGNITUDES
 
 TOKENS = 4
@@ -205,15 +205,15 @@ def _emit_unpacked_groups(
 ) -> None:
     """Unpack ``width`` groups, from ``quarter * width`` of the block that begins with ``group``."""
     precision = vectors[0].precision
-    nibbles = precision != "int8"
-    group_bytes = GROUP // 2 if nibbles else GROUP
+    nibbles = precision in ("int4", "mxfp4")
+    group_bytes = weight_bytes(GROUP, precision)
     place = v.let(base + (group + quarter * width) * GROUP_BYTES + pair * 16)
 
     def put(index: int, step: int, weights: v.Expr) -> None:
         at = place + (index * GROUP_BYTES + step * (ROWS // 2) * 16)
         v.store(tiles, at, weights, 16)
 
-    for half in range(2 if nibbles else 4):
+    for half in range(count_chunks(precision) // 2):
         columns = []
         for vector in vectors:
             byte = vector.weights_base + group * group_bytes + quarter * (4 * width)
@@ -226,6 +226,13 @@ def _emit_unpacked_groups(
             columns.append(_interleave(chunks, width))
         for index in range(width):
             words = v.let(_join_rows(columns, index, width))
+            if precision == "ternary":
+                codes = v.let(v.reinterpret(words, "uint8", 16))
+                three, one = v.constant(3, "uint8", 16), v.constant(1, "int8", 16)
+                for step in range(STEPS):
+                    field = (codes >> v.constant(2 * step, "uint8", 16)) & three
+                    put(index, step, v.reinterpret(field, "int8", 16) - one)
+                continue
             if not nibbles:
                 put(index, half, v.reinterpret(words, "int8", 16))
                 continue

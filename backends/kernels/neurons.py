@@ -52,6 +52,7 @@ class Bundles:
         """Return a part of a neuron."""
         part = next(part for part in self.spec.bundle.parts if part.name == name)
         scales_base = neuron.scales_base if part.resident else neuron.base
+        factor = self.spec.bundle.factor_offset if name == "down" else None
         return Vector(
             weights=self.arena,
             weights_base=v.let(neuron.base + part.weights_offset),
@@ -59,6 +60,7 @@ class Bundles:
             scales_base=v.let(scales_base + part.scales_offset),
             precision=self.spec.ffn,
             spread=part.spread,
+            factor_base=None if factor is None else neuron.base + factor,
         )
 
     def load_expert(self, neuron: Neuron) -> v.Expr:

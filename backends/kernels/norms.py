@@ -144,6 +144,19 @@ def emit_value_norms(spec: KernelSpec, qkv: v.Buffer, once: v.Expr, token: v.Exp
     _emit_head_norm(spec, qkv, None, once, first, spec.kv_heads, spec.head_dim)
 
 
+def emit_mixed_norm(
+    spec: KernelSpec, values: v.Buffer, weight: v.Buffer, once: v.Expr, token: v.Expr
+) -> None:
+    """RMSNorm of what all heads of ``token`` have mixed in ``values`` [tokens, width], in place."""
+    first, width = v.let(token * spec.width), spec.heads * spec.head_dim
+    _emit_head_norm(spec, values, weight, once, first, 1, spec.width, width)
+
+
+def take_sub_norm_factor(spec: KernelSpec, squares: v.Expr) -> v.Expr:
+    """What normalises a layer's activations, of which ``squares`` is the sum of the squares."""
+    return _invert_root(spec, squares, spec.sub_norm, 1)
+
+
 def _emit_head_norm(
     spec: KernelSpec,
     qkv: v.Buffer,
@@ -152,8 +165,10 @@ def _emit_head_norm(
     first: v.Expr,
     heads: int,
     size: int,
+    width: int | None = None,
 ) -> None:
-    """RMSNorm, in place, of each of ``heads`` vectors of ``size`` elements from ``first`` on."""
+    """RMSNorm, in place, of each of ``heads`` vectors of ``size`` elements from ``first`` on; zeros
+    follow after ``width`` of them, if they are fewer."""
     lanes = count_lanes(size)
     with T.serial(heads) as head:
         base = v.let(first + head * size)
@@ -161,7 +176,7 @@ def _emit_head_norm(
         with T.serial(size // lanes * once) as step:
             part = v.let(v.load(qkv, base + step * lanes, lanes))
             squares.set(T.fma(part, part, squares.get()))
-        factor = _invert_root(spec, squares.get(), size, lanes)
+        factor = _invert_root(spec, squares.get(), width or size, lanes)
         with T.serial(size // lanes * once) as step:
             place = v.let(base + step * lanes)
             part = v.load(qkv, place, lanes) * v.splat(factor, lanes)

@@ -81,3 +81,6 @@ class Vector:
     precision: Precision
     spread: bool = False
     """Whether every element has a scale."""
+    factor_base: v.Expr | None = None
+    """Byte, beside the weights, of the float32 that the vector is multiplied with besides; None:
+    nothing is."""

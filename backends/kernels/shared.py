@@ -20,7 +20,7 @@ from pi2.backends.kernels.gathered import Run, emit_at_once, emit_in_turn
 from pi2.backends.kernels.matrix import emit_shared
 from pi2.backends.kernels.places import PlaceList
 from pi2.backends.kernels.spec import BLOCK, MOST_NAMING
-from pi2.backends.kernels.thread_sums import emit_count
+from pi2.backends.kernels.thread_sums import add_squares, emit_count
 from pi2.plan.weights.layout import vector_bytes
 
 
@@ -51,6 +51,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
     """
     spec, scratch = run.spec, run.scratch
     threads, hidden, count, tokens = spec.threads, spec.hidden, naming.count, naming.tokens
+    squares = scratch.squares
 
     def emit(thread: v.Expr) -> None:
         seen = T.alloc_buffer((MOST_NAMING,), "int32")
@@ -61,6 +62,9 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
             with T.serial(hidden // 16) as step:
                 zero = v.constant(0.0, "float32", 16)
                 v.store(scratch.partial, base + step * 16, zero, 16)
+            if squares is not None:
+                own_sum = token * threads + thread
+                v.store(squares.own, own_sum, v.constant(0.0, "float32"), 1)
         fired = v.Cell(T.int32(0))
         first = v.let(thread * BLOCK)
         lists = v.let(thread * (tokens * BLOCK))
@@ -87,7 +91,12 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
                 target = v.let((token * threads + thread) * hidden)
                 emit_all = emit_at_once if spec.passes == 1 else emit_in_turn
                 alone = replace(run, token=token)
-                fired.set(fired.get() + emit_all(alone, given, None, first, target, None))
+                found = emit_all(alone, given, None, first, target, None)
+                fired.set(fired.get() + found)
+                if squares is not None:
+                    place = v.let(token * threads + thread)
+                    more = add_squares(scratch.values, first, found)
+                    v.store(squares.own, place, squares.own[place] + more, 1)
         v.store(scratch.counts, thread, fired.get(), 1)
 
     read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.ffn))
@@ -99,6 +108,9 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
             own = v.let((token * threads + thread) * hidden + step * 16)
             value = value + v.load(scratch.partial, own, 16)
         v.store(total, place, value, 16)
+    if squares is not None:
+        with T.serial(tokens) as token:
+            squares.emit_add(threads, token, v.let(token * threads))
     emit_count(spec, scratch.counts)
 
 

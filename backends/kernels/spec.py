@@ -175,6 +175,10 @@ class KernelSpec:
     up_offset: float = 0.0
     """Added to ups before they are multiplied with gates."""
     ffn_bias: bool = False
+    sub_norm: int = 0
+    """Neurons whose activations are normalised together; 0 where they are not."""
+    attention_sub_norm: bool = False
+    """Whether what the heads have mixed is normalised before it is projected."""
     experts: int = 0
     """Experts of a mixture, shared ones included; 0 where the model is none."""
     side_ffn: int = 0
@@ -256,6 +260,7 @@ class KernelSpec:
             self.stride,
             gated=self.gated,
             bias=self.ffn_bias,
+            factor=self.sub_norm > 0,
             mixed=self.experts > 0,
             scales=self.scales,
         )

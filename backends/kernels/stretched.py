@@ -22,7 +22,7 @@ from pi2.backends.kernels.matrix import LINE, emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.kernels.thread_sums import emit_add, emit_clear, emit_count
+from pi2.backends.kernels.thread_sums import Squares, emit_add, emit_clear, emit_count
 from pi2.backends.kernels.values import emit_values, take_inputs
 from pi2.plan.weights.layout import scale_bytes
 
@@ -61,12 +61,14 @@ def emit_stretched(
     total: v.Buffer,
     routes: v.Buffer | None,
     token: v.Expr,
+    squares: Squares | None = None,
 ) -> None:
     """Add the neurons of ``stretches`` to ``total`` float32 [hidden] (lane order) of ``token``.
 
     ``partial`` float32 [threads, hidden]: one sum per thread, added up in the order of threads;
     ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever; ``routes``
-    float32 [experts]: weights of a mixture's experts, None without.
+    float32 [experts]: weights of a mixture's experts, None without; ``squares`` of activations,
+    where they are normalised.
     """
     threads, zero = spec.threads, v.constant(0.0, "float32")
     every = v.let(stretches.count * stretches.size)
@@ -74,7 +76,7 @@ def emit_stretched(
     def emit_thread(thread: v.Expr) -> None:
         origin = emit_clear(spec, partial, thread)
         begin, end = emit_split(thread, threads, every)
-        fired = v.Cell(T.int32(0))
+        fired, square_sum = v.Cell(T.int32(0)), v.Cell(zero)
         with T.serial(T.floordiv(end - begin + (TOGETHER - 1), TOGETHER)) as turn:
             first = v.let(begin + turn * TOGETHER)
             # The last neuron stands for those beyond it.
@@ -94,6 +96,8 @@ def emit_stretched(
             ]
             for value in values:
                 fired.set(fired.get() + T.Select(value != zero, T.int32(1), T.int32(0)))
+                if squares is not None:
+                    square_sum.set(T.fma(value, value, square_sum.get()))
             downs, next_downs = (
                 [bundles.take_part(neuron, "down") for neuron in some]
                 for some in (neurons, following)
@@ -101,9 +105,13 @@ def emit_stretched(
             ask = _ask_for(spec, next_downs)
             emit_downs(isa, spec, downs, values, partial, origin, activations.once, ask)
         v.store(counts, thread, fired.get(), 1)
+        if squares is not None:
+            v.store(squares.own, thread, square_sum.get(), 1)
 
     emit_shared(threads, v.wide(every) * spec.bundle.neuron_bytes, emit_thread)
     emit_add(spec, partial, total, token)
+    if squares is not None:
+        squares.emit_add(threads, token)
     emit_count(spec, counts)
 
 

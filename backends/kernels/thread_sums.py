@@ -1,7 +1,12 @@
 """Sums that each thread makes for itself, added up in the order of threads: whichever is first,
-equal input gives equal bits."""
+equal input gives equal bits.
+
+Where the activations of a layer's neurons are normalised together, their squares are added up, too.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -27,6 +32,35 @@ def emit_add(spec: KernelSpec, partial: v.Buffer, total: v.Buffer, token: v.Expr
         for thread in range(spec.threads):
             value = value + v.load(partial, thread * hidden + place, 16)
         v.store(total, sum_place, value, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Squares:
+    """Sums of the squares of activations: ``total`` float32 [tokens], and ``own`` float32
+    [tokens, threads] of each thread, [threads] where there is one token."""
+
+    total: v.Buffer
+    own: v.Buffer
+
+    def set_own(self, place: v.Expr, values: v.Buffer, first: v.Expr, count: v.Expr) -> None:
+        """Set a thread's sum to that of ``count`` of ``values`` from ``first`` on."""
+        v.store(self.own, place, add_squares(values, first, count), 1)
+
+    def emit_add(self, threads: int, token: v.Expr, first: v.Expr | int = 0) -> None:
+        """Add the sums of all threads, from place ``first`` on, to that of ``token``."""
+        value = self.total[token]
+        for thread in range(threads):
+            value = value + self.own[first + thread]
+        v.store(self.total, token, value, 1)
+
+
+def add_squares(values: v.Buffer, first: v.Expr, count: v.Expr) -> v.Expr:
+    """Return the sum of the squares of ``count`` of ``values`` from ``first`` on."""
+    total = v.Cell(v.constant(0.0, "float32"))
+    with T.serial(count) as step:
+        value = v.let(values[first + step])
+        total.set(T.fma(value, value, total.get()))
+    return v.let(total.get())
 
 
 def emit_count(spec: KernelSpec, counts: v.Buffer) -> None:

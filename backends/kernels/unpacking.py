@@ -1,6 +1,7 @@
 """Packed vectors unpacked to floats, a tile at a time.
 
-A *tile* is what one chunk of a block unpacks to: 4 ``lanes`` bytes.  Its elements are in *lane
+A *tile* is what one chunk of a block unpacks to: 4 ``lanes`` bytes; of ternary, half of that: the
+registers have room for eight vectors.  Its elements are in *lane
 order*: within a block of L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in
 natural order.
 """
@@ -17,23 +18,34 @@ from pi2.plan.weights.mxfp4 import MAGNITUDES
 
 
 def list_tiles(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
-    """Return (lanes, first group, number of tiles) for each run of equal blocks.
-
-    A *tile* is the part of y that one 4 ``lanes``-byte chunk unpacks to.
-    """
+    """Return (lanes, first group, number of tiles) for each run of equal blocks."""
     if precision == "fp16":
         return [(16, 0, hidden // GROUP)]
-    per_block = count_chunks(precision)
+    per_block = count_tiles(precision)
     return [(lanes, first, count * per_block) for lanes, first, count in list_runs(hidden)]
 
 
+def count_tiles(precision: Precision) -> int:
+    """Return the tiles of a block."""
+    if precision == "fp16":
+        return 1
+    return 4 if precision == "ternary" else count_chunks(precision)
+
+
+def count_tile_bytes(precision: Precision, lanes: int) -> int:
+    """Return the bytes of weights that a tile of a block of ``lanes`` begins to read."""
+    if precision == "fp16":
+        return 2 * GROUP
+    return 4 * lanes * count_chunks(precision) // count_tiles(precision)
+
+
 def emit_tile(
-    isa: Isa, vector: Vector, lanes: int, first: v.Expr, chunk: v.Expr | int
+    isa: Isa, vector: Vector, lanes: int, first: v.Expr, tile: v.Expr | int
 ) -> list[tuple[v.Expr, v.Expr]]:
     """Unpack a tile: (place in y, weights without their scale as float32 x lanes) of each element;
     with it, where it has one of its own.
 
-    ``first`` is the block's first group, ``chunk`` the chunk within the block.
+    ``first`` is the block's first group, ``tile`` the tile within the block.
     """
     if vector.precision == "fp16":
         byte = vector.weights_base + v.wide(first * GROUP * 2)
@@ -42,9 +54,12 @@ def emit_tile(
             for half in range(2)
         ]
     group_bytes = weight_bytes(GROUP, vector.precision)
+    chunk = tile // 2 if vector.precision == "ternary" else tile
     byte = vector.weights_base + v.wide(first * group_bytes + chunk * (4 * lanes))
     word = v.let(v.load_as(vector.weights, byte, "int32", lanes))
     start = first * GROUP
+    if vector.precision == "ternary":
+        return _unpack_ternary(isa, word, start, lanes, tile)
     if vector.precision == "int2":
         return _unpack_pairs(isa, word, start, lanes, chunk)
     if vector.precision == "int3":
@@ -113,6 +128,38 @@ def _unpack_pairs(
     return result
 
 
+def _unpack_ternary(
+    isa: Isa, word: v.Expr, start: v.Expr, lanes: int, tile: v.Expr | int
+) -> list[tuple[v.Expr, v.Expr]]:
+    """Unpack a tile of ternary: the lower or the higher two fields of each byte of a chunk."""
+    table = isa.lanes == 16 and lanes == 16
+    one, three = v.constant(1, "int32", lanes), v.constant(3, "int32", lanes)
+    if table:
+        # vpermps looks at the low 4 bits of each lane, of which two are the next code's.
+        values = v.let(v.cast((T.ramp(0, 1, 16) & three) - one, "float32", 16))
+    half = tile % 2
+    turn = T.int32(4 * half) if isinstance(half, int) else T.cast(half * 4, "int32")
+    own = v.let(word >> v.splat(turn, lanes))
+    result = []
+    for place, index in zip(_list_ternary_places(start, lanes, tile), range(8), strict=True):
+        shift = 8 * (index % 4) + 2 * (index // 4)
+        code = own >> v.constant(shift, "int32", lanes) if shift else own
+        if table:
+            weights = T.call_llvm_pure_intrin(
+                "float32x16", "llvm.x86.avx512.permvar.sf.512", values, code
+            )
+        else:
+            weights = v.cast((code & three) - one, "float32", lanes)
+        result.append((place, weights))
+    return result
+
+
+def _list_ternary_places(start: v.Expr, lanes: int, tile: v.Expr | int) -> list[v.Expr]:
+    """Where the elements of a tile of ternary stand in y: field by field."""
+    first = 4 * (tile // 2) + 16 * (tile % 2)
+    return [start + (first + index % 4 + 8 * (index // 4)) * lanes for index in range(8)]
+
+
 def _unpack_magnitudes(
     isa: Isa, vector: Vector, word: v.Expr, start: v.Expr, lanes: int, chunk: v.Expr | int
 ) -> list[tuple[v.Expr, v.Expr]]:
@@ -168,6 +215,8 @@ def _take_unit(word: v.Expr, byte: int, lanes: int) -> v.Expr:
 
 def load_scales(vector: Vector, group: v.Expr, count: int) -> v.Expr:
     """Return the scales of ``count`` groups from ``group`` on as float32."""
+    if vector.precision == "ternary":
+        return v.splat(v.load_as(vector.scales, vector.scales_base, "float32", 1), count)
     if vector.precision != "mxfp4":
         return v.load_halves(vector.scales, vector.scales_base + v.wide(group * 2), count)
     exponents = v.load(vector.scales, vector.scales_base + v.wide(group), count)
@@ -195,20 +244,27 @@ def _unpack_triples(
 
 
 def list_places(
-    precision: Precision, lanes: int, first: v.Expr, chunk: v.Expr | int
+    precision: Precision, lanes: int, first: v.Expr, tile: v.Expr | int
 ) -> list[v.Expr]:
     """Return where the elements of a tile stand in y, in the order of `emit_tile`."""
     start = first * GROUP
+    if precision == "ternary":
+        return [v.let(place) for place in _list_ternary_places(start, lanes, tile)]
     if precision == "fp16":
         return [v.let(start + half * 16) for half in range(2)]
     if precision == "int8":
-        return [v.let(start + (4 * chunk + index) * lanes) for index in range(4)]
-    elements = [4 * chunk + index // 2 + 16 * (index % 2) for index in range(8)]
+        return [v.let(start + (4 * tile + index) * lanes) for index in range(4)]
+    elements = [4 * tile + index // 2 + 16 * (index % 2) for index in range(8)]
     return [v.let(start + element * lanes) for element in elements]
 
 
 def load_block_scale(vector: Vector, lanes: int, first: v.Expr) -> v.Expr:
-    """Return the scales of a block as float32 x lanes: what `emit_tile` leaves out."""
-    if vector.precision == "fp16" or vector.spread:
-        return v.constant(1.0, "float32", lanes)
-    return load_scales(vector, first, lanes)
+    """Return the scales of a block as float32 x lanes, times the vector's factor: what `emit_tile`
+    leaves out."""
+    has_scales = vector.precision != "fp16" and not vector.spread
+    one = v.constant(1.0, "float32", lanes)
+    scales = load_scales(vector, first, lanes) if has_scales else one
+    if vector.factor_base is None:
+        return scales
+    factor = v.splat(v.load_as(vector.weights, vector.factor_base, "float32", 1), lanes)
+    return scales * factor if has_scales else factor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
+from pi2.backends.limits import list_unknown_weights
 from pi2.plan.arithmetic.sizes import Need
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
@@ -53,8 +54,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
     limits = []
     if facts.resolved.divided_rows is not None and model.other_heads is not None:
         limits.append("cannot divide projections of layers whose heads differ (other_heads)")
-    if model.quantization.ffn == "mxfp4" and facts.neurons is not None:
-        limits.append("computes no neurons of mxfp4 as a unit beside another")
+    if facts.neurons is not None:
+        limits += list_unknown_weights(model)
     has_gates = facts.resolved.plan.decode.predictor == "gate" or facts.resolved.reads_gates
     if has_gates and model.quantization.ffn == "mxfp4":
         limits.append("keeps no gates of mxfp4: no `gate` predictor, no [sparsity]")

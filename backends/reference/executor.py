@@ -19,7 +19,7 @@ from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model_states import Mixer
-from pi2.plan.weights.layout import lay_out_twin
+from pi2.plan.weights.layout import BundleLayout, lay_out_twin
 from pi2.plan.weights.packing import dequantize, join_scales, unpack_gates, unpack_part
 from pi2.plan.weights.states import describe_state
 from pi2.plan.weights.tensor_names import (
@@ -51,6 +51,8 @@ class ReferenceExecutor(ObservableExecutor):
         self._u = self._x
         self._routes = self._x
         self._y = self._x
+        self._squares = np.zeros(0, np.float32)
+        """Sums of the squares of the neurons' activations [T], for their norm."""
         self._chunk = self._sequence = self._token = 0
         self._step: tuple[Sequence[int], Sequence[int]] | None = None
         """Sequences and positions of a step; None in a chunk."""
@@ -91,10 +93,14 @@ class ReferenceExecutor(ObservableExecutor):
         return self._normalize(x, name_layer_tensor(layer, kind))
 
     def select_chunk(self, number: int) -> None:
-        self._others[self._chunk] = (self._x, self._input, self._u, self._routes, self._y)
+        self._others[self._chunk] = (
+            *(self._x, self._input, self._u, self._routes, self._y),
+            self._squares,
+        )
         self._chunk = number
-        none = (np.zeros((0, self._model.shape.stored_hidden), np.float32),) * 5
-        self._x, self._input, self._u, self._routes, self._y = self._others.get(number, none)
+        none = (np.zeros((0, self._model.shape.stored_hidden), np.float32),) * 6
+        kept = self._others.get(number, none)
+        self._x, self._input, self._u, self._routes, self._y, self._squares = kept
         if self._observer is not None:
             self._observer.select_chunk(number)
 
@@ -198,6 +204,9 @@ class ReferenceExecutor(ObservableExecutor):
                 self._attention.mix(layer, self._qkv[tokens], *place) for tokens, *place in parts
             ]
         self._mixed = np.concatenate(mixed)
+        if self._mixer == "attention" and self._model.attention.sub_norm:
+            weights, width = self._layer(layer, "attention_sub_norm"), self._model.shape.query
+            self._mixed = normalize(self._model.norm, self._mixed, weights, width=width)
         return self._mixed
 
     def project_output(self, layer: int) -> None:
@@ -233,6 +242,7 @@ class ReferenceExecutor(ObservableExecutor):
         x = self._input if self._model.residual == "parallel" else self._x
         self._u = self._normalize_input(x, layer, "ffn_norm")
         self._y = np.zeros_like(self._x)
+        self._squares = np.zeros(len(self._x), np.float32)
         moe, has_bias = self._model.moe, self._model.ffn.bias
         if moe is None:
             self._y += self._bias(layer, "down_bias", has_bias)
@@ -409,7 +419,7 @@ class ReferenceExecutor(ObservableExecutor):
         routes = None if self._model.moe is None else self._routes[token]
         active = compute_activations(self._model, layout, self._u[token], bundles, routes)
         self._active += int(np.count_nonzero(active))
-        self._y[token] += multiply_down(layout, active, bundles)
+        self._add(active, bundles, token, layout)
 
     @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
@@ -418,8 +428,12 @@ class ReferenceExecutor(ObservableExecutor):
         joined = self._join(layer, bundles, slice(first, first + len(bundles)))
         self._add(self._activate(joined, slice(None)), joined, slice(None))
 
-    def _add(self, active: F32, bundles: U8, tokens: slice) -> None:
-        self._y[tokens] += multiply_down(self._layout, active, bundles)
+    def _add(
+        self, active: F32, bundles: U8, tokens: slice, layout: BundleLayout | None = None
+    ) -> None:
+        """Add neurons whose activations are known, laid out as the store's or as ``layout``."""
+        self._squares[tokens] += np.square(active).sum(axis=1)
+        self._y[tokens] += multiply_down(layout or self._layout, active, bundles)
 
     def share_input(self) -> tuple[F32, F32 | None]:
         return self._u, None if self._model.moe is None else self._routes
@@ -431,6 +445,9 @@ class ReferenceExecutor(ObservableExecutor):
     def end_ffn(self, layer: int) -> None:
         if self._observer is not None:
             self._observer.end_ffn(layer)
+        if self._model.ffn.sub_norm:
+            mean = self._squares / np.float32(self._model.layer_neurons)
+            self._y = self._y / np.sqrt(mean + np.float32(self._model.norm.epsilon))[:, None]
         if self._model.side_ffn is not None:
             self._y = self._normalize(self._y, name_layer_tensor(layer, "experts_output_norm"))
             self._y = self._y + self._compute_side(layer)

@@ -8,7 +8,7 @@ from pi2.arrays import F32, U8
 from pi2.backends.reference.operators import activate
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.packing import slice_bias, slice_experts, unpack_part
+from pi2.plan.weights.packing import slice_bias, slice_experts, slice_factors, unpack_part
 
 
 def compute_activations(
@@ -29,5 +29,7 @@ def compute_activations(
 
 def multiply_down(layout: BundleLayout, active: F32, bundles: U8) -> F32:
     """Sum float32 [T, hidden] of the down columns of ``bundles`` [n, stride], which have their
-    scales, times ``active`` [T, n]."""
+    scales, times ``active`` [T, n] and the factors of these, where they are normalised later."""
+    if layout.factor_offset is not None:
+        active = active * slice_factors(bundles, layout)
     return np.asarray(active @ unpack_part(bundles, layout, len(layout.parts) - 1))

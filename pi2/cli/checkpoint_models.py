@@ -120,7 +120,7 @@ def make_model(
     # Many checkpoints do not say what they are called.
     document = document.model_copy(update={"name": title[:120]})
     precision = quantization
-    if precision is None and document.quantization.ffn != "mxfp4":
+    if precision is None and document.quantization.ffn not in ("mxfp4", "ternary"):
         precision = find_precision(checkpoint)
     if precision is not None:
         document = choose_precision(document, precision)

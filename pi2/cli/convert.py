@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
     from pi2.importing.quantizers.errors import TensorError
     from pi2.importing.quantizers.quantizer import Method
-    from pi2.plan.documents.model import FfnPrecision, Model
+    from pi2.plan.documents.model import FfnPrecision, Model, Precision
     from pi2.plan.weights.layout import ScalesPlace
 
 GROUP = "Convert"
@@ -44,7 +44,7 @@ MIB = 1024 * 1024
 )
 @click.option(
     "--quantization",
-    type=click.Choice(["int4", "int8", "fp16", "mxfp4"]),
+    type=click.Choice(["int4", "int8", "fp16", "mxfp4", "ternary"]),
     help="Weight precision; overrides the model document's.",
 )
 @add_path_option(
@@ -198,7 +198,7 @@ def write_mlc_folder(checkpoint: Path, output: Path, quantization: FfnPrecision 
     from pi2.importing.checkpoint import open_checkpoint
     from pi2.importing.mlc_writer import write_mlc
 
-    if quantization in ("int8", "mxfp4"):
+    if quantization not in (None, "int4", "fp16"):
         raise click.UsageError("--to mlc writes int4 (q4f16_1) or fp16 (q0f16)")
     kind: Literal["q4f16_1", "q0f16"] = "q0f16" if quantization == "fp16" else "q4f16_1"
     with ProgressBar() as progress:
@@ -271,7 +271,7 @@ def choose_precision(model: Model, precision: FfnPrecision) -> Model:
     from pi2.plan.documents.model import Quantization
 
     attention = "int8" if precision == "mxfp4" else precision
-    careful = "int8" if attention == "int4" else attention
+    careful: Precision = "fp16" if precision == "fp16" else "int8"
     chosen = Quantization(
         ffn=precision, attention=attention, embedding=careful, head=careful, predictor=careful
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi2.arrays import F16, I32, U8, U32
+from pi2.arrays import I32, U8, U32, Scales
 from pi2.backends.protocol import BuildRequest, Executor, Gates, Tensor, Twins
 from pi2.diagnostics import UserError
 from pi2.engine.expert_gates import ExpertGates
@@ -25,7 +25,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
 from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
-from pi2.plan.weights.packing import join_scales, slice_bias, slice_part
+from pi2.plan.weights.packing import join_scales, slice_bias, slice_part, view_scales
 from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.progress import Progress
 from pi2.regular_file import open_stream, read_regular
@@ -254,7 +254,7 @@ def _read_checks(path: Path, count: int, offset: int) -> U32:
         raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
 
 
-def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, F16 | None]:
+def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, Scales | None]:
     """Room for the gate weights and scales of one layer, in the predictor segment."""
     bundle, neurons = resolved.bundle, resolved.model.layer_neurons
     weights = budget.allocate("predictor", neurons * weight_bytes(bundle.hidden, bundle.precision))
@@ -262,7 +262,7 @@ def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, F16 
     if size == 0:
         return weights.reshape(neurons, -1), None
     scales = budget.allocate("predictor", neurons * size)
-    return weights.reshape(neurons, -1), scales.view(np.float16).reshape(neurons, -1)
+    return weights.reshape(neurons, -1), view_scales(scales, neurons, bundle.precision)
 
 
 def open_reader(

@@ -85,8 +85,9 @@ def _score_head(weights: Weights, model: Model, inputs: F32, targets: I64) -> Sc
     return Scores(np.log(sums) + best - wanted, choices)
 
 
-State = tuple[F32, F32, F32, F32, F32]
-"""x, the layer's input, the FFN's input, the routes and the FFN's sum of a window."""
+State = tuple[F32, F32, F32, F32, F32, F32]
+"""x, the layer's input, the FFN's input, the routes, the FFN's sum and the sums of the squares of
+its activations of a window."""
 
 
 class _LayerExecutor(ReferenceExecutor):
@@ -120,7 +121,7 @@ class _LayerExecutor(ReferenceExecutor):
         """The embeddings of a window."""
         scale = np.float32(self._model.multipliers.embedding)
         x = self._weights.read(EMBEDDING, tokens) * scale
-        return x, x, x, x, x
+        return x, x, x, x, x, x
 
     def begin_layer(self, layer: int, state: State) -> State:
         """Attention, and what the FFN begins with."""
@@ -139,6 +140,7 @@ class _LayerExecutor(ReferenceExecutor):
         active = activate(self._model, values[0], values[1] if len(values) > 1 else None)
         if piece.experts is not None:
             active = active * self._routes[:, piece.experts]
+        self._squares = self._squares + np.square(active).sum(axis=1)
         self._y = self._y + active @ piece.down
         return self._save()
 
@@ -153,10 +155,10 @@ class _LayerExecutor(ReferenceExecutor):
         return self._normalize(state[0], FINAL_NORM)
 
     def _restore(self, state: State) -> None:
-        self._x, self._input, self._u, self._routes, self._y = state
+        self._x, self._input, self._u, self._routes, self._y, self._squares = state
 
     def _save(self) -> State:
-        return self._x, self._input, self._u, self._routes, self._y
+        return self._x, self._input, self._u, self._routes, self._y, self._squares
 
 
 class _LazyTensors(Mapping[str, Tensor]):

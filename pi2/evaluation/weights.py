@@ -16,11 +16,17 @@ from pi2.arrays import F32, I32, I64
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import pad_columns
 from pi2.importing.dense_rows import find_dense_rows
-from pi2.importing.ffn_rows import find_ffn_rows
+from pi2.importing.ffn_rows import find_ffn_rows, read_factors
 from pi2.importing.rows import Rows
 from pi2.importing.state_rows import find_state_rows, read_state_vector
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.packing import dequantize, slice_bias, slice_experts, unpack_part
+from pi2.plan.weights.packing import (
+    dequantize,
+    slice_bias,
+    slice_experts,
+    slice_factors,
+    unpack_part,
+)
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import list_tensors
 
@@ -72,9 +78,12 @@ class StoreWeights:
         for start in range(0, stored.neurons, PIECE_NEURONS):
             bundles = stored.read_inline(slice(start, start + PIECE_NEURONS))
             inputs = range(len(layout.parts) - 1)
+            down = unpack_part(bundles, layout, len(layout.parts) - 1)
+            if layout.factor_offset is not None:
+                down = down * slice_factors(bundles, layout)[:, None]
             yield NeuronPiece(
                 rows=tuple(unpack_part(bundles, layout, index) for index in inputs),
-                down=unpack_part(bundles, layout, len(layout.parts) - 1),
+                down=down,
                 biases=tuple(slice_bias(bundles, layout, index) for index in inputs)
                 if layout.biases
                 else (),
@@ -124,15 +133,21 @@ class CheckpointWeights:
                 self._find(f"{bias.name}_bias", layer, expert).read() for bias in layout.biases
             ]
             down = sources[-1].read_turned()
+            factors = None
+            if layout.factor_offset is not None:
+                factors = read_factors(self._checkpoint.tensors, self._model, layer)
             for start in range(0, sources[0].count, PIECE_NEURONS):
                 stop = min(start + PIECE_NEURONS, sources[0].count)
                 owners = np.full(stop - start, expert, np.int32)
+                columns = sources[-1].tensor.widen(down[start:stop])
+                if factors is not None:
+                    columns = columns * factors[start:stop, None]
                 yield NeuronPiece(
                     rows=tuple(
                         pad_columns(source.read(start, stop), layout.hidden)
                         for source in sources[:-1]
                     ),
-                    down=pad_columns(sources[-1].tensor.widen(down[start:stop]), layout.hidden),
+                    down=pad_columns(columns, layout.hidden),
                     biases=tuple(bias[start:stop] for bias in biases),
                     experts=None if self._model.moe is None else owners,
                 )

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I32, U8, Raw
+from pi2.arrays import F32, I32, U8, Raw, Scales
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.conversion_job import (
@@ -29,12 +29,12 @@ from pi2.importing.conversion_job import (
 )
 from pi2.importing.dense_rows import find_dense_rows
 from pi2.importing.expert_matrices import ExpertMatrices, is_by_expert
-from pi2.importing.ffn_rows import find_ffn_rows
+from pi2.importing.ffn_rows import find_ffn_rows, read_factors
 from pi2.importing.powerinfer_predictors import list_predictor_files
 from pi2.importing.predictors import LayerPredictor, find_predictors
 from pi2.importing.quantizers.quantizer import Quantizer
 from pi2.importing.requirements import check_checkpoint
-from pi2.importing.rows import Rows
+from pi2.importing.rows import Rows, fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.shards import Shards, list_files
 from pi2.importing.small_files import keep_old_notes, read_extra_files
@@ -48,7 +48,7 @@ from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
 from pi2.store.writer import StoreWriter, TensorPieces
 
-Packed = tuple[Raw, F16 | None]
+Packed = tuple[Raw, Scales | None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -181,7 +181,11 @@ class _Conversion:
         """Files in which the neurons of a layer lie."""
         names = [part.name for part in bundle.parts]
         biases = [f"{bias.name}_bias" for bias in bundle.biases]
-        return list_files(self._find_matrices(layer, [*names, *biases]))
+        files = list_files(self._find_matrices(layer, [*names, *biases]))
+        if bundle.factor_offset is not None:
+            name = fill_name(self._model.tensors.ffn_sub_norm, layer)
+            files |= list_files(self._source.tensors[name])
+        return files
 
     def _list_dense_files(self, tensor: DenseTensor) -> set[Path]:
         """Files in which a dense tensor lies."""
@@ -247,6 +251,7 @@ class _Conversion:
         """Bundles uint8 [n, stride] of a layer in stored order; ``raw`` are its ``sources``."""
         order = self._order[layer]
         biases = self._read_biases(layer, bundle)
+        factors = self._read_factors(layer, bundle)
         neurons_of_expert = self._model.shape.ffn
         step = round_up(max(1, _PIECE_WEIGHTS // bundle.hidden), GROUP)
 
@@ -274,6 +279,7 @@ class _Conversion:
                 bundle,
                 None if biases is None else biases[neurons],
                 None if bundle.expert_offset is None else owners,
+                None if factors is None else factors[neurons],
             )
 
         yield from _map_in_order(pool, pack, range(0, len(order), step))
@@ -303,6 +309,15 @@ class _Conversion:
             parts = [self._quantize(item.read(), "fp32", item.tensor)[0] for item in sources]
             columns.append(np.concatenate(parts))
         return np.stack(columns, axis=1).astype(np.float32)
+
+    def _read_factors(self, layer: int, bundle: BundleLayout) -> F32 | None:
+        """Factors of a layer's activations float32 [ffn]; None where they have none."""
+        if bundle.factor_offset is None:
+            return None
+        source = self._source.tensors[fill_name(self._model.tensors.ffn_sub_norm, layer)]
+        factors = read_factors(self._source.tensors, self._model, layer)
+        self._quantize(factors[None], "fp32", source)  # says what is wrong
+        return factors
 
     def _quantize_rows(
         self, tensor: DenseTensor, sources: list[Rows], pool: ThreadPoolExecutor

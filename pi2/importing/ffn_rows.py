@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pi2.arrays import I64
+from pi2.arrays import F32, I64
 from pi2.importing.rows import Rows, fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.virtual_tensor import make_zeros, take_expert, turn_tensor
@@ -62,6 +62,12 @@ def find_ffn_rows(
     if moe is not None and is_turned:
         tensor = turn_tensor(tensor)
     return Rows(tensor=tensor, index=_choose_fused(model, key, chosen))
+
+
+def read_factors(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> F32:
+    """Weights of the norm of a layer's activations, float32 [neurons]."""
+    tensor = tensors[fill_name(model.tensors.ffn_sub_norm, layer)]
+    return tensor.read() + np.float32(model.norm.weight_offset)
 
 
 def _choose_fused(model: Model, key: str, source: str) -> I64 | None:

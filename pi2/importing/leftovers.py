@@ -108,6 +108,10 @@ def _list_absent(model: Model) -> Iterator[str]:
         yield "output_bias"
     if not model.attention.head_norm:
         yield from ("query_norm", "key_norm")
+    if not model.attention.sub_norm:
+        yield "attention_sub_norm"
+    if not model.ffn.sub_norm:
+        yield "ffn_sub_norm"
     if not model.norm.outputs:
         yield "ffn_output_norm"
     if not model.head_bias:

@@ -76,6 +76,9 @@ def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> New
     if has_mxfp4_neurons(checkpoint, model):
         tables["quantization"] = {"ffn": "mxfp4", "attention": "int8"}
         model = _validate(config, tables)
+    elif has_ternary_weights(checkpoint, model):
+        tables["quantization"] = {"ffn": "ternary", "attention": "ternary"}
+        model = _validate(config, tables)
     says = f"{file.name} says" if file.suffix == ".json" else "its metadata says"
     check_checkpoint(checkpoint, model, says=says)
     raise_findings(list(find_leftovers(checkpoint, model, says)))
@@ -92,6 +95,14 @@ def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
     names = [fill_name(getattr(model.tensors, key), layer, 0) for key in keys]
     tensors = checkpoint.tensors
     return all(name in tensors and tensors[name].is_mxfp4 for name in names)
+
+
+def has_ternary_weights(checkpoint: Checkpoint, model: Model) -> bool:
+    """Whether the matrices of all layers are ternary, by those of the first."""
+    keys = ("query", "output", "up", "down")
+    names = [fill_name(getattr(model.tensors, key), 0) for key in keys]
+    tensors = checkpoint.tensors
+    return all(name in tensors and tensors[name].is_ternary for name in names)
 
 
 def name_origin(path: Path) -> str:

@@ -89,6 +89,8 @@ def _list_attention(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     if attention.head_norm:
         of_queries, of_keys = model.head_norm_widths
         needs |= {"query_norm": (of_queries,), "key_norm": (of_keys,)}
+    if attention.sub_norm:
+        needs["attention_sub_norm"] = (queries,)
     if attention.sinks:
         needs["sinks"] = (shape.heads,)
     needs["output"] = (shape.hidden, queries)
@@ -187,6 +189,8 @@ def _list_experts(model: Model) -> dict[str, tuple[int, ...]]:
         source = name_ffn_source(model, part)
         sizes[source] = (ffn if source == part else 2 * ffn, hidden)
     sizes["down"] = (hidden, ffn)
+    if model.ffn.sub_norm:
+        sizes["ffn_sub_norm"] = (ffn,)
     if model.ffn.bias:
         for part in ("gate_bias", "up_bias") if model.ffn.gated else ("up_bias",):
             source = name_ffn_source(model, part)

@@ -98,6 +98,11 @@ class SourceTensor:
         """Whether its numbers are 4-bit floats of which 32 share a power of two."""
         return False
 
+    @property
+    def is_ternary(self) -> bool:
+        """Whether its numbers are -1, 0 and 1 times one scale."""
+        return False
+
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         """Packed weights and scales of rows that are quantised already just as the store does it;
         None for all others, which is what every plain number is."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi2.arrays import F16, I32, U8, Raw
+from pi2.arrays import F16, I32, U8, Raw, Scales
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.plan.documents.model import Ffn, Model, Precision, Predictor, Quantization, Shape
 from pi2.plan.documents.model_attention import Attention
@@ -228,7 +228,7 @@ def _make_tensor(item: DenseTensor) -> Tensor:
 def _wrap(
     item: DenseTensor,
     weights: Raw,
-    scales: F16 | None,
+    scales: Scales | None,
 ) -> Tensor:
     precision = None if item.precision == "fp32" else item.precision
     return Tensor(

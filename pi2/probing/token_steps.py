@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pi2.arrays import F16, U8
+from pi2.arrays import U8, Scales
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
@@ -38,7 +38,7 @@ class Variety:
     def choose_types(self, request: BuildRequest) -> BuildRequest:
         """``request`` with this variety's types, and an empty list of gates where it has them:
         all that kernels depend on."""
-        gates: list[tuple[U8, F16 | None]] | None = [] if self.has_gates else None
+        gates: list[tuple[U8, Scales | None]] | None = [] if self.has_gates else None
         return replace(request, kv_type=self.kv, token_type=self.activations, gate_rows=gates)
 
     def apply(self, request: BuildRequest, layers: int) -> BuildRequest:

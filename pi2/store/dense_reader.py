@@ -16,6 +16,7 @@ from pi2.arrays import U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import GROUP, round_up
+from pi2.plan.weights.packing import view_scales
 from pi2.regular_file import open_regular
 from pi2.store.file_read import FileRead
 from pi2.store.manifest import DENSE_FILE, StoredTensor
@@ -109,7 +110,7 @@ def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
         length=length,
         precision=tensor.precision,
         weights=weights.reshape(rows, -1),
-        scales=scales.view(np.float16).reshape(rows, length // GROUP) if len(scales) else None,
+        scales=view_scales(scales, rows, tensor.precision) if len(scales) else None,
     )
 
 

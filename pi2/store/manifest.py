@@ -110,6 +110,8 @@ class StoredBundle(Table):
     """The vectors of a bundle."""
     biases: tuple[Offset, ...] = ()
     """Bytes of its float32 biases, in the order of the vectors that they belong to."""
+    factor_offset: Offset | None = None
+    """Byte of the factor of its normalised activation (float32)."""
     expert_offset: Offset | None = None
     """Byte of its expert's number (int32), in a mixture of experts."""
     scales: ScalesPlace = "inline"
@@ -127,6 +129,7 @@ class StoredBundle(Table):
             used_bytes=layout.used_bytes,
             parts=_describe_parts(layout),
             biases=tuple(bias.offset for bias in layout.biases),
+            factor_offset=layout.factor_offset,
             expert_offset=layout.expert_offset,
             scales=layout.scales,
         )
@@ -137,9 +140,10 @@ class StoredBundle(Table):
             raise ValueError(f"a stride of {self.stride} bytes does not fit the bundles")
         layout = self.layout
         biases = tuple(bias.offset for bias in layout.biases)
-        stored = (self.used_bytes, self.parts, self.biases, self.expert_offset)
-        described = _describe_parts(layout)
-        if stored != (layout.used_bytes, described, biases, layout.expert_offset):
+        offsets = (self.factor_offset, self.expert_offset)
+        stored = (self.used_bytes, self.parts, self.biases, *offsets)
+        described = (layout.used_bytes, _describe_parts(layout), biases)
+        if stored != (*described, layout.factor_offset, layout.expert_offset):
             raise ValueError("the parts of a bundle do not lie as format version 1 says")
         return self
 
@@ -152,6 +156,7 @@ class StoredBundle(Table):
             self.stride,
             gated=len(self.parts) == 3,
             bias=bool(self.biases),
+            factor=self.factor_offset is not None,
             mixed=self.expert_offset is not None,
             scales=self.scales,
         )

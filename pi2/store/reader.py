@@ -22,8 +22,8 @@ from pi2.arrays import I32, I64, U8, U32
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model, Tokenizer
-from pi2.plan.weights.layout import GROUP, BundleLayout
-from pi2.plan.weights.packing import join_scales
+from pi2.plan.weights.layout import BundleLayout
+from pi2.plan.weights.packing import join_scales, view_scales
 from pi2.regular_file import open_stream
 from pi2.store.agreement import check_files, check_model, report_size
 from pi2.store.manifest import (
@@ -239,9 +239,9 @@ def _view_tensor(content: mmap.mmap, tensor: StoredTensor) -> Tensor:
     packed = np.frombuffer(content, np.uint8, rows * width, tensor.weights_offset)
     scales = None
     if tensor.dense.row_scale_bytes:
-        count = rows * length // GROUP
-        scales = np.frombuffer(content, np.float16, count, tensor.scales_offset)
-        scales = scales.reshape(rows, length // GROUP)
+        size = rows * tensor.dense.row_scale_bytes
+        raw = np.frombuffer(content, np.uint8, size, tensor.scales_offset)
+        scales = view_scales(raw, rows, tensor.precision)
     return Tensor(
         name=tensor.name,
         rows=rows,

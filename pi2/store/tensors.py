@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pi2.plan.documents.model import Model, Precision
+from pi2.plan.documents.model import AttentionPrecision, Model
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.projections import (
     list_projection_vectors,
@@ -25,7 +25,7 @@ from pi2.plan.weights.tensor_names import (
     name_layer_tensor,
 )
 
-StoredPrecision = Literal["int4", "int8", "fp16", "fp32"]
+StoredPrecision = Literal["ternary", "int4", "int8", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ def _list_state(model: Model, state: StateShape, layer: int) -> list[DenseTensor
     ]
 
 
-def _quantized(name: str, precision: Precision, rows: int, length: int) -> DenseTensor:
+def _quantized(name: str, precision: AttentionPrecision, rows: int, length: int) -> DenseTensor:
     return DenseTensor(name=name, precision=precision, rows=rows, length=length)
 
 

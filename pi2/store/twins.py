@@ -28,6 +28,7 @@ from pi2.plan.weights.packing import (
     quantize,
     slice_bias,
     slice_experts,
+    slice_factors,
     unpack_part,
 )
 from pi2.progress import Progress, ignore_progress
@@ -62,7 +63,8 @@ def make_twins(
         biases = np.stack(columns, axis=1)
     experts = None if layout.expert_offset is None else slice_experts(bundles, layout)
     target = lay_out_twin(layout, precision)
-    return assemble_bundles(parts, target, biases, experts), error, total
+    factors = None if layout.factor_offset is None else slice_factors(bundles, layout)
+    return assemble_bundles(parts, target, biases, experts, factors), error, total
 
 
 def add_twin(

@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from pi2.arrays import F16, I32, U8, Raw
+from pi2.arrays import I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace
@@ -48,9 +48,9 @@ from pi2.store.neuron_groups import cut_groups
 from pi2.store.tensors import DenseTensor, list_tensors
 from pi2.store.unfinished import UnfinishedStore, explain_os_error
 
-TensorPieces = Iterable[tuple[Raw, F16 | None]]
+TensorPieces = Iterable[tuple[Raw, Raw | None]]
 """Rows of a tensor in order: weights uint8 [n, weight bytes] (float32 [1, length] for fp32) and
-scales float16 [n, length / 32] or None."""
+scales [n, .] or None."""
 
 
 class StoreWriter:
@@ -190,7 +190,7 @@ class StoreWriter:
     def _read_aside(self, tensor: DenseTensor) -> TensorPieces:
         whole = np.memmap(self._store.folder / _name_aside(tensor), np.uint8, "r")
         weights, scales = np.split(whole, [tensor.rows * tensor.row_weight_bytes])
-        yield weights, scales.view(np.float16) if len(scales) else None
+        yield weights, scales if len(scales) else None
 
     def write_dense(self, read: Callable[[DenseTensor], TensorPieces]) -> None:
         """Write ``dense.arrow``; ``read`` gives the rows of each of ``tensors``, in order, but for

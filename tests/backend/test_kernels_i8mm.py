@@ -92,9 +92,12 @@ class Product:
                 codes[:, plane] = pack_codes(parts[:, plane], "int8").view(np.int8)
         sums = (-8 * x.reshape(tokens, -1, GROUP).sum(-1)).astype(np.int32)
         packed = pack_codes(weights.astype(np.int8), self._precision)
+        each: npt.NDArray[Any] = np.ones((rows, LENGTH // GROUP), np.float16)
+        if self._precision == "ternary":
+            each = np.ones((rows, 1), np.float32)
         y = allocate("float32", tokens, rows)
         self._kernel(
-            *(rows, tokens, packed, np.ones((rows, LENGTH // GROUP), np.float16).view(np.uint8)),
+            *(rows, tokens, packed, each.view(np.uint8)),
             *(codes, scales, sums, allocate("float32", tokens, LENGTH)),
             *([allocate_tiles(2, LENGTH)] if pairs else []),
             y,
@@ -110,7 +113,9 @@ class Product:
         ("i8mm", "int4", 2),
         ("i8mm", "int8", 1),
         ("i8mm", "int8", 2),
+        ("i8mm", "ternary", 2),
         ("dotprod, fp16", "int4", 2),
+        ("dotprod, fp16", "ternary", 2),
     ],
 )
 def test_both_schedules_have_the_sums_of_integers(
@@ -120,7 +125,7 @@ def test_both_schedules_have_the_sums_of_integers(
         choose_isa(set(ARM_FEATURES[features]), "aarch64"), precision, planes, tmp_path
     )
     rng = np.random.default_rng(0)
-    lowest, highest = (-8, 7) if precision == "int4" else (-128, 127)
+    lowest, highest = {"int4": (-8, 7), "int8": (-128, 127), "ternary": (-1, 1)}[precision]
     limit = 127 if planes == 1 else 32512
     most = min(limit, 1500) if precision == "int8" else limit
     for rows, tokens in ((1, 2), (7, 3), (8, 4), (9, 5), (21, 9), (16, 1)):

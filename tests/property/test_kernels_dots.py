@@ -27,7 +27,7 @@ from tests.helpers.kernels import (
 )
 
 LENGTHS = st.sampled_from([32, 64, 96, 160, 256, 320, 480, 512, 544, 1024, 1504])
-PRECISIONS = st.sampled_from(["int4", "int8", "fp16"])
+PRECISIONS = st.sampled_from(["int4", "int8", "fp16", "ternary"])
 
 
 @pytest.mark.parametrize("isa", list_runnable_isas())

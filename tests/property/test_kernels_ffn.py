@@ -179,6 +179,18 @@ def test_gathered_and_dense_sums_are_those_of_float64(
     assert measure_error(dense, expected) < 1e-5
 
 
+@pytest.mark.parametrize(("hidden", "planes", "passes"), [(96, 2, 1), (544, 4, 2)])
+def test_sums_of_ternary_neurons_are_those_of_float64(
+    hidden: int, planes: int, passes: int
+) -> None:
+    changes = {"planes": planes, "chunk_planes": planes, "passes": passes}
+    spec = make_spec(hidden=hidden, ffn="ternary", activation="relu2", **changes)
+    layer = Layer(spec, 60, 5, 7)
+    slots = np.arange(0, 60, 3, dtype=np.int32)
+    assert measure_error(layer.gather(slots)[0], layer.compute(slots)[0][0]) < 1e-5
+    assert measure_error(layer.compute_dense(0, 60), layer.compute(np.arange(60))[0]) < 1e-5
+
+
 def test_more_neurons_than_a_panel() -> None:
     spec = make_spec(hidden=96)
     layer = Layer(spec, 2 * PANEL + 37, 5, 1)

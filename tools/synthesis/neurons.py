@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from pi2.arrays import F16, F32, U8, Raw
+from pi2.arrays import F32, U8, Raw, Scales
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, weight_bytes
 from pi2.plan.weights.mxfp4 import MAGNITUDES
 from pi2.plan.weights.packing import (
@@ -114,8 +114,8 @@ def draw_factors(blueprint: Blueprint, layer: int, chunk: int) -> F32:
 
 
 def scale_groups(
-    weights: U8, scales: F16 | None, factors: F32, precision: Precision
-) -> tuple[U8, F16 | None]:
+    weights: U8, scales: Scales | None, factors: F32, precision: Precision
+) -> tuple[U8, Scales | None]:
     """Multiply groups of packed vectors with ``factors`` [n, groups]."""
     if scales is not None:
         return weights, (scales.astype(np.float32) * factors).astype("<f2")
@@ -161,7 +161,7 @@ def round_rows(rows: F32, precision: Precision) -> F32:
 
 def draw_vectors(
     count: int, length: int, precision: Precision, deviation: float, *key: int
-) -> tuple[U8, F16 | None]:
+) -> tuple[U8, Scales | None]:
     """Random packed vectors [count, length] of mean 0 and the given deviation.
 
     Codes are drawn as bytes: nothing is rounded, so this takes no longer than writing them.

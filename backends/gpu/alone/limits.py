@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.gpu.alone.sizes import count_host_bytes, list_arrays, list_kept
 from pi2.backends.gpu.alone.use import ModelUse
+from pi2.backends.limits import list_unknown_weights
 from pi2.plan.arithmetic.sizes import Need, count_chunk_tokens
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.projections import list_kept_vectors
@@ -54,9 +55,8 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
         limits.append("knows no thresholds of smooth activations")
     if plan.memory.embedding == "flash" and not model.tied_head:
         limits.append("keeps the embedding in its memory: memory.embedding must not be `flash`")
-    if model.quantization.ffn == "mxfp4":
-        limits.append("computes no neurons of mxfp4")
-    elif resolved.bundle.scales == "resident":
+    limits += list_unknown_weights(model)
+    if not limits and resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
     if model.double_layers:
         limits.append("computes one mixer for each layer, not Mamba-2 and attention")
@@ -76,6 +76,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "attention.growth": attention.growth > 0,
         'attention.head_norm_of = "all"': attention.head_norm_of == "all",
         "attention.value_norm": attention.value_norm,
+        "attention.sub_norm": attention.sub_norm,
         "other_heads": model.other_heads is not None,
         "layer_scale": model.layer_scale,
         'rope.kind = "proportional"': any(

@@ -1,5 +1,5 @@
 """Decoders of 2025 and after: OLMo 2 and 3, Seed-OSS, Ministral 3, Hunyuan, and those with the
-square of ReLU, Nemotron and Arcee."""
+square of ReLU, Nemotron, Arcee and BitNet."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pi2.importing.config import (
     SPLIT_EXPERTS,
     Config,
     read_activation,
+    read_rope,
     read_window,
     scale_rope,
 )
@@ -19,6 +20,16 @@ from pi2.importing.families.decoders import (
     describe_mistral,
     has_cycle,
 )
+
+
+def describe_bitnet(config: Config) -> Tables:
+    """Llama with the square of ReLU, and norms before the projections back."""
+    tables = describe_llama(config)
+    tables["norm"] = {"epsilon": config.read("rms_norm_eps", float, 1e-5)}
+    tables["rope"] = read_rope(config, tables["shape"]["context"], theta=500_000.0)
+    tables["attention"]["sub_norm"] = True
+    tables["ffn"]["sub_norm"] = True
+    return tables
 
 
 def describe_olmo2(config: Config) -> Tables:
@@ -188,6 +199,7 @@ def name_granite_experts(config: Config) -> Tables:
 
 FAMILIES = {
     "arcee": describe_arcee,
+    "bitnet": describe_bitnet,
     "granitemoe": describe_granite_moe,
     "granitemoeshared": describe_granite_moe,
     "hunyuan_v1_dense": describe_hunyuan,

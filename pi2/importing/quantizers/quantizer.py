@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from pi2.arrays import F16, F32, U8
+from pi2.arrays import F32, U8, Scales
 from pi2.diagnostics import UserError
 from pi2.importing.quantizers.compensation import prepare_moments, quantize_with_compensation
 from pi2.importing.quantizers.errors import ErrorReport
@@ -63,7 +63,7 @@ class Quantizer:
 
     def quantize(
         self, rows: F32, precision: Precision, tensor: str, ffn_layer: int | None = None
-    ) -> tuple[U8, F16 | None]:
+    ) -> tuple[U8, Scales | None]:
         """Quantise and pack ``rows`` [n, length] of ``tensor``.
 
         ``ffn_layer``: the layer whose FFN's input the rows are multiplied with, if they are.
@@ -90,7 +90,7 @@ class Quantizer:
 
     def _quantize(
         self, rows: F32, precision: Precision, ffn_layer: int | None
-    ) -> tuple[U8, F16 | None]:
+    ) -> tuple[U8, Scales | None]:
         if self.method == "nearest" or precision != "int4" or not np.isfinite(rows).all():
             return quantize(rows, precision)
         if self._statistics is None or ffn_layer is None:

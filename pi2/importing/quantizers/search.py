@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I8, U8
+from pi2.arrays import F16, F32, I8, U8, Scales
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.plan.weights.packing import pack_codes, quantize
 
@@ -24,7 +24,7 @@ _TILE_WEIGHTS = 2**15
 
 def quantize_by_search(
     rows: F32, precision: Precision, importance: F32 | None = None
-) -> tuple[U8, F16 | None]:
+) -> tuple[U8, Scales | None]:
     """Quantise and pack ``rows`` float32 [n, length] like `pi2.plan.weights.packing.quantize`.
 
     ``importance`` float32 [length]: what squared errors of each column weigh.  Only int4 gains;

@@ -195,15 +195,15 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
 
     embedding V x d, or C x d where its rows come from flash; per layer qkv (h + 2k) w x d (another
     h w where heads have gates), output d x h w (with latent attention what
-    `pi2.plan.weights.projections` lists), two norms of d floats, and (h + 2k) w floats of
-    bias, two norms of w floats for heads, h floats of sinks, d floats for each other bias and each
-    norm of outputs, a float of the layer's scale where it has one, routers of e x d and d floats
-    where the model has them, and e floats for each bias of theirs; an FFN beside the experts and
-    norms and factors that go with it; of layers with a state, what `pi2.plan.weights.states` lists
-    instead of qkv and output, or beside them and another norm of d floats; final norm d floats;
-    learned positions of 2 d bytes for each token of the model's context; head V x d if untied, and
-    V floats of its bias; per layer f rows of resident scales.  Every tensor is rounded up to 64
-    bytes.
+    `pi2.plan.weights.projections` lists), two norms of d floats, and (h + 2k) w floats of bias, two
+    norms of w floats for heads, one of h w floats of what they mix, h floats of sinks, d floats for
+    each other bias and each norm of outputs, a float of the layer's scale where it has one, routers
+    of e x d and d floats where the model has them, and e floats for each bias of theirs; an FFN
+    beside the experts and norms and factors that go with it; of layers with a state, what
+    `pi2.plan.weights.states` lists instead of qkv and output, or beside them and another norm of d
+    floats; final norm d floats; learned positions of 2 d bytes for each token of the model's
+    context; head V x d if untied, and V floats of its bias; per layer f rows of resident scales.
+    Every tensor is rounded up to 64 bytes.
     """
     plan, model = resolved.plan, resolved.model
     shape, precision = model.shape, model.quantization

@@ -29,7 +29,11 @@ from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_
 Precision = Literal["int4", "int8", "fp16"]
 """Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
 
-FfnPrecision = Literal["int4", "int8", "fp16", "mxfp4"]
+AttentionPrecision = Literal["ternary", "int4", "int8", "fp16"]
+"""Storage type of projections.  ternary weights are -1, 0 or 1, with one scale for a row: BitNet's
+are published so, and stores hold them exactly."""
+
+FfnPrecision = Literal["ternary", "int4", "int8", "fp16", "mxfp4"]
 """Storage type of neurons.  mxfp4 is what gpt-oss is published in: 4-bit floats, of which 32 have a
 power of two as their scale; stores hold the published weights exactly."""
 
@@ -108,6 +112,9 @@ class Ffn(Table):
     """Whether neurons have a gate."""
     bias: bool = False
     """Whether gate, up and down have biases."""
+    sub_norm: bool = False
+    """Whether the activations of all neurons go through an RMSNorm before they are multiplied with
+    down vectors (BitNet)."""
     slope: float = Field(default=1.0, gt=0.0)
     """SiLU is x sigmoid(slope x) (gpt-oss: 1.702)."""
     limit: float | None = Field(default=None, gt=0.0, examples=[7.0])
@@ -145,7 +152,7 @@ class Quantization(Table):
 
     ffn: FfnPrecision = "int4"
     """Neuron bundles."""
-    attention: Precision = "int4"
+    attention: AttentionPrecision = "int4"
     """Query, key, value and output projections."""
     embedding: Precision = "int8"
     """Embedding table, and the head where it is tied."""
@@ -332,6 +339,7 @@ class Model(Document):
             stride,
             gated=ffn.gated,
             bias=ffn.bias,
+            factor=ffn.sub_norm,
             mixed=self.moe is not None,
             scales=scales,
         )

@@ -135,6 +135,9 @@ class Attention(Table):
     output_gate: bool = False
     """Whether queries come with as many gates, whose sigmoids multiply what the heads have mixed
     (Qwen3-Next)."""
+    sub_norm: bool = False
+    """Whether what the heads have mixed goes through an RMSNorm, all heads together, before the
+    output projection (BitNet)."""
     clip: float | None = Field(default=None, gt=0.0, examples=[8.0])
     """Queries, keys and values are cut to -clip..clip, where it is stated."""
     sinks: bool = False

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pi2.plan.weights.layout import ALIGNMENT, BundleLayout, round_up, scale_bytes, weight_bytes
+from pi2.plan.weights.layout import (
+    ALIGNMENT,
+    BundleLayout,
+    Precision,
+    round_up,
+    scale_bytes,
+    weight_bytes,
+)
 
 PAGE = 4096
 """Bytes; records are a multiple of it."""
@@ -21,6 +28,7 @@ class GateRecord:
 
     neurons: int
     """Neurons of an expert."""
+    precision: Precision
     row_bytes: int
     """Bytes of a gate row's weights."""
     scale_bytes: int
@@ -43,6 +51,7 @@ def lay_out_gates(bundle: BundleLayout, neurons: int) -> GateRecord:
     end = biases_offset + 4 * neurons * has_biases
     return GateRecord(
         neurons=neurons,
+        precision=bundle.precision,
         row_bytes=row,
         scale_bytes=scales,
         scales_offset=scales_offset,

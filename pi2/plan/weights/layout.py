@@ -14,6 +14,8 @@ empty.  Within a block of L lanes, lane ``j`` belongs to group ``j``:
 - int2, for twins alone: 2 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds
   elements ``4c + b + 8k`` of group ``j`` in its bits 2k and 2k + 1, as ``(q + 3) / 2`` with q one
   of -3, -1, 1 and 3.
+- ternary: as int2, but a field is ``q + 1`` with q one of -1, 0 and 1; the whole vector shares one
+  scale, float32.
 - mxfp4, for neurons alone: as int4, but a nibble's low three bits are the place of the code's
   magnitude in 0, 1, 2, 3, 4, 6, 8, 12 (twice what E2M1 says), and its highest bit is its sign.
 - int3, for twins alone: the two chunks of int2 with the lower bits of ``(q + 7) / 2``, q one of -7,
@@ -29,8 +31,9 @@ A scale of mxfp4 is one byte e that stands for 2^(e - 127), and for nothing but 
 
 A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column where
 neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's)
-come next, float32, at a multiple of 4 bytes; in a mixture of experts, the number of the neuron's
-expert comes last, int32, at a multiple of 4 bytes.
+come next, float32, at a multiple of 4 bytes; then, in models that normalise activations, the factor
+of its normalised activation, float32, at a multiple of 4 bytes; in a mixture of experts, the number
+of the neuron's expert comes last, int32, at a multiple of 4 bytes.
 
 With *resident* scales a bundle has none: those of all neurons lie beside the bundles, one row for a
 neuron with the scales of its vectors one after the other, and are in memory wherever bundles are.
@@ -47,6 +50,7 @@ where reading the neuron itself is not worth it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -62,8 +66,19 @@ and codes of so few bits have no zero to fill them up with."""
 
 PartName = Literal["gate", "up", "down"]
 TwinPrecision = Literal["int2", "int3"]
-Precision = Literal["int4", "int8", "fp16", "mxfp4"] | TwinPrecision
+Precision = Literal["ternary", "int4", "int8", "fp16", "mxfp4"] | TwinPrecision
 ScalesPlace = Literal["inline", "resident"]
+
+
+_BITS: Mapping[Precision, int] = {
+    "ternary": 2,
+    "int2": 2,
+    "int3": 3,
+    "int4": 4,
+    "mxfp4": 4,
+    "int8": 8,
+    "fp16": 16,
+}
 
 
 def split_lanes(length: int) -> list[int]:
@@ -78,17 +93,19 @@ def split_lanes(length: int) -> list[int]:
 
 def weight_bytes(length: int, precision: Precision) -> int:
     """Bytes of the weights of one packed vector, scales not included."""
-    bits = {"int2": 2, "int3": 3, "int4": 4, "mxfp4": 4, "int8": 8, "fp16": 16}[precision]
-    return length * bits // 8
+    return length * _BITS[precision] // 8
 
 
 def count_chunks(precision: Precision) -> int:
     """Chunks of a block of quantised weights, that of the highest bits of int3 left out."""
-    return {"int2": 2, "int3": 2, "int4": 4, "mxfp4": 4, "int8": 8}[precision]
+    return 2 if precision == "int3" else _BITS[precision]
 
 
 def scale_bytes(length: int, precision: Precision) -> int:
-    """Bytes of the scales of one packed vector: fp16, of mxfp4 one byte each."""
+    """Bytes of the scales of one packed vector: fp16, of mxfp4 one byte each; of ternary a
+    float32."""
+    if precision == "ternary":
+        return 4
     return length // GROUP * {"fp16": 0, "mxfp4": 1}.get(precision, 2)
 
 
@@ -144,6 +161,8 @@ class BundleLayout:
     used_bytes: int
     stride: int
     biases: tuple[Bias, ...] = ()
+    factor_offset: int | None = None
+    """Byte of the factor of the normalised activation; None where there is no such norm."""
     expert_offset: int | None = None
     """Byte of the expert's number; None without experts."""
     scales: ScalesPlace = "inline"
@@ -179,6 +198,7 @@ class BundleLayout:
             self.precision,
             gated=self.is_gated,
             bias=bool(self.biases),
+            factor=self.factor_offset is not None,
             mixed=self.expert_offset is not None,
         )
 
@@ -190,11 +210,12 @@ def lay_out_bundle(
     *,
     gated: bool = True,
     bias: bool = False,
+    factor: bool = False,
     mixed: bool = False,
     scales: ScalesPlace = "inline",
 ) -> BundleLayout:
-    """Lay out a neuron, ``mixed``: of an expert; ``stride`` defaults to the next multiple of 512
-    bytes."""
+    """Lay out a neuron, ``mixed``: of an expert, ``factor``: with one of its activation; ``stride``
+    defaults to the next multiple of 512 bytes."""
     offset, row, parts = 0, 0, []
     names: tuple[PartName, ...] = ("gate", "up", "down") if gated else ("up", "down")
     for name in names:
@@ -219,6 +240,10 @@ def lay_out_bundle(
         offset = round_up(offset, 4)
         biases.append(Bias(name=name, offset=offset))
         offset += 4
+    factor_offset = None
+    if factor:
+        factor_offset = round_up(offset, 4)
+        offset = factor_offset + 4
     expert_offset = None
     if mixed:
         expert_offset = round_up(offset, 4)
@@ -233,6 +258,7 @@ def lay_out_bundle(
         used_bytes=offset,
         stride=stride,
         biases=tuple(biases),
+        factor_offset=factor_offset,
         expert_offset=expert_offset,
         scales=scales,
     )
@@ -245,6 +271,8 @@ def find_twin_obstacle(bundle: BundleLayout, width: int, precision: TwinPrecisio
         return "they are fp16, and add up in another order than twins do"
     if bundle.precision == "mxfp4":
         return "they are mxfp4, which is 4 bits already"
+    if bundle.precision == "ternary":
+        return "they are ternary, which is 2 bits already"
     multiple = TWIN_GROUPS[precision] * GROUP
     if width % multiple:
         return f"the {width} elements of a vector are no multiple of {multiple}"
@@ -259,6 +287,7 @@ def lay_out_twin(bundle: BundleLayout, precision: TwinPrecision) -> BundleLayout
         precision,
         gated=bundle.is_gated,
         bias=bool(bundle.biases),
+        factor=bundle.factor_offset is not None,
         mixed=bundle.expert_offset is not None,
     )
     return replace(plain, stride=round_up(plain.used_bytes, ALIGNMENT))

@@ -9,6 +9,8 @@ Quantisers (round to nearest, one fp16 scale per group of 32 along the vector):
 - int8: ``scale = fp16(max|w| / 127)``, ``q = clip(rint(w / scale), -127, 127)``
 - int2: ``q`` = -3, -1, 1 or 3, the nearest to ``w / scale``; the scale is the best of a few for
   the squared error; int3: likewise of -7, -5, ..., 7
+- ternary: ``q = clip(rint(w / mean|w|), -1, 1)`` over the vector, whose one float32 scale is the
+  mean of |w| where q is not 0: vectors of -s, 0 and s keep their numbers exactly
 - fp16: plain values, no scales
 - mxfp4: `pi2.plan.weights.mxfp4`, with a function of its own (`quantize_exponents`)
 
@@ -23,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I8, I32, I64, U8, U32, Raw
+from pi2.arrays import F16, F32, I8, I32, I64, U8, U32, Raw, Scales
 from pi2.plan.weights.gates import GateRecord
 from pi2.plan.weights.layout import (
     GROUP,
@@ -42,11 +44,12 @@ _CHUNK_WEIGHTS = 2**18
 """Weights quantised together: their temporaries stay within a core's cache."""
 
 
-def quantize(rows: F32, precision: Precision) -> tuple[U8, F16 | None]:
+def quantize(rows: F32, precision: Precision) -> tuple[U8, Scales | None]:
     """Quantise and pack ``rows`` float32 [n, length].
 
     Returns packed weights uint8 [n, weight_bytes] and scales float16 [n, length / 32] (None for
-    fp16).  Raises `ValueError` if a weight is not finite or does not fit into fp16.
+    fp16; float32 [n, 1] for ternary).  Raises `ValueError` if a weight is not finite or does not
+    fit into fp16.
     """
     count, length = rows.shape
     assert rows.dtype == np.float32 and precision != "mxfp4", (rows.dtype, precision)
@@ -57,8 +60,14 @@ def quantize(rows: F32, precision: Precision) -> tuple[U8, F16 | None]:
             raise ValueError(_explain_overflow(rows))
         return halves.view(np.uint8).reshape(count, 2 * length), None
     weights = np.empty((count, weight_bytes(length, precision)), np.uint8)
-    scales = np.empty((count, length // GROUP), "<f2")
     step = max(1, _CHUNK_WEIGHTS // length)
+    if precision == "ternary":
+        units = np.empty((count, 1), "<f4")
+        for start in range(0, count, step):
+            piece = slice(start, start + step)
+            weights[piece] = pack_codes(_find_ternary(rows[piece], units[piece]), precision)
+        return weights, units
+    scales = np.empty((count, length // GROUP), "<f2")
     find_codes = _quantize_odd if precision in _ODD_TOPS else _quantize_groups
     for start in range(0, count, step):
         piece = slice(start, start + step)
@@ -67,7 +76,7 @@ def quantize(rows: F32, precision: Precision) -> tuple[U8, F16 | None]:
     return weights, scales
 
 
-def dequantize(weights: U8, scales: F16 | None, length: int, precision: Precision) -> F32:
+def dequantize(weights: U8, scales: Scales | None, length: int, precision: Precision) -> F32:
     """Undo `quantize`: packed uint8 [n, weight_bytes] -> float32 [n, length]."""
     count = weights.shape[0]
     if precision == "fp16":
@@ -110,7 +119,7 @@ def dequantize_exponents(weights: U8, exponents: U8, length: int, *, spread: boo
 
 def pack_codes(codes: I8, precision: Precision) -> U8:
     """Lay int8 [n, length] codes (int4: -8..7; mxfp4: 0..15; int3: -7, -5, ..., 7; int2: -3, -1, 1,
-    3) out as bytes uint8 [n, weight_bytes]."""
+    3; ternary: -1, 0, 1) out as bytes uint8 [n, weight_bytes]."""
     count, length = codes.shape
     packed = np.empty((count, weight_bytes(length, precision)), np.uint8)
     group, byte = 0, 0
@@ -129,6 +138,8 @@ def pack_codes(codes: I8, precision: Precision) -> U8:
                 ordered ^= np.uint32(0x88888888)
         elif precision == "int2":
             ordered = _join_pairs(_number_odd(ordered, 3))
+        elif precision == "ternary":
+            ordered = _join_pairs((ordered.view(np.int8) + np.int8(1)).view(np.uint32))
         elif precision == "int3":
             ordered = _join_triples(_number_odd(ordered, 7))
         packed[:, byte : byte + size] = ordered.reshape(count, -1).view(np.uint8)
@@ -186,7 +197,7 @@ def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
             block[:, :, 16:] = pairs >> np.uint8(4)
             if precision == "int4":
                 block -= np.int8(8)
-        elif precision in _ODD_TOPS:
+        elif precision == "ternary" or precision in _ODD_TOPS:
             ordered = source[:, : 8 * lanes].reshape(count, 2, lanes, 4).transpose(0, 2, 1, 3)
             fours = ordered.reshape(count, lanes, 8)
             for turn in range(4):
@@ -197,8 +208,11 @@ def unpack_codes(weights: U8, length: int, precision: Precision) -> I8:
                 for word in range(8):
                     own = (highest >> np.uint8(word)) & np.uint8(1)
                     block[:, :, 4 * word : 4 * word + 4] += (own << np.uint8(2)).view(np.int8)
-            block *= np.int8(2)
-            block -= np.int8(_ODD_TOPS[precision])
+            if precision == "ternary":
+                block -= np.int8(1)
+            else:
+                block *= np.int8(2)
+                block -= np.int8(_ODD_TOPS[precision])
         else:
             ordered = source.reshape(count, 8, lanes, 4).transpose(0, 2, 1, 3)
             block[:] = ordered.reshape(count, lanes, GROUP).view(np.int8)
@@ -260,12 +274,14 @@ def assemble_bundles(
     layout: BundleLayout,
     biases: F32 | None = None,
     experts: I32 | None = None,
+    factors: F32 | None = None,
 ) -> U8:
     """Lay packed vectors out as bundles uint8 [n, stride].
 
     ``parts``: weights uint8 [n, weight bytes] and scales [n, .] of each of
     ``layout.parts``; ``biases`` float32 [n, len(layout.biases)]; ``experts`` int32 [n] in a
-    mixture.  Bytes beyond ``used_bytes`` are zero.
+    mixture; ``factors`` float32 [n] where activations are normalised.  Bytes beyond ``used_bytes``
+    are zero.
     """
     bundles = np.zeros((len(parts[0][0]), layout.stride), np.uint8)
     for part, (weights, scales) in zip(layout.parts, parts, strict=True):
@@ -280,6 +296,10 @@ def assemble_bundles(
         for column, bias in enumerate(layout.biases):
             values = np.ascontiguousarray(biases[:, column], "<f4").view(np.uint8)
             bundles[:, bias.offset : bias.offset + 4] = values.reshape(-1, 4)
+    assert (factors is not None) == (layout.factor_offset is not None), layout
+    if factors is not None and layout.factor_offset is not None:
+        raw = np.ascontiguousarray(factors, "<f4").view(np.uint8)
+        bundles[:, layout.factor_offset : layout.factor_offset + 4] = raw.reshape(-1, 4)
     assert (experts is not None) == (layout.expert_offset is not None), layout
     if experts is not None and layout.expert_offset is not None:
         numbers = np.ascontiguousarray(experts, "<i4").view(np.uint8)
@@ -362,19 +382,27 @@ def _list_pieces(layout: BundleLayout) -> Iterator[tuple[_Place, slice]]:
         yield "shared" if part.spread and part.resident else kind, own
     for bias in layout.biases:
         yield "bundle", slice(bias.offset, bias.offset + 4)
+    if layout.factor_offset is not None:
+        yield "bundle", slice(layout.factor_offset, layout.factor_offset + 4)
     if layout.expert_offset is not None:
         yield "bundle", slice(layout.expert_offset, layout.expert_offset + 4)
 
 
-def unpack_gates(packed: U8, record: GateRecord) -> tuple[U8, F16 | None, F32 | None]:
+def view_scales(raw: U8, rows: int, precision: Precision) -> Scales:
+    """The scales of ``rows`` packed vectors whose bytes are ``raw``: [rows, .]."""
+    scales: Scales = raw.view("<f4") if precision == "ternary" else raw.view("<f2")
+    return scales.reshape(rows, -1)
+
+
+def unpack_gates(packed: U8, record: GateRecord) -> tuple[U8, Scales | None, F32 | None]:
     """Weights [neurons, row bytes], scales [neurons, groups] and biases [neurons] of an expert's
     gates uint8 [record.stride], views; None where there are none."""
     count = record.neurons
     weights = packed[: count * record.row_bytes].reshape(count, record.row_bytes)
     scales = biases = None
     if record.scale_bytes:
-        scales = packed[record.scales_offset :][: count * record.scale_bytes].view("<f2")
-        scales = scales.reshape(count, -1)
+        raw = packed[record.scales_offset :][: count * record.scale_bytes]
+        scales = view_scales(raw, count, record.precision)
     if record.has_biases:
         biases = packed[record.biases_offset :][: 4 * count].view("<f4")
     return weights, scales, biases
@@ -387,6 +415,13 @@ def slice_bias(bundles: U8, layout: BundleLayout, index: int) -> F32:
     return np.asarray(column.view("<f4")[:, 0], np.float32)
 
 
+def slice_factors(bundles: U8, layout: BundleLayout) -> F32:
+    """Factors of the activations of ``bundles`` uint8 [n, stride]: float32 [n]."""
+    assert layout.factor_offset is not None
+    column = bundles[:, layout.factor_offset : layout.factor_offset + 4]
+    return np.asarray(np.ascontiguousarray(column).view("<f4")[:, 0], np.float32)
+
+
 def slice_experts(bundles: U8, layout: BundleLayout) -> I32:
     """Numbers of the experts of ``bundles`` uint8 [n, stride]: int32 [n]."""
     assert layout.expert_offset is not None
@@ -394,8 +429,8 @@ def slice_experts(bundles: U8, layout: BundleLayout) -> I32:
     return np.asarray(np.ascontiguousarray(column).view("<i4")[:, 0], np.int32)
 
 
-def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, F16 | None]:
-    """Return packed weights [n, weight_bytes] (a view) and scales [n, groups] (a copy) of part
+def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, Scales | None]:
+    """Return packed weights [n, weight_bytes] (a view) and scales [n, .] (a copy) of part
     ``index`` of ``bundles`` uint8 [n, stride]; not of mxfp4."""
     assert layout.precision != "mxfp4"
     part = layout.parts[index]
@@ -405,7 +440,21 @@ def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, F16 |
     if size == 0:
         return weights, None
     scales = bundles[:, part.scales_offset : part.scales_offset + size]
-    return weights, np.ascontiguousarray(scales).view("<f2")
+    return weights, view_scales(np.ascontiguousarray(scales), len(bundles), layout.precision)
+
+
+def _find_ternary(rows: F32, scales_out: F32) -> I8:
+    """Fill ``scales_out`` [n, 1] and return codes int8 [n, length]."""
+    if not np.isfinite(rows).all():
+        raise ValueError(_explain_overflow(rows))
+    sizes = np.abs(rows)
+    means = sizes.mean(axis=1, keepdims=True, dtype=np.float64)
+    means[means == 0.0] = 1.0
+    fires = sizes > 0.5 * means
+    # In float64 the mean of equal numbers is that number.
+    total = np.where(fires, sizes, 0).sum(axis=1, keepdims=True, dtype=np.float64)
+    scales_out[:] = total / np.maximum(fires.sum(axis=1, keepdims=True), 1)
+    return np.where(fires, np.sign(rows), 0).astype(np.int8)
 
 
 def _quantize_groups(rows: F32, precision: Precision, scales_out: F16) -> I8:

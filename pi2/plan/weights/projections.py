@@ -33,6 +33,8 @@ def list_projection_vectors(model: Model) -> Mapping[str, int]:
     found = {"qkv_bias": model.qkv_rows} if attention.has_bias else {}
     if attention.head_norm:
         found["query_norm"], found["key_norm"] = model.head_norm_widths
+    if attention.sub_norm:
+        found["attention_sub_norm"] = model.shape.stored_query
     if attention.sinks:
         found["sinks"] = model.shape.heads
     if latent is not None:

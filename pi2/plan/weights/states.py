@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from pi2.plan.weights.layout import fill_groups
 
 if TYPE_CHECKING:
-    from pi2.plan.documents.model import Model, Precision
+    from pi2.plan.documents.model import AttentionPrecision, Model
 
 StateKind = Literal["delta", "mamba", "convolution"]
 
@@ -113,7 +113,7 @@ class StateTensor:
     """A tensor of a layer with a state; ``precision`` None is float32."""
 
     kind: str
-    precision: Precision | None
+    precision: AttentionPrecision | None
     rows: int
     length: int
 

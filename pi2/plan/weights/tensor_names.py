@@ -17,23 +17,23 @@ def name_layer_tensor(layer: int, kind: str) -> str:
 
     Kinds: ``attention_norm`` and ``ffn_norm`` (float32 [1, hidden], what the checkpoint leaves out
     of them added), with ``_bias`` their biases; ``qkv`` [(heads + 2 kv_heads) head_dim, hidden],
-    query rows first, then key, then value, then gates of what is mixed if there are some
-    [heads head_dim]; ``qkv_bias`` float32 [1, rows of qkv]; ``query_norm`` and ``key_norm`` float32
-    [1, head_dim], or of all heads; ``sinks`` float32 [1, heads]; ``output`` [hidden,
-    heads head_dim] and ``output_bias`` float32 [1, hidden]; ``down_bias`` float32 [1, hidden], in a
-    mixture [experts, hidden]; ``attention_output_norm`` and ``ffn_output_norm`` float32
-    [1, hidden]; ``layer_scale`` float32 [1, 1]; ``router`` float32 [experts, hidden],
-    ``router_bias`` and ``choice_bias`` float32 [1, experts], and ``shared_router`` [1, hidden];
-    ``router_norm`` float32 [1, hidden] and ``expert_scale`` float32 [1, experts]; ``side_in``
-    [2 width, hidden], gates and then ups, and ``side_down`` [hidden, width] of an FFN beside the
-    experts, ``side_norm``, ``side_output_norm`` and ``experts_output_norm`` float32 [1, hidden];
-    ``predictor_in`` [rank, hidden], ``predictor_out`` [ffn, rank] in stored order,
-    ``predictor_bias`` float32 [1, ffn] in stored order.  In a mixture every expert has a predictor:
-    ``predictor_in`` [experts rank, hidden], ``predictor_out`` [experts ffn, rank] and
-    ``predictor_bias`` [1, experts ffn] are those of expert 0, 1, ... one after the other, each in
-    stored order.  Layers with a state have what `pi2.plan.weights.states.list_state_tensors` lists
-    instead of ``qkv``, ``output`` and theirs; layers with two mixers have both, and ``inner_norm``
-    float32 [1, hidden] before the second.
+    query rows first, then key, then value, then gates of what is mixed if there are some [heads
+    head_dim]; ``qkv_bias`` float32 [1, rows of qkv]; ``query_norm`` and ``key_norm`` float32 [1,
+    head_dim], or of all heads; ``sinks`` float32 [1, heads]; ``attention_sub_norm`` float32 [1,
+    heads head_dim]; ``output`` [hidden, heads head_dim] and ``output_bias`` float32 [1, hidden];
+    ``down_bias`` float32 [1, hidden], in a mixture [experts, hidden]; ``attention_output_norm`` and
+    ``ffn_output_norm`` float32 [1, hidden]; ``layer_scale`` float32 [1, 1]; ``router`` float32
+    [experts, hidden], ``router_bias`` and ``choice_bias`` float32 [1, experts], and
+    ``shared_router`` [1, hidden]; ``router_norm`` float32 [1, hidden] and ``expert_scale`` float32
+    [1, experts]; ``side_in`` [2 width, hidden], gates and then ups, and ``side_down`` [hidden,
+    width] of an FFN beside the experts, ``side_norm``, ``side_output_norm`` and
+    ``experts_output_norm`` float32 [1, hidden]; ``predictor_in`` [rank, hidden], ``predictor_out``
+    [ffn, rank] in stored order, ``predictor_bias`` float32 [1, ffn] in stored order. In a mixture
+    every expert has a predictor: ``predictor_in`` [experts rank, hidden], ``predictor_out``
+    [experts ffn, rank] and ``predictor_bias`` [1, experts ffn] are those of expert 0, 1, ... one
+    after the other, each in stored order. Layers with a state have what
+    `pi2.plan.weights.states.list_state_tensors` lists instead of ``qkv``, ``output`` and theirs;
+    layers with two mixers have both, and ``inner_norm`` float32 [1, hidden] before the second.
 
     With latent attention ``qkv`` has the rows of queries, or of what they are made of, then of what
     keys and values are made of, then of the rotated key.  ``latent_query_norm`` and ``latent_norm``

@@ -3,7 +3,8 @@
 Why: dReLU is an activation of gate and up, so that neurons need a gate; layers with a sliding
 window need its width; layers that are named must exist; shared experts with biases cannot be
 stored, and norms of outputs have none; what weights shared experts needs some; experts fall into
-groups of equal size; latent attention has norms, biases and heads of its own.
+groups of equal size; latent attention has norms, biases and heads of its own; a norm of activations
+is that of one FFN without biases.
 
 Example: ``activation = "drelu"`` with ``gated = false``.
 
@@ -70,6 +71,14 @@ def check(facts: Facts) -> Iterator[Finding]:
             path=("quantization", "ffn"),
             message=f"{GROUP} neurons of mxfp4 share scales, but there are {model.shape.ffn}",
             help='write ffn = "int8"',
+        )
+    if model.ffn.sub_norm and (model.moe is not None or model.ffn.bias):
+        what = "biases" if model.moe is None else "experts"
+        yield Finding(
+            document="model",
+            path=("ffn", "sub_norm"),
+            message=f"an FFN with {what} has no norm of its activations",
+            help="remove sub_norm = true",
         )
     yield from _check_latent(model)
     layers = model.attention.window_layers
@@ -183,7 +192,8 @@ def _check_latent(model: Model) -> Iterator[Finding]:
     attention, shape = model.attention, model.shape
     if attention.latent is None:
         return
-    others = ["qkv_bias", "head_norm", "value_norm", "sinks", "clip", "sliding_window", "growth"]
+    others = ["qkv_bias", "head_norm", "value_norm", "sub_norm", "sinks", "clip"]
+    others += ["sliding_window", "growth"]
     for key in (key for key in others if getattr(attention, key)):
         yield Finding(
             document="model",

@@ -1,0 +1,18 @@
+"""What units beside the CPU, and GPUs alone, do not compute of any model: for rules."""
+
+from __future__ import annotations
+
+from pi2.plan.documents.model import Model
+
+
+def list_unknown_weights(model: Model) -> list[str]:
+    """Precisions and norms inside an FFN that such a unit does not know, each as the end of a
+    sentence that begins with its name."""
+    precisions, limits = model.quantization, []
+    if precisions.ffn in ("mxfp4", "ternary"):
+        limits.append(f"computes no neurons of {precisions.ffn}")
+    if precisions.attention == "ternary":
+        limits.append("computes no projections of ternary weights")
+    if model.ffn.sub_norm:
+        limits.append("computes no neurons whose activations are normalised (ffn.sub_norm)")
+    return limits

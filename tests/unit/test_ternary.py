@@ -1,0 +1,146 @@
+"""Ternary weights: stores keep -1, 0 and 1 times a scale exactly, as BitNet publishes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import pi2
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.weights.layout import lay_out_bundle, vector_bytes
+from pi2.plan.weights.packing import (
+    assemble_bundles,
+    dequantize,
+    join_scales,
+    quantize,
+    slice_factors,
+    split_scales,
+    unpack_codes,
+    unpack_part,
+)
+from tests.helpers.goldens import (
+    EXACT,
+    UNROUNDED,
+    convert_golden,
+    copy_checkpoint,
+    measure_error,
+    read_golden,
+    run_golden,
+    write_plan,
+)
+
+TERNARY = EXACT | {"ffn": "ternary", "attention": "ternary"}
+ERROR = 1e-4
+Tensors = dict[str, Any]
+
+
+@pytest.mark.parametrize("length", [32, 96, 544, 2560])
+def test_a_vector_of_three_numbers_is_kept_exactly(length: int) -> None:
+    rng = np.random.default_rng(length)
+    codes = rng.integers(-1, 2, (5, length))
+    codes[0] = 0
+    rows = (codes * rng.uniform(1e-3, 1e3, (5, 1))).astype(np.float32)
+    weights, scales = quantize(rows, "ternary")
+    assert scales is not None and scales.dtype == np.float32 and scales.shape == (5, 1)
+    assert weights.shape[1] + 4 == vector_bytes(length, "ternary")
+    np.testing.assert_array_equal(unpack_codes(weights, length, "ternary"), codes)
+    np.testing.assert_array_equal(dequantize(weights, scales, length, "ternary"), rows)
+
+
+def test_other_vectors_are_rounded_by_their_mean_magnitude() -> None:
+    rows = np.zeros((1, 32), np.float32)
+    rows[0, :4] = [8.0, -6.0, 1.5, -0.5]  # of 32 elements the mean is a half
+    weights, scales = quantize(rows, "ternary")
+    assert unpack_codes(weights, 32, "ternary")[0, :5].tolist() == [1, -1, 1, -1, 0]
+    assert scales is not None and scales[0, 0] == 4.0
+
+
+def test_a_bundle_has_the_factor_of_its_activation() -> None:
+    layout = lay_out_bundle(96, "ternary", factor=True)
+    assert layout.used_bytes == 3 * (96 // 4 + 4) + 4
+    rng = np.random.default_rng(1)
+    parts = [rng.standard_normal((6, 96)).astype(np.float32) for _ in range(3)]
+    factors = rng.standard_normal(6).astype(np.float32)
+    packed = [quantize(part, "ternary") for part in parts]
+    whole = assemble_bundles(packed, layout, factors=factors)
+    apart = lay_out_bundle(96, "ternary", factor=True, scales="resident")
+    again = join_scales(*split_scales(whole, apart), apart, slice(0, 6))
+    np.testing.assert_array_equal(again, whole)
+    np.testing.assert_array_equal(slice_factors(again, layout), factors)
+    for index, (weights, scales) in enumerate(packed):
+        expected = dequantize(weights, scales, 96, "ternary")
+        np.testing.assert_array_equal(unpack_part(again, layout, index), expected)
+
+
+def as_divided(tensors: Tensors) -> dict[str, str]:
+    """Let scales be what codes are divided by."""
+    for name in list(tensors):
+        if name.endswith("_scale"):
+            tensors[name] = 1 / tensors[name].astype(np.float32)
+    return {"linear_class": "bitlinear"}
+
+
+def as_masters(tensors: Tensors) -> dict[str, str]:
+    """Let matrices be numbers that round to the codes, with the scale as their mean magnitude."""
+    for name in [name for name in tensors if name.endswith("_scale")]:
+        packed, scale = tensors[name.removesuffix("_scale")], float(tensors.pop(name)[0])
+        codes = np.concatenate([(packed >> 2 * part) & 3 for part in range(4)]).astype(int) - 1
+        small = 0.3 * (1 - 2 * (np.arange(codes.size).reshape(codes.shape) % 2))
+        large = (codes.size - 0.3 * np.sum(codes == 0)) / np.sum(codes != 0)
+        plain = np.where(codes == 0, small, codes * large) * scale
+        tensors[name.removesuffix("_scale")] = plain.astype(np.float32)
+    return {"quantization_mode": "online"}
+
+
+@pytest.mark.parametrize("change", [as_divided, as_masters])
+def test_every_kind_of_checkpoint_becomes_the_same_model(
+    tmp_path: Path, change: Callable[[Tensors], dict[str, str]]
+) -> None:
+    golden = read_golden("bitnet")
+    checkpoint = copy_checkpoint("bitnet", tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    said = json.loads((checkpoint / "config.json").read_text())
+    said["quantization_config"] |= change(tensors)
+    save_file(tensors, checkpoint / "model.safetensors")
+    (checkpoint / "config.json").write_text(json.dumps(said))
+    model = convert_golden(checkpoint, tmp_path, TERNARY)
+    logits, greedy = run_golden(write_plan(tmp_path, model, {}), golden)
+    assert measure_error(logits, golden.logits) <= ERROR
+    assert greedy == golden.greedy
+
+
+def test_a_checkpoint_with_ternary_weights_is_stored_so_without_being_asked(
+    tmp_path: Path,
+) -> None:
+    checkpoint = copy_checkpoint("bitnet", tmp_path / "checkpoint")
+    precisions = describe_checkpoint(checkpoint).model.quantization
+    assert (precisions.ffn, precisions.attention) == ("ternary", "ternary")
+
+
+def test_neurons_from_flash_are_normalised_with_those_in_memory(tmp_path: Path) -> None:
+    golden = read_golden("bitnet")
+    checkpoint = copy_checkpoint("bitnet", tmp_path / "checkpoint")
+    model = convert_golden(checkpoint, tmp_path, TERNARY)
+    changes = {
+        "backends": {"cpu": "cpu"},
+        "layers": {"split": {"cpu": 1.0}, "hot": 0.25},
+        "decode": {"predictor": "gate", "batch": 2},
+    }
+    plan = write_plan(tmp_path, model, changes)
+    with pi2.load(plan, set=UNROUNDED | {"memory.segments.cold": "32 KiB"}) as loaded:
+        assert measure_error(loaded.logits(golden.prompt), golden.logits) <= ERROR
+        prompts = [golden.prompt, golden.prompt[:9]]
+        pieces: dict[int, str] = {0: "", 1: ""}
+        for number, piece in loaded.generate_batch(prompts, max_tokens=8, temperature=0.0):
+            pieces[number] += piece
+        read_bytes = loaded.stats.flash_read_bytes
+        alone = ["".join(loaded.generate(p, max_tokens=8, temperature=0.0)) for p in prompts]
+    assert read_bytes > 0
+    assert pieces == dict(enumerate(alone))
+    assert alone[0].split() == [f"w{token}" for token in golden.greedy[:8]]
