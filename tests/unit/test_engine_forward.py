@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import pi2
+from pi2.cli.main import run as cli
 from pi2.diagnostics import UserError
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
@@ -199,6 +201,26 @@ def test_a_stated_share_of_scores_is_left_out_instead_of_read(tmp_path: Path, ba
     assert 0.01 < few.left_out_mass_share <= 0.02
     assert 0.1 < many.left_out_mass_share <= 0.2
     assert everything.cache_misses > few.cache_misses > many.cache_misses
+
+
+def test_a_summary_and_an_evaluation_say_what_share_of_scores_was_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path), {"layers": {"hot": 0.25}})
+    base = {"memory.segments.cold": "64 KiB", "cache.fill": "false", "memory.budget": "1 GiB"}
+    base |= {"backends.cpu": "reference", "decode.leave_out": "0.05"}
+    options = [part for item in base.items() for part in ("--set", "=".join(item))]
+    assert cli(["run", str(plan), "--prompt", "some", "--max-tokens", "24", *options]) == 0
+    summary = capsys.readouterr().err
+    assert "% of the predictor's scores left out instead of read" in summary
+    assert "(decode.leave_out = 0.05)" in summary
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 12)
+    command = ["evaluate", str(plan), "--text", str(text), "--context", "32", "--json", *options]
+    assert cli(command) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["scores_left_out"] is None for run in runs] == [True, False]
+    assert 0.01 < runs[1]["scores_left_out"] <= 0.05
 
 
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])
