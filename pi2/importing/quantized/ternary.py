@@ -11,7 +11,7 @@ Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -72,9 +72,11 @@ class MasterTensor(DecodedTensor):
     """A matrix whose numbers are rounded to -1, 0 or 1 times their mean magnitude."""
 
     plain: SourceTensor
+    find_scale: Callable[[SourceTensor], np.float32]
+    """Gives 1 over the mean magnitude, which is found once."""
 
     def decode(self, start: int, stop: int) -> F32:
-        scale = _find_scale(self.plain)
+        scale = self.find_scale(self.plain)
         codes = np.clip(np.rint(self.plain.read(start, stop) * scale), -1, 1)
         return np.asarray(codes / scale, np.float32)
 
@@ -83,7 +85,6 @@ class MasterTensor(DecodedTensor):
         return True
 
 
-@cache
 def _find_scale(plain: SourceTensor) -> np.float32:
     """1 over the mean magnitude of all numbers of a matrix."""
     rows, total = plain.shape[0], 0.0
@@ -100,7 +101,7 @@ def read_bitnet(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[s
     divides = settings.read("linear_class", str, "bitlinear") != "autobitlinear"
     is_online = not divides and settings.read("quantization_mode", str, "offline") == "online"
     left_out = [str(item) for item in settings.read_list("modules_to_not_convert")]
-    decoded = dict(tensors)
+    decoded, find_scale = dict(tensors), cache(_find_scale)
     for name, tensor in tensors.items():
         if f"{name}_scale" in tensors:
             decoded[name] = _decode(tensors, name, divides)
@@ -108,7 +109,7 @@ def read_bitnet(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[s
         elif is_online and len(tensor.shape) == 2 and ".layers." in name:
             if not any(part in name for part in left_out):
                 own = describe_decoded(name, tensor.shape, tensor)
-                decoded[name] = MasterTensor(**own, plain=tensor)
+                decoded[name] = MasterTensor(**own, plain=tensor, find_scale=find_scale)
     return decoded
 
 
