@@ -60,6 +60,8 @@ class PromptSettings:
     blocking_s: float = 0.0
     """Seconds of a byte that is copied after it was read, by engines that do not overlap reading
     and computing."""
+    interleaves: bool = False
+    """Whether neurons in memory are computed between pieces that are read, wherever they lie."""
     graphs: tuple[int, ...] = ()
     """Numbers of tokens, ascending, that the unit which computes prompts takes; none for any."""
 
@@ -71,7 +73,7 @@ class PromptLayer:
     before_s: float
     """What is computed without anything that is read."""
     streamed_s: float
-    """Arithmetic of what is read, all pieces together."""
+    """Arithmetic of what is read, and of what is computed in between, all pieces together."""
     pieces: int
     read_s: float
     """Reading all pieces."""
@@ -124,6 +126,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         neuron_bytes=neuron_bytes,
         attention_too=policy == "layer-barrier",
         blocking_s=1.0 / rates.constants.copy_bytes_s if policy == "layer-barrier" else 0.0,
+        interleaves=rates.measured and model.moe is not None and plan.decode.predictor == "router",
         graphs=list_dense_graphs(resolved, rates) if computes else (),
     )
 
@@ -192,7 +195,8 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
         scale = max(1.0, least_s / ((project_s + ffn_s) * slow))
         project_s, ffn_s = project_s * scale, ffn_s * scale
     part = absent / activity.neurons
-    before_s = fixed_s + slow * (project_s + ffn_s * (1.0 - part))
+    streamed = 1.0 if reading and prompts.interleaves else part
+    before_s = fixed_s + slow * (project_s + ffn_s * (1.0 - streamed))
     if not reading:
         return PromptLayer(
             before_s=before_s,
@@ -214,7 +218,7 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
         size = float(absent * stream.stride)
     return PromptLayer(
         before_s=before_s,
-        streamed_s=slow * ffn_s * part,
+        streamed_s=slow * ffn_s * streamed,
         pieces=ceil(absent / stream.neurons - 1e-9),
         read_s=size * byte_s,
         read_bytes=size,

@@ -8,7 +8,8 @@ A layer of n pieces takes
     both(before + piece, read) + (n - 1) both(piece, read)
 
 where ``before`` is attention, norms and hot neurons, ``piece`` the arithmetic of a piece, ``read``
-its way from flash, and both(a, b) = a + b - overlap min(a, b).
+its way from flash, and both(a, b) = a + b - overlap min(a, b).  Of mixtures whose router names
+experts, those in memory are computed between the others, and count as parts of pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from math import ceil
 
 from pi2.costs.rates import Rates, check_flash, find_stream_overlap, find_stream_rate
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS
+from pi2.plan.arithmetic.sizes import count_staged_neurons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class Stream:
 def find_stream(resolved: ResolvedPlan, rates: Rates) -> Stream:
     """The stream of a plan's layers; ``UserError`` P351 where reads were not measured."""
     flash = check_flash(rates, resolved.device)
-    neurons = min(resolved.model.layer_neurons, STAGED_NEURONS)
+    neurons = count_staged_neurons(resolved)
     stride = resolved.bundle.stride
     return Stream(
         byte_s=1.0 / find_stream_rate(flash, neurons * stride),

@@ -22,7 +22,7 @@ from pi2.arrays import I32, U8, Bits
 from pi2.backends.protocol import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.experts import ExpertNeurons, unite_experts
-from pi2.engine.neuron_stream import NeuronStream
+from pi2.engine.neuron_stream import NeuronStream, PieceOrder
 from pi2.engine.routing_dials import DialCounters
 from pi2.engine.twins import TwinNeurons
 from pi2.engine.waves import Wave, Waves
@@ -83,10 +83,12 @@ class FeedForward(Waves):
         self.twins = twins
         self._leaves_out = experts is not None and not in_order
         """Whether experts that no token of a prompt has chosen are left out."""
-        # What is computed of chosen experts does not depend on what is in memory.
-        in_order = in_order or (experts is not None and decode.predictor in ("none", "router"))
+        order: PieceOrder = "stored" if in_order else "any"
+        if self._leaves_out and decode.predictor in ("none", "router"):
+            # What is computed of chosen experts does not depend on what is in memory.
+            order = "spread"
         self._stream = NeuronStream(
-            self._single, reader, staging, layers, first=self._count_owned, in_order=in_order
+            self._single, reader, staging, layers, first=self._count_owned, order=order
         )
         self._is_whole = False
         """Whether all neurons of the next layer are taken, since nearly all experts compute."""

@@ -7,8 +7,12 @@ that are missing are read, others are copied out of the cache.  There are two bu
 filled while the other is computed with, also across layers.  What needs no buffer is given in
 between, in even parts, so that the drive is busy all the time.
 
-Where the order of additions may not depend on what is in memory, and where somebody looks at the
-neurons, all come in stored order instead, in pieces whose bounds depend on what is wanted alone.
+Where the order of additions may not depend on what is in memory, the bounds of pieces depend on
+what is wanted alone, and their order does.  It is stored order for those who look at neurons.  For
+mixtures it is one that takes neighbours far apart (``spread``): caches are filled from the first
+neurons on, and the drive would stand still while those are computed.  Where experts are cached as
+a whole, a piece is such a granule (`pi2.memory.granules`), so that nothing is copied, and as many
+are on their way as the staging buffers have room for.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -26,11 +31,14 @@ from pi2.memory.granules import SingleNeurons
 from pi2.memory.null_reader import NullReader
 from pi2.memory.policy import ABSENT
 
-BUFFERS = 2
-"""One is filled while the other is computed with."""
+PieceOrder = Literal["any", "stored", "spread"]
+"""In which order pieces are given: what suits the cache and the drive, that of the store, or one
+of its own that takes neighbours far apart."""
 SHORTEST_COPY_BYTES = 128 << 10
 """Fewer bytes in memory between two missing stretches are read once more with them: this many take
 the disk as long as one request more does."""
+_GOLDEN = (5**0.5 - 1) / 2
+"""Fractions of its multiples are spread evenly, whichever neighbours one takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +49,12 @@ class Piece:
     first: int
     slots: I32
     """Where each is in the arena, [n]; ABSENT: on flash only."""
+    turn: float = 0.0
+    """When it is given, among the pieces of its layer, of which the first comes first otherwise."""
 
     def follows(self, other: Piece) -> bool:
         """Whether it is needed after ``other``."""
-        return (self.layer, self.first) > (other.layer, other.first)
+        return (self.layer, self.turn, self.first) > (other.layer, other.turn, other.first)
 
     @property
     def place(self) -> slice | None:
@@ -109,15 +119,15 @@ class NeuronStream:
         layers: int,
         *,
         first: Callable[[int], int] = lambda layer: 0,
-        in_order: bool = False,
+        order: PieceOrder = "any",
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers; ``first``: stored index of the
-        first neuron of a layer that is wanted; ``in_order``: neurons come in stored order."""
+        first neuron of a layer that is wanted."""
         self._first = first
-        self._in_order = in_order
+        self._order = order
         self._cache = cache
         self._reader = reader
-        self._staging = staging
+        self._buffers = _divide_staging(staging, cache.granule if order == "spread" else 1)
         self._layers = layers
         self.shortest_gap = max(1, SHORTEST_COPY_BYTES // staging.shape[2])
         """Neurons between two missing ones that are not read with them, at least."""
@@ -127,13 +137,17 @@ class NeuronStream:
         self._next_buffer = 0
         self._ahead: deque[_Filling] = deque()
         """What is on its way, in the order in which it will be given."""
+        self._coming: deque[Piece] = deque()
+        """What follows, as far as it has been looked up."""
+        self._next_layer = 0
+        """The first layer that has not been."""
 
     def begin(self, layer: int, *, reads_on: int | None = None) -> None:
         """Make sure that the layer's first pieces from flash are on their way; all its neurons
         will be wanted, and all of the ``reads_on`` layers after it; None stands for all layers."""
-        self._set_end(layer, reads_on)
         if not self._ahead:
-            self._fill_buffers(self._divide(layer)[0], layer + 1, BUFFERS)
+            self._expect(layer, self._divide(layer)[0], reads_on)
+            self._fill_buffers(len(self._buffers))
 
     def give_again(self, layer: int, wanted: range) -> Iterator[Stretch]:
         """Give the ``wanted`` neurons of a layer, once more or for the first time; each stretch is
@@ -150,29 +164,33 @@ class NeuronStream:
         ``reads_on``: of how many of the next layers all neurons will be wanted; None stands for
         all layers.
         """
-        self._set_end(layer, reads_on)
         pieces, parts = self._divide(layer, wanted)
+        self._expect(layer, pieces, reads_on)
+        self._fill_buffers(len(self._buffers))
         yield from parts[0]
-        for number, piece in enumerate(pieces):
-            following = pieces[number + 1 :]
-            if self._ahead and not self._ahead[0].piece.is_same(piece):
-                # All neurons were expected to be wanted, and some experts are not.
-                self.abandon()
-            if not self._ahead:
-                self._start(piece)
+        for part in parts[1:]:
             filling = self._ahead[0]
             self._finish(filling)
             self._ahead.popleft()
-            # The other buffer's content has been used: fill it while this one is computed, with
+            # Other buffers' contents have been used: fill them while this one is computed, with
             # the next layer's first at the end, so that reads go on during attention.
-            self._fill_buffers(following, layer + 1, BUFFERS - 1)
-            yield Stretch(piece.first, filling.buffer)
-            self._fill_buffers(following, layer + 1, BUFFERS)
-            yield from parts[number + 1]
-        if not pieces:
-            self._fill_buffers([], layer + 1, BUFFERS)
+            self._fill_buffers(len(self._buffers) - 1)
+            yield Stretch(filling.piece.first, filling.buffer)
+            self._fill_buffers(len(self._buffers))
+            yield from part
 
-    def _set_end(self, layer: int, reads_on: int | None) -> None:
+    def _expect(self, layer: int, pieces: Sequence[Piece], reads_on: int | None) -> None:
+        """Let what is on its way, and what comes after it, be ``pieces`` of the layer, and those of
+        the ``reads_on`` layers after it."""
+        begun = [filling.piece for filling in self._ahead]
+        known = sum(piece.layer == layer for piece in begun)
+        is_known = all(map(Piece.is_same, begun, pieces[:known])) and known <= len(pieces)
+        if not is_known or (begun and known == 0 and pieces):
+            # All neurons were expected to be wanted, and some experts are not.
+            self.abandon()
+            known = 0
+        self._coming = deque(pieces[known:])
+        self._next_layer = layer + 1
         count = self._layers if reads_on is None else reads_on
         self._end = min(self._layers, layer + 1 + count)
 
@@ -182,7 +200,7 @@ class NeuronStream:
         """The layer's pieces that need a buffer, and the stretches of the arena that have the rest:
         those that come before the first piece, between two, and after the last."""
         wanted = [range(self._first(layer), self._cache.neurons)] if wanted is None else wanted
-        if self._in_order:
+        if self._order != "any":
             return self._divide_in_order(layer, wanted)
         pieces: list[Piece] = []
         slots, hot = self._cache.hot_slots[layer], self._cache.hot_range(layer)
@@ -210,14 +228,16 @@ class NeuronStream:
     ) -> tuple[list[Piece], list[list[Stretch]]]:
         pieces: list[Piece] = []
         parts: list[list[Stretch]] = [[]]
-        for run in wanted:
-            for piece in self._cut_run(layer, run):
-                place = piece.place
-                if place is None:
-                    pieces.append(piece)
-                    parts.append([])
-                else:
-                    parts[-1].append(Stretch(piece.first, self._cache.arena[place]))
+        cut = [piece for run in wanted for piece in self._cut_run(layer, run)]
+        if self._order == "spread":
+            cut.sort(key=lambda piece: (piece.turn, piece.first))
+        for piece in cut:
+            place = piece.place
+            if place is None:
+                pieces.append(piece)
+                parts.append([])
+            else:
+                parts[-1].append(Stretch(piece.first, self._cache.arena[place]))
         return pieces, parts
 
     def _cut(self, layer: int, wanted: Sequence[range]) -> Iterator[Piece]:
@@ -229,28 +249,37 @@ class NeuronStream:
             yield from self._cut_run(layer, range(max(run.start, hot.stop), run.stop))
 
     def _cut_run(self, layer: int, run: range) -> Iterator[Piece]:
-        size = self._staging.shape[1]
-        for first in range(run.start, run.stop, size):
-            slots = self._cache.find_slots(layer, first, min(size, run.stop - first))
-            yield Piece(layer=layer, first=first, slots=slots)
+        if not run:
+            return
+        size, is_spread = len(self._buffers[0]), self._order == "spread"
+        slots = self._cache.find_slots(layer, run.start, len(run))
+        first = run.start
+        while first < run.stop:
+            # A granule is a piece, wherever the run begins.
+            stop = min(first + size - first % size * is_spread, run.stop)
+            own = slots[first - run.start : stop - run.start]
+            turn = first // size * _GOLDEN % 1 if is_spread else 0.0
+            yield Piece(layer=layer, first=first, slots=own, turn=turn)
+            first = stop
 
-    def _fill_buffers(self, pieces: list[Piece], layer: int, most: int) -> None:
-        """Let ``most`` buffers be on their way: with ``pieces``, then with those of ``layer`` and
-        the layers after it."""
+    def _fill_buffers(self, most: int) -> None:
+        """Let ``most`` buffers be on their way, as far as it is known what will be wanted."""
         while len(self._ahead) < most:
-            last = self._ahead[-1].piece if self._ahead else None
-            rest = [piece for piece in pieces if last is None or piece.follows(last)]
-            while not rest and layer < self._end:
+            while not self._coming and self._next_layer < self._end:
                 # A layer that is all in memory is passed over.
-                rest = [p for p in self._divide(layer)[0] if last is None or p.follows(last)]
-                layer += 1
-            if not rest:
+                pieces = self._divide(self._next_layer)[0]
+                if self._ahead:
+                    last = self._ahead[-1].piece
+                    pieces = [piece for piece in pieces if piece.follows(last)]
+                self._coming.extend(pieces)
+                self._next_layer += 1
+            if not self._coming:
                 return
-            self._start(rest[0])
+            self._start(self._coming.popleft())
 
     def _start(self, piece: Piece) -> None:
-        buffer = self._staging[self._next_buffer, : len(piece.slots)]
-        self._next_buffer = 1 - self._next_buffer
+        buffer = self._buffers[self._next_buffer][: len(piece.slots)]
+        self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
         reads: list[Future[None]] = []
         # Noted before reads begin: after an interrupt they are waited for.
         self._ahead.append(_Filling(piece, buffer, reads))
@@ -278,7 +307,18 @@ class NeuronStream:
         """
         reads = [read for filling in self._ahead for read in filling.reads]
         self._ahead.clear()
+        self._coming.clear()
         wait([read for read in reads if not read.cancel()])
+
+
+def _divide_staging(staging: U8, granule: int) -> U8:
+    """The buffers [2, n, stride], or as many of ``granule`` neurons as there is room for: a single
+    one has nothing to be filled while it is computed with."""
+    count, size, stride = staging.shape
+    pieces = count * size // granule
+    if granule == 1 or pieces < count:
+        return staging
+    return staging.reshape(-1, stride)[: pieces * granule].reshape(pieces, granule, stride)
 
 
 def _are_neighbours(first: int, slots: slice, next_first: int, next_slots: slice) -> bool:

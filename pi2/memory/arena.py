@@ -18,7 +18,7 @@ from pi2.memory.granules import choose_granule
 from pi2.memory.lending import ContextLoan
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
-from pi2.plan.arithmetic.sizes import MIN_COLD_NEURONS, STAGED_NEURONS
+from pi2.plan.arithmetic.sizes import MIN_COLD_NEURONS, count_staged_neurons
 from pi2.plan.weights.layout import round_up
 
 BANDS = 64
@@ -178,6 +178,6 @@ def make_loan(
 
 def allocate_staging(resolved: ResolvedPlan, budget: Budget) -> U8:
     """Two buffers [2, n, stride] for neurons that stream from flash."""
-    count = min(resolved.model.layer_neurons, STAGED_NEURONS)
+    count = count_staged_neurons(resolved)
     stride = resolved.bundle.stride
     return budget.allocate("workspace", 2 * count * stride).reshape(2, count, stride)

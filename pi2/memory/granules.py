@@ -16,9 +16,7 @@ from pi2.arrays import I32, U8
 from pi2.backends.stretches import expand_stretches
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import ABSENT
-
-MOST_GRANULE_BYTES = 4 << 20
-"""Larger ones would leave more of the cache's end unused, and be computed later."""
+from pi2.plan.arithmetic.sizes import MOST_GRANULE_BYTES
 
 
 def choose_granule(layers: Sequence[I32], experts: int, stride: int) -> int:
@@ -50,7 +48,8 @@ class SingleNeurons:
 
     def __init__(self, cache: NeuronCache) -> None:
         self._cache = cache
-        self._granule = cache.granule
+        self.granule = cache.granule
+        """Neurons that share a slot, side by side."""
         self.neurons = cache.neurons * cache.granule
         self.arena: U8 = divide_slots(cache.arena, cache.granule)
         """The neurons [slots, stride]."""
@@ -58,18 +57,18 @@ class SingleNeurons:
     @property
     def hot_slots(self) -> list[range]:
         """Slots of the hot neurons of every layer."""
-        size = self._granule
+        size = self.granule
         return [range(slots.start * size, slots.stop * size) for slots in self._cache.hot_slots]
 
     def hot_range(self, layer: int) -> slice:
         """Stored indices of the layer's hot neurons."""
         hot = self._cache.hot_range(layer)
-        return slice(hot.start * self._granule, hot.stop * self._granule)
+        return slice(hot.start * self.granule, hot.stop * self.granule)
 
     def find_slots(self, layer: int, first: int, count: int) -> I32:
         """Return where the neurons ``first``, ``first + 1``, ... of ``layer`` are, [count]; ABSENT
         for those on flash only."""
-        size = self._granule
+        size = self.granule
         if size == 1:
             return self._cache.find_slots(layer, first, count)
         start = first // size

@@ -10,9 +10,9 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.runtime import count_libraries
 from pi2.plan.arithmetic.sizes import (
     LOGIT_ROWS,
-    STAGED_NEURONS,
     STAGING_BUFFERS,
     count_chunk_tokens,
+    count_staged_neurons,
 )
 
 
@@ -51,8 +51,7 @@ def _count_untouched(resolved: ResolvedPlan) -> int:
     rows = min(count_chunk_tokens(plan), LOGIT_ROWS) - min(plan.decode.batch, LOGIT_ROWS)
     untouched = 4 * rows * model.shape.vocab
     if all(layer.hot_neurons == model.layer_neurons for layer in resolved.layers):
-        staged = min(model.layer_neurons, STAGED_NEURONS)
-        untouched += STAGING_BUFFERS * staged * resolved.bundle.stride
+        untouched += STAGING_BUFFERS * count_staged_neurons(resolved) * resolved.bundle.stride
     return untouched
 
 

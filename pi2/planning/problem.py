@@ -8,7 +8,7 @@ the part of the resident neurons that is a cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -25,6 +25,7 @@ from pi2.costs.stored import find_range_bytes, read_stored
 from pi2.costs.terms import time_head, time_row
 from pi2.memory.context import describe_context
 from pi2.plan.arithmetic.fitting import MIB
+from pi2.plan.arithmetic.prompt_chunks import SHORT_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import find_block_bytes
@@ -44,7 +45,6 @@ STREAM_SHARE = 1e-9
 """Cache share where every neuron is computed and absent ones stream by: no cache."""
 AHEAD: tuple[LookAhead, ...] = ("none", "layer")
 """When reads may begin."""
-CHUNKS = (32, 128)
 _LEAST_DENSE = 1e-9
 """Share of a dense unit that computes next to nothing."""
 _GRID = np.linspace(0.0, 1.0, 17)
@@ -121,6 +121,8 @@ class ChunkChoice:
 
     tokens: int
     workspace_bytes: int
+    pass_s: float
+    """Seconds of a prompt's token for passes over all neurons, such as unpacking their weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +202,9 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
         shares = [0.0] if rates.flash is None else [0.0, *CACHE_SHARES]
         if mode == "none" and rates.flash is not None:
             shares = [0.0, STREAM_SHARE]
+        if mode == "router" and rates.flash is not None:
+            # Which experts will be used, the cache finds out better than anybody knows before.
+            shares = [0.0, 1.0]
         for share in shares:
             own = activities[mode][0]
             listed.append(_pose_mode(wish, rates, mode, cheapest, share, own, groups, bundle))
@@ -211,18 +216,7 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
         groups=groups,
         modes=tuple(listed),
         kvs=kvs,
-        chunks=tuple(
-            ChunkChoice(
-                tokens=min(chunk, wish.context),
-                workspace_bytes=round_up(
-                    _resolve(
-                        wish, modes[0], kvs[0].type, min(chunk, wish.context), bundle
-                    ).needs.workspace.bytes,
-                    MIB,
-                ),
-            )
-            for chunk in CHUNKS
-        ),
+        chunks=tuple(_list_chunks(wish, rates, modes[0], kvs[0].type, bundle)),
         ios=ios,
         look_aheads=ahead,
         attention_s=bare.attention_s,
@@ -231,6 +225,25 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
         activities=activities,
         by_expert=_lies_by_expert(wish),
     )
+
+
+def _list_chunks(
+    wish: Wish, rates: Rates, mode: PredictorMode, kv: KvType, bundle: BundleLayout
+) -> Iterator[ChunkChoice]:
+    """What a prompt's tokens may go through a layer in."""
+    model = wish.model
+    sizes = measure_sizes(model, mode, kv, bundle)
+    weights = model.shape.layers * model.layer_neurons * sizes.neuron_weights
+    chosen = 1.0 if model.moe is None else model.active_experts / model.expert_count
+    once_s = 0.0 if rates.dense_many is None else rates.dense_many[0]
+    for tokens in list_chunks(model, wish.context):
+        needs = _resolve(wish, mode, kv, tokens, bundle).needs
+        any_token = 1.0 - (1.0 - chosen) ** tokens
+        yield ChunkChoice(
+            tokens=tokens,
+            workspace_bytes=round_up(needs.workspace.bytes, MIB),
+            pass_s=weights * once_s * any_token / tokens,
+        )
 
 
 def _lies_by_expert(wish: Wish) -> bool:
@@ -261,7 +274,7 @@ def _list_kvs(wish: Wish, rates: Rates, bundle: BundleLayout) -> tuple[KvChoice,
     mode: PredictorMode = "none"
     found = []
     for kind in types:
-        resolved = _resolve(wish, mode, kind, CHUNKS[0], bundle)
+        resolved = _resolve(wish, mode, kind, SHORT_CHUNK, bundle)
         tokens = wish.batch * min(POSITION, wish.context)
         unused = describe_context(resolved).count_unused(tokens)
         size = measure_sizes(model, mode, kind, bundle).kv_token
@@ -292,9 +305,8 @@ def _list_embeddings(
     found = []
     for place in places:
         # A chunk's rows have to fit.
-        values = make_plan_values(
-            wish, predictor=mode, kv="fp16", chunk=min(max(CHUNKS), wish.context), bundle=bundle
-        )
+        longest = list_chunks(model, wish.context)[-1]
+        values = make_plan_values(wish, predictor=mode, kv="fp16", chunk=longest, bundle=bundle)
         values["memory"]["embedding"] = place
         resolved = resolve_values(values, wish.device, model)
         found.append(
@@ -351,7 +363,7 @@ def _pose_mode(
     rates = rates.choose(kv)
     settings = _make_settings(wish, mode, rates, kv)
     cheap = measure_sizes(model, mode, settings.kv, bundle)
-    resolved = _resolve(wish, mode, "fp16", CHUNKS[0], bundle)
+    resolved = _resolve(wish, mode, "fp16", SHORT_CHUNK, bundle)
     lines, fixed, compute, dense = [], [], [], []
     ahead_s = 0.0
     for group in groups:

@@ -159,14 +159,14 @@ class Program:
         return None if result.x is None else self._read(result.x)
 
     def _time_prompt_token(self, chunk: ChunkChoice) -> float:
-        """Seconds of a prompt's token that depend on the chunk: all neurons, which stream by once
-        for each chunk."""
+        """Seconds of a prompt's token that depend on the chunk: all neurons, which stream by and
+        are unpacked once for each chunk."""
         problem = self._problem
         layers = sum(group.count for group in problem.groups)
         size = layers * problem.neurons * problem.stride
         flash = problem.rates.flash
         rate = problem.rates.gather.bytes_s if flash is None else find_stream_rate(flash)
-        return size / rate / chunk.tokens
+        return size / rate / chunk.tokens + chunk.pass_s
 
     def _take(self, count: int) -> range:
         start = self._places

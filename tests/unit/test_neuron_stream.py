@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from itertools import groupby
 
 import numpy as np
 import pytest
 
 from pi2.engine.neuron_stream import SHORTEST_COPY_BYTES, NeuronStream, Piece
 from pi2.memory.cache import NeuronCache
+from pi2.memory.granules import SingleNeurons
 
 NEURONS, LAYERS, STRIDE = 40, 3, 4096
 
@@ -88,7 +90,7 @@ def test_who_looks_at_neurons_gets_them_in_stored_order(hot: int) -> None:
         bring_in(cache, 0, *range(24, 40))
         bring_in(cache, 1, 35, 9, 12, 13)
     reader, staging = FakeReader(), np.full((2, 8, STRIDE), 255, np.uint8)
-    stream = NeuronStream(cache, reader, staging, LAYERS, in_order=True)  # type: ignore[arg-type]
+    stream = NeuronStream(cache, reader, staging, LAYERS, order="stored")  # type: ignore[arg-type]
     stream.shortest_gap = 1
     for layer in range(LAYERS):
         stream.begin(layer)
@@ -151,6 +153,41 @@ def test_what_is_in_memory_is_given_in_the_same_parts_every_time() -> None:
         orders.append([piece.bundles[:, 1].tolist() for piece in stream.give(1)])
         list(stream.give(2))
     assert orders[0] == orders[1]
+
+
+def give_experts(there: range) -> tuple[list[int], list[bool], FakeReader]:
+    """The numbers of a layer's granules of four neurons as they are given, and which of them came
+    from flash, where those of ``there`` are in the cache."""
+    arena = np.zeros((NEURONS, STRIDE), np.uint8)
+    cache = NeuronCache(arena, [0] * LAYERS, NEURONS, granule=4)
+    if there:
+        cache.look_up(0, np.array(there, np.int32))
+    reader, single = FakeReader(), SingleNeurons(cache)
+    staging = np.zeros((2, 6, STRIDE), np.uint8)
+    stream = NeuronStream(single, reader, staging, LAYERS, order="spread")  # type: ignore[arg-type]
+    stream.shortest_gap = 1
+    numbers, from_flash = [], []
+    for stretch in stream.give(0, reads_on=0):
+        assert len(stretch.bundles) == 4
+        numbers.append(stretch.first // 4)
+        from_flash.append(not np.shares_memory(stretch.bundles, arena))
+        if from_flash[-1]:
+            assert stretch.bundles[:, 1].tolist() == list(range(stretch.first, stretch.first + 4))
+    return numbers, from_flash, reader
+
+
+def test_experts_come_one_by_one_in_an_order_that_does_not_depend_on_the_cache() -> None:
+    orders = [give_experts(range(count))[0] for count in (0, 3, 5, 10)]
+    assert all(order == orders[0] for order in orders)
+    assert sorted(orders[0]) == list(range(10))
+
+
+def test_the_first_experts_in_memory_are_computed_between_reads_of_others() -> None:
+    _, from_flash, reader = give_experts(range(5))
+    assert reader.runs and all(first >= 20 and count == 4 for _, first, count in reader.runs)
+    assert sum(from_flash) == 5
+    longest = max(len(list(run)) for _, run in groupby(from_flash))
+    assert longest <= 2, "neither the drive nor the processor waits long for the other"
 
 
 def test_short_stretches_in_memory_are_read_with_their_neighbours() -> None:

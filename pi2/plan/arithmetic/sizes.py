@@ -54,7 +54,12 @@ KV_SCALE_BYTES = 2
 KV_SPANS = 16
 """Parts of the context whose attention is added up apart, at most."""
 STAGED_NEURONS = 512
-"""Most neurons in one staging buffer of the prefill."""
+"""Most neurons in one staging buffer of the prefill, unless experts are cached as a whole."""
+MOST_GRANULE_BYTES = 4 << 20
+"""Most bytes of an expert's neurons that share a slot of the cache (`pi2.memory.granules`).  Larger
+ones would leave more of the cache's end unused, and be computed later."""
+STAGED_GRANULES = 2
+"""Granules in one staging buffer: while one is computed, all others of both are on their way."""
 STAGING_BUFFERS = 2
 """Staging buffers: one is read into while the other is computed with."""
 MIN_COLD_NEURONS = 64
@@ -154,7 +159,7 @@ def _need_beside_whole(resolved: ResolvedPlan) -> Needs:
     """
     name, stride = resolved.sparse_unit, resolved.bundle.stride
     nothing = Need(0, f"nothing, `{name}` has it in its memory")
-    staging = STAGING_BUFFERS * min(resolved.model.layer_neurons, STAGED_NEURONS) * stride
+    staging = STAGING_BUFFERS * count_staged_neurons(resolved) * stride
     piece = count_piece_bytes(resolved)
     hot = nothing
     if resolved.name_segment(name) == "hot":
@@ -441,15 +446,26 @@ def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
 
 
 def _need_workspace(resolved: ResolvedPlan) -> Need:
-    """What the sparse unit's backend works with, and two staging buffers of min(f, 512) neurons."""
+    """What the sparse unit's backend works with, and two staging buffers of neurons."""
     need = _find_sparse_backend(resolved).need_workspace(resolved)
-    neurons = min(resolved.model.layer_neurons, STAGED_NEURONS)
+    neurons = count_staged_neurons(resolved)
     staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
     return Need(
         need.bytes + staging,
         f"{need.explanation}, staging of {STAGING_BUFFERS} x {neurons} neurons "
         f"{approximate_bytes(staging)}",
     )
+
+
+def count_staged_neurons(resolved: ResolvedPlan) -> int:
+    """Neurons of one staging buffer: min(f, 512), or as many as some granules of an expert have,
+    where a router names whole experts."""
+    neurons = STAGED_NEURONS
+    is_routed = resolved.model.moe is not None and resolved.plan.decode.predictor == "router"
+    if is_routed and not resolved.has_whole_unit:
+        granule = min(resolved.model.shape.ffn, MOST_GRANULE_BYTES // resolved.bundle.stride)
+        neurons = max(neurons, STAGED_GRANULES * granule)
+    return min(resolved.model.layer_neurons, neurons)
 
 
 def count_chunks(resolved: ResolvedPlan) -> int:

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import MIB, Shortage, fit_plan, write_memory
+from pi2.plan.arithmetic.prompt_chunks import USUAL_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, find_block_bytes
 from pi2.plan.documents.backends import list_usual_backends
@@ -25,6 +26,9 @@ from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
 MOST_CONTEXT = 4096
+LONG_CHUNK_SHARE = 1 / 64
+"""Part of the budget that a prompt's longer chunks may take: about as much of the cache less is
+missed more often."""
 
 
 def choose_backends(kinds: Iterable[UnitKind]) -> dict[str, str]:
@@ -74,6 +78,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
         raise UserError.of("P242", "the rank of the model's predictors is not a multiple of 32")
     values = _begin(wish, device, model)
     budget = None if wish.budget_bytes is None else round_size(wish.budget_bytes)
+    values["prefill"]["chunk"] = _choose_chunk(values, device, model, budget)
     try:
         fitted = fit_plan(_resolve(values, device, model), budget)
     except Shortage as shortage:
@@ -110,7 +115,7 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
         "memory": {"budget": "0 B", "segments": dict.fromkeys(Segments.model_fields, "0 B")},
         "bundle": {"stride": "1 B", "scales": wish.scales},
         "layers": {"split": {unit: 1.0}, "hot": 1.0},
-        "prefill": {"chunk": min(128, context)},
+        "prefill": {"chunk": min(USUAL_CHUNK, context)},
         "decode": choose_decoding(model),
         "kv": {"context": context},
     }
@@ -118,6 +123,24 @@ def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
     stride = round_up(used, find_block_bytes(device))
     values["bundle"]["stride"] = format_bytes(stride)
     return values
+
+
+def _choose_chunk(
+    values: Mapping[str, Any], device: Device, model: Model, budget: int | None
+) -> int:
+    """Tokens of a prompt's chunk: the most that are of use to the model, as far as those beyond the
+    usual take little of the ``budget``."""
+    usual: int = values["prefill"]["chunk"]
+
+    def count_bytes(chunk: int) -> int:
+        changed = {**values, "prefill": {"chunk": chunk}}
+        return _resolve(changed, device, model).needs.workspace.bytes
+
+    longest = list_chunks(model, values["kv"]["context"])[-1]
+    if budget is None or longest == usual:
+        return longest
+    added_bytes = count_bytes(longest) - count_bytes(usual)
+    return longest if added_bytes <= LONG_CHUNK_SHARE * budget else usual
 
 
 def _resolve(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
