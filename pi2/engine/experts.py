@@ -15,6 +15,8 @@ class ExpertNeurons:
     def __init__(self, layers: Sequence[I32], experts: int) -> None:
         """``layers``: stored indices [neurons] of each, expert by expert, ascending within each."""
         self.experts = experts
+        self.size = len(layers[0]) // experts
+        """Neurons of one."""
         self._groups = [layer.reshape(experts, -1) for layer in layers]
         # Then what experts have, one after the other, is ascending, too.
         self._by_expert = [bool((np.diff(layer) > 0).all()) for layer in layers]

@@ -29,6 +29,7 @@ from pi2.engine.waves import Wave, Waves
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
+from pi2.memory.granules import find_granule
 from pi2.memory.null_reader import NullReader
 from pi2.plan.documents.plan_running import Decode
 
@@ -84,11 +85,18 @@ class FeedForward(Waves):
         self._leaves_out = experts is not None and not in_order
         """Whether experts that no token of a prompt has chosen are left out."""
         order: PieceOrder = "stored" if in_order else "any"
-        if self._leaves_out and decode.predictor in ("none", "router"):
+        piece = None
+        if experts is not None and not in_order and decode.predictor in ("none", "router"):
             # What is computed of chosen experts does not depend on what is in memory.
-            order = "spread"
+            order, piece = "spread", find_granule(experts.size, staging.shape[2])
         self._stream = NeuronStream(
-            self._single, reader, staging, layers, first=self._count_owned, order=order
+            self._single,
+            reader,
+            staging,
+            layers,
+            first=self._count_owned,
+            order=order,
+            piece=piece,
         )
         self._is_whole = False
         """Whether all neurons of the next layer are taken, since nearly all experts compute."""

@@ -120,14 +120,16 @@ class NeuronStream:
         *,
         first: Callable[[int], int] = lambda layer: 0,
         order: PieceOrder = "any",
+        piece: int | None = None,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers; ``first``: stored index of the
-        first neuron of a layer that is wanted."""
+        first neuron of a layer that is wanted; ``piece``: neurons of a piece, by default as many as
+        a buffer has room for."""
         self._first = first
         self._order = order
         self._cache = cache
         self._reader = reader
-        self._buffers = _divide_staging(staging, cache.granule if order == "spread" else 1)
+        self._buffers = _divide_staging(staging, piece or staging.shape[1])
         self._layers = layers
         self.shortest_gap = max(1, SHORTEST_COPY_BYTES // staging.shape[2])
         """Neurons between two missing ones that are not read with them, at least."""
@@ -255,7 +257,7 @@ class NeuronStream:
         slots = self._cache.find_slots(layer, run.start, len(run))
         first = run.start
         while first < run.stop:
-            # A granule is a piece, wherever the run begins.
+            # A granule is a piece, wherever its run begins.
             stop = min(first + size - first % size * is_spread, run.stop)
             own = slots[first - run.start : stop - run.start]
             turn = first // size * _GOLDEN % 1 if is_spread else 0.0
@@ -311,14 +313,14 @@ class NeuronStream:
         wait([read for read in reads if not read.cancel()])
 
 
-def _divide_staging(staging: U8, granule: int) -> U8:
-    """The buffers [2, n, stride], or as many of ``granule`` neurons as there is room for: a single
-    one has nothing to be filled while it is computed with."""
+def _divide_staging(staging: U8, piece: int) -> U8:
+    """As many buffers [n, ``piece``, stride] as there is room for, or the two: a single one has
+    nothing to be filled while it is computed with."""
     count, size, stride = staging.shape
-    pieces = count * size // granule
-    if granule == 1 or pieces < count:
+    pieces = count * size // piece
+    if pieces < count:
         return staging
-    return staging.reshape(-1, stride)[: pieces * granule].reshape(pieces, granule, stride)
+    return staging.reshape(-1, stride)[: pieces * piece].reshape(pieces, piece, stride)
 
 
 def _are_neighbours(first: int, slots: slice, next_first: int, next_slots: slice) -> bool:

@@ -28,11 +28,8 @@ from pi2.engine.feed_forward import FeedForward
 from pi2.engine.read_ahead import ReadAhead
 from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.waves import Wave
+from pi2.memory.granules import count_part_neurons
 from pi2.memory.policy import ABSENT
-
-PARTS = 2
-"""Parts of what a token computes in a layer: the last one is computed when nothing is left to read,
-and every call takes its time."""
 
 
 class RoutedFeedForward(FeedForward):
@@ -54,6 +51,8 @@ class RoutedFeedForward(FeedForward):
         assert gates is None or self._cache.granule == 1, "thresholds choose single neurons"
         assert self._experts is not None, "the model is no mixture"
         self._groups = self._experts.divide(self._cache.granule)
+        stride = self._single.arena.shape[1]
+        self._part_neurons = count_part_neurons(self._token_neurons, self._experts.size, stride)
         self.read_ahead = ReadAhead()
         self._start_s = 0.0
 
@@ -182,7 +181,7 @@ class RoutedFeedForward(FeedForward):
             indices = np.flatnonzero(by_token.any(axis=0)).astype(np.int32)
             self.counters.predicted += int(np.count_nonzero(by_token)) * cache.granule
         # Rounded up.
-        size = max(1, -(-open_share * self._token_neurons // (PARTS * cache.granule)))
+        size = max(1, -(-open_share * self._part_neurons // cache.granule))
         parts = [indices[first : first + size] for first in range(0, len(indices), size)]
         while parts:
             count = self._begin_parts(layer, bounds.start, parts, by_token)
@@ -254,7 +253,8 @@ class RoutedFeedForward(FeedForward):
 
     def _begin_parts(self, layer: int, owned: int, parts: list[I32], by_token: Bits | None) -> int:
         """Begin with as many ``parts`` as the cache has room for, at least one, and return how
-        many; one that it will never have room for is cut in two."""
+        many.  There always is room for one, unless a unit was lost whose neurons the plan had not
+        counted: then it is cut in two."""
         cache, new, count = self._cache, parts, len(parts)
         while not cache.is_whole(layer):
             new = self._leave_ahead(parts)
@@ -270,7 +270,9 @@ class RoutedFeedForward(FeedForward):
                 self._end_ahead()
             else:
                 half = len(parts[0]) // 2
-                assert half, "the cache has no slot for a neuron"
+                assert half and any(unit.lost for unit in self.shares.units.values()), (
+                    "the cache has no room for a part"
+                )
                 parts[:1] = [parts[0][:half], parts[0][half:]]
         wanted = new[0] if count == 1 else np.concatenate(new[:count])
         self._now = self._begin_wave(layer, owned, wanted, by_token)

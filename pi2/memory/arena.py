@@ -14,7 +14,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.context import describe_context
 from pi2.memory.flash import FlashReader
 from pi2.memory.frequency import expect_uses
-from pi2.memory.granules import choose_granule
+from pi2.memory.granules import choose_granule, count_part_neurons
 from pi2.memory.lending import ContextLoan
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
@@ -115,7 +115,17 @@ def count_spare_slots(resolved: ResolvedPlan) -> int:
     spare = max(1, neurons // BANDS) + pages
     wanted = resolved.plan.cache.rebalance is not None
     sparse = resolved.plan.decode.predictor != "none"
-    return spare if wanted and sparse and cold_slots >= spare + MIN_COLD_NEURONS else 0
+    return spare if wanted and sparse and cold_slots >= spare + _count_least_cold(resolved) else 0
+
+
+def _count_least_cold(resolved: ResolvedPlan) -> int:
+    """Cold neurons that a layer's decode step needs at once."""
+    model = resolved.model
+    if model.moe is None or resolved.plan.decode.predictor != "router":
+        return MIN_COLD_NEURONS
+    stride = resolved.bundle.stride
+    part = count_part_neurons(model.token_neurons, model.shape.ffn, stride)
+    return max(MIN_COLD_NEURONS, part)
 
 
 def make_balance(
@@ -131,7 +141,7 @@ def make_balance(
         reader,
         tokens=tokens,
         band=max(1, cache.neurons // BANDS),
-        least_cold=max(MIN_COLD_NEURONS, (cold_slots - spare) // 4),
+        least_cold=max(_count_least_cold(resolved), (cold_slots - spare) // 4),
     )
 
 

@@ -18,6 +18,10 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import ABSENT
 from pi2.plan.arithmetic.sizes import MOST_GRANULE_BYTES
 
+PARTS = 2
+"""Parts of what a token computes in a layer of chosen experts: the last one is computed when
+nothing is left to read, and every call takes its time."""
+
 
 def choose_granule(layers: Sequence[I32], experts: int, stride: int) -> int:
     """Neurons that should be cached together: the most, up to `MOST_GRANULE_BYTES`, into which
@@ -32,9 +36,23 @@ def choose_granule(layers: Sequence[I32], experts: int, stride: int) -> int:
         starts = groups[:, 0]
         if (groups[:, -1] - starts != size - 1).any() or (starts % size).any():
             return 1
-    size = len(layers[0]) // experts
+    return find_granule(len(layers[0]) // experts, stride)
+
+
+def find_granule(size: int, stride: int) -> int:
+    """The most neurons, up to `MOST_GRANULE_BYTES`, into which an expert of ``size`` neurons can be
+    divided."""
     most = max(1, MOST_GRANULE_BYTES // stride)
     return max(part for part in range(1, min(size, most) + 1) if size % part == 0)
+
+
+def count_part_neurons(token_neurons: int, size: int, stride: int) -> int:
+    """Neurons of a layer, of a token's experts with ``size`` neurons each, that a call computes.
+
+    The order of additions depends on it: it is the same whether or not the cache has granules.
+    """
+    granule = find_granule(size, stride)
+    return -(-token_neurons // (PARTS * granule)) * granule
 
 
 def divide_slots(arena: U8, granule: int) -> U8:

@@ -44,7 +44,7 @@ _TIE_S_PER_BYTE = 1e-15
 """Weight that prefers the smaller of two equally fast plans: a microsecond for a gigabyte."""
 _TIE_BYTES_PER_S = 1e6
 """Weight that prefers the faster of two equally small plans: a megabyte for a second."""
-_PROMPT_PART = 0.02
+_PROMPT_PART = 0.05
 """What a prompt's token counts for against a generated one."""
 
 Goal = Literal["time", "memory", "energy"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,7 +165,8 @@ def give_experts(there: range) -> tuple[list[int], list[bool], FakeReader]:
         cache.look_up(0, np.array(there, np.int32))
     reader, single = FakeReader(), SingleNeurons(cache)
     staging = np.zeros((2, 6, STRIDE), np.uint8)
-    stream = NeuronStream(single, reader, staging, LAYERS, order="spread")  # type: ignore[arg-type]
+    reading: Any = reader
+    stream = NeuronStream(single, reading, staging, LAYERS, order="spread", piece=4)
     stream.shortest_gap = 1
     numbers, from_flash = [], []
     for stretch in stream.give(0, reads_on=0):

@@ -22,6 +22,8 @@ from pi2.importing.first_plan import draft_first_plan
 from pi2.plan.authoring.drafting import Wish, draft_plan
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.reading.references import find_document
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store, repack_store
@@ -303,6 +305,18 @@ def test_plans_of_mixtures_without_predictors_get_a_router(activation: str) -> N
     assert plan["memory"]["segments"]["hot"] == "0 B"
 
 
+@pytest.mark.parametrize(("budget", "chunk"), [("9 GiB", 512), ("2010 MiB", 128), (None, 512)])
+def test_prompts_of_many_experts_have_long_chunks_where_these_take_little(
+    budget: str | None, chunk: int
+) -> None:
+    model = check_file(find_document("qwen3-30b-a3b", "model", Path())).document
+    device = check_file(find_document("host", "device", Path())).document
+    assert isinstance(model, Model) and isinstance(device, Device)
+    size = None if budget is None else int(parse_quantity(budget, BYTE_UNITS))
+    wish = Wish(device="host", model="./m", store="./s", budget_bytes=size)
+    assert tomllib.loads(draft_plan(wish, device, model))["prefill"]["chunk"] == chunk
+
+
 def test_the_planner_lets_reads_of_experts_begin_early(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +331,9 @@ def test_the_planner_lets_reads_of_experts_begin_early(
         "-o",
     ]
     assert run([*command, str(tmp_path / "found.plan.toml")]) == 0
-    decode = tomllib.loads((tmp_path / "found.plan.toml").read_text())["decode"]
+    plan = tomllib.loads((tmp_path / "found.plan.toml").read_text())
+    decode = plan["decode"]
     assert (decode["predictor"], decode["look_ahead"]) == ("router", "layer")
+    assert plan["layers"]["hot"] == 0.0, "all of it is a cache, of a token's demand and more"
     assert "those of the chosen experts" in capsys.readouterr().out
+    assert not check_file(tmp_path / "found.plan.toml").diagnostics

@@ -26,7 +26,7 @@ from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
 MOST_CONTEXT = 4096
-LONG_CHUNK_SHARE = 1 / 64
+LONG_CHUNK_SHARE = 1 / 128
 """Part of the budget that a prompt's longer chunks may take: about as much of the cache less is
 missed more often."""
 
@@ -139,8 +139,13 @@ def _choose_chunk(
     longest = list_chunks(model, values["kv"]["context"])[-1]
     if budget is None or longest == usual:
         return longest
-    added_bytes = count_bytes(longest) - count_bytes(usual)
-    return longest if added_bytes <= LONG_CHUNK_SHARE * budget else usual
+    if count_bytes(longest) - count_bytes(usual) > LONG_CHUNK_SHARE * budget:
+        return usual
+    try:
+        fit_plan(_resolve({**values, "prefill": {"chunk": longest}}, device, model), budget)
+    except Shortage:
+        return usual
+    return longest
 
 
 def _resolve(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
