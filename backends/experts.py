@@ -20,7 +20,7 @@ class Router:
 
     moe: Moe
     weights: F32 | None = None
-    """[experts, hidden]; None for a layer that is no mixture."""
+    """[experts, hidden]; None for a layer without router."""
     bias: F32 | None = None
     """[1, experts], added to scores."""
     choice_bias: F32 | None = None
@@ -40,7 +40,7 @@ class Router:
     experts: int
     """All experts of a layer, shared ones included, and those that only dense layers need."""
     dense_experts: int
-    """Experts that hold the FFN of a layer that is no mixture."""
+    """Experts that hold the FFN of a layer without router."""
 
     def route(self, inputs: F32) -> F32:
         """Weights float32 [T, experts] of all experts for ``inputs`` [T, hidden], 0 for those that
@@ -83,7 +83,7 @@ def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
         def find(kind: str, is_there: bool, layer: int = layer) -> F32 | None:
             return read(name_layer_tensor(layer, kind)) if is_there else None
 
-        mixed = layer not in moe.dense_layers
+        mixed = moe.has_router(layer)
         routers.append(
             Router(
                 moe=moe,
@@ -97,7 +97,7 @@ def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
                 shared=find("shared_router", mixed and moe.shared_gate),
                 down_biases=find("down_bias", model.ffn.bias),
                 experts=model.expert_count,
-                dense_experts=moe.count_dense(model.shape.ffn),
+                dense_experts=0 if mixed else moe.count_unrouted(layer, model.shape.ffn),
             )
         )
     return routers

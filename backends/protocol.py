@@ -9,7 +9,9 @@ of several, layer by layer.
 
 Order of calls for a chunk of T tokens at ``position``::
 
-    embed(tokens)                                   x = embedding[tokens]
+    embed(tokens)                                   x = embedding[tokens]; where layers have
+                                                    embeddings of their own, rows 0 .. T - 1 of
+                                                    that tensor are these tokens'
     for each layer:
         attend(layer, position)                     x += attention(norm(x)), keys and values kept
         begin_ffn(layer)                            u = norm(x), y = 0

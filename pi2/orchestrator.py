@@ -27,6 +27,7 @@ from pi2.engine.loading import (
     load_gates,
     open_embedding,
     open_gates,
+    open_layer_embedding,
     open_reader,
 )
 from pi2.engine.opened_store import begin_hashes, is_by_hotness, open_store
@@ -152,9 +153,11 @@ def build_parts(
             store, tokenizer = open_store(resolved, cleanup)
             hashes = begin_hashes(resolved, store, cleanup)
         budget = make_budget(resolved)
-        rows = open_embedding(resolved, store, budget)
-        if rows is not None:
-            cleanup.callback(rows.close)
+        embedding = open_embedding(resolved, store, budget)
+        layer_embedding = open_layer_embedding(resolved, store, budget)
+        rows = [own for own in (embedding, layer_embedding) if own is not None]
+        for own in rows:
+            cleanup.callback(own.close)
         grouped = group_by_expert(resolved, store, budget)
         bulk = BulkLoad(progress)
         cleanup.callback(bulk.close)
@@ -234,7 +237,8 @@ def build_parts(
             sequences=resolved.plan.decode.batch,
             rows=make_rows(resolved, executor, shares),
             loan=make_loan(resolved, cache, budget, balance),
-            embedding=rows,
+            embedding=embedding,
+            layer_embedding=layer_embedding,
             has_states=bool(resolved.model.state_layers),
             step_tokens=resolved.plan.decode.step_tokens,
         )

@@ -229,6 +229,24 @@ MODELS: dict[str, tuple[str, Options]] = {
             },
         },
     ),
+    "gemma4-e2b": (
+        "Gemma4Text",
+        {
+            "hidden_size": 48,
+            "head_dim": 20,
+            "global_head_dim": 36,
+            "intermediate_size": 44,
+            "hidden_size_per_layer_input": 20,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma4-moe": (
         "Gemma4Text",
         {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from pi2.arrays import F32
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KernelSpec
@@ -26,6 +28,8 @@ class Arrays:
     """What attention reads, where the FFN or a router reads it too."""
     routes: F32
     """Weights of the experts [chunk, experts]."""
+    layer_inputs: F32
+    """What layers have of their own [layers, chunk, width]; of width 0 where they have nothing."""
     views: Views
     """All of them, and the activations ``hidden``, by the kernels' names."""
 
@@ -43,12 +47,18 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
     )
     if layer_input is not None:
         views["before"] = space.wrap(layer_input)
+    own = spec.layer_input
+    layer_inputs = np.zeros((0, chunk, 0), np.float32)
+    if own is not None:
+        layer_inputs = space.make("float32", own.layers, chunk, own.stored_width)
+        views["layer_inputs"] = space.wrap(layer_inputs)
     return Arrays(
         x=x,
         total=total,
         normalized=normalized,
         layer_input=layer_input,
         routes=routes,
+        layer_inputs=layer_inputs,
         views=views,
     )
 
@@ -64,6 +74,19 @@ def make_side_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
         room |= space.make_tiles("side_inner", spec.threads, length)
     for name, size in (("side_terms", 2 * spec.side_ffn), ("side_output", spec.hidden)):
         room[name] = space.wrap(space.make("float32", chunk, size))
+    return room
+
+
+def make_layer_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
+    """Return views of what embeddings of layers are computed with; none without them."""
+    own = spec.layer_input
+    if own is None:
+        return {}
+    pairs, width = spec.isa.pairs, own.stored_width
+    room = space.make_activations("layer_inner", chunk, width, spec.most_planes, pairs=pairs)
+    if pairs:
+        room |= space.make_tiles("layer_inner", spec.threads, width)
+    room["layer_rows"] = space.wrap(space.make("float32", chunk, own.row))
     return room
 
 

@@ -63,7 +63,8 @@ class Attention:
     ) -> None:
         self._spec = spec
         self._library = library
-        model, tokens = request.model, count_tokens(request)
+        self._model = model = request.model
+        tokens = count_tokens(request)
         self._layers = range(model.shape.layers)
         self.context = round_up(request.context, KV_BLOCK)
         """Tokens that the KV cache has room for."""
@@ -102,27 +103,28 @@ class Attention:
         self._specs = [specs[number] for number in self._shapes]
         self._kept: list[list[U8]] = [[] for _ in range(request.sequences)]
         """Keys and values of each sequence, by layer, as bytes [kv_heads, blocks, bytes]."""
-        self._caches: list[list[dict[Mixer, Views]]] = [
-            [
-                {
-                    mixer: self._make_cache(space, layer, mixer, sequence)
-                    for mixer in self._mixers[layer]
-                }
-                for layer in self._layers
-            ]
-            for sequence in range(request.sequences)
-        ]
+        self._caches: list[list[dict[Mixer, Views]]] = [[] for _ in range(request.sequences)]
         """Of each sequence and layer, by what mixes its tokens."""
-        rooms = {(own.kv_heads, own.head_dim): _Room(space, own, tokens) for own in specs}
-        self._rooms = [rooms[own.kv_heads, own.head_dim].views for own in self._specs]
-        room = rooms[spec.kv_heads, spec.head_dim]
+        for sequence, caches in enumerate(self._caches):
+            for layer in self._layers:
+                mixers = self._mixers[layer]
+                caches.append(
+                    {mixer: self._make_cache(space, layer, mixer, sequence) for mixer in mixers}
+                )
+        rooms = {(own.head_dim, own.qkv_rows): _Room(space, own, tokens) for own in specs}
+        self._rooms = [rooms[own.head_dim, own.qkv_rows].views for own in self._specs]
+        room = rooms[spec.head_dim, spec.qkv_rows]
         self.mixed: F32 = room.mixed
         """What the queries have mixed [tokens, width]."""
         self.qkv: F32 = room.qkv
         """Queries, keys and values [tokens, rows]."""
 
     def _make_cache(self, space: Workspace, layer: int, mixer: Mixer, sequence: int) -> Views:
-        """Return views of what ``mixer`` keeps of a sequence: keys and values, or a state."""
+        """Return views of what ``mixer`` keeps of a sequence: keys and values, which may be those
+        of an earlier layer, or a state."""
+        source = self._model.find_key_layer(layer)
+        if source != layer:
+            return self._caches[sequence][source][mixer]
         if mixer == "attention":
             spec = self._specs[layer]
             arrays = _make_cache(space, spec, self.context)

@@ -17,6 +17,8 @@ class ChunkState:
     tokens: int = 0
     arrays: Arrays
     embed: BoundCall
+    embed_layers: BoundCall | None
+    """Makes what layers have of their own, where they have something."""
     positions: BoundCall | None
     """Adds learned position vectors, where there are any."""
     attend: list[list[tuple[BoundCall, ...]]]

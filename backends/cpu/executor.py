@@ -8,7 +8,13 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.arrays import Arrays, count_tokens, make_arrays, make_side_room
+from pi2.backends.cpu.arrays import (
+    Arrays,
+    count_tokens,
+    make_arrays,
+    make_layer_room,
+    make_side_room,
+)
 from pi2.backends.cpu.attention import Attention, PartCalls
 from pi2.backends.cpu.chunk_state import ChunkState
 from pi2.backends.cpu.divided import DividedEnds
@@ -28,12 +34,17 @@ from pi2.plan.weights.tensor_names import (
     FINAL_NORM,
     HEAD,
     HEAD_BIAS,
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION,
+    LAYER_PROJECTION_NORM,
     POSITIONS,
     name_layer_tensor,
 )
 
 _SIDE = ("side_norm", "side_in", "side_down", "side_output_norm", "experts_output_norm")
 """Tensors of an FFN beside a layer's experts."""
+_OWN = ("layer_input_gate", "layer_input_output", "layer_input_norm")
+"""Tensors of a layer's own embedding."""
 
 _NONE: I32 = np.zeros(0, np.int32)
 
@@ -79,12 +90,18 @@ class CpuExecutor:
                 down_bias=name_layer_tensor(layer, "down_bias"),
                 output_norm=name_layer_tensor(layer, "ffn_output_norm"),
                 layer_scale=name_layer_tensor(layer, "layer_scale"),
-                **{kind: name_layer_tensor(layer, kind) for kind in _SIDE},
+                **{kind: name_layer_tensor(layer, kind) for kind in (*_SIDE, *_OWN)},
             )
             for layer in layers
         ]
-        side = make_side_room(space, spec, chunk)
+        room = make_layer_room(space, spec, chunk)
+        side = make_side_room(space, spec, chunk) | room
         self._outputs = [own | side for own in self._outputs]
+        self._layer_embedding = room | space.wrap_tensors(
+            layer_embedding=LAYER_EMBEDDING,
+            layer_projection=LAYER_PROJECTION,
+            layer_projection_norm=LAYER_PROJECTION_NORM,
+        )
         self._vocabulary = space.wrap_tensors(
             embedding=EMBEDDING,
             table=POSITIONS,
@@ -100,10 +117,12 @@ class CpuExecutor:
         self._now = self._chunks[0]
         self._attend_step = self._attention.bind_step(views)
         self._begin_step, self._end_step = self._now.begin, self._now.end
+        self._embed_layers_step = self._now.embed_layers
         if spec.sequences and spec.has_other_chunks:
             self._begin_step = self._bind_begin("begin_step", views)
-            if spec.side_ffn:
-                self._end_step = self._bind_end("end_step", views)
+            self._embed_layers_step = self._bind_embed_layers("embed_layers_step", views)
+            if spec.side_ffn or spec.layer_input is not None:
+                self._end_step = self._bind_end("end_step", arrays[0])
         self._step_positions: list[BoundCall] = []
         """Calls for the positions of a step's tokens, one for each."""
         if spec.positions and spec.sequences:
@@ -118,6 +137,7 @@ class CpuExecutor:
         return ChunkState(
             arrays=arrays,
             embed=bind("embed", "tokens", vocabulary, views),
+            embed_layers=self._bind_embed_layers("embed_layers", views),
             positions=self._bind_positions(views) if self._spec.positions else None,
             attend=[] if self._spec.divides_attention else self._attention.bind_chunk(views),
             parts=self._attention.bind_parts(views) if self._spec.divides_attention else [],
@@ -126,7 +146,7 @@ class CpuExecutor:
             neighbours=[
                 self._neurons.bind_chunk(layer, views) for layer in range(len(self._outputs))
             ],
-            end=self._bind_end("end_ffn", views),
+            end=self._bind_end("end_ffn", arrays),
             head=bind("logits", "first tokens", vocabulary, views),
         )
 
@@ -139,14 +159,25 @@ class CpuExecutor:
             for layer, own in enumerate(self._norms)
         ]
 
-    def _bind_end(self, function: str, views: Views) -> list[BoundCall]:
+    def _bind_embed_layers(self, function: str, views: Views) -> BoundCall | None:
+        """Return the call that makes what layers have of their own; None without that."""
+        if self._spec.layer_input is None:
+            return None
+        arrays = (self._layer_embedding, views)
+        return self._library.bind(function, "tokens room", *arrays, name="embed_layers")
+
+    def _bind_end(self, function: str, arrays: Arrays) -> list[BoundCall]:
         """Return the calls that end the FFN of each layer."""
+        views = arrays.views
         # What the FFN has read is not needed any more when it ends.
-        whole = {"whole": views["hidden_values"]}
-        return [
-            self._library.bind(function, "tokens", own, whole, views, layer=layer, name="end_ffn")
-            for layer, own in enumerate(self._outputs)
-        ]
+        views = views | {"whole": views["hidden_values"]}
+        calls = []
+        for layer, own in enumerate(self._outputs):
+            if self._spec.layer_input is not None:
+                own = own | {"layer_input": self._space.wrap(arrays.layer_inputs[layer])}
+            bound = self._library.bind(function, "tokens", own, views, layer=layer, name="end_ffn")
+            calls.append(bound)
+        return calls
 
     def _bind_routers(self, views: Views) -> list[BoundCall | None]:
         """Return the calls that route, of each layer; None where the router is not compiled."""
@@ -188,7 +219,7 @@ class CpuExecutor:
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         """Set x to the embeddings of tokens of some sequences."""
         self.select_chunk(0)
-        self.embed(tokens)
+        self._embed(tokens, self._embed_layers_step)
         self._step = sequences, positions
 
     def attend_step(self, layer: int) -> None:
@@ -207,6 +238,9 @@ class CpuExecutor:
 
     def embed(self, tokens: I32) -> None:
         """Set x to the embeddings of ``tokens``."""
+        self._embed(tokens, self._now.embed_layers)
+
+    def _embed(self, tokens: I32, embed_layers: BoundCall | None) -> None:
         self._step = None
         if self._token:
             self.select_token(0)
@@ -214,6 +248,8 @@ class CpuExecutor:
         self._now.tokens = count
         self._ids[:count] = tokens
         self._now.embed(count)
+        if embed_layers is not None:
+            embed_layers(count, self._now.arrays.layer_inputs.shape[1])
 
     def attend(self, layer: int, position: int) -> None:
         """Add the attention block."""

@@ -50,7 +50,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     10 (d + h w) bytes per thread, and the inputs of an even number of tokens. For layers with a
     state, an input as wide as what they mix, their projections, and two floats for each value head.
     For an FFN beside experts, its input, gates and ups, and d floats.  Where activations are
-    normalised, a float, and one for each thread.
+    normalised, a float, and one for each thread.  For embeddings of layers, two floats for each
+    element that all layers have of a token, and the input of an output.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
@@ -73,6 +74,12 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         activations += (chunk + 1) * (own + 8 * model.side_ffn.width + 4 * shape.stored_hidden)
     if model.ffn.sub_norm:
         activations += 4 * chunk + ALIGNMENT
+    if model.layer_embedding is not None:
+        each = model.layer_embedding.stored_width
+        own = each * (4 + _count_planes(plan)) + each // GROUP * 8
+        row = fill_groups(shape.layers * model.layer_embedding.width)
+        activations += (chunk + 1) * (own + 4 * row)
+        activations += chunk * _count_layer_inputs(model)
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     turned = sum(width for _, width in model.list_turns())
     # Rows of scales of gathered neurons.
@@ -108,6 +115,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         length += 0 if state is None else state.stored_width
         length += 0 if model.side_ffn is None else fill_groups(model.side_ffn.width)
         length += 0 if latent is None else fill_groups(latent.query_rank or 0)
+        length += 0 if model.layer_embedding is None else model.layer_embedding.stored_width
         tables += threads * UNPACKED_ROWS_BYTES * length
     return Need(
         activations + logits + tables,
@@ -126,8 +134,8 @@ def _need_latent(model: Model, latent: Latent, planes: int) -> int:
 
 
 def count_chunk_bytes(resolved: ResolvedPlan) -> int:
-    """Bytes of the residual, the FFN sum and the input of projections of a chunk, d wide, and of
-    what routes experts."""
+    """Bytes of the residual, the FFN sum and the input of projections of a chunk, d wide, of what
+    routes experts, and of what layers have of their own."""
     plan, model = resolved.plan, resolved.model
     hidden = model.shape.stored_hidden
     own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * 8
@@ -136,8 +144,15 @@ def count_chunk_bytes(resolved: ResolvedPlan) -> int:
     if model.moe is not None:
         own += 4 * model.expert_count
     own += 4 * model.ffn.sub_norm
+    own += _count_layer_inputs(model)
     # Every array is rounded up.
     return (count_chunk_tokens(plan) + 1) * own + 9 * ALIGNMENT
+
+
+def _count_layer_inputs(model: Model) -> int:
+    """Bytes that layers have of their own for a token."""
+    own = model.layer_embedding
+    return 0 if own is None else 4 * model.shape.layers * own.stored_width
 
 
 def _count_planes(plan: Plan) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pi2.backends.kernels.spec import AttentionShape, KernelSpec, RouterShape
+from pi2.backends.kernels.spec import AttentionShape, KernelSpec, LayerInputShape, RouterShape
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_running import ActivationType
@@ -65,6 +65,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         keeps_input=model.residual == "parallel" or _routes_by_input(model),
         experts=0 if model.moe is None else model.expert_count,
         side_ffn=0 if model.side_ffn is None else model.side_ffn.width,
+        layer_input=_describe_layer_input(model),
         router=_describe_router(model),
         positions=model.positions is not None,
         output_bias=model.attention.output_bias,
@@ -101,9 +102,12 @@ def make_spec(request: BuildRequest) -> KernelSpec:
 
 def find_attention_shape(model: Model, layer: int) -> AttentionShape:
     """Return what attention of ``layer`` may differ in from that of other layers."""
-    shape = model.view_layer(layer).shape
+    view = model.view_layer(layer)
     return AttentionShape(
-        kv_heads=shape.kv_heads, head_dim=shape.head_dim, window=model.find_window(layer)
+        kv_heads=view.shape.kv_heads,
+        head_dim=view.shape.head_dim,
+        window=model.find_window(layer),
+        borrows_keys=not view.has_keys,
     )
 
 
@@ -114,11 +118,24 @@ def list_attention_shapes(model: Model) -> list[AttentionShape]:
     return list(dict.fromkeys(find_attention_shape(model, layer) for layer in layers))
 
 
+def _describe_layer_input(model: Model) -> LayerInputShape | None:
+    """What layers have of their own; None where they have nothing."""
+    own = model.layer_embedding
+    if own is None:
+        return None
+    return LayerInputShape(
+        layers=model.shape.layers,
+        width=own.width,
+        factor=own.factor,
+        projection_factor=own.projection_factor,
+    )
+
+
 def _describe_router(model: Model) -> RouterShape | None:
-    """The router of a mixture; None where it chooses among groups or one expert at a time, has a
-    norm of its own, or factors of the experts' weights."""
+    """The router of a mixture; None where there is none, and where it chooses among groups or one
+    expert at a time, has a norm of its own, or factors of the experts' weights."""
     moe = model.moe
-    if moe is None or moe.router == "mixer" or moe.groups > 1:
+    if moe is None or moe.router == "mixer" or moe.router == "none" or moe.groups > 1:
         return None
     if moe.router_input == "stream" or moe.expert_scale:
         return None

@@ -78,7 +78,7 @@ def emit_attend_output(schedule: Schedule, take: Parameters) -> None:
 class _Block(MixingBlock):
     """The parameters of all functions."""
 
-    head_norms: tuple[v.Buffer, v.Buffer] | None
+    head_norms: tuple[v.Buffer, v.Buffer | None] | None
     sinks: v.Buffer | None
     growth: v.Buffer | None
     tables: tuple[v.Buffer, v.Buffer]
@@ -101,12 +101,12 @@ class _Block(MixingBlock):
 
     def emit_keep(self, token: v.Expr, offset: v.Expr) -> None:
         """Turn queries and keys of ``token``, which stands ``offset`` behind the position; keep key
-        and value."""
+        and value, unless they are another layer's."""
         spec, qkv, cache = self.schedule.spec, self.qkv, self.cache
         is_first = spec.head_norm_place == "before"
         if self.head_norms is not None and is_first:
             emit_head_norms(spec, qkv, *self.head_norms, cache.once, token)
-        if spec.value_norm:
+        if spec.value_norm and not spec.borrows_keys:
             emit_value_norms(spec, qkv, cache.once, token)
         if spec.qkv_clip is not None:
             emit_clip(spec, qkv, spec.qkv_clip, cache.once, token)
@@ -115,7 +115,8 @@ class _Block(MixingBlock):
         if self.head_norms is not None and not is_first:
             emit_head_norms(spec, qkv, *self.head_norms, cache.once, token)
             emit_scale_queries(spec, qkv, cache.once, token, at, self.growth)
-        emit_append(spec, qkv, cache, token, at)
+        if not spec.borrows_keys:
+            emit_append(spec, qkv, cache, token, at)
 
     def emit_keep_and_mix(self) -> None:
         """Keep keys and values of all tokens, which are of one sequence, and mix for each."""
@@ -203,7 +204,9 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
         is_whole = spec.head_norm_of == "all"
         sizes = (spec.heads, spec.kv_heads) if is_whole else (1, 1)
         query_norm = take.take_array("query_norm", "float32", sizes[0] * spec.head_dim)
-        key_norm = take.take_array("key_norm", "float32", sizes[1] * spec.head_dim)
+        key_norm = None
+        if not spec.borrows_keys:
+            key_norm = take.take_array("key_norm", "float32", sizes[1] * spec.head_dim)
         head_norms = (query_norm, key_norm)
     sinks = take.take_array("sinks", "float32", spec.heads) if spec.sinks else None
     growth = take.take_array("growth", "float32", "context") if spec.growth else None

@@ -10,6 +10,7 @@ from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.ffn import emit_dense
 from pi2.backends.kernels.gates import emit_gathered_gates
 from pi2.backends.kernels.gathered import Run, Scratch, emit_gathered
+from pi2.backends.kernels.layer_inputs import take_layer_input
 from pi2.backends.kernels.neurons import Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import (
     emit_add_normalized,
@@ -284,7 +285,8 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
-    """Add y to x; with norms of outputs, through ``whole`` [T, hidden]."""
+    """Add y to x, with norms of outputs through ``whole`` [T, hidden]; then what the layer has of
+    its own."""
     spec = schedule.spec
     tokens = take.take_number("tokens")
     x = schedule.take_rows(take, "x")
@@ -297,6 +299,7 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     scale = take.take_array("layer_scale", "float32", 1) if spec.layer_scale else None
     squares = _take_squares(schedule, take)
     side = take_side_ffn(schedule, take, tokens)
+    own = take_layer_input(schedule, take, tokens)
     if side is not None:
         side.emit(x, tokens)
 
@@ -305,8 +308,12 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
         if squares is not None:
             emit_scale(y, base, spec.hidden, take_sub_norm_factor(spec, squares[token]))
         add_sum(token, base)
+        if own is None:
+            scale_all(token)
+
+    def scale_all(token: v.Expr) -> None:
         if scale is not None:
-            emit_scale(x, base, spec.hidden, scale[0])
+            emit_scale(x, v.let(token * spec.hidden), spec.hidden, scale[0])
 
     def add_sum(token: v.Expr, base: v.Expr) -> None:
         if norm is not None and whole is not None:
@@ -326,3 +333,6 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
             emit_add_scaled(bias, x, base, spec.hidden, spec.residual_factor)
 
     emit_each_token(tokens, finish)
+    if own is not None:
+        own.emit(x, tokens)
+        emit_each_token(tokens, scale_all)

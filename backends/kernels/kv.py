@@ -98,7 +98,8 @@ def emit_rope(
     growth: v.Buffer | None = None,
 ) -> None:
     """Rotate queries and keys of ``token``, which stands ``at``, in place and, unless their norm
-    comes later, multiply queries by the score's scale and by the position's ``growth``.
+    comes later, multiply queries by the score's scale and by the position's ``growth``; queries
+    alone where keys are another layer's.
 
     ``qkv`` float32 [tokens, qkv_rows]; ``cosines`` and ``sines`` float32 [context, head_dim / 2];
     element d of a head turns with element d + head_dim / 2.
@@ -109,7 +110,9 @@ def emit_rope(
     query_scale = _find_query_scale(spec, at, growth)
     if spec.head_norm and spec.head_norm_place == "after":
         query_scale = v.constant(1.0, "float32")
-    runs = ((0, spec.heads, query_scale), (spec.heads, spec.kv_heads, v.constant(1.0, "float32")))
+    runs = [(0, spec.heads, query_scale)]
+    if not spec.borrows_keys:
+        runs.append((spec.heads, spec.kv_heads, v.constant(1.0, "float32")))
     for origin, heads, scale in runs:
         with T.serial(heads) as head, T.serial(half // lanes * once) as step:
             place = v.let(start + (head + origin) * size + step * lanes)
@@ -147,7 +150,8 @@ def emit_scale_queries(
 
 def emit_clip(spec: KernelSpec, qkv: v.Buffer, limit: float, once: v.Expr, token: v.Expr) -> None:
     """Cut queries, keys and values of ``token`` to -limit..limit."""
-    size = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    own = 0 if spec.borrows_keys else 2 * spec.kv_heads
+    size = (spec.heads + own) * spec.head_dim
     lanes = count_lanes(size)
     low, high = (v.constant(side, "float32", lanes) for side in (-limit, limit))
     with T.serial(size // lanes * once) as step:

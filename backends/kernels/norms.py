@@ -51,7 +51,7 @@ def emit_normalize(
     if spec.norm == "layernorm":
         mean = _average(spec, source, base, target.once)
     squares = _add_squares(spec, source, base, mean, target.once)
-    factor = _invert_root(spec, squares, spec.normalized_width, 16)
+    factor = invert_root(spec, squares, spec.normalized_width, 16)
     with T.serial(length // 16 * target.once) as step:
         part = (v.load(source, base + step * 16, 16) - v.splat(mean, 16)) * v.splat(factor, 16)
         part = part * v.load(norm.weight, step * 16, 16)
@@ -79,7 +79,7 @@ def emit_add_normalized(
     if spec.norm == "layernorm":
         mean = _average(spec, source, base, once)
     squares = _add_squares(spec, source, base, mean, once)
-    inverse = _invert_root(spec, squares, spec.normalized_width, 16)
+    inverse = invert_root(spec, squares, spec.normalized_width, 16)
     factor = v.let(inverse * v.constant(spec.residual_factor, "float32"))
     with T.serial(length // 16 * once) as step:
         place = v.let(base + step * 16)
@@ -120,16 +120,18 @@ def emit_head_norms(
     spec: KernelSpec,
     qkv: v.Buffer,
     query_weight: v.Buffer,
-    key_weight: v.Buffer,
+    key_weight: v.Buffer | None,
     once: v.Expr,
     token: v.Expr,
 ) -> None:
     """RMSNorm of every query and key head of ``token`` in ``qkv`` [tokens, qkv_rows], or of all
-    query and all key heads together, in place."""
+    query and all key heads together, in place; of queries alone without ``key_weight``."""
     for weight, origin, count in (
         (query_weight, 0, spec.heads),
         (key_weight, spec.heads, spec.kv_heads),
     ):
+        if weight is None:
+            continue
         heads, size = (count, spec.head_dim)
         if spec.head_norm_of == "all":
             heads, size = 1, count * spec.head_dim
@@ -154,7 +156,7 @@ def emit_mixed_norm(
 
 def take_sub_norm_factor(spec: KernelSpec, squares: v.Expr) -> v.Expr:
     """What normalises a layer's activations, of which ``squares`` is the sum of the squares."""
-    return _invert_root(spec, squares, spec.sub_norm, 1)
+    return invert_root(spec, squares, spec.sub_norm, 1)
 
 
 def _emit_head_norm(
@@ -176,7 +178,7 @@ def _emit_head_norm(
         with T.serial(size // lanes * once) as step:
             part = v.let(v.load(qkv, base + step * lanes, lanes))
             squares.set(T.fma(part, part, squares.get()))
-        factor = _invert_root(spec, squares.get(), width or size, lanes)
+        factor = invert_root(spec, squares.get(), width or size, lanes)
         with T.serial(size // lanes * once) as step:
             place = v.let(base + step * lanes)
             part = v.load(qkv, place, lanes) * v.splat(factor, lanes)
@@ -185,7 +187,7 @@ def _emit_head_norm(
             v.store(qkv, place, part, lanes)
 
 
-def _invert_root(spec: KernelSpec, squares: v.Expr, length: int, lanes: int) -> v.Expr:
+def invert_root(spec: KernelSpec, squares: v.Expr, length: int, lanes: int) -> v.Expr:
     """1 / sqrt(mean of squares + epsilon)."""
     total = v.add_lanes(squares, "float32", lanes)
     mean = total * v.constant(1.0 / length, "float32") + v.constant(spec.epsilon, "float32")

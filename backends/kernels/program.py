@@ -20,8 +20,9 @@ whose they are, predictions the ``first`` token and how many there are; ``attend
 besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``; and where chunks
 are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
 ``begin_ffn`` and ``add_dense`` but for that, and so is ``end_step`` where a dense FFN is beside the
-experts.  Where activations are often zero,
-``add_shared_neurons`` adds gathered neurons to all tokens that have ``named`` them.
+experts, or layers have embeddings of their own, and ``embed_layers_step``, which makes these. Where
+activations are often zero, ``add_shared_neurons`` adds gathered neurons to all tokens that have
+``named`` them.
 
 Layers of attention with another shape (`KernelSpec.others`) have functions of their own where it
 makes a difference, whose names end with its number.
@@ -65,6 +66,7 @@ from pi2.backends.kernels.latent_block import (
     emit_latent_output,
     emit_latent_project,
 )
+from pi2.backends.kernels.layer_inputs import emit_embed_layers
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.selection import emit_predict_gate, emit_predict_low_rank
 from pi2.backends.kernels.spec import KernelSpec
@@ -119,6 +121,8 @@ class Program:
             functions["find_gates"] = emit_find_gates
         if spec.has_plain_ffn:
             functions["add_plain_neurons"] = emit_add_plain_neurons
+        if spec.layer_input is not None:
+            functions["embed_layers"] = emit_embed_layers
         if spec.positions:
             functions["add_positions"] = emit_add_positions
         if spec.uses_known_gates:
@@ -177,6 +181,8 @@ class Program:
         if spec.has_other_chunks:
             bound["begin_step"] = partial(emit_begin_ffn, step)
             bound["add_dense_step"] = partial(emit_add_dense, step)
-            if spec.side_ffn:
+            if spec.side_ffn or spec.layer_input is not None:
                 bound["end_step"] = partial(emit_end_ffn, step)
+            if spec.layer_input is not None:
+                bound["embed_layers_step"] = partial(emit_embed_layers, step)
         return bound

@@ -58,6 +58,31 @@ class AttentionShape:
     head_dim: int
     window: int | None
     """Tokens that a query looks back, itself included."""
+    borrows_keys: bool = False
+    """Whether keys and values are those that another layer has kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputShape:
+    """Sizes and factors of embeddings that layers have of their own."""
+
+    layers: int
+    width: int
+    """Elements that a layer has of a token."""
+    factor: float
+    """Of the table's rows."""
+    projection_factor: float
+    """Of what the projection of the first layer's input gives."""
+
+    @property
+    def stored_width(self) -> int:
+        """Length of a layer's vectors: zeros fill up the last group."""
+        return fill_groups(self.width)
+
+    @property
+    def row(self) -> int:
+        """Length of a row of the table."""
+        return fill_groups(self.layers * self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +190,8 @@ class KernelSpec:
     """Factor of attention scores; None stands for 1 / sqrt(head_dim)."""
     score_cap: float | None = None
     """Soft cap of attention scores."""
+    borrows_keys: bool = False
+    """Whether keys and values are those that another layer has kept."""
     others: tuple[AttentionShape, ...] = ()
     """Shapes of attention that some layers have instead; their functions have numbers from 1 on."""
     gated: bool = True
@@ -183,6 +210,8 @@ class KernelSpec:
     """Experts of a mixture, shared ones included; 0 where the model is none."""
     side_ffn: int = 0
     """Neurons of a dense FFN beside the experts; 0 without it."""
+    layer_input: LayerInputShape | None = None
+    """Embeddings that layers have of their own, if there are some."""
     router: RouterShape | None = None
     """The mixture's router; None where none is compiled."""
     keeps_input: bool = False
@@ -225,13 +254,16 @@ class KernelSpec:
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             window=shape.window,
+            borrows_keys=shape.borrows_keys,
             others=(),
         )
 
     def has_other_heads(self, number: int) -> bool:
-        """Whether layers with another shape of attention have other heads, not only a window."""
+        """Whether layers with another shape of attention have other projections, not only a
+        window."""
         shape = self.others[number - 1]
-        return (shape.kv_heads, shape.head_dim) != (self.kv_heads, self.head_dim)
+        own = (self.kv_heads, self.head_dim, self.borrows_keys)
+        return (shape.kv_heads, shape.head_dim, shape.borrows_keys) != own
 
     @property
     def width(self) -> int:
@@ -249,7 +281,8 @@ class KernelSpec:
         if self.latent is not None:
             return self.latent.count_rows(self.heads)
         gates = self.heads if self.output_gate else 0
-        return (self.heads + 2 * self.kv_heads + gates) * self.head_dim
+        own = 0 if self.borrows_keys else 2 * self.kv_heads
+        return (self.heads + own + gates) * self.head_dim
 
     @property
     def bundle(self) -> BundleLayout:
@@ -336,6 +369,8 @@ class KernelSpec:
         values["others"] = tuple(AttentionShape(**shape) for shape in values["others"])
         if values["latent"] is not None:
             values["latent"] = LatentShape(**values["latent"])
+        if values["layer_input"] is not None:
+            values["layer_input"] = LayerInputShape(**values["layer_input"])
         if values["state"] is not None:
             values["state"] = StateShape(**values["state"])
         if values["router"] is not None:

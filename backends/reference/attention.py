@@ -37,46 +37,58 @@ class Attention:
         tensor = self._request.tensors[name_layer_tensor(layer, kind)]
         return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
 
-    def _normalize_heads(self, layer: int, query: F32, key: F32) -> tuple[F32, F32]:
-        """Norms of queries and keys [T, heads, head_dim], of each head or of all together."""
-        found = []
-        for x, kind in ((query, "query_norm"), (key, "key_norm")):
-            flat = x
-            if self._model.attention.head_norm_of == "all":
-                flat = x.reshape(len(x), -1)
-            found.append(normalize(self._head_norm, flat, self._read(layer, kind)).reshape(x.shape))
-        return found[0], found[1]
+    def _normalize_heads(self, x: F32, layer: int, kind: str) -> F32:
+        """Norm of queries or keys [T, heads, head_dim], of each head or of all together."""
+        flat = x
+        if self._model.attention.head_norm_of == "all":
+            flat = x.reshape(len(x), -1)
+        return normalize(self._head_norm, flat, self._read(layer, kind)).reshape(x.shape)
+
+    def _turn(self, x: F32, layer: int, kind: str, position: int) -> F32:
+        """Queries or keys [T, heads, head_dim] from ``position`` on as attention takes them: with
+        their norm, cut and rotated."""
+        attention = self._model.attention
+        is_first = attention.head_norm_place == "before"
+        if attention.head_norm and is_first:
+            x = self._normalize_heads(x, layer, kind)
+        if attention.clip is not None:
+            x = np.clip(x, -attention.clip, attention.clip)
+        rope = self._ropes[self._model.find_turn(layer)]
+        cos, sin = (table[position : position + len(x)] for table in rope.arrays)
+        x = rotate(x, cos, sin)
+        if attention.head_norm and not is_first:
+            x = self._normalize_heads(x, layer, kind)
+        return x
+
+    def _keep(self, layer: int, key: F32, value: F32, sequence: int, position: int) -> None:
+        """Keep keys and values [T, kv_heads, head_dim] of a sequence's tokens from ``position``
+        on."""
+        attention = self._model.attention
+        if attention.value_norm:
+            value = normalize(self._head_norm, value, np.ones(1, np.float32))
+        if attention.clip is not None:
+            value = np.clip(value, -attention.clip, attention.clip)
+        key = self._turn(key, layer, "key_norm", position)
+        self.kept.keep(sequence, 0, layer, position, key)
+        self.kept.keep(sequence, 1, layer, position, value)
 
     def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
         """What the queries of ``qkv`` [T, rows] mix of a sequence, keys and values of which are
         kept from ``position`` on."""
-        shape, attention = self._model.view_layer(layer).shape, self._model.attention
-        count = len(qkv)
+        view, attention = self._model.view_layer(layer), self._model.attention
+        shape, count = view.shape, len(qkv)
         end = position + count
-        kv_width = shape.kv_heads * shape.head_dim
+        kv_width = shape.kv_heads * shape.head_dim if view.has_keys else 0
         keys_end, values_end = shape.query + kv_width, shape.query + 2 * kv_width
         query, key, value, gates = np.split(qkv, [shape.query, keys_end, values_end], axis=-1)
         query = query.reshape(count, shape.heads, shape.head_dim)
-        key = key.reshape(count, shape.kv_heads, shape.head_dim)
-        is_first = attention.head_norm_place == "before"
-        if attention.head_norm and is_first:
-            query, key = self._normalize_heads(layer, query, key)
-        value = value.reshape(count, shape.kv_heads, shape.head_dim)
-        if attention.value_norm:
-            value = normalize(self._head_norm, value, np.ones(1, np.float32))
-        if attention.clip is not None:
-            query, key, value = (
-                np.clip(x, -attention.clip, attention.clip) for x in (query, key, value)
-            )
-        rope = self._ropes[self._model.find_turn(layer)]
-        cos, sin = (table[position:end] for table in rope.arrays)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if attention.head_norm and not is_first:
-            query, key = self._normalize_heads(layer, query, key)
+        query = self._turn(query, layer, "query_norm", position)
         query = query * compute_growth(self._model, position, end)[:, None, None]
-        self.kept.keep(sequence, 0, layer, position, key)
-        self.kept.keep(sequence, 1, layer, position, value)
-        keys, values = (self.kept.read(sequence, kind, layer, end) for kind in (0, 1))
+        if view.has_keys:
+            each = (count, shape.kv_heads, shape.head_dim)
+            self._keep(layer, key.reshape(each), value.reshape(each), sequence, position)
+        source = self._model.find_key_layer(layer)
+        keys, values = (self.kept.read(sequence, kind, source, end) for kind in (0, 1))
 
         seen = np.arange(end)[None, :]
         now = np.arange(position, end)[:, None]

@@ -12,6 +12,7 @@ from pi2.backends.observer import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, Tensor, add_one_by_one
 from pi2.backends.reference.attention import Attention
 from pi2.backends.reference.latent import LatentAttention
+from pi2.backends.reference.layer_inputs import LayerInputs
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.backends.reference.operators import activate, cap, normalize
 from pi2.backends.reference.states import States
@@ -26,6 +27,7 @@ from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     HEAD_BIAS,
+    LAYER_EMBEDDING,
     POSITIONS,
     name_layer_tensor,
 )
@@ -48,6 +50,9 @@ class ReferenceExecutor(ObservableExecutor):
         """What mixes tokens now: a layer may have two of them, one after the other."""
         self._x = np.zeros((0, shape.stored_hidden), np.float32)
         self._input = self._x
+        self._layer_inputs = LayerInputs(request.model, self._matrix)
+        self._added = self._layer_inputs.make_none()
+        """What layers have of their own for the chunk's tokens [layers, T, width]."""
         self._u = self._x
         self._routes = self._x
         self._y = self._x
@@ -95,12 +100,12 @@ class ReferenceExecutor(ObservableExecutor):
     def select_chunk(self, number: int) -> None:
         self._others[self._chunk] = (
             *(self._x, self._input, self._u, self._routes, self._y),
-            self._squares,
+            *(self._squares, self._added),
         )
         self._chunk = number
         none = (np.zeros((0, self._model.shape.stored_hidden), np.float32),) * 6
-        kept = self._others.get(number, none)
-        self._x, self._input, self._u, self._routes, self._y, self._squares = kept
+        kept = self._others.get(number, (*none, self._layer_inputs.make_none()))
+        self._x, self._input, self._u, self._routes, self._y, self._squares, self._added = kept
         if self._observer is not None:
             self._observer.select_chunk(number)
 
@@ -121,14 +126,21 @@ class ReferenceExecutor(ObservableExecutor):
 
     @noted
     def embed(self, tokens: I32) -> None:
-        tensor = self._request.tensors[EMBEDDING]
-        assert tensor.precision is not None
-        weights = np.asarray(tensor.weights).view(np.uint8)[tokens]
-        scales = None if tensor.scales is None else tensor.scales[tokens]
-        self._x = dequantize(weights, scales, tensor.length, tensor.precision)
+        self._x = self._take_rows(EMBEDDING, tokens)
         self._x = self._x * np.float32(self._model.multipliers.embedding)
+        if self._model.layer_embedding is not None:
+            rows = self._take_rows(LAYER_EMBEDDING, np.arange(len(tokens), dtype=np.int32))
+            self._added = self._layer_inputs.make(rows, self._x)
         self._token = 0
         self._step = None
+
+    def _take_rows(self, name: str, rows: I32) -> F32:
+        """Rows of an embedding, float32 [n, length]."""
+        tensor = self._request.tensors[name]
+        assert tensor.precision is not None
+        weights = np.asarray(tensor.weights).view(np.uint8)[rows]
+        scales = None if tensor.scales is None else tensor.scales[rows]
+        return dequantize(weights, scales, tensor.length, tensor.precision)
 
     @noted
     def attend(self, layer: int, position: int) -> None:
@@ -452,6 +464,8 @@ class ReferenceExecutor(ObservableExecutor):
             self._y = self._normalize(self._y, name_layer_tensor(layer, "experts_output_norm"))
             self._y = self._y + self._compute_side(layer)
         self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))
+        if self._model.layer_embedding is not None:
+            self._x = self._x + self._layer_inputs.mix(layer, self._x, self._added[layer])
         if self._model.layer_scale:
             self._x = self._x * self._layer(layer, "layer_scale")[0, 0]
 

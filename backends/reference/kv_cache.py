@@ -37,6 +37,8 @@ class KvCache:
         """Scales [sequences, kinds, context, heads] of 8-bit integers."""
         for layer in request.model.attention_layers:
             kinds, heads, size = list_kept_vectors(request.model.view_layer(layer))
+            if not kinds:
+                continue
             vectors = (request.sequences, kinds, request.context, heads)
             count = int(np.prod(vectors))
             raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])

@@ -28,7 +28,7 @@ from pi2.costs.sizes import Sizes, measure_sizes
 from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
 from pi2.costs.whole_rates import read_whole_rates
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import reads_embedding
+from pi2.plan.arithmetic.sizes import count_read_rows
 
 Activity = tuple[tuple[LayerActivity, ...], str]
 """Activity of every layer, and its source."""
@@ -167,7 +167,7 @@ def describe_plan(
         kinds=_group_layers(resolved, uses, position),
         chosen=model.active_experts / model.expert_count,
         is_smooth=model.is_smooth,
-        embedding_s=time_row(rates, model) if reads_embedding(plan, model) else 0.0,
+        embedding_s=count_read_rows(plan, model) * time_row(rates, model),
         activity_source=source,
         figures=tuple(dict.fromkeys(own)),
         assumptions=_list_assumptions(resolved, rates),

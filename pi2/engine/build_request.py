@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +31,7 @@ def describe_build(
     resolved: ResolvedPlan,
     machine: Machine,
     store: NeuronStore | None,
-    rows: EmbeddingRows | None,
+    rows: Sequence[EmbeddingRows],
     grouped: list[I32] | None,
     budget: Budget,
     batch: Batch,

@@ -55,16 +55,17 @@ class Forward(Sequences):
         rows: WholeRows | None = None,
         loan: ContextLoan | None = None,
         embedding: EmbeddingRows | None = None,
+        layer_embedding: EmbeddingRows | None = None,
         has_states: bool = False,
         step_tokens: int = 1,
     ) -> None:
         """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
         go through a layer one after the other before the next layer begins; ``context``: tokens of
         each of the ``sequences`` that there is room for; ``rows``: who computes projections and
-        head, by default the executor; ``loan``: memory of the contexts that is
-        lent while it is not used; ``embedding``: what reads its rows, where it is
-        not in memory; ``has_states``: whether layers keep states, which a step that failed has
-        changed; ``step_tokens``: most tokens of a step."""
+        head, by default the executor; ``loan``: memory of the contexts that is lent while it is not
+        used; ``embedding``: what reads its rows, where it is not in memory; ``layer_embedding``:
+        what reads those of the layers' own; ``has_states``: whether layers keep states, which a
+        step that failed has changed; ``step_tokens``: most tokens of a step."""
         super().__init__(context=context, sequences=sequences, loan=loan, has_states=has_states)
         self._executor = executor
         self._rows = rows or WholeRows(executor)
@@ -74,6 +75,7 @@ class Forward(Sequences):
         self._chunk = chunk
         self._chunks = chunks
         self._embedding = embedding
+        self._layer_embedding = layer_embedding
         self._is_single = max(sequences, step_tokens) == 1
         """Whether every step is a token of the only sequence."""
         self._marks: dict[int, _Mark] = {}
@@ -238,7 +240,9 @@ class Forward(Sequences):
         self._executor.embed(self._find_rows(tokens))
 
     def _find_rows(self, tokens: I32) -> I32:
-        """Rows of the embedding that the executor has."""
+        """Rows of the embedding that the executor has; those of layers are read, too."""
+        if self._layer_embedding is not None:
+            self._layer_embedding.load(tokens)
         return tokens if self._embedding is None else self._embedding.load(tokens)
 
     def _run_step(self, tokens: I32, sequences: Sequence[int]) -> None:

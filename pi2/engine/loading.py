@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes,
 from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.packing import join_scales, slice_bias, slice_part, view_scales
-from pi2.plan.weights.tensor_names import EMBEDDING
+from pi2.plan.weights.tensor_names import LAYER_EMBEDDING
 from pi2.progress import Progress
 from pi2.regular_file import open_stream, read_regular
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
@@ -90,22 +90,34 @@ def open_embedding(
     return EmbeddingRows(store, allocate, rows=count_chunk_tokens(resolved.plan))
 
 
+def open_layer_embedding(
+    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget
+) -> EmbeddingRows | None:
+    """Open the embeddings that layers have of their own, whose rows are always read; None without
+    them."""
+    if store is None or resolved.model.layer_embedding is None:
+        return None
+    allocate = partial(budget.allocate, "attention")
+    rows = count_chunk_tokens(resolved.plan)
+    return EmbeddingRows(store, allocate, rows=rows, name=LAYER_EMBEDDING)
+
+
 def begin_dense(
     resolved: ResolvedPlan,
     store: NeuronStore,
-    rows: EmbeddingRows | None,
+    rows: Sequence[EmbeddingRows],
     budget: Budget,
     batch: Batch,
 ) -> Mapping[str, Tensor]:
     """Begin to read the tensors that are used into their segments; the others stay mapped.
 
-    ``rows`` stand for the embedding, if not None; where the plan has tensors read again by the
+    ``rows`` stand for embeddings whose rows are read; where the plan has tensors read again by the
     system, all stay mapped, and count in their segments.
     """
     loaded = dict(store.tensors)
-    if rows is not None:
-        loaded[EMBEDDING] = rows.tensor
-    wanted = [name for name in loaded if rows is None or name != EMBEDDING]
+    read = {own.tensor.name: own.tensor for own in rows}
+    loaded |= read
+    wanted = [name for name in loaded if name not in read]
     segments = {"attention": [name for name in wanted if ".predictor" not in name]}
     if resolved.plan.decode.predictor == "low-rank":
         segments["predictor"] = [name for name in wanted if ".predictor" in name]

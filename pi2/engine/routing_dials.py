@@ -80,7 +80,7 @@ class RoutingDials:
         ``begun`` how many of these are being read for it.  Return the experts of each token whose
         twins are to compute; empty where there are none.
         """
-        if layer in self._moe.dense_layers:
+        if not self._moe.has_router(layer):
             return []
         by_twins = []
         own, there = routes[:, : self._moe.experts], there[: self._moe.experts]
@@ -153,8 +153,8 @@ def make_dials(
         return None
     routers = None
     if experts.prefer_cached:
-        layers = set(range(model.shape.layers)) - set(model.moe.dense_layers)
-        routers = {layer: _read_router(model, tensors, layer) for layer in sorted(layers)}
+        layers = filter(model.moe.has_router, range(model.shape.layers))
+        routers = {layer: _read_router(model, tensors, layer) for layer in layers}
     return RoutingDials(experts, model, routers, has_twins=has_twins)
 
 

@@ -41,10 +41,9 @@ def find_ffn_rows(
     """Rows of a part of an FFN, one of `FFN_KEYS`, in a checkpoint that was checked; of ``down``
     the columns."""
     ffn, moe, names = model.shape.ffn, model.moe, model.tensors
-    if moe is not None and layer in moe.dense_layers:
-        assert moe.dense_ffn is not None
+    if moe is not None and not moe.has_router(layer):
         source = fill_name(getattr(names, f"dense_{key}"), layer)
-        return _take_part(tensors[source], model, key, moe.dense_ffn, expert)
+        return _take_part(tensors[source], model, key, moe.find_dense_width(layer, ffn), expert)
     if moe is not None and expert >= moe.experts + moe.shared_experts:
         return Rows(tensor=_make_zeros(model, key, ffn))
     if moe is not None and expert >= moe.experts:

@@ -87,8 +87,8 @@ def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> New
 
 def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
     """Whether the checkpoint's neurons, but for layers that are no mixture, are MXFP4."""
-    dense = () if model.moe is None else model.moe.dense_layers
-    layer = next((layer for layer in range(model.shape.layers) if layer not in dense), None)
+    moe, layers = model.moe, range(model.shape.layers)
+    layer = next((layer for layer in layers if moe is None or moe.has_router(layer)), None)
     if layer is None:
         return False
     keys = [name_ffn_source(model, part) for part in ("up", "down")]

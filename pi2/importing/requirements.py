@@ -52,7 +52,7 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
                 if need.name not in asked:
                     asked.add(need.name)
                     yield need
-    for key, size in norms.items():
+    for key, size in (norms | _list_layer_embedding(model)).items():
         yield _require(model, key, size)
     if not model.tied_head:
         yield _require(model, "head", (model.shape.vocab, hidden))
@@ -79,16 +79,19 @@ def _list_attention(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     shape, attention = model.shape, model.attention
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     needs = _list_latent(model) if attention.latent is not None else _list_projections(model)
-    if not has_values:
+    if not model.has_keys:
+        del needs["key"]
+    if not has_values or not model.has_keys:
         del needs["value"]
     if attention.qkv_bias and model.tensors.fused_qkv_bias is not None:
         needs["fused_qkv_bias"] = (queries + 2 * keys,)
     elif attention.qkv_bias:
-        gated = queries * (1 + attention.output_gate)
-        needs |= {"query_bias": (gated,), "key_bias": (keys,), "value_bias": (keys,)}
+        needs["query_bias"] = (queries * (1 + attention.output_gate),)
+        needs |= {"key_bias": (keys,), "value_bias": (keys,)} if model.has_keys else {}
     if attention.head_norm:
         of_queries, of_keys = model.head_norm_widths
-        needs |= {"query_norm": (of_queries,), "key_norm": (of_keys,)}
+        needs["query_norm"] = (of_queries,)
+        needs |= {"key_norm": (of_keys,)} if model.has_keys else {}
     if attention.sub_norm:
         needs["attention_sub_norm"] = (queries,)
     if attention.sinks:
@@ -134,7 +137,8 @@ def _list_latent(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _list_norms(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's norms of the residual stream's width, and of its scale."""
+    """Shapes of a layer's norms of the residual stream's width, of its scale, and of what its own
+    embedding needs."""
     keys: list[str] = []
     if model.norm.inputs:
         keys += ["attention_norm", "ffn_norm"]
@@ -142,8 +146,25 @@ def _list_norms(model: Model) -> dict[str, tuple[int, ...]]:
         keys += ["attention_norm_bias", "ffn_norm_bias"]
     if model.norm.outputs:
         keys += ["attention_output_norm", "ffn_output_norm"]
-    scale: dict[str, tuple[int, ...]] = {"layer_scale": (1,)} if model.layer_scale else {}
-    return dict.fromkeys(keys, (model.shape.hidden,)) | scale
+    hidden, own = model.shape.hidden, model.layer_embedding
+    others: dict[str, tuple[int, ...]] = {"layer_scale": (1,)} if model.layer_scale else {}
+    if own is not None:
+        keys.append("layer_input_norm")
+        others["layer_input_gate"] = (own.width, hidden)
+        others["layer_input_output"] = (hidden, own.width)
+    return dict.fromkeys(keys, (hidden,)) | others
+
+
+def _list_layer_embedding(model: Model) -> dict[str, tuple[int, ...]]:
+    """Shapes of what all layers' own embeddings have in common."""
+    own, shape = model.layer_embedding, model.shape
+    if own is None:
+        return {}
+    return {
+        "layer_embedding": (own.vocab or shape.vocab, shape.layers * own.width),
+        "layer_projection": (shape.layers * own.width, shape.hidden),
+        "layer_projection_norm": (own.width,),
+    }
 
 
 def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
@@ -152,10 +173,10 @@ def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     if moe is None:
         return _list_experts(model)
     needs: dict[str, tuple[int, ...]] = {}
-    if layer in moe.dense_layers:
-        assert moe.dense_ffn is not None
-        needs |= {"dense_gate": (moe.dense_ffn, hidden)} if model.ffn.gated else {}
-        return needs | {"dense_up": (moe.dense_ffn, hidden), "dense_down": (hidden, moe.dense_ffn)}
+    if not moe.has_router(layer):
+        width = moe.find_dense_width(layer, model.shape.ffn)
+        needs |= {"dense_gate": (width, hidden)} if model.ffn.gated else {}
+        return needs | {"dense_up": (width, hidden), "dense_down": (hidden, width)}
     needs["router"] = (moe.experts, hidden)
     for key in ("router_bias", "choice_bias"):
         if getattr(moe, key):

@@ -1,4 +1,5 @@
-"""Rows of the embedding that are read when their tokens come.
+"""Rows of an embedding that are read when their tokens come: that of the model, or those that its
+layers have of their own.
 
 A token needs one row of it, a few KiB of what may be hundreds of MiB.
 """
@@ -21,12 +22,20 @@ from pi2.store.reader import NeuronStore
 
 
 class EmbeddingRows:
-    """Stands for the embedding of a store: ``tensor`` has room for some of its rows."""
+    """Stands for an embedding of a store: ``tensor`` has room for some of its rows."""
 
-    def __init__(self, store: NeuronStore, allocate: Callable[[int], U8], *, rows: int) -> None:
-        """``allocate(size)`` gives uint8 [size]; ``rows``: most tokens of a ``load``.  UserError
-        P508 if the store's file cannot be opened."""
-        stored = next(tensor for tensor in store.manifest.tensors if tensor.name == EMBEDDING)
+    def __init__(
+        self,
+        store: NeuronStore,
+        allocate: Callable[[int], U8],
+        *,
+        rows: int,
+        name: str = EMBEDDING,
+    ) -> None:
+        """``allocate(size)`` gives uint8 [size]; ``rows``: most tokens of a ``load``; ``name``: the
+        tensor's.  UserError P508 if the store's file cannot be opened."""
+        stored = next(tensor for tensor in store.manifest.tensors if tensor.name == name)
+        self._stored_rows = stored.rows
         some = stored.model_copy(update={"rows": rows})
         weights_bytes, scales_bytes = count_bytes(some)
         region = allocate(weights_bytes + scales_bytes)
@@ -46,11 +55,13 @@ class EmbeddingRows:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def load(self, tokens: I32) -> I32:
-        """Read the rows of ``tokens`` [n] and return where they are in ``tensor``, [n].
+        """Read the rows of ``tokens`` [n] and return where they are in ``tensor``, [n]; tokens that
+        the table does not have are given its first row.
 
         Raises UserError P506 if the file is too short by now, P508 if it cannot be read.
         """
-        for place, token in enumerate(tokens.tolist()):
+        known = np.where(tokens < self._stored_rows, tokens, 0)
+        for place, token in enumerate(known.tolist()):
             for rows, offset in zip((self._weights, self._scales), self._offsets, strict=True):
                 row = rows[place]
                 read_bytes(self._fd, self._path, row, offset + token * len(row), forget=False)

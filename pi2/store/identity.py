@@ -27,6 +27,7 @@ _PARTS = (
     "ffn",
     "moe",
     "side_ffn",
+    "layer_embedding",
     "multipliers",
     "layer_scale",
     "logit_softcap",

@@ -9,6 +9,8 @@ from typing import Literal
 from pi2.plan.documents.model import AttentionPrecision, Model
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.projections import (
+    list_layer_embedding_matrices,
+    list_layer_input_matrices,
     list_projection_vectors,
     list_projections,
     list_routing_vectors,
@@ -21,6 +23,8 @@ from pi2.plan.weights.tensor_names import (
     FINAL_NORM_BIAS,
     HEAD,
     HEAD_BIAS,
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION_NORM,
     POSITIONS,
     name_layer_tensor,
 )
@@ -58,6 +62,11 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
     tensors = [_quantized(EMBEDDING, precision.embedding, shape.vocab, shape.stored_hidden)]
     if model.positions is not None:
         tensors.append(_quantized(POSITIONS, "fp16", shape.context, shape.stored_hidden))
+    for key, size in list_layer_embedding_matrices(model).items():
+        kind = precision.embedding if key == LAYER_EMBEDDING else precision.attention
+        tensors.append(_quantized(key, kind, *size))
+    if model.layer_embedding is not None:
+        tensors.append(_vector(LAYER_PROJECTION_NORM, model.layer_embedding.stored_width))
     for layer in range(shape.layers):
 
         def name(kind: str, layer: int = layer) -> str:
@@ -86,7 +95,11 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
             )
         tensors += [_vector(name("ffn_output_norm"), shape.stored_hidden)] if outputs else []
         tensors += [_vector(name("layer_scale"), 1)] if model.layer_scale else []
-        if model.moe is not None and layer not in model.moe.dense_layers:
+        for key, size in list_layer_input_matrices(model).items():
+            tensors.append(_quantized(name(key), precision.attention, *size))
+        if model.layer_embedding is not None:
+            tensors.append(_vector(name("layer_input_norm"), shape.stored_hidden))
+        if model.moe is not None and model.moe.has_router(layer):
             rows, length = model.moe.experts, shape.stored_hidden
             tensors.append(
                 DenseTensor(name=name("router"), precision="fp32", rows=rows, length=length)

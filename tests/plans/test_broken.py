@@ -104,6 +104,7 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "guesses-of-no-plan.plan.toml": ("P284", 46, 26),
     "guesses-of-long-positions.plan.toml": ("P322", 46, 15),
     "guesses-that-leave-nothing-out.plan.toml": ("P281", 45, 26),
+    "keys-of-no-layer.model.toml": ("P253", 18, 20),
     "kinds-of-too-few-layers.model.toml": ("P275", 17, 9),
     "gates-too-large.plan.toml": ("P202", 14, 13),
     "half-a-byte.plan.toml": ("P105", 20, 10),

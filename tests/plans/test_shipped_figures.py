@@ -236,6 +236,18 @@ class TestModels:
         neurons = model.shape.layers * model.layer_neurons * 3 * hidden
         assert dense - twice + neurons == pytest.approx(weights, abs=0.05e9)
 
+    @pytest.mark.parametrize(("name", "weights"), [("e2b", 5.1e9), ("e4b", 8.0e9)])
+    def test_embeddings_of_layers_count_as_well(self, name: str, weights: float) -> None:
+        """Published to 0.1e9, with 0.15e9 that read pictures and 0.3e9 that read sound."""
+        model = read_model(f"gemma-4-{name}")
+        moe, shape, layers = model.moe, model.shape, range(model.shape.layers)
+        neurons = sum(
+            shape.ffn if moe is None else moe.find_dense_width(layer, shape.ffn) for layer in layers
+        )
+        found = {tensor.name: tensor.rows * tensor.length for tensor in list_tensors(model, None)}
+        total = sum(found.values()) + neurons * 3 * shape.hidden
+        assert total + 0.45e9 == pytest.approx(weights, abs=0.1e9)
+
     def test_smallthinker_fills_its_checkpoint(self) -> None:
         """Its 16-bit GGUF has 8.55 GB, with a head of its own beside the embedding."""
         model = read_model("smallthinker-4b")

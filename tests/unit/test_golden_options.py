@@ -34,6 +34,7 @@ OPERATORS = (
     "residual",
     "ffn",
     "side_ffn",
+    "layer_embedding",
     "moe",
     "multipliers",
     "logit_softcap",
@@ -62,6 +63,7 @@ ELSEWHERE = {
     "other_rope.long_factors": "as rope",
     "other_rope.long_attention_factor": "as rope",
     "attention.latent.epsilon": "the families' code has 1e-6, which is the default",
+    "layer_embedding.vocab": "a table with fewer rows (test_layer_embeddings)",
     "predictor.recall": "a figure, no operator",
     "predictor.active": "a figure, no operator",
 }

@@ -160,8 +160,7 @@ def test_the_last_layer_never_has_a_window() -> None:
     ("changes", "problem"),
     [
         ({"per_layer_config": {"0": {"head_dim": 36}}}, "does not divide layers"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
-        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256"),
+        ({"num_kv_shared_layers": 4}, "no layer before the last 4"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     ],
 )

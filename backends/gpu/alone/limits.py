@@ -79,13 +79,15 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "attention.sub_norm": attention.sub_norm,
         "other_heads": model.other_heads is not None,
         "layer_scale": model.layer_scale,
+        "layer_embedding": model.layer_embedding is not None,
+        "attention.kv_shared_layers": attention.kv_shared_layers > 0,
         'rope.kind = "proportional"': any(
             rope.kind == "proportional" for rope in model.list_turns().values()
         ),
         'attention.head_norm_place = "after"': attention.head_norm_place == "after",
     }
     if moe is not None:
-        named['moe.router = "mixer"'] = moe.router == "mixer"
+        named[f'moe.router = "{moe.router}"'] = moe.router in ("mixer", "none")
         named['moe.router_input = "stream"'] = moe.router_input == "stream"
         named["moe.expert_scale"] = moe.expert_scale
         named["side_ffn"] = model.side_ffn is not None

@@ -164,7 +164,7 @@ class ModelUse:
         moe = self.model.moe
         if moe is None:
             return None
-        assert moe.router != "mixer", "a limit of the backend"
+        assert moe.router != "mixer" and moe.router != "none", "limits of the backend"
         return RouterKernels(
             length=self.model.shape.stored_hidden,
             experts=moe.experts,

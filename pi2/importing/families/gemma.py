@@ -51,9 +51,8 @@ def describe_gemma3(config: Config) -> Tables:
 
 def describe_gemma4(config: Config) -> Tables:
     """Gemma whose layers without a window have other heads, with norms of values and a factor for
-    every layer."""
-    config.demand("hidden_size_per_layer_input", 0, 256)
-    config.demand("num_kv_shared_layers", 0, 0)
+    every layer; the small ones have embeddings of their own in every layer, and last layers without
+    keys and values."""
     if config.has("use_bidirectional_attention"):
         config.demand("use_bidirectional_attention", "vision", "vision")
     tables = describe_decoder(config)
@@ -77,9 +76,39 @@ def describe_gemma4(config: Config) -> Tables:
     full = [layer for layer in range(layers) if layer not in chosen]
     tables |= _read_other_heads(config, tables, full) | _read_turns(config, context, full)
     tables["tensors"] = {"ffn_norm": f"{LAYER}.pre_feedforward_layernorm.weight"}
+    shared = config.read("num_kv_shared_layers", int, 0)
+    if shared:
+        tables["attention"]["kv_shared_layers"] = shared
+    width = config.read("hidden_size_per_layer_input", int, 256)
+    if width:
+        tables["layer_embedding"] = describe_layer_embedding(config, tables, width)
     if config.read("enable_moe_block", bool, False):
         _add_experts(config, tables)
+    elif shared and config.read("use_double_wide_mlp", bool, False):
+        _widen_last_layers(tables, layers - shared)
     return tables
+
+
+def describe_layer_embedding(config: Config, tables: Tables, width: int) -> Tables:
+    """Embeddings that every layer has of its own, ``width`` elements each."""
+    vocab = tables["shape"]["vocab"]
+    rows = config.read("vocab_size_per_layer_input", int, vocab)
+    return {
+        "width": width,
+        "vocab": rows if rows < vocab else None,
+        "factor": max(1, width) ** 0.5,
+        "projection_factor": max(1, tables["shape"]["hidden"]) ** -0.5,
+    }
+
+
+def _widen_last_layers(tables: Tables, first: int) -> None:
+    """Layers from ``first`` on have an FFN of twice the width, which is stored in two halves."""
+    tables["moe"] = {"experts": 2, "active_experts": 2, "router": "none"}
+    if first > 0:
+        tables["moe"] |= {
+            "dense_layers": list(range(first)),
+            "dense_ffn": tables["shape"]["ffn"],
+        }
 
 
 def _add_experts(config: Config, tables: Tables) -> None:

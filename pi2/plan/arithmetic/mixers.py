@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.weights.layout import ALIGNMENT, matrix_bytes, round_up
+from pi2.plan.weights.layout import ALIGNMENT, GROUP, matrix_bytes, round_up
 from pi2.plan.weights.projections import (
+    list_layer_embedding_matrices,
+    list_layer_input_matrices,
     list_projection_vectors,
     list_projections,
     list_side_matrices,
 )
 from pi2.plan.weights.states import describe_state, list_state_tensors
+from pi2.plan.weights.tensor_names import LAYER_EMBEDDING, LAYER_PROJECTION
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
@@ -27,9 +30,23 @@ def count_projection_bytes(model: Model) -> int:
 
 
 def count_side_bytes(model: Model) -> int:
-    """Bytes of the matrices of an FFN beside a layer's experts."""
-    precision, matrices = model.quantization.attention, list_side_matrices(model).values()
+    """Bytes of the matrices of an FFN beside a layer's experts, and of its own embedding's."""
+    precision = model.quantization.attention
+    matrices = [*list_side_matrices(model).values(), *list_layer_input_matrices(model).values()]
     return sum(_align(matrix_bytes(rows, length, precision)) for rows, length in matrices)
+
+
+def count_layer_embedding_bytes(model: Model, tokens: int) -> int:
+    """Bytes that the layers' own embeddings take in memory: rows of ``tokens``, and the projection
+    beside them with its norm."""
+    own = model.layer_embedding
+    if own is None:
+        return 0
+    matrices, precision = list_layer_embedding_matrices(model), model.quantization
+    rows, length = matrices[LAYER_PROJECTION]
+    row = matrix_bytes(1, matrices[LAYER_EMBEDDING][1], precision.embedding)
+    projection = _align(matrix_bytes(rows, length, precision.attention))
+    return _align(tokens * row) + projection + _align(4 * own.stored_width)
 
 
 def count_state_tensor_bytes(model: Model) -> int:
@@ -45,10 +62,11 @@ def count_state_tensor_bytes(model: Model) -> int:
 
 
 def count_mixer_bytes(model: Model) -> int:
-    """Bytes of weights that a layer's attention, or what stands in its place, and an FFN beside its
-    experts read for a token; the mean of all layers."""
+    """Bytes of weights that a layer's attention, or what stands in its place, an FFN beside its
+    experts and its own embedding read for a token; the mean of all layers."""
     shape, precision = model.shape, model.quantization.attention
-    total = 0
+    rows, length = list_layer_embedding_matrices(model).get(LAYER_PROJECTION, (0, GROUP))
+    total = matrix_bytes(rows, length, precision)
     for view, layers in model.list_views():
         matrices = list_projections(view).values()
         total += layers * sum(matrix_bytes(rows, length, precision) for rows, length in matrices)
@@ -65,14 +83,15 @@ def count_mixer_bytes(model: Model) -> int:
 def count_mixer_weights(model: Model) -> int:
     """Number of these weights, for arithmetic."""
     shape, state = model.shape, describe_state(model)
-    total = 0
+    rows, length = list_layer_embedding_matrices(model).get(LAYER_PROJECTION, (0, 0))
+    total = rows * length
     for view, layers in model.list_views():
         total += layers * sum(rows * length for rows, length in list_projections(view).values())
     if state is not None:
         rows = state.rows + state.gates + state.stored_width
         total += len(model.state_layers) * rows * shape.stored_hidden
-    side = sum(rows * length for rows, length in list_side_matrices(model).values())
-    return total // shape.layers + side
+    matrices = [*list_side_matrices(model).values(), *list_layer_input_matrices(model).values()]
+    return total // shape.layers + sum(rows * length for rows, length in matrices)
 
 
 def count_state_bytes(model: Model) -> int:

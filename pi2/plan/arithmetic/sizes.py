@@ -14,6 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.mixers import (
+    count_layer_embedding_bytes,
     count_projection_bytes,
     count_side_bytes,
     count_state_bytes,
@@ -204,7 +205,9 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     norms of w floats for heads, one of h w floats of what they mix, h floats of sinks, d floats for
     each other bias and each norm of outputs, a float of the layer's scale where it has one, routers
     of e x d and d floats where the model has them, and e floats for each bias of theirs; an FFN
-    beside the experts and norms and factors that go with it; of layers with a state, what
+    beside the experts and norms and factors that go with it; rows of C tokens of the layers' own
+    embeddings, L d x L P of their projection, two matrices of d x P and d floats in each layer; of
+    layers with a state, what
     `pi2.plan.weights.states` lists instead of qkv and output, or beside them and another norm of d
     floats; final norm d floats; learned positions of 2 d bytes for each token of the model's
     context; head V x d if untied, and V floats of its bias; per layer f rows of resident scales.
@@ -221,10 +224,12 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     if model.moe is not None:
         router = _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
         router += _align(4 * model.moe.experts) * (model.moe.router_bias + model.moe.choice_bias)
-        routers = router * sum(n not in model.moe.dense_layers for n in range(shape.layers))
+        routers = router * sum(map(model.moe.has_router, range(shape.layers)))
     layer += sum(_align(4 * length) for length in list_routing_vectors(model).values())
     layer += count_side_bytes(model)
     layer += 2 * norm * model.norm.outputs + ALIGNMENT * model.layer_scale
+    layer += norm * (model.layer_embedding is not None)
+    own_embeddings = count_layer_embedding_bytes(model, count_chunk_tokens(plan))
     rows = count_chunk_tokens(plan) if reads_embedding(plan, model) else shape.vocab
     embedding = _align(matrix_bytes(rows, shape.stored_hidden, precision.embedding))
     head = 0
@@ -239,9 +244,12 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     mixers += len(model.state_layers) * count_state_tensor_bytes(model)
     mixers += len(model.double_layers) * norm + routers
     total = embedding + positions + shape.layers * layer + mixers + norm * norms + head + scales
+    total += own_embeddings
     parts = [f"embedding {approximate_bytes(embedding)}"]
     mean = layer + mixers // shape.layers
     parts.append(f"{shape.layers} layers of {approximate_bytes(mean)}")
+    if own_embeddings:
+        parts.append(f"embeddings of layers {approximate_bytes(own_embeddings)}")
     if positions:
         parts.append(f"positions {approximate_bytes(positions)}")
     if head:
@@ -270,6 +278,11 @@ def reads_embedding(plan: Plan, model: Model) -> bool:
     return plan.memory.embedding == "flash" and not model.tied_head
 
 
+def count_read_rows(plan: Plan, model: Model) -> int:
+    """Rows of embeddings that are read when a token comes: of the model's, of its layers'."""
+    return reads_embedding(plan, model) + (model.layer_embedding is not None)
+
+
 def _need_kv(plan: Plan, model: Model) -> Need:
     """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
     sequence of a batch; with latent attention L tokens times what is kept of each.
@@ -281,6 +294,8 @@ def _need_kv(plan: Plan, model: Model) -> Need:
     total, parts = 0, []
     for view, layers in model.list_views():
         kinds, count, size = list_kept_vectors(view)
+        if not kinds:
+            continue
         row, scales = count * size, ""
         total += kinds * batch * layers * _align(tokens * row * element)
         if plan.kv.type == "int8":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from pi2.plan.documents.common import Count, Document, FilePath, Identifier, Origin, Share, Table
 from pi2.plan.documents.model_attention import (
@@ -134,6 +134,30 @@ class Multipliers(Table):
     """Logits, before their soft cap."""
 
 
+class LayerEmbedding(Table):
+    """Embeddings that every layer has of its own (Gemma 3n, Gemma 4 E2B), in one table that stays
+    on flash: a token needs one row of it.
+
+    A layer's row, times ``factor``, and the norm of what a projection makes of the first layer's
+    input, times ``projection_factor``, are added and divided by sqrt(2): e.  After its FFN the
+    layer adds norm(output(act(gate x) * e)) to the residual stream x, with the FFN's activation.
+    """
+
+    width: Annotated[int, Field(ge=1, le=2**14, examples=[256])]
+    """Elements of a token's embedding for one layer."""
+    vocab: Count | None = Field(default=None, examples=[262144])
+    """Rows of the table, where there are fewer than tokens: the others have the first row."""
+    factor: float = Field(default=1.0, gt=0.0, examples=[16.0])
+    """Factor of the table's rows."""
+    projection_factor: float = Field(default=1.0, gt=0.0, examples=[0.0255])
+    """Factor of what the projection gives, before its norm."""
+
+    @property
+    def stored_width(self) -> int:
+        """Length of a layer's vectors in backends: zeros fill it up."""
+        return fill_groups(self.width)
+
+
 class Tokenizer(Table):
     """How text becomes tokens."""
 
@@ -221,6 +245,8 @@ class Model(Document):
     """Mixture of experts; absent means one FFN per layer."""
     side_ffn: SideFfn | None = None
     """A dense FFN beside the experts, if the model has it."""
+    layer_embedding: LayerEmbedding | None = None
+    """Embeddings that every layer has of its own, if there are some."""
     multipliers: Multipliers = Multipliers.default()
     """Constant factors."""
     layer_scale: bool = False
@@ -245,6 +271,8 @@ class Model(Document):
     sampling: Sampling | None = None
     """How the model's authors recommend that tokens are drawn: the table ``sampling`` of new plans;
     runs heed their plan's alone."""
+    _borrows: bool = PrivateAttr(default=False)
+    """Whether this is the view of a layer that reads keys and values of another one."""
 
     @property
     def layer_neurons(self) -> int:
@@ -286,7 +314,8 @@ class Model(Document):
         if latent is not None:
             return (latent.query_rank or shape.heads * latent.key) + latent.kept
         gates = shape.query if self.attention.output_gate else 0
-        return shape.query + 2 * shape.kv_heads * shape.head_dim + gates
+        own = 0 if self._borrows else 2 * shape.kv_heads * shape.head_dim
+        return shape.query + own + gates
 
     @property
     def state_kind(self) -> Literal["delta", "mamba", "convolution"] | None:
@@ -299,7 +328,7 @@ class Model(Document):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers that keep keys and values."""
+        """Layers that have attention."""
         layers = range(self.shape.layers)
         return tuple(layer for layer in layers if "attention" in self.list_mixers(layer))
 
@@ -350,20 +379,51 @@ class Model(Document):
         return self.attention.sliding_window if layers is None or layer in layers else None
 
     def view_layer(self, layer: int) -> Model:
-        """The model as attention of ``layer`` sees it: ``shape`` has the heads of that layer."""
-        other = self.other_heads
-        if other is None or layer not in other.layers:
-            return self
-        heads = {"kv_heads": other.kv_heads, "head_dim": other.head_dim}
-        return self.model_copy(update={"shape": self.shape.model_copy(update=heads)})
+        """The model as attention of ``layer`` sees it: ``shape`` has the heads of that layer, and
+        `has_keys` says whether it has keys and values of its own."""
+        other, view = self.other_heads, self
+        if other is not None and layer in other.layers:
+            heads = {"kv_heads": other.kv_heads, "head_dim": other.head_dim}
+            view = self.model_copy(update={"shape": self.shape.model_copy(update=heads)})
+        if self.find_key_layer(layer) != layer:
+            view = view.model_copy()
+            view._borrows = True
+        return view
 
     def list_views(self) -> list[tuple[Model, int]]:
         """The model as its layers of attention see it, by the number of layers that see the same;
-        layers with the heads of ``shape`` come first."""
-        layers, other = self.attention_layers, self.other_heads
-        apart = [layer for layer in layers if other is not None and layer in other.layers]
-        views = [(self, len(layers) - len(apart))] if len(apart) < len(layers) or not apart else []
-        return views + ([(self.view_layer(apart[0]), len(apart))] if apart else [])
+        layers with the heads of ``shape`` come first, and of those that have the same heads the
+        ones with keys and values of their own."""
+        other, alike = self.other_heads, dict[tuple[bool, bool], list[int]]()
+        for layer in self.attention_layers:
+            is_apart = other is not None and layer in other.layers
+            key = (is_apart, self.find_key_layer(layer) != layer)
+            alike.setdefault(key, []).append(layer)
+        if not alike:
+            return [(self, 0)]
+        return [(self.view_layer(found[0]), len(found)) for _, found in sorted(alike.items())]
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the layer whose view this is has keys and values of its own."""
+        return not self._borrows
+
+    def find_key_layer(self, layer: int) -> int:
+        """The layer whose keys and values attention of ``layer`` reads: itself, but for the last
+        ``attention.kv_shared_layers``, which read those of the last layer before them that has the
+        same window and heads."""
+        first = self.shape.layers - self.attention.kv_shared_layers
+        if layer < first:
+            return layer
+        own = self._describe_keys(layer)
+        alike = (n for n in reversed(range(first)) if self._describe_keys(n) == own)
+        return next(alike, layer)
+
+    def _describe_keys(self, layer: int) -> tuple[int | None, bool, bool]:
+        """What layers that share keys and values have in common."""
+        other = self.other_heads
+        is_apart = other is not None and layer in other.layers
+        return self.find_window(layer), is_apart, self.find_kind(layer) == "attention"
 
     def shares_key_rows(self, layer: int) -> bool:
         """Whether keys and values of ``layer`` have one projection."""

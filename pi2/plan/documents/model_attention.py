@@ -156,6 +156,9 @@ class Attention(Table):
     """Sliding window in tokens, the query's own included; absent means the whole context."""
     window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
     """Layers that have the sliding window; absent means all."""
+    kv_shared_layers: Annotated[int, Field(ge=0, le=1024, examples=[20])] = 0
+    """Last layers that have no keys and values of their own: they read those of the last layer
+    before them with the same window and the same heads (Gemma 4 E2B)."""
 
     @property
     def has_bias(self) -> bool:

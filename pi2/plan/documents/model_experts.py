@@ -16,9 +16,11 @@ class Moe(Table):
     """FFNs of a layer, each of ``shape.ffn`` neurons."""
     active_experts: Count
     """Number of experts that compute each token."""
-    router: Literal["softmax", "sigmoid", "mixer"] = "softmax"
+    router: Literal["softmax", "sigmoid", "mixer", "none"] = "softmax"
     """Function that turns router scores into weights; ``mixer``: a softmax for each active expert
-    of the scores that are not far below its own (Phi-3.5-MoE)."""
+    of the scores that are not far below its own (Phi-3.5-MoE); ``none``: there is no router, the
+    experts are equal parts of one FFN and compute every token, so that layers may have FFNs of
+    different widths (Gemma 4 E2B)."""
     router_input: Literal["ffn", "layer", "stream"] = "ffn"
     """What the router reads: the normalised input of the FFN, the layer's input as it is, or what
     the FFN normalises, through an RMSNorm of the router's own (Gemma 4)."""
@@ -55,6 +57,21 @@ class Moe(Table):
     experts, as many as it takes, which then compute every token."""
     dense_ffn: Count | None = Field(default=None, examples=[10944])
     """Neurons of the FFN of ``dense_layers``."""
+
+    def has_router(self, layer: int) -> bool:
+        """Whether a router chooses among the experts of ``layer``."""
+        return self.router != "none" and layer not in self.dense_layers
+
+    def find_dense_width(self, layer: int, ffn: int) -> int:
+        """Neurons of the FFN of a ``layer`` without router, whose experts have ``ffn`` each."""
+        if layer in self.dense_layers:
+            assert self.dense_ffn is not None
+            return self.dense_ffn
+        return self.experts * ffn
+
+    def count_unrouted(self, layer: int, ffn: int) -> int:
+        """Experts of ``ffn`` neurons that compute every token in a ``layer`` without router."""
+        return -(-self.find_dense_width(layer, ffn) // ffn)
 
     def count_dense(self, ffn: int) -> int:
         """Experts of ``ffn`` neurons that it takes to hold the FFN of a dense layer."""

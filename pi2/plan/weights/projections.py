@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.plan.weights.layout import fill_groups
+from pi2.plan.weights.tensor_names import LAYER_EMBEDDING, LAYER_PROJECTION
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
@@ -33,6 +34,8 @@ def list_projection_vectors(model: Model) -> Mapping[str, int]:
     found = {"qkv_bias": model.qkv_rows} if attention.has_bias else {}
     if attention.head_norm:
         found["query_norm"], found["key_norm"] = model.head_norm_widths
+        if not model.has_keys:
+            del found["key_norm"]
     if attention.sub_norm:
         found["attention_sub_norm"] = model.shape.stored_query
     if attention.sinks:
@@ -54,6 +57,31 @@ def list_side_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
     return {"side_in": (2 * side.width, hidden), "side_down": (hidden, fill_groups(side.width))}
 
 
+def list_layer_input_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
+    """Rows and length of the matrices that bring a layer's own embedding into the residual stream;
+    none without such embeddings."""
+    own, hidden = model.layer_embedding, model.shape.stored_hidden
+    if own is None:
+        return {}
+    return {
+        "layer_input_gate": (own.width, hidden),
+        "layer_input_output": (hidden, own.stored_width),
+    }
+
+
+def list_layer_embedding_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
+    """Rows and length of the table of the layers' own embeddings, and of the projection beside it;
+    none without such embeddings."""
+    own, shape = model.layer_embedding, model.shape
+    if own is None:
+        return {}
+    width = shape.layers * own.width
+    return {
+        LAYER_EMBEDDING: (own.vocab or shape.vocab, fill_groups(width)),
+        LAYER_PROJECTION: (width, shape.stored_hidden),
+    }
+
+
 def list_routing_vectors(model: Model) -> Mapping[str, int]:
     """Lengths of a layer's vectors, float32, that belong to its router, or to an FFN beside its
     experts."""
@@ -72,8 +100,10 @@ def list_routing_vectors(model: Model) -> Mapping[str, int]:
 def list_kept_vectors(model: Model) -> tuple[int, int, int]:
     """Kinds of vectors that a layer of attention keeps of a token, how many there are of each kind,
     and the elements of each: keys and values, one for every key head; one vector with latent
-    attention."""
+    attention; no kinds where it reads those of another layer."""
     latent = model.attention.latent
+    if not model.has_keys:
+        return 0, model.shape.kv_heads, model.shape.head_dim
     if latent is not None:
         return 1, 1, latent.kept
     return 2, model.shape.kv_heads, model.shape.head_dim

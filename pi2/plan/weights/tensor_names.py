@@ -11,6 +11,13 @@ FINAL_NORM_BIAS = "final_norm_bias"
 POSITIONS = "positions"
 """Learned position vectors, fp16 [context, hidden], that of position 0 first."""
 
+LAYER_EMBEDDING = "layer_embedding"
+"""The layers' own embeddings [vocab, layers width]: of a token those of all layers."""
+LAYER_PROJECTION = "layer_projection"
+"""What is made of the first layer's input beside them [layers width, hidden]."""
+LAYER_PROJECTION_NORM = "layer_projection_norm"
+"""Float32 [1, width]."""
+
 
 def name_layer_tensor(layer: int, kind: str) -> str:
     """Name of a layer's tensor, for example ``layers.3.qkv``.
@@ -27,13 +34,15 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     ``shared_router`` [1, hidden]; ``router_norm`` float32 [1, hidden] and ``expert_scale`` float32
     [1, experts]; ``side_in`` [2 width, hidden], gates and then ups, and ``side_down`` [hidden,
     width] of an FFN beside the experts, ``side_norm``, ``side_output_norm`` and
-    ``experts_output_norm`` float32 [1, hidden]; ``predictor_in`` [rank, hidden], ``predictor_out``
-    [ffn, rank] in stored order, ``predictor_bias`` float32 [1, ffn] in stored order. In a mixture
-    every expert has a predictor: ``predictor_in`` [experts rank, hidden], ``predictor_out``
-    [experts ffn, rank] and ``predictor_bias`` [1, experts ffn] are those of expert 0, 1, ... one
-    after the other, each in stored order. Layers with a state have what
-    `pi2.plan.weights.states.list_state_tensors` lists instead of ``qkv``, ``output`` and theirs;
-    layers with two mixers have both, and ``inner_norm`` float32 [1, hidden] before the second.
+    ``experts_output_norm`` float32 [1, hidden]; ``layer_input_gate`` [width, hidden] and
+    ``layer_input_output`` [hidden, width] of a layer's own embedding, and ``layer_input_norm``
+    float32 [1, hidden]; ``predictor_in`` [rank, hidden], ``predictor_out`` [ffn, rank] in stored
+    order, ``predictor_bias`` float32 [1, ffn] in stored order. In a mixture every expert has a
+    predictor: ``predictor_in`` [experts rank, hidden], ``predictor_out`` [experts ffn, rank] and
+    ``predictor_bias`` [1, experts ffn] are those of expert 0, 1, ... one after the other, each in
+    stored order. Layers with a state have what `pi2.plan.weights.states.list_state_tensors` lists
+    instead of ``qkv``, ``output`` and theirs; layers with two mixers have both, and ``inner_norm``
+    float32 [1, hidden] before the second.
 
     With latent attention ``qkv`` has the rows of queries, or of what they are made of, then of what
     keys and values are made of, then of the rotated key.  ``latent_query_norm`` and ``latent_norm``

@@ -3,8 +3,9 @@
 Why: dReLU is an activation of gate and up, so that neurons need a gate; layers with a sliding
 window need its width; layers that are named must exist; shared experts with biases cannot be
 stored, and norms of outputs have none; what weights shared experts needs some; experts fall into
-groups of equal size; latent attention has norms, biases and heads of its own; a norm of activations
-is that of one FFN without biases.
+groups of equal size; latent attention has norms, biases and heads of its own; layers that share
+keys and values need an earlier one that is like them; a norm of activations is that of one FFN
+without biases.
 
 Example: ``activation = "drelu"`` with ``gated = false``.
 
@@ -62,6 +63,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     if model.other_rope is not None:
         yield from _find_missing(model, ("other_rope", "layers"), model.other_rope.layers)
     yield from _check_other_heads(model)
+    yield from _check_shared_keys(model)
+    yield from _check_layer_embedding(model)
     yield from _check_side_ffn(model)
     yield from _check_activation(model)
     yield from _check_mixture(model)
@@ -115,6 +118,62 @@ def _check_other_heads(model: Model) -> Iterator[Finding]:
         )
 
 
+def _check_shared_keys(model: Model) -> Iterator[Finding]:
+    """Look for layers whose keys and values no layer before them has."""
+    attention, layers = model.attention, model.shape.layers
+    if not attention.kv_shared_layers:
+        return
+    path = ("attention", "kv_shared_layers")
+    reasons = {
+        "latent attention": attention.latent is not None,
+        "gates": attention.output_gate,
+        "one tensor of all": model.tensors.fused_qkv is not None,
+        "layers that keep a state": model.state_kind is not None,
+    }
+    for reason in (reason for reason, is_there in reasons.items() if is_there):
+        yield Finding(
+            document="model",
+            path=path,
+            message=f"queries, keys and values with {reason} are each layer's own",
+            help="remove kv_shared_layers",
+        )
+    alone = [
+        layer
+        for layer in range(max(0, layers - attention.kv_shared_layers), layers)
+        if model.find_key_layer(layer) == layer
+    ]
+    if alone:
+        yield Finding(
+            document="model",
+            path=path,
+            message=f"no layer before the last {attention.kv_shared_layers} has the window and the "
+            f"heads of layer {alone[0]}, whose keys and values it could read",
+            help="take the number from the checkpoint's configuration",
+        )
+
+
+def _check_layer_embedding(model: Model) -> Iterator[Finding]:
+    """Look for what embeddings of layers need."""
+    own = model.layer_embedding
+    if own is None:
+        return
+    reasons = {
+        'norms without biases, norm.kind = "rmsnorm"': model.norm.kind == "rmsnorm"
+        and not model.norm.bias,
+        "a sequential residual with the factor 1": model.residual == "sequential"
+        and model.multipliers.residual == 1.0,
+        "a smooth activation, such as gelu_tanh": model.is_smooth,
+        f"no more rows than the {model.shape.vocab} tokens": (own.vocab or 0) <= model.shape.vocab,
+    }
+    for reason in (reason for reason, is_there in reasons.items() if not is_there):
+        yield Finding(
+            document="model",
+            path=("layer_embedding",),
+            message=f"embeddings of layers need {reason}",
+            help="take the options from the checkpoint's configuration",
+        )
+
+
 def _check_side_ffn(model: Model) -> Iterator[Finding]:
     """Look for what an FFN beside experts needs."""
     if model.side_ffn is None:
@@ -123,7 +182,7 @@ def _check_side_ffn(model: Model) -> Iterator[Finding]:
         "experts beside it, a table [moe]": model.moe is not None,
         "norms of outputs, norm.outputs = true": model.norm.outputs,
         "experts in every layer, no moe.dense_layers": model.moe is None
-        or not model.moe.dense_layers,
+        or not (model.moe.dense_layers or model.moe.router == "none"),
         "neurons with gates and without biases": model.ffn.gated and not model.ffn.bias,
         "a sequential residual with the factor 1": model.residual == "sequential"
         and model.multipliers.residual == 1.0,
@@ -176,6 +235,13 @@ def _check_mixture(model: Model) -> Iterator[Finding]:
             path=("moe", "active_groups"),
             message=f"{moe.active_groups} groups have fewer than {moe.active_experts} experts",
             help="take the numbers from the checkpoint's configuration",
+        )
+    if moe.router == "none" and moe.active_experts + moe.shared_experts != moe.experts:
+        yield Finding(
+            document="model",
+            path=("moe", "router"),
+            message="without a router all experts compute every token, none of them shared",
+            help=f"write active_experts = {moe.experts}, and no shared_experts",
         )
     if bool(moe.dense_layers) != (moe.dense_ffn is not None):
         yield Finding(

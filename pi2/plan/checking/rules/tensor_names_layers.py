@@ -21,7 +21,12 @@ CODE = "P247"
 SEVERITY = "error"
 NEEDS = ("model",)
 
-_ONCE = frozenset({"embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"})
+_ONCE = frozenset(
+    {
+        *("embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"),
+        *("layer_embedding", "layer_projection", "layer_projection_norm"),
+    }
+)
 _BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
 _PER_EXPERT = frozenset({"predictor_in", "predictor_out", "predictor_bias"})
 _MAYBE_PER_EXPERT = _BIASES | {"gate", "up", "down", "fused_gate_up", "fused_gate_up_bias"}

@@ -1,0 +1,137 @@
+"""Embeddings that layers have of their own: made when tokens are embedded, added after each FFN."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.kernels.embedding import emit_unpack
+from pi2.backends.kernels.kv import count_lanes
+from pi2.backends.kernels.matrix import Matrix, emit_multiply
+from pi2.backends.kernels.neurons import activate_smoothly
+from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize, invert_root
+from pi2.backends.kernels.operands import Activations, Vector
+from pi2.backends.kernels.parameters import emit_each_token, take_matrix, take_rows
+from pi2.backends.kernels.quantize import emit_quantize
+from pi2.backends.kernels.schedule import Schedule
+from pi2.plan.weights.layout import scale_bytes, weight_bytes
+
+
+def emit_embed_layers(schedule: Schedule, take: Parameters) -> None:
+    """Set ``layer_inputs`` float32 [layers, room, width] of the tokens, by rows of the layers'
+    table and a projection of x; ``room``: tokens that each layer has room for."""
+    spec, own = schedule.spec, schedule.spec.layer_input
+    assert own is not None
+    tokens, room = take.take_number("tokens"), take.take_number("room")
+    x = schedule.take_rows(take, "x")
+    table, scales = take_rows(take, "layer_embedding", "tokens", own.row, spec.embedding)
+    rows, width = own.layers * own.width, own.stored_width
+    project = take_matrix(take, "layer_projection", rows, spec.hidden, spec.attention)
+    norm = take.take_array("layer_projection_norm", "float32", width)
+    hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
+    unpacked = take.take_array("layer_rows", "float32", "tokens", own.row)
+    inputs = take.take_array("layer_inputs", "float32", own.layers, "tokens", width)
+    lanes = count_lanes(own.width)
+
+    def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        layer, element = T.floordiv(row, own.width), T.floormod(row, own.width)
+        place = v.let((layer * room + token) * width + element)
+        v.store(inputs, place, value * v.constant(own.projection_factor, "float32"), 1)
+
+    def finish(token: v.Expr) -> None:
+        wide = v.wide(token)
+        vector = Vector(
+            weights=table,
+            weights_base=v.let(wide * weight_bytes(own.row, spec.embedding)),
+            scales=scales,
+            scales_base=v.let(wide * scale_bytes(own.row, spec.embedding)),
+            precision=spec.embedding,
+        )
+        emit_unpack(vector, own.row, unpacked, v.let(token * own.row))
+        with T.serial(own.layers) as layer:
+            base = v.let((layer * room + token) * width)
+            source = v.let(token * own.row + layer * own.width)
+            squares = v.Cell(v.constant(0.0, "float32", lanes))
+            with T.serial(own.width // lanes * hidden.once) as step:
+                part = v.let(v.load(inputs, base + step * lanes, lanes))
+                squares.set(T.fma(part, part, squares.get()))
+            factor = invert_root(spec, squares.get(), own.width, lanes)
+            half = v.constant(math.sqrt(0.5), "float32", lanes)
+            with T.serial(own.width // lanes * hidden.once) as step:
+                place = v.let(base + step * lanes)
+                part = v.load(inputs, place, lanes) * v.splat(factor, lanes)
+                part = part * v.load(norm, step * lanes, lanes)
+                row = v.load(unpacked, source + step * lanes, lanes)
+                part = part + row * v.constant(own.factor, "float32", lanes)
+                v.store(inputs, place, part * half, lanes)
+
+    emit_each_token(tokens, lambda token: emit_normalize(spec, x, token, None, hidden, token))
+    emit_multiply(schedule.isa, spec.threads, project, hidden, tokens, store)
+    emit_each_token(tokens, finish)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInput:
+    """What adds a layer's own embedding to x, and room to work in."""
+
+    schedule: Schedule
+    width: int
+    added: v.Buffer
+    """What `emit_embed_layers` has made for the layer float32 [tokens, width]."""
+    gate: Matrix
+    output: Matrix
+    norm: v.Buffer
+    hidden: Activations
+    inner: Activations
+
+    def emit(self, x: v.Buffer, tokens: v.Expr) -> None:
+        """Add it to x of all tokens."""
+        spec, isa, inner = self.schedule.spec, self.schedule.isa, self.inner
+        hidden, lanes = self.hidden, count_lanes(self.width)
+
+        def store_gate(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            v.store(inner.values, token * inner.length + row, value, 1)
+
+        def store_output(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            # What the gates have read is not needed any more.
+            v.store(hidden.values, token * spec.hidden + row, value, 1)
+
+        def mix(token: v.Expr) -> None:
+            # Zeros fill the last group up: nobody writes there.
+            with T.serial(self.width // lanes * inner.once) as step:
+                place = v.let(token * inner.length + step * lanes)
+                gate = v.let(v.load(inner.values, place, lanes))
+                value = activate_smoothly(spec, gate, lanes) * v.load(self.added, place, lanes)
+                v.store(inner.values, place, value, lanes)
+            emit_quantize(inner, token)
+
+        def add(token: v.Expr) -> None:
+            emit_add_normalized(spec, hidden.values, x, self.norm, hidden.once, token)
+
+        emit_each_token(tokens, lambda token: emit_normalize(spec, x, token, None, hidden, token))
+        emit_multiply(isa, spec.threads, self.gate, hidden, tokens, store_gate)
+        emit_each_token(tokens, mix)
+        emit_multiply(isa, spec.threads, self.output, inner, tokens, store_output)
+        emit_each_token(tokens, add)
+
+
+def take_layer_input(schedule: Schedule, take: Parameters, tokens: v.Expr) -> LayerInput | None:
+    """Declare the parameters; None for models without such embeddings."""
+    spec, own = schedule.spec, schedule.spec.layer_input
+    if own is None:
+        return None
+    width = own.stored_width
+    return LayerInput(
+        schedule=schedule,
+        width=own.width,
+        added=take.take_array("layer_input", "float32", "tokens", width),
+        gate=take_matrix(take, "layer_input_gate", own.width, spec.hidden, spec.attention),
+        output=take_matrix(take, "layer_input_output", spec.hidden, width, spec.attention),
+        norm=take.take_array("layer_input_norm", "float32", spec.hidden),
+        hidden=schedule.take_chunk(take, "hidden", spec.hidden, tokens),
+        inner=schedule.take_chunk(take, "layer_inner", width, tokens),
+    )
