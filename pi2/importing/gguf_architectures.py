@@ -13,6 +13,7 @@ from pi2.importing.gguf_names import (
     FALCON,
     FALCON_40B,
     GEMMA2,
+    GEMMA4,
     GLM_MIXTURE,
     GPT_OSS,
     GRANITE,
@@ -73,6 +74,7 @@ ARCHITECTURES = {
     "gemma3": Architecture(
         model_type="gemma3_text", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
     ),
+    "gemma4": Architecture(model_type="gemma4_text", names=GEMMA4, activation="gelu_pytorch_tanh"),
     "qwen2moe": Architecture(
         model_type="qwen2_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
     ),

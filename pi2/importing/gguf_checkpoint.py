@@ -34,6 +34,7 @@ from pi2.importing.gguf_config import (
     recover_llama3,
 )
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
+from pi2.importing.gguf_gemma4 import complete_gemma4, find_turned_share
 from pi2.importing.gguf_latent import join_heads
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_names import Names
@@ -159,6 +160,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         # PowerInfer counts the two rows before position 0 too.
         config["max_position_embeddings"] = positions.shape[0] - 2
     _describe_biases(config, tensors)
+    if architecture.model_type == "gemma4_text":
+        complete_gemma4(config, tensors)
     _scale_positions(path, files, config)
     _fold_norms(tensors)
     return GgufCheckpoint(
@@ -334,7 +337,12 @@ def _scale_positions(path: Path, files: list[GgufFile], config: dict[str, Any]) 
             )
             factors = tensor.read()
             theta, size = config.get("rope_theta", 10000.0), config.get("head_dim", 1)
-            scaling = recover_llama3(factors, theta, size)
+            if config["model_type"] == "gemma4_text":
+                share = find_turned_share(factors)
+                config["rope_parameters"]["full_attention"]["partial_rotary_factor"] = share
+                scaling = None if share is None else {}
+            else:
+                scaling = recover_llama3(factors, theta, size)
             if scaling:
                 config["rope_scaling"] = scaling
         if refused is not None or scaling is None:

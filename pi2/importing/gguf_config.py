@@ -10,6 +10,7 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE
 from pi2.importing.gguf_architectures import Architecture
+from pi2.importing.gguf_gemma4 import read_gemma4
 from pi2.importing.gguf_latent import read_latent, read_score_factor
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_mixtures import read_experts
@@ -34,8 +35,6 @@ def make_config(
     later = read("{arch}.nextn_predict_layers", int, 0)
     if 0 < later < layers:
         layers -= later  # they draft, and are no part of the model
-    expert = read("{arch}.expert_feed_forward_length", int, 0)
-    ffn = count("{arch}.feed_forward_length", expert or None)
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "_name_or_path": read("general.name", str, metadata.file.stem),
@@ -48,6 +47,11 @@ def make_config(
         **architecture.settings,
         **_read_tokens(metadata),
     }
+    if architecture.model_type == "gemma4_text":
+        own = read_gemma4(metadata, layers)
+        return config | own | {"hidden_activation": architecture.activation}
+    expert = read("{arch}.expert_feed_forward_length", int, 0)
+    ffn = count("{arch}.feed_forward_length", expert or None)
     if architecture.model_type == "opt":
         return config | {"ffn_dim": ffn, "activation_function": architecture.activation}
     activation = "relu" if sparse else architecture.activation

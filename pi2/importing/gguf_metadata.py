@@ -59,6 +59,16 @@ class Metadata:
             raise self._refuse(f"{name} is {count}, expected 1 or more")
         return count
 
+    def read_counts(self, key: str, layers: int) -> list[int]:
+        """A whole number of 1 or more for each of ``layers`` layers, of which a file states one or
+        all; raises as `read_flags` and `read_count` do."""
+        value = self.values.get(key.replace("{arch}", self.architecture))
+        if not isinstance(value, np.ndarray | list):
+            return [self.read_count(key)] * layers
+        if len(value) < layers or not all(int(count) >= 1 for count in value[:layers]):
+            raise self._refuse(f"{key} is no list of {layers} numbers of 1 or more")
+        return [int(count) for count in value[:layers]]
+
     def read_flags(self, key: str, layers: int) -> list[bool] | None:
         """One flag for each of ``layers`` layers; None where ``key`` is not stated, or is no list.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pi2.importing.gguf_gemma4 import GEMMA4_NAMES
 from pi2.importing.gguf_states import MAMBA_NAMES, STATE_NAMES
 
 _LAYER = "model.layers.{layer}"
@@ -214,6 +215,8 @@ GEMMA2: Names = {
     **_OUTPUT_NORMS,
     "blk.{layer}.ffn_norm.weight": f"{_LAYER}.pre_feedforward_layernorm.weight",
 }
+
+GEMMA4: Names = {**GEMMA2, **GEMMA4_NAMES}
 
 _FALCON_LAYER = "transformer.h.{layer}"
 

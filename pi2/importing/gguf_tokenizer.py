@@ -1,8 +1,9 @@
 """Makes a ``tokenizer.json`` from a GGUF file's metadata.
 
-Three kinds are known: ``gpt2``, byte-level pairs that are merged in a listed order; ``llama``,
+Four kinds are known: ``gpt2``, byte-level pairs that are merged in a listed order; ``llama``,
 SentencePiece pieces, of which the best-scored pair is merged first and what no piece covers falls
-apart into bytes; ``t5``, such pieces of which the likeliest division of a text counts.
+apart into bytes; ``gemma4``, such pieces that are merged in a listed order; ``t5``, such pieces of
+which the likeliest division of a text counts.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def _build(
     if kind == "gpt2":
         return _make_byte_level(file, metadata, tokens)
     if kind == "llama":
-        return _make_sentence_piece(file, metadata, tokens, kinds)
+        merges = _find_merges(tokens, _read_scores(file, metadata, tokens), kinds)
+        return _make_sentence_piece(metadata, tokens, kinds, merges)
+    if kind == "gemma4":
+        return _make_sentence_piece(metadata, tokens, kinds, _read_merges(metadata))
     if kind == "t5":
         return _make_unigram(file, metadata, tokens, kinds)
     raise _refuse(file, f"tokenizers of the kind {kind!r} are unknown")
@@ -136,12 +140,12 @@ def _make_byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[s
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _CUTS and pre not in _DIGITS_APART:
         raise _refuse(file, f"how {pre!r} cuts text into words is unknown")
-    pairs = []
-    for merge in metadata.get("tokenizer.ggml.merges", []):
-        left, _, right = str(merge).partition(" ")
-        pairs.append((left, right))
     tokenizer = Tokenizer(
-        models.BPE(vocab=_number_tokens(tokens), merges=pairs, ignore_merges=pre in _WHOLE_WORDS)
+        models.BPE(
+            vocab=_number_tokens(tokens),
+            merges=_read_merges(metadata),
+            ignore_merges=pre in _WHOLE_WORDS,
+        )
     )
     expression = _CUTS.get(pre)
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None)
@@ -160,16 +164,18 @@ def _make_byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[s
 
 
 def _make_sentence_piece(
-    file: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+    metadata: Mapping[str, Any],
+    tokens: Sequence[str],
+    kinds: Sequence[int],
+    merges: list[tuple[str, str]],
 ) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = _read_scores(file, metadata, tokens)
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == 2), None)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=_number_tokens(tokens),
-            merges=_find_merges(tokens, scores, kinds),
+            merges=merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=_BYTE in kinds,
@@ -246,6 +252,15 @@ def _find_merges(
         merges += [(scores[number], left, right) for _, _, left, right in sorted(pairs)]
     merges.sort(key=lambda merge: -merge[0])
     return [(left, right) for _, left, right in merges]
+
+
+def _read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs that are merged, in this order."""
+    pairs = []
+    for merge in metadata.get("tokenizer.ggml.merges", []):
+        left, _, right = str(merge).partition(" ")
+        pairs.append((left, right))
+    return pairs
 
 
 def _number_tokens(tokens: Sequence[str]) -> dict[str, int]:
