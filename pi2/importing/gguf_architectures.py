@@ -28,6 +28,7 @@ from pi2.importing.gguf_names import (
     OLMO2,
     OPT,
     PHI3,
+    PHI_MIXTURE,
     QWEN_HYBRID,
     QWEN_HYBRID_MIXTURE,
     QWEN_MIXTURE,
@@ -64,6 +65,7 @@ ARCHITECTURES = {
     "qwen3": Architecture(model_type="qwen3"),
     "gemma": Architecture(model_type="gemma", activation="gelu_pytorch_tanh", norm_offset=1.0),
     "phi3": Architecture(model_type="phi3", names=PHI3),
+    "phimoe": Architecture(model_type="phimoe", names=PHI_MIXTURE),
     "stablelm": Architecture(model_type="stablelm"),
     "starcoder2": Architecture(
         model_type="starcoder2", names=STARCODER2, activation="gelu_pytorch_tanh"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,13 @@ from pi2.importing.gguf_architectures import (
     name_in_file,
 )
 from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
-from pi2.importing.gguf_config import (
-    list_kinds,
-    make_config,
-    read_delta_heads,
-    recover_llama3,
-)
+from pi2.importing.gguf_config import list_kinds, make_config, read_delta_heads
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
-from pi2.importing.gguf_gemma4 import complete_gemma4, find_turned_share
+from pi2.importing.gguf_gemma4 import complete_gemma4
 from pi2.importing.gguf_latent import join_heads
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_names import Names
+from pi2.importing.gguf_positions import scale_positions
 from pi2.importing.gguf_states import restore_mamba, restore_state
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
 from pi2.importing.packed_tensor import PackedTensor
@@ -162,7 +159,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     _describe_biases(config, tensors)
     if architecture.model_type == "gemma4_text":
         complete_gemma4(config, tensors)
-    _scale_positions(path, files, config)
+    scale_positions(config, metadata, partial(_read_vector, files))
     _fold_norms(tensors)
     return GgufCheckpoint(
         folder=path,
@@ -311,6 +308,7 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
     for key in ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"):
         config[key] = has_qkv
     config["attention_out_bias"] = has_output
+    config["lm_head_bias"] = "lm_head.bias" in tensors
     config["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in tensors
     config["bias"] = "transformer.h.0.self_attention.query_key_value.bias" in tensors
     config["new_decoder_architecture"] = "transformer.h.0.ln_mlp.weight" in tensors
@@ -319,40 +317,22 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
     config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in tensors
 
 
-def _scale_positions(path: Path, files: list[GgufFile], config: dict[str, Any]) -> None:
-    """State the scaling of positions that a file has as a tensor."""
-    for file in files:
-        refused = next((name for name in file.entries if name.startswith("rope_factors_")), None)
-        entry = file.entries.get("rope_freqs.weight")
-        scaling: dict[str, Any] | None = {}
-        if entry is not None:
-            tensor = GgufTensor(
-                file=file.path,
-                name=entry.name,
-                dtype=entry.block.name,
-                shape=entry.shape,
-                offset=entry.offset,
-                size_bytes=entry.size_bytes,
-                block=entry.block,
-            )
-            factors = tensor.read()
-            theta, size = config.get("rope_theta", 10000.0), config.get("head_dim", 1)
-            if config["model_type"] == "gemma4_text":
-                share = find_turned_share(factors)
-                config["rope_parameters"]["full_attention"]["partial_rotary_factor"] = share
-                scaling = None if share is None else {}
-            else:
-                scaling = recover_llama3(factors, theta, size)
-            if scaling:
-                config["rope_scaling"] = scaling
-        if refused is not None or scaling is None:
-            raise UserError.of(
-                "P544",
-                f"tensor {refused or 'rope_freqs.weight'!r} in {file.path} scales positions in a "
-                "way that is unknown",
-                help="convert the original checkpoint",
-                file=str(path),
-            )
+def _read_vector(files: list[GgufFile], name: str) -> F32 | None:
+    """The numbers of a tensor that no model needs; None if no file has it."""
+    file = next((file for file in files if name in file.entries), None)
+    if file is None:
+        return None
+    entry = file.entries[name]
+    tensor = GgufTensor(
+        file=file.path,
+        name=entry.name,
+        dtype=entry.block.name,
+        shape=entry.shape,
+        offset=entry.offset,
+        size_bytes=entry.size_bytes,
+        block=entry.block,
+    )
+    return tensor.read()
 
 
 def _fold_norms(tensors: dict[str, SourceTensor]) -> None:

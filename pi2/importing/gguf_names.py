@@ -78,6 +78,8 @@ MIXTURE: Names = {
     **_name_ffn(f"{_SPARSE_BLOCK}.experts.{{expert}}", ".{expert}", _W),
 }
 
+PHI_MIXTURE: Names = {**MIXTURE, "output.bias": "lm_head.bias"}
+
 MINIMAX: Names = {
     **MIXTURE,
     "blk.{layer}.exp_probs_b.bias": f"{_SPARSE_BLOCK}.e_score_correction_bias",

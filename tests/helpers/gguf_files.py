@@ -197,6 +197,10 @@ def translate(weights: Mapping[str, F32], config: Mapping[str, Any]) -> dict[str
     for (layer, part), group in experts.items():
         found[f"blk.{layer}.ffn_{part}_exps.weight"] = np.stack(group)
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for length in ("long", "short"):
+        if f"{length}_factor" in scaling:
+            factors = np.array(scaling[f"{length}_factor"], np.float32)
+            found[f"rope_factors_{length}.weight"] = factors
     if scaling.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _find_divisors(config, scaling)
     return found
@@ -403,7 +407,9 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     if kind in ("linear", "yarn"):
         writer.add_string(f"{writer.arch}.rope.scaling.type", kind)
         writer.add_rope_scaling_factor(scaling["factor"])
-    if kind == "yarn":
+    if kind == "longrope":
+        writer.add_rope_scaling_attn_factors(scaling["attention_factor"])
+    if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     if "mscale_all_dim" in scaling:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])

@@ -72,6 +72,8 @@ GOLDENS = (
     "olmoe",
     "opt",
     "phi3",
+    "phi3-longrope",
+    "phimoe",
     "qwen2",
     "qwen2-moe",
     "qwen3",
@@ -87,7 +89,23 @@ GOLDENS = (
 )
 
 
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "attention_factor": 1.25,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 100,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+}
+"""LongRoPE with the one factor of sines and cosines that a file has."""
+
 UNSAID: dict[str, dict[str, Any]] = {
+    "phi3-longrope": {
+        "rope_parameters": LONG
+        | {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], "partial_rotary_factor": 0.75}
+        | {"long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 9.0]}
+    },
+    "phimoe": {"rope_parameters": LONG, "router_jitter_noise": 0.01},
     "deepseek-v2": {"attention_bias": False},
     "deepseek-v3": {
         "rope_parameters": {
