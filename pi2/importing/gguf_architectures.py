@@ -25,6 +25,7 @@ from pi2.importing.gguf_names import (
     LFM2_MIXTURE,
     MINIMAX,
     MIXTURE,
+    NEMOTRON_HYBRID,
     OLMO2,
     OPT,
     PHI3,
@@ -121,6 +122,12 @@ ARCHITECTURES = {
     "command-r": Architecture(model_type="cohere"),
     "cohere2": Architecture(model_type="cohere2"),
     "nemotron": Architecture(model_type="nemotron", activation="relu2", norm_offset=1.0),
+    "nemotron_h": Architecture(
+        model_type="nemotron_h", names=NEMOTRON_HYBRID, activation="relu2", permutes=True
+    ),
+    "nemotron_h_moe": Architecture(
+        model_type="nemotron_h", names=NEMOTRON_HYBRID, activation="relu2", permutes=True
+    ),
     "olmoe": Architecture(
         model_type="olmoe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
     ),

@@ -34,6 +34,7 @@ from pi2.importing.gguf_gemma4 import complete_gemma4
 from pi2.importing.gguf_latent import join_heads
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_names import Names
+from pi2.importing.gguf_nemotron import join_blocks
 from pi2.importing.gguf_positions import scale_positions
 from pi2.importing.gguf_states import restore_mamba, restore_state
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
@@ -150,7 +151,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         tied=names["output.weight"] not in tensors,
         sparse=sparse,
     )
-    if metadata.has("{arch}.ssm.group_count") or metadata.has("{arch}.shortconv.l_cache"):
+    if architecture.model_type == "nemotron_h":
+        tensors = join_blocks(config, tensors)
+    elif metadata.has("{arch}.ssm.group_count") or metadata.has("{arch}.shortconv.l_cache"):
         config["layer_types"] = list_kinds(config["num_hidden_layers"], tensors)
     positions = tensors.get("model.decoder.embed_positions.weight")
     if positions is not None:
@@ -314,6 +317,9 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
     config["new_decoder_architecture"] = "transformer.h.0.ln_mlp.weight" in tensors
     for key, part in (("mamba_conv_bias", "conv1d"), ("mamba_proj_bias", "in_proj")):
         config[key] = any(name.endswith(f".mamba.{part}.bias") for name in tensors)
+    if config["model_type"] == "nemotron_h":
+        config["use_conv_bias"] = config["mamba_conv_bias"]
+        config["use_bias"] = config["mamba_proj_bias"]
     config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in tensors
 
 

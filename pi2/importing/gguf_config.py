@@ -14,6 +14,7 @@ from pi2.importing.gguf_gemma4 import read_gemma4
 from pi2.importing.gguf_latent import read_latent, read_score_factor
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_mixtures import read_experts
+from pi2.importing.gguf_nemotron import read_nemotron_hybrid
 from pi2.importing.gguf_states import DeltaHeads
 
 MOST_CHANNELS = 2**20
@@ -89,6 +90,8 @@ def make_config(
         config["clip_qkv"] = read("{arch}.attention.clamp_kqv", float)
     if architecture.model_type == "granitemoehybrid":
         config |= _read_mamba(metadata, config)
+    elif architecture.model_type == "nemotron_h":
+        config |= read_nemotron_hybrid(metadata)
     elif metadata.has("{arch}.ssm.group_count"):
         config |= _read_states(metadata)
     if metadata.has("{arch}.shortconv.l_cache"):

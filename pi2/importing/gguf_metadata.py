@@ -30,8 +30,8 @@ class Metadata:
         key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
         value: Any = self.values.get(key)
         if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
-            if key.endswith(".head_count_kv") and value.any():
-                # Layers that keep a state have no keys.
+            if key.endswith((".head_count_kv", ".feed_forward_length")) and value.any():
+                # Layers that keep a state have no keys, and blocks that mix tokens no FFN.
                 value = value[value != 0]
             if not (value == value[0]).all():
                 raise self._refuse(f"{key} differs between layers, which pi2 cannot compute")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pi2.importing.gguf_gemma4 import GEMMA4_NAMES
+from pi2.importing.gguf_nemotron import NEMOTRON_HYBRID_NAMES
 from pi2.importing.gguf_states import MAMBA_NAMES, STATE_NAMES
 
 _LAYER = "model.layers.{layer}"
@@ -219,6 +220,8 @@ GEMMA2: Names = {
 }
 
 GEMMA4: Names = {**GEMMA2, **GEMMA4_NAMES}
+
+NEMOTRON_HYBRID: Names = {**NEMOTRON_HYBRID_NAMES}
 
 _FALCON_LAYER = "transformer.h.{layer}"
 
