@@ -358,9 +358,32 @@ def draw_gemma4(drawn: random.Random) -> Drawn:
     return "Gemma4Text", options
 
 
+def draw_small_gemma4(drawn: random.Random) -> Drawn:
+    """Gemma 4 with embeddings of layers, and last layers that share keys and values."""
+    kind, options = draw_gemma4(drawn)
+    # The first of two layers, and the last, have no window; layers that share need one of each.
+    kinds = ["full_attention", "sliding_attention"] * drawn.randint(1, 2)
+    shared = drawn.randint(0, 3)
+    later = [drawn.choice(["full_attention", "sliding_attention"]) for _ in range(shared)]
+    later = [*later[:-1], "full_attention"] if later else ["full_attention"]
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        options.pop(key, None)
+    return kind, options | {
+        "enable_moe_block": False,
+        "layer_types": [*kinds, *later],
+        "num_hidden_layers": len(kinds) + len(later),
+        "sliding_window": drawn.choice([3, 6, 40]),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": drawn.random() < 0.5,
+        "hidden_size_per_layer_input": drawn.choice([4, 7, 16, 32, 40]),
+        "vocab_size_per_layer_input": 96,  # all tokens of golden models
+    }
+
+
 DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "bitnet": draw_bitnet,
     "gemma4": draw_gemma4,
+    "gemma4_small": draw_small_gemma4,
     "gpt_oss": draw_gpt_oss,
     "deepseek_v2": draw_deepseek_v2,
     "deepseek_v3": draw_deepseek_v3,

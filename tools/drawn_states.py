@@ -161,6 +161,39 @@ def draw_lfm2_moe(draw: random.Random) -> Options:
     }
 
 
+def draw_nemotron_h(draw: random.Random) -> Options:
+    """Nemotron-H: blocks that are layers together, with and without experts."""
+    options = draw_common(draw)
+    ffn = draw.choice([["mlp"], ["moe"], ["mlp", "moe"]])
+    mixers = [["linear_attention"], ["full_attention"], ["linear_attention", "full_attention"]]
+    blocks: list[str] = []
+    for _ in range(options.pop("num_hidden_layers")):
+        blocks += [*draw.choice(mixers), draw.choice(ffn)]
+    groups, experts = draw.choice([1, 1, 2]), draw.randint(2, 8)
+    size = draw.choice([8, 12, 24])
+    return options | {
+        "layers_block_type": blocks,
+        "tie_word_embeddings": False,
+        "head_dim": draw.choice([8, 12, 16]),
+        "attention_bias": draw.random() < 0.3,
+        "mlp_bias": "moe" not in blocks and draw.random() < 0.4,
+        "use_bias": draw.random() < 0.3,
+        "use_conv_bias": draw.random() < 0.7,
+        "mamba_num_heads": groups * draw.choice([1, 2, 4]),
+        "mamba_head_dim": draw.choice([4, 8, 12]),
+        "n_groups": groups,
+        "ssm_state_size": draw.choice([4, 7, 16]),
+        "conv_kernel": draw.choice([2, 3, 4]),
+        "time_step_min": draw.choice([0.001, 0.3]),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": draw.randint(1, min(4, experts)),
+        "moe_intermediate_size": size,
+        "moe_shared_expert_intermediate_size": draw.choice([size, 2 * size, size + 3]),
+        "norm_topk_prob": draw.random() < 0.7,
+        "routed_scaling_factor": draw.choice([1.0, 2.5]),
+    }
+
+
 def _name(
     family: str, draw_options: Callable[[random.Random], Options], draw: random.Random
 ) -> Drawn:
@@ -172,6 +205,7 @@ STATE_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "granitemoehybrid": partial(_name, "GraniteMoeHybrid", draw_granite),
     "lfm2": partial(_name, "Lfm2", draw_lfm2),
     "lfm2_moe": partial(_name, "Lfm2Moe", draw_lfm2_moe),
+    "nemotron_h": partial(_name, "NemotronH", draw_nemotron_h),
     "qwen3_5": partial(_name, "Qwen3_5Text", draw_qwen),
     "qwen3_5_moe": partial(_name, "Qwen3_5MoeText", draw_qwen_moe),
     "qwen3_next": partial(_name, "Qwen3Next", draw_qwen3_next),
