@@ -135,7 +135,7 @@ class Multipliers(Table):
 
 
 class LayerEmbedding(Table):
-    """Embeddings that every layer has of its own (Gemma 3n, Gemma 4 E2B), in one table that stays
+    """Embeddings that every layer has of its own (Gemma 4 E2B), in one table that stays
     on flash: a token needs one row of it.
 
     A layer's row, times ``factor``, and the norm of what a projection makes of the first layer's
