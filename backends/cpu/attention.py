@@ -9,9 +9,11 @@ import numpy as np
 from pi2.arrays import F32, U8, Raw
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import count_tokens
+from pi2.backends.cpu.scratch import Scratch
 from pi2.backends.cpu.specification import find_attention_shape, list_attention_shapes
 from pi2.backends.cpu.states import States
 from pi2.backends.cpu.workspace import Views, Workspace
+from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
 from pi2.backends.rope import RopeTables, compute_growth
@@ -59,7 +61,12 @@ class Attention:
     """What attention reads and writes beside the arrays of a chunk."""
 
     def __init__(
-        self, request: BuildRequest, space: Workspace, spec: KernelSpec, library: Library
+        self,
+        request: BuildRequest,
+        space: Workspace,
+        spec: KernelSpec,
+        library: Library,
+        scratch: Scratch,
     ) -> None:
         self._spec = spec
         self._library = library
@@ -111,9 +118,9 @@ class Attention:
                 caches.append(
                     {mixer: self._make_cache(space, layer, mixer, sequence) for mixer in mixers}
                 )
-        rooms = {(own.head_dim, own.qkv_rows): _Room(space, own, tokens) for own in specs}
-        self._rooms = [rooms[own.head_dim, own.qkv_rows].views for own in self._specs]
-        room = rooms[spec.head_dim, spec.qkv_rows]
+        rooms = {_find_room(own): _Room(space, own, tokens, scratch) for own in specs}
+        self._rooms = [rooms[_find_room(own)].views for own in self._specs]
+        room = rooms[_find_room(spec)]
         self.mixed: F32 = room.mixed
         """What the queries have mixed [tokens, width]."""
         self.qkv: F32 = room.qkv
@@ -215,10 +222,15 @@ class Attention:
         return self._library.bind(function, given, *arrays, layer=layer, name=name)
 
 
+def _find_room(spec: KernelSpec) -> tuple[int, ...]:
+    """Return what layers have in common that work in the same room."""
+    return spec.kv_heads, spec.head_dim, spec.qkv_rows
+
+
 class _Room:
     """Where layers with the same heads work."""
 
-    def __init__(self, space: Workspace, spec: KernelSpec, tokens: int) -> None:
+    def __init__(self, space: Workspace, spec: KernelSpec, tokens: int, scratch: Scratch) -> None:
         self.mixed: F32 = space.make("float32", tokens, spec.width)
         self.qkv: F32 = space.make("float32", tokens, spec.qkv_rows)
         self.views: Views = space.make_activations(
@@ -229,10 +241,24 @@ class _Room:
         self.views["qkv"] = space.wrap(self.qkv)
         if spec.latent is not None:
             self.views |= _make_latent_room(space, spec, spec.latent, tokens)
+        else:
+            self.views |= _cut_mixing_room(space, spec, scratch)
         summed = spec.head_dim if spec.latent is None else spec.latent.rank
         for name, *size in (("sums", summed), ("tops",), ("totals",)):
             array = space.make("float32", spec.heads, SPANS, *size)
             self.views[f"span_{name}"] = space.wrap(array)
+
+
+def _cut_mixing_room(space: Workspace, spec: KernelSpec, scratch: Scratch) -> Views:
+    """Return views of what threads mix in for several tokens."""
+    layout = lay_out_mixing(spec)
+    sizes = {
+        "mixing_floats": ("float32", layout.float_sizes),
+        "mixing_integers": ("int32", layout.integer_sizes),
+        "mixing_codes": ("int8", layout.byte_sizes),
+    }
+    arrays = scratch.cut(*((dtype, spec.threads * count(own)) for dtype, own in sizes.values()))
+    return {name: space.wrap(array) for name, array in zip(sizes, arrays, strict=True)}
 
 
 def _make_latent_room(

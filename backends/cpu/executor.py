@@ -21,6 +21,7 @@ from pi2.backends.cpu.divided import DividedEnds
 from pi2.backends.cpu.lanes import order_by_lanes
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
+from pi2.backends.cpu.scratch import Scratch
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.experts import list_chosen, make_routers
 from pi2.backends.kernels.spec import KernelSpec
@@ -70,8 +71,9 @@ class CpuExecutor:
                 own.views.update(tiles)
         views = arrays[0].views
         self._prediction = Prediction(request, space, spec, library, views)
-        self._neurons = Neurons(request, space, spec, library, views, self._prediction)
-        self._attention = Attention(request, space, spec, library)
+        scratch = Scratch(space, spec)
+        self._neurons = Neurons(request, space, spec, library, views, self._prediction, scratch)
+        self._attention = Attention(request, space, spec, library, scratch)
         self._moe = model.moe
         self._routers = make_routers(model, lambda name: _read_rows(request, name))
         self._observer: ExecutorObserver | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pi2.backends.kernels.mixing_layout import count_most_room
 from pi2.plan.arithmetic.sizes import (
     ALIGNMENT,
     KV_SPANS,
@@ -102,7 +103,14 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         activations += chunk * 4 * (model.expert_count + 1)
         tables += 4 * model.layer_neurons
     threads = _count_threads(resolved)
-    tables += threads * (4 * shape.stored_hidden + THREAD_BYTES) + SMALL_BYTES
+    scratch = THREAD_BYTES
+    if latent is None:
+        rooms = [
+            count_most_room(view.shape.heads // view.shape.kv_heads, view.shape.head_dim)
+            for view in views
+        ]
+        scratch = max(THREAD_BYTES, *rooms)
+    tables += threads * (4 * shape.stored_hidden + scratch) + SMALL_BYTES
     if model.ffn.sub_norm:
         tables += 4 * threads * (1 + plan.decode.step_tokens) + 2 * ALIGNMENT
     if plan.decode.step_tokens > 1 and not model.is_smooth:

@@ -12,8 +12,9 @@ from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import count_tokens
 from pi2.backends.cpu.expert_groups import complete_pairs, list_groups
 from pi2.backends.cpu.prediction import Prediction
+from pi2.backends.cpu.scratch import DENSE_FLOATS, Scratch
 from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.kernels.spec import BLOCK, KEPT, MOST_NAMING, PANEL, PARTS, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import BLOCK, MOST_NAMING, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.weights.packing import slice_experts
@@ -47,6 +48,7 @@ class Neurons:
         library: Library,
         views: Views,
         prediction: Prediction,
+        scratch: Scratch,
     ) -> None:
         """``views``: arrays of the first chunk, which single tokens use."""
         self._spec = spec
@@ -86,7 +88,7 @@ class Neurons:
             self._room["rows"] = space.wrap(self._rows)
             self._room["firing_rows"] = space.wrap(space.make("int32", neurons))
         self._tokens = space.make("int32", tokens if spec.experts else 1)
-        unpacked = space.make("float32", spec.threads, UNPACKED + KEPT, 128)
+        (unpacked,) = scratch.cut(("float32", spec.threads * DENSE_FLOATS))
         self._panel: Views = {
             "slots": self._room["slots"],
             "tokens_of_expert": space.wrap(self._tokens),

@@ -1,14 +1,13 @@
-"""Attention with grouped queries over the KV cache (`pi2.backends.kernels.kv`).
+"""Attention of one token with grouped queries over the KV cache (`pi2.backends.kernels.kv`).
 
-A task computes a few queries that share a key and value head over a run of blocks of 16 tokens,
-with an online softmax: scores of a block have a token per lane and need no sum across lanes.
+Several tokens of a sequence: `pi2.backends.kernels.chunk_attention`.
 
-- A chunk of tokens (prefill): a task per key head and `QUERIES_TOGETHER` queries, heads of one
-  token or a head of several tokens.
-- One token (decode): the blocks that it sees are divided into up to `SPANS` spans of at least
-  `SPAN_BLOCKS` blocks, a task per key head and span, whose sums are merged afterwards.  So every
-  thread has work whatever the number of key heads, and the cost grows with the context, not faster.
-  The division depends on the position alone: equal input gives equal bits on any number of threads.
+The blocks of 16 tokens that a token sees are divided into up to `SPANS` spans of at least
+`SPAN_BLOCKS` blocks.  A task computes a few queries that share a key and value head over a span,
+with an online softmax: scores of a block have a token per lane and need no sum across lanes.  The
+sums of all spans are merged afterwards.  So every thread has work whatever the number of key heads,
+and the cost grows with the context, not faster.  The division depends on the position alone: equal
+input gives equal bits on any number of threads.
 
 Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2023 (division over the context).
 """
@@ -64,7 +63,7 @@ class Spans:
     """Blocks of a span; the last may have fewer."""
 
 
-def _find_first(spec: KernelSpec, last: v.Expr) -> v.Expr:
+def find_first(spec: KernelSpec, last: v.Expr) -> v.Expr:
     """Return the first token that the query at ``last`` sees."""
     if spec.window is None:
         return T.int32(0)
@@ -75,7 +74,7 @@ def divide_blocks(
     spec: KernelSpec, position: v.Expr, sums: v.Buffer, tops: v.Buffer, totals: v.Buffer
 ) -> Spans:
     """Return the spans of the token at ``position``."""
-    begin = v.let(T.floordiv(_find_first(spec, position), KV_BLOCK))
+    begin = v.let(T.floordiv(find_first(spec, position), KV_BLOCK))
     blocks = v.let(T.floordiv(position, KV_BLOCK) - begin + 1)
     size = v.let(T.max(T.floordiv(blocks + (SPANS - 1), SPANS), SPAN_BLOCKS))
     count = v.let(T.floordiv(blocks + size - 1, size))
@@ -84,83 +83,12 @@ def divide_blocks(
     )
 
 
-def emit_chunk_attention(
-    spec: KernelSpec,
-    qkv: v.Buffer,
-    cache: Cache,
-    output: v.Buffer,
-    tokens: v.Expr,
-    position: v.Expr,
-    tile: v.Expr,
-    kv_head: v.Expr,
-    sinks: v.Buffer | None = None,
-) -> None:
-    """Attend the heads of ``kv_head`` for the ``tile``-th `count_tile_tokens` tokens; ``sinks``
-    float32 [heads] are scores that no token has.
-
-    ``output`` float32 [tokens, heads * head_dim].
-    """
-    group = spec.heads // spec.kv_heads
-    together = count_tile_tokens(spec)
-    # The last tile repeats the last token, and finishes it once.
-    named = [v.let(T.min(tile * together + turn, tokens - 1)) for turn in range(together)]
-    for offset in range(0, group, QUERIES_TOGETHER):
-        queries = []
-        for token in named:
-            last = v.let(position + token)
-            first = _find_first(spec, last)
-            for index in range(min(QUERIES_TOGETHER, group - offset)):
-                head = kv_head * group + (offset + index)
-                queries.append(
-                    _Query(
-                        source=v.let(token * spec.qkv_rows + head * spec.head_dim),
-                        result=v.let(token * spec.width + head * spec.head_dim),
-                        first=first,
-                        last=last,
-                    )
-                )
-        begin = v.let(T.floordiv(queries[0].first, KV_BLOCK))
-        count = v.let(T.floordiv(queries[-1].last, KV_BLOCK) - begin + 1)
-        per_token = len(queries) // together
-
-        def finish(
-            index: int,
-            top: v.Expr,
-            total: v.Expr,
-            queries: list[_Query] = queries,
-            per_token: int = per_token,
-            offset: int = offset,
-        ) -> None:
-            turn = index // per_token
-
-            def divide() -> None:
-                factor = v.constant(1.0, "float32") / total
-                if sinks is not None:
-                    head = kv_head * group + (offset + index % per_token)
-                    factor = _find_share(top, total, sinks[head])
-                factor = v.let(factor)
-                _emit_scale(spec, cache, output, queries[index].result, factor)
-
-            if turn == 0:
-                divide()
-                return
-            with T.If(tile * together + turn < tokens), T.Then():
-                divide()
-
-        _emit_queries(spec, qkv, cache, output, queries, kv_head, begin, count, finish)
-
-
-def _find_share(top: v.Expr, total: v.Expr, sink: v.Expr) -> v.Expr:
+def find_share(top: v.Expr, total: v.Expr, sink: v.Expr) -> v.Expr:
     """What sums of shares, relative to the largest score ``top``, are multiplied with where a
     ``sink`` has a share, too.  A sink that is far larger leaves nothing."""
     most = v.let(T.max(top, sink))
     own = v.let(v.take_exponential(top - most, 1))
     return own / (total * own + v.take_exponential(sink - most, 1))
-
-
-def count_tile_tokens(spec: KernelSpec) -> int:
-    """Return the tokens that a task of `emit_chunk_attention` takes."""
-    return max(QUERIES_TOGETHER // (spec.heads // spec.kv_heads), 1)
 
 
 def emit_span_attention(
@@ -175,7 +103,7 @@ def emit_span_attention(
 ) -> None:
     """Attend the heads of ``kv_head`` of ``token`` to the blocks of a span."""
     group = spec.heads // spec.kv_heads
-    first = _find_first(spec, position)
+    first = find_first(spec, position)
     skipped = v.let(span * spans.size)
     count = v.let(T.min(spans.blocks - skipped, spans.size))
     for offset in range(0, group, QUERIES_TOGETHER):
@@ -233,7 +161,7 @@ def emit_merge(
                 v.store(output, result + part * lanes, new, lanes)
         share = v.constant(1.0, "float32") / total.get()
         if sinks is not None:
-            share = _find_share(top.get(), total.get(), sinks[head])
+            share = find_share(top.get(), total.get(), sinks[head])
         _emit_scale(spec, cache, output, result, v.let(share))
 
 

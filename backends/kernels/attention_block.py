@@ -15,12 +15,11 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.attention import (
-    count_tile_tokens,
     divide_blocks,
-    emit_chunk_attention,
     emit_merge,
     emit_span_attention,
 )
+from pi2.backends.kernels.chunk_attention import Chunk, emit_chunk_attention
 from pi2.backends.kernels.kv import (
     Cache,
     count_lanes,
@@ -32,6 +31,7 @@ from pi2.backends.kernels.kv import (
 )
 from pi2.backends.kernels.matrix import emit_shared
 from pi2.backends.kernels.mixing_block import MixingBlock
+from pi2.backends.kernels.mixing_room import Room, take_room
 from pi2.backends.kernels.norms import (
     emit_head_norms,
     emit_mixed_norm,
@@ -46,7 +46,7 @@ from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
 
 def emit_attend(schedule: Schedule, take: Parameters) -> None:
     """Add the attention block to x; keys and values of the tokens are kept."""
-    block = _take_block(schedule, take, "tokens")
+    block = _take_block(schedule, take, "tokens", has_room=True)
     block.emit_project()
     block.emit_keep_and_mix()
     block.emit_output()
@@ -54,7 +54,7 @@ def emit_attend(schedule: Schedule, take: Parameters) -> None:
 
 def emit_attend_mix_tokens(schedule: Schedule, take: Parameters) -> None:
     """Keep keys and values of the tokens of one sequence, and mix for each of them."""
-    _take_block(schedule, take, "tokens").emit_keep_and_mix()
+    _take_block(schedule, take, "tokens", has_room=True).emit_keep_and_mix()
 
 
 def emit_attend_project(schedule: Schedule, take: Parameters) -> None:
@@ -87,6 +87,8 @@ class _Block(MixingBlock):
     mixed: Activations
     mixed_norm: v.Buffer | None
     spans: tuple[v.Buffer, v.Buffer, v.Buffer]
+    room: Room | None
+    """Where several tokens of a sequence are mixed, in functions that do so."""
 
     def emit_project(self) -> None:
         """Normalise x; queries, keys and values of all tokens."""
@@ -149,19 +151,21 @@ class _Block(MixingBlock):
 
     def emit_mix_chunk(self) -> None:
         """Attention of several tokens of a sequence."""
-        spec, tokens = self.schedule.spec, self.tokens
-        values = self.mixed.values
-        together = count_tile_tokens(spec)
-        tiles = v.let(T.floordiv(tokens + together - 1, together))
-        with T.parallel(tiles * spec.kv_heads) as task:
-            # Heads outermost: every thread gets early and late tokens alike.
-            tile = v.let(T.floormod(task, tiles))
-            head = v.let(T.floordiv(task, tiles))
-            emit_chunk_attention(
-                spec, self.qkv, self.cache, values, tokens, self.position, tile, head, self.sinks
-            )
-        if spec.output_gate or self.mixed_norm is not None:
-            emit_each_token(tokens, self.emit_end)
+        assert self.room is not None
+        chunk = Chunk(
+            schedule=self.schedule,
+            qkv=self.qkv,
+            cache=self.cache,
+            output=self.mixed.values,
+            codes=self.mixed.codes,
+            tokens=self.tokens,
+            position=self.position,
+            sinks=self.sinks,
+            room=self.room,
+        )
+        emit_chunk_attention(chunk)
+        if self.schedule.spec.output_gate or self.mixed_norm is not None:
+            emit_each_token(self.tokens, self.emit_end)
 
     def emit_end(self, token: v.Expr) -> None:
         """Change what ``token`` has mixed as the projection takes it: gates and a norm."""
@@ -188,7 +192,9 @@ class _Block(MixingBlock):
         self.emit_add(self.mixed, self.schedule.spec.other_output)
 
 
-def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
+def _take_block(
+    schedule: Schedule, take: Parameters, number: str, *, has_room: bool = False
+) -> _Block:
     """Declare the parameters; ``number`` names the first: how many tokens, or which."""
     spec = schedule.spec
     tokens = take.take_number(number)
@@ -262,4 +268,5 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
         mixed=mixed,
         mixed_norm=mixed_norm,
         spans=(sums, tops, totals),
+        room=take_room(take, spec) if has_room else None,
     )

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi2.arrays import F64
-from pi2.backends.kernels.spec import KV_DTYPES, SPANS
+from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
+from pi2.backends.kernels.spec import KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.reference.kv_cache import quantize_kv
 from pi2.backends.rope import compute_rope_tables
 from pi2.plan.documents.model_attention import Rope
 from pi2.plan.documents.plan_memory import KvType
 from tests.helpers.kernels import (
+    X86_FEATURES,
     allocate,
     compile_kernel,
     list_runnable_isas,
@@ -26,28 +28,24 @@ from tests.helpers.kernels import (
     measure_error,
 )
 
+MOST_TOKENS = 4600
+
 
 @functools.cache
-def make_attention(
-    heads: int, kv_heads: int, head_dim: int, window: int | None, kv: KvType
-) -> Callable[[Any], None]:
-    """A kernel (tokens, position, context; qkv, cosines, sines, cache, spans, output).
+def make_attention(spec: KernelSpec) -> Callable[[Any], None]:
+    """A kernel (tokens, position, context; qkv, cosines, sines, cache, spans, output, room).
 
     The cache is keys, values and, for int8, their scales.
     """
     from tvm.tirx.script import builder as T
 
     from pi2.backends.kernels import attention
+    from pi2.backends.kernels.chunk_attention import Chunk, emit_chunk_attention
     from pi2.backends.kernels.kv import emit_append, emit_rope, make_cache
+    from pi2.backends.kernels.mixing_room import take_room
+    from pi2.backends.kernels.schedule import Schedule
 
-    spec = make_spec(
-        hidden=heads * head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        window=window,
-        kv=kv,
-    )
+    kv, kv_heads = spec.kv, spec.kv_heads
 
     def emit(take: Any) -> None:
         tokens, position = take.take_number("tokens"), take.take_number("position")
@@ -59,6 +57,7 @@ def make_attention(
             scales = (take.take_array("a", "float16"), take.take_array("b", "float16"))
         sums, tops, totals = (take.take_array(name, "float32") for name in ("s", "p", "t"))
         output = take.take_array("output", "float32")
+        codes, room = take.take_array("codes", "int8"), take_room(take, spec)
         cache = make_cache(spec, keys, values, scales, context, T.min(tokens, 1))
         with T.serial(tokens) as token:
             emit_rope(spec, qkv, cosines, sines, cache.once, token, position + token)
@@ -71,15 +70,55 @@ def make_attention(
                     attention.emit_span_attention(spec, qkv, cache, spans, position, span, head)
                 attention.emit_merge(spec, spans, cache, output)
             with T.Else():
-                together = attention.count_tile_tokens(spec)
-                tiles = T.floordiv(tokens + together - 1, together)
-                with T.parallel(tiles * kv_heads) as task:
-                    tile, head = T.floormod(task, tiles), T.floordiv(task, tiles)
-                    attention.emit_chunk_attention(
-                        spec, qkv, cache, output, tokens, position, tile, head
-                    )
+                chunk = Chunk(
+                    schedule=Schedule(spec, spec.isa),
+                    qkv=qkv,
+                    cache=cache,
+                    output=output,
+                    codes=codes,
+                    tokens=tokens,
+                    position=position,
+                    sinks=None,
+                    room=room,
+                )
+                emit_chunk_attention(chunk)
 
     return emit
+
+
+def make_small_spec(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    kv: KvType,
+    isa: str,
+    chunk_planes: int = 2,
+) -> KernelSpec:
+    """Attention alone, for a schedule."""
+    return make_spec(
+        hidden=heads * head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        window=window,
+        kv=kv,
+        chunk_planes=chunk_planes,
+        features=tuple(sorted(X86_FEATURES[isa])),
+    )
+
+
+def make_room(spec: KernelSpec) -> list[Any]:
+    """Where threads mix for several tokens, up to `MOST_TOKENS`."""
+    layout = lay_out_mixing(spec)
+    codes = allocate("int8", MOST_TOKENS, spec.most_planes, spec.width)
+    sizes = (layout.float_sizes, layout.integer_sizes, layout.byte_sizes)
+    dtypes = ("float32", "int32", "int8")
+    rooms = [
+        allocate(dtype, spec.threads * count(size))
+        for dtype, size in zip(dtypes, sizes, strict=True)
+    ]
+    return [codes, *rooms]
 
 
 def attend_plainly(
@@ -137,6 +176,7 @@ def attend_plainly(
             Rope(kind="llama3", factor=8.0, original_context=16),
         ]
     ),
+    isa=st.sampled_from(list_runnable_isas()),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_attention_in_any_chunks_is_that_of_the_whole_sequence(
@@ -147,6 +187,7 @@ def test_attention_in_any_chunks_is_that_of_the_whole_sequence(
     chunks: list[int],
     kv: KvType,
     rope: Rope,
+    isa: str,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -158,16 +199,16 @@ def test_attention_in_any_chunks_is_that_of_the_whole_sequence(
     spans = make_spans(heads, head_dim)
     cosines, sines = (allocate("float32", context, head_dim // 2) for _ in range(2))
     cosines[:], sines[:] = compute_rope_tables(rope, head_dim, context)
-    isa = make_isa(list_runnable_isas()[-1])
-    kernel = compile_kernel(make_attention(heads, kv_heads, head_dim, window, kv), isa)
+    spec = make_small_spec(heads, kv_heads, head_dim, window, kv, isa)
+    room, kernel = make_room(spec), compile_kernel(make_attention(spec), make_isa(isa))
     parts, position = [], 0
-    for count in chunks:
-        part = allocate("float32", count, rows)
-        part[:] = qkv[position : position + count]
-        output = allocate("float32", count, heads * head_dim)
-        kernel(count, position, context, part, cosines, sines, *cache, *spans, output)
+    for number in chunks:
+        part = allocate("float32", number, rows)
+        part[:] = qkv[position : position + number]
+        output = allocate("float32", number, heads * head_dim)
+        kernel(number, position, context, part, cosines, sines, *cache, *spans, output, *room)
         parts.append(output)
-        position += count
+        position += number
     shaped = qkv.astype(np.float64).reshape(tokens, -1, head_dim)
     expected = attend_plainly(
         shaped[:, :heads],
@@ -209,28 +250,32 @@ def test_a_long_context_is_attended_in_spans(kv: KvType, position: int, window: 
     rows = (heads + 2) * head_dim
     cosines, sines = (allocate("float32", context, head_dim // 2) for _ in range(2))
     cosines[:] = 1
-    isa = make_isa(list_runnable_isas()[-1])
-    kernel = compile_kernel(make_attention(heads, kv_heads, head_dim, window, kv), isa)
+    isa = list_runnable_isas()[-1]
+    spec = make_small_spec(heads, kv_heads, head_dim, window, kv, isa)
+    room, kernel = make_room(spec), compile_kernel(make_attention(spec), make_isa(isa))
     cache, spans = make_arrays(context, 1, head_dim, kv), make_spans(heads, head_dim)
     qkv = allocate("float32", position + 1, rows)
     qkv[:] = 2 * rng.standard_normal((position + 1, rows))
     before = qkv.astype(np.float64).reshape(position + 1, -1, head_dim)
     output = allocate("float32", position, heads * head_dim)
-    kernel(position, 0, context, qkv[:position], cosines, sines, *cache, *spans, output)
+    kernel(position, 0, context, qkv[:position], cosines, sines, *cache, *spans, output, *room)
     last, together = allocate("float32", 1, rows), allocate("float32", 1, heads * head_dim)
     last[:] = qkv[position:]
-    kernel(1, position, context, last, cosines, sines, *cache, *spans, together)
+    kernel(1, position, context, last, cosines, sines, *cache, *spans, together, *room)
     turn = np.ones((position + 1, head_dim // 2))
     expected = attend_plainly(
         before[:, :heads], before[:, 5:6], before[:, 6:], turn, 0 * turn, window, kv
     )
-    assert measure_error(together, expected[-1].reshape(1, -1)) < (1e-5 if kv == "fp32" else 2e-3)
+    limit = 1e-5 if kv == "fp32" else 2e-3
+    assert measure_error(together, expected[-1].reshape(1, -1)) < limit
+    assert measure_error(output, expected[:-1].reshape(position, -1)) < limit
 
 
 def test_scores_far_apart_stay_finite() -> None:
     heads, head_dim, context = 2, 32, 32
-    isa = make_isa(list_runnable_isas()[-1])
-    kernel = compile_kernel(make_attention(heads, 1, head_dim, None, "fp16"), isa)
+    isa = list_runnable_isas()[-1]
+    spec = make_small_spec(heads, 1, head_dim, None, "fp16", isa)
+    room, kernel = make_room(spec), compile_kernel(make_attention(spec), make_isa(isa))
     qkv = allocate("float32", 20, (heads + 2) * head_dim)
     qkv[:, : heads * head_dim] = 100
     qkv[:, heads * head_dim : -head_dim] = np.where(np.arange(20) % 2, 100, -100)[:, None]
@@ -239,7 +284,62 @@ def test_scores_far_apart_stay_finite() -> None:
     cosines[:] = 1
     cache, spans = make_arrays(context, 1, head_dim, "fp16"), make_spans(heads, head_dim)
     output = allocate("float32", 20, heads * head_dim)
-    kernel(20, 0, context, qkv, cosines, sines, *cache, *spans, output)
+    kernel(20, 0, context, qkv, cosines, sines, *cache, *spans, output, *room)
     # Odd tokens have equal, huge scores: the last token sees the mean of theirs.
     assert np.allclose(output[19], np.arange(1, 20, 2).mean(), rtol=1e-6)
     assert np.allclose(output[0], 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8"])
+@pytest.mark.parametrize("isa", list_runnable_isas()[-2:])
+@pytest.mark.parametrize("window", [None, 50])
+def test_how_a_prompt_is_cut_into_chunks_changes_no_bit(
+    kv: KvType, isa: str, window: int | None
+) -> None:
+    rng = np.random.default_rng(3)
+    heads, kv_heads, head_dim, tokens = 6, 2, 48, 200
+    spec = make_small_spec(heads, kv_heads, head_dim, window, kv, isa)
+    kernel = compile_kernel(make_attention(spec), make_isa(isa))
+    qkv = rng.standard_normal((tokens, spec.qkv_rows)).astype(np.float32)
+    cosines, sines = (allocate("float32", 208, head_dim // 2) for _ in range(2))
+    cosines[:] = 1
+    outputs = []
+    for chunks, left in (((200,), 0), ((64, 136), 9), ((2, 17, 45, 130, 6), 100)):
+        cache, spans = make_arrays(208, kv_heads, head_dim, kv, left), make_spans(heads, head_dim)
+        room, parts, position = make_room(spec), [], 0
+        for number in chunks:
+            part = allocate("float32", number, spec.qkv_rows)
+            part[:] = qkv[position : position + number]
+            output = allocate("float32", number, heads * head_dim)
+            kernel(number, position, 208, part, cosines, sines, *cache, *spans, output, *room)
+            parts.append(output)
+            position += number
+        outputs.append(np.concatenate(parts))
+    assert np.array_equal(outputs[0], outputs[1])
+    assert np.array_equal(outputs[0], outputs[2])
+
+
+@pytest.mark.skipif("avx512vnni" not in list_runnable_isas(), reason="needs AVX-512 VNNI")
+@pytest.mark.parametrize(("chunk_planes", "limit"), [(4, 3e-6), (2, 3e-4), (1, 3e-4)])
+def test_queries_and_shares_of_int8_keys_are_rounded_unless_the_plan_rounds_nothing(
+    chunk_planes: int, limit: float
+) -> None:
+    rng = np.random.default_rng(5)
+    heads, head_dim, tokens = 4, 64, 300
+    spec = make_small_spec(heads, 1, head_dim, None, "int8", "avx512vnni", chunk_planes)
+    kernel = compile_kernel(make_attention(spec), make_isa("avx512vnni"))
+    qkv = allocate("float32", tokens, spec.qkv_rows)
+    qkv[:] = rng.standard_normal(qkv.shape)
+    before = qkv.astype(np.float64).reshape(tokens, -1, head_dim)
+    cosines, sines = (allocate("float32", 304, head_dim // 2) for _ in range(2))
+    cosines[:] = 1
+    cache, spans = make_arrays(304, 1, head_dim, "int8"), make_spans(heads, head_dim)
+    output = allocate("float32", tokens, heads * head_dim)
+    kernel(tokens, 0, 304, qkv, cosines, sines, *cache, *spans, output, *make_room(spec))
+    turn = np.ones((tokens, head_dim // 2))
+    expected = attend_plainly(
+        before[:, :heads], before[:, 4:5], before[:, 5:], turn, 0 * turn, None, "int8"
+    )
+    error = measure_error(output, expected.reshape(tokens, -1))
+    assert error < limit
+    assert chunk_planes == 4 or error > limit / 100

@@ -76,6 +76,9 @@ THREAD_BYTES = 33 << 10
 """Scratch of a compute thread."""
 SHARED_BYTES, SHARED_TOKEN_BYTES = 4 << 10, 2 << 10
 """Scratch of a compute thread for neurons that several tokens share, and for each of the tokens."""
+MIXED_QUERIES = 128
+"""Queries of several tokens that a thread takes through keys and values together, unless more heads
+share these."""
 UNPACKED_ROWS_BYTES = 10
 """Bytes of scratch for every thread and element of a row: eight rows with their scales, unpacked
 for several tokens on cores with i8mm."""
