@@ -2,7 +2,7 @@
 
 A task takes some tokens with all heads that share a key and value head, up to `TASK_QUERIES`
 queries, through the keys and values that they see, a block at a time.  A block is brought into the
-order of the arithmetic once, and used by all of the task's queries, `Arithmetic.rows` at a time,
+order of the arithmetic once, and used by all of the task's queries, `MixingLayout.rows` at a time,
 while it is in the first-level cache.  Blocks that a tile of queries does not see are left out.
 
 Scores of a block are turned into shares of the block's own largest score, so that shares are
@@ -28,10 +28,11 @@ from pi2.backends.kernels.kv import Cache, count_lanes
 from pi2.backends.kernels.mixing_arithmetic import (
     Arithmetic,
     Block,
+    FloatArithmetic,
     Tile,
-    choose_arithmetic,
     find_most,
 )
+from pi2.backends.kernels.mixing_integers import IntegerArithmetic
 from pi2.backends.kernels.mixing_layout import LANES
 from pi2.backends.kernels.mixing_room import MixingRoom, Room
 from pi2.backends.kernels.schedule import Schedule
@@ -103,9 +104,8 @@ class _Task:
     def emit(self) -> None:
         """Mix for all of its queries."""
         chunk, room, spec = self.chunk, self.room, self.chunk.schedule.spec
-        arithmetic = choose_arithmetic(
-            spec, chunk.cache, room, chunk.qkv, chunk.output, chunk.codes
-        )
+        kind = IntegerArithmetic if room.layout.rounds else FloatArithmetic
+        arithmetic = kind(spec, chunk.cache, room, chunk.qkv, chunk.output, chunk.codes)
         rows, length = room.layout.rows, room.layout.block
         queries = v.let(self.count * self.group)
         tiles = v.let(T.floordiv(queries + rows - 1, rows))
