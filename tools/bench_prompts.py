@@ -26,7 +26,7 @@ from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KV_DTYPES, KernelSpec
 from pi2.machine.cpu import detect_cpu
-from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.plan_memory import KvType
 
 TOKENS = 128
 SUMS = 20
