@@ -29,6 +29,7 @@ from tests.helpers.kernels import (
     X86_FEATURES,
     allocate,
     allocate_activations,
+    allocate_mixing_room,
     allocate_tiles,
     make_spec,
     measure_error,
@@ -171,7 +172,8 @@ def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Pat
         arrays = allocate_activations(even, length, spec.planes)
         return [*arrays, allocate_tiles(spec.threads, length)] if pairs else arrays
 
-    def make_arguments(pairs: bool) -> list[Any]:
+    def make_arguments(is_emulated: bool) -> list[Any]:
+        pairs = is_emulated and spec.isa.pairs
         generator = np.random.default_rng(2)
         x = allocate("float32", tokens, 96)
         x[:] = generator.standard_normal((tokens, 96))
@@ -190,12 +192,14 @@ def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Pat
         hidden = make_activations(96, pairs)
         mixed = make_activations(128, pairs)
         spans = [allocate("float32", 4 * SPANS * size) for size in (32, 1, 1)]
+        room = allocate_mixing_room(spec if is_emulated else own)
         numbers = [tokens, 3, context]
-        return [*numbers, x, norm, *matrices, *tables, *cache, qkv, *hidden, *mixed, *spans]
+        work = [qkv, *hidden, *mixed, *spans, *room]
+        return [*numbers, x, norm, *matrices, *tables, *cache, *work]
 
     qkv_weights = quantize(rng.standard_normal((256, 96)).astype(np.float32), "int4")
     output_weights = quantize(rng.standard_normal((96, 128)).astype(np.float32), "int4")
-    emulated, native = make_arguments(spec.isa.pairs), make_arguments(False)
+    emulated, native = make_arguments(True), make_arguments(False)
     emulate(spec, "attend", tmp_path)(*emulated)
     compile_program("attend", own)(*native)
     assert measure_error(emulated[3], native[3]) < 1e-4

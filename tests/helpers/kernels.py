@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pi2.arrays import F32, F64, I8, U8
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES, Isa, choose_isa
+from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.machine.cpu import detect_cpu
@@ -89,6 +90,17 @@ def allocate(dtype: str, *shape: int) -> npt.NDArray[Any]:
     raw = np.zeros(size + 64, np.uint8)
     offset = -raw.ctypes.data % 64
     return raw[offset : offset + size].view(dtype).reshape(shape)
+
+
+def allocate_mixing_room(spec: KernelSpec) -> list[npt.NDArray[Any]]:
+    """Return where threads mix for several tokens: float32, int32 and int8."""
+    layout = lay_out_mixing(spec)
+    sizes = (layout.float_sizes, layout.integer_sizes, layout.byte_sizes)
+    dtypes = ("float32", "int32", "int8")
+    return [
+        allocate(dtype, spec.threads * count(size))
+        for dtype, size in zip(dtypes, sizes, strict=True)
+    ]
 
 
 def align(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

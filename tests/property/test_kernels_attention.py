@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi2.arrays import F64
-from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.reference.kv_cache import quantize_kv
 from pi2.backends.rope import compute_rope_tables
@@ -21,6 +20,7 @@ from pi2.plan.documents.plan_memory import KvType
 from tests.helpers.kernels import (
     X86_FEATURES,
     allocate,
+    allocate_mixing_room,
     compile_kernel,
     list_runnable_isas,
     make_isa,
@@ -109,16 +109,9 @@ def make_small_spec(
 
 
 def make_room(spec: KernelSpec) -> list[Any]:
-    """Where threads mix for several tokens, up to `MOST_TOKENS`."""
-    layout = lay_out_mixing(spec)
+    """Codes of queries and where threads mix for several tokens, up to `MOST_TOKENS`."""
     codes = allocate("int8", MOST_TOKENS, spec.most_planes, spec.width)
-    sizes = (layout.float_sizes, layout.integer_sizes, layout.byte_sizes)
-    dtypes = ("float32", "int32", "int8")
-    rooms = [
-        allocate(dtype, spec.threads * count(size))
-        for dtype, size in zip(dtypes, sizes, strict=True)
-    ]
-    return [codes, *rooms]
+    return [codes, *allocate_mixing_room(spec)]
 
 
 def attend_plainly(
