@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from pi2.plan.documents.common import Count, Document, FilePath, Identifier, Origin, Share, Table
 from pi2.plan.documents.model_attention import (
@@ -271,8 +271,6 @@ class Model(Document):
     sampling: Sampling | None = None
     """How the model's authors recommend that tokens are drawn: the table ``sampling`` of new plans;
     runs heed their plan's alone."""
-    _borrows: bool = PrivateAttr(default=False)
-    """Whether this is the view of a layer that reads keys and values of another one."""
 
     @property
     def layer_neurons(self) -> int:
@@ -314,7 +312,7 @@ class Model(Document):
         if latent is not None:
             return (latent.query_rank or shape.heads * latent.key) + latent.kept
         gates = shape.query if self.attention.output_gate else 0
-        own = 0 if self._borrows else 2 * shape.kv_heads * shape.head_dim
+        own = 2 * shape.kv_heads * shape.head_dim if self.has_keys else 0
         return shape.query + own + gates
 
     @property
@@ -386,8 +384,10 @@ class Model(Document):
             heads = {"kv_heads": other.kv_heads, "head_dim": other.head_dim}
             view = self.model_copy(update={"shape": self.shape.model_copy(update=heads)})
         if self.find_key_layer(layer) != layer:
-            view = view.model_copy()
-            view._borrows = True
+            # `has_keys` tells by it: no document leaves all layers without keys and values.
+            shared = {"kv_shared_layers": self.shape.layers}
+            attention = self.attention.model_copy(update=shared)
+            view = view.model_copy(update={"attention": attention})
         return view
 
     def list_views(self) -> list[tuple[Model, int]]:
@@ -406,7 +406,7 @@ class Model(Document):
     @property
     def has_keys(self) -> bool:
         """Whether the layer whose view this is has keys and values of its own."""
-        return not self._borrows
+        return self.attention.kv_shared_layers < self.shape.layers
 
     def find_key_layer(self, layer: int) -> int:
         """The layer whose keys and values attention of ``layer`` reads: itself, but for the last
