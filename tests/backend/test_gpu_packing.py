@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pi2.arrays import F16, F32, U32
+from pi2.arrays import F32, U32, Scales
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.packing import (
     pack_matrix,
@@ -71,7 +71,7 @@ def test_a_matrix_in_tiles_has_one_vector_of_each_row_then_the_next(precision: P
         np.testing.assert_array_equal(by_row[1, :, 8], scales[40])
 
 
-def unpack_rows(words: U32, scales: F16 | None, hidden: int, precision: Precision) -> F32:
+def unpack_rows(words: U32, scales: Scales | None, hidden: int, precision: Precision) -> F32:
     """Vectors that lie in rows."""
     groups = words.reshape(-1, hidden // GROUP, WORDS[precision])
     values = np.array(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pi2.arrays import F16, F32, I64, U8
+from pi2.arrays import F32, I64, U8, Scales
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.hexagon.library import PROGRAMS
 from pi2.backends.hexagon.machines import Emulator, find_unit_obstacles
@@ -45,7 +45,7 @@ def round_tokens(values: F32) -> tuple[I64, F32]:
 
 
 def multiply_exactly(
-    weights: U8, scales: F16 | None, length: int, precision: Precision, inputs: I64
+    weights: U8, scales: Scales | None, length: int, precision: Precision, inputs: I64
 ) -> tuple[I64, F32]:
     """Whole sums [n, rows] of packed rows times rounded inputs [n, length], and the scale of each
     row, as the NPU keeps them: computed from the store's bytes, by groups."""

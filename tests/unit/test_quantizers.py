@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pi2.arrays import F16, F32, U8
+from pi2.arrays import F32, U8, Scales
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.convert import convert_checkpoint
@@ -39,7 +39,7 @@ def draw_inputs(tokens: int = 2000) -> F32:
     return inputs * np.exp(random.standard_normal(LENGTH, np.float32))
 
 
-def undo(packed: tuple[U8, F16 | None]) -> F32:
+def undo(packed: tuple[U8, Scales | None]) -> F32:
     return dequantize(packed[0], packed[1], LENGTH, "int4")
 
 
