@@ -134,6 +134,8 @@ class BuildRequest:
     backends that round them: integers with a scale for 32 of them, or not at all (fp32)."""
     chunk_type: ActivationType = "int16"
     """What they are rounded to where several tokens go through a layer together."""
+    step_type: Literal["int8"] | None = None
+    """What they are rounded to where several tokens of a step share weights; None as of one."""
     passes: Literal[1, 2] | None = None
     """Passes of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves
     it to the backend."""

@@ -43,7 +43,13 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
     if spec.sub_norm:
         views["squares"] = space.wrap(space.make("float32", chunk))
     views |= space.make_activations(
-        "hidden", chunk, spec.hidden, spec.most_planes, normalized, pairs=spec.isa.pairs
+        "hidden",
+        chunk,
+        spec.hidden,
+        spec.most_planes,
+        normalized,
+        pairs=spec.isa.pairs,
+        upper=spec.upper_steps,
     )
     if layer_input is not None:
         views["before"] = space.wrap(layer_input)
@@ -69,7 +75,9 @@ def make_side_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
         return {}
     length = fill_groups(spec.side_ffn)
     pairs = spec.isa.pairs
-    room = space.make_activations("side_inner", chunk, length, spec.most_planes, pairs=pairs)
+    room = space.make_activations(
+        "side_inner", chunk, length, spec.most_planes, pairs=pairs, upper=spec.upper_steps
+    )
     if pairs:
         room |= space.make_tiles("side_inner", spec.threads, length)
     for name, size in (("side_terms", 2 * spec.side_ffn), ("side_output", spec.hidden)):
@@ -83,7 +91,9 @@ def make_layer_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
     if own is None:
         return {}
     pairs, width = spec.isa.pairs, own.stored_width
-    room = space.make_activations("layer_inner", chunk, width, spec.most_planes, pairs=pairs)
+    room = space.make_activations(
+        "layer_inner", chunk, width, spec.most_planes, pairs=pairs, upper=spec.upper_steps
+    )
     if pairs:
         room |= space.make_tiles("layer_inner", spec.threads, width)
     room["layer_rows"] = space.wrap(space.make("float32", chunk, own.row))

@@ -234,7 +234,13 @@ class _Room:
         self.mixed: F32 = space.make("float32", tokens, spec.width)
         self.qkv: F32 = space.make("float32", tokens, spec.qkv_rows)
         self.views: Views = space.make_activations(
-            "mixed", tokens, spec.width, spec.most_planes, self.mixed, pairs=spec.isa.pairs
+            "mixed",
+            tokens,
+            spec.width,
+            spec.most_planes,
+            self.mixed,
+            pairs=spec.isa.pairs,
+            upper=spec.upper_steps,
         )
         if spec.isa.pairs:
             self.views |= space.make_tiles("mixed", spec.threads, spec.width)
@@ -269,7 +275,9 @@ def _make_latent_room(
     room: Views = {}
     if latent.query_rank:
         made = fill_groups(latent.query_rank)
-        room |= space.make_activations("made", tokens, made, planes, pairs=spec.isa.pairs)
+        room |= space.make_activations(
+            "made", tokens, made, planes, pairs=spec.isa.pairs, upper=spec.upper_steps
+        )
         if spec.isa.pairs:
             room |= space.make_tiles("made", spec.threads, made)
     room |= space.make_activations("plain", vectors, fill_groups(latent.plain), planes)

@@ -61,23 +61,24 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     qkv = sum(view.qkv_rows for view in views)
     queries = sum(view.shape.stored_query for view in views)
 
+    group_bytes = _count_group_bytes(plan)
     inputs = (shape.stored_hidden + queries) * (4 + _count_planes(plan))
-    inputs += (shape.stored_hidden + queries) // GROUP * 8
+    inputs += (shape.stored_hidden + queries) // GROUP * group_bytes
     activations = chunk * (8 * shape.stored_hidden + inputs + 4 * qkv + 4 * PANEL_FLOATS + 4)
     state = describe_state(model)
     if state is not None:
         each = state.stored_width
-        own = each * (4 + _count_planes(plan)) + each // GROUP * 8
+        own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
         activations += (chunk + 1) * (own + 4 * state.rows + 8 * state.value_heads)
     if model.side_ffn is not None:
         each = fill_groups(model.side_ffn.width)
-        own = each * (4 + _count_planes(plan)) + each // GROUP * 8
+        own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
         activations += (chunk + 1) * (own + 8 * model.side_ffn.width + 4 * shape.stored_hidden)
     if model.ffn.sub_norm:
         activations += 4 * chunk + ALIGNMENT
     if model.layer_embedding is not None:
         each = model.layer_embedding.stored_width
-        own = each * (4 + _count_planes(plan)) + each // GROUP * 8
+        own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
         row = fill_groups(shape.layers * model.layer_embedding.width)
         activations += (chunk + 1) * (own + 4 * row)
         activations += chunk * _count_layer_inputs(model)
@@ -91,11 +92,12 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         summed = view.shape.head_dim if latent is None else latent.rank
         tables += 4 * KV_SPANS * shape.heads * (summed + 2)
     if latent is not None:
-        activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan))
+        activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan), group_bytes)
     tables += (plan.decode.step_tokens - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
     tables += 4 * plan.kv.context if model.attention.growth else 0
     if model.predictor is not None:
-        inner = model.predictor.rank * (4 + _count_planes(plan)) + model.predictor.rank // GROUP * 8
+        rank = model.predictor.rank
+        inner = rank * (4 + _count_planes(plan)) + rank // GROUP * group_bytes
         tables += (plan.decode.step_tokens - 1) * inner
     if model.residual == "parallel" or model.moe is not None:
         activations += chunk * 4 * shape.stored_hidden
@@ -132,13 +134,13 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     )
 
 
-def _need_latent(model: Model, latent: Latent, planes: int) -> int:
+def _need_latent(model: Model, latent: Latent, planes: int, group_bytes: int) -> int:
     """Bytes of latent attention for each token: queries and what they are made of, the plain parts
     of heads, their queries of what is kept, and what they mix of it."""
     heads, made = model.shape.heads, fill_groups(latent.query_rank or 0)
     vectors = made + heads * (fill_groups(latent.plain) + fill_groups(latent.rank))
     floats = heads * (latent.key + latent.kept)
-    return vectors * (4 + planes) + vectors // GROUP * 8 + 4 * floats
+    return vectors * (4 + planes) + vectors // GROUP * group_bytes + 4 * floats
 
 
 def count_chunk_bytes(resolved: ResolvedPlan) -> int:
@@ -146,7 +148,7 @@ def count_chunk_bytes(resolved: ResolvedPlan) -> int:
     routes experts, and of what layers have of their own."""
     plan, model = resolved.plan, resolved.model
     hidden = model.shape.stored_hidden
-    own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * 8
+    own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * _count_group_bytes(plan)
     if model.residual == "parallel" or model.moe is not None:
         own += 4 * hidden
     if model.moe is not None:
@@ -161,6 +163,11 @@ def _count_layer_inputs(model: Model) -> int:
     """Bytes that layers have of their own for a token."""
     own = model.layer_embedding
     return 0 if own is None else 4 * model.shape.layers * own.stored_width
+
+
+def _count_group_bytes(plan: Plan) -> int:
+    """Bytes that a group of 32 inputs has beside its codes: a scale, and sums of the codes."""
+    return 8 if plan.decode.batch_activations is None else 12
 
 
 def _count_planes(plan: Plan) -> int:

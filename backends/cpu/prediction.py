@@ -76,7 +76,8 @@ class Prediction:
             order.reshape(request.model.expert_count, -1) for order in request.expert_neurons or ()
         ]
         middle = {
-            rank: space.make_activations("middle", rows, rank, spec.planes) for rank in spec.ranks
+            rank: space.make_activations("middle", rows, rank, spec.planes, upper=spec.upper_steps)
+            for rank in spec.ranks
         }
         self._low_rank = [
             [

@@ -53,6 +53,8 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         other_output=0 if request.rows is None else request.rows.output,
         other_head=0 if request.rows is None else request.rows.head,
         chunk_planes=PLANES[request.chunk_type],
+        upper_steps=(request.token_type, request.step_type) == ("int16", "int8")
+        and request.step_tokens > 1,
         # With gates that are known there is less to read in a row: measured in docs/lab/kernels.md.
         passes=request.passes or (1 if request.gate_rows is None else 2),
         architecture=request.architecture,

@@ -46,7 +46,12 @@ class States:
             )
         tokens = count_tokens(request)
         self.room = space.make_activations(
-            "state_mixed", tokens, shape.stored_width, spec.most_planes, pairs=spec.isa.pairs
+            "state_mixed",
+            tokens,
+            shape.stored_width,
+            spec.most_planes,
+            pairs=spec.isa.pairs,
+            upper=spec.upper_steps,
         )
         if spec.isa.pairs:
             self.room |= space.make_tiles("state_mixed", spec.threads, shape.stored_width)

@@ -92,14 +92,19 @@ class Workspace:
         values: F32 | None = None,
         *,
         pairs: bool = False,
+        upper: bool = False,
     ) -> Views:
         """Return views of codes, scales, sums and values for ``tokens`` vectors, of an even number
-        of codes and scales where kernels take them in ``pairs``."""
+        of codes and scales where kernels take them in ``pairs``; with ``upper``, of sums of upper
+        planes besides."""
         if values is None:
             values = self.make("float32", tokens, length)
         groups = length // GROUP
         even = round_up(tokens, 2) if pairs else tokens
-        return {
+        sums = {}
+        if upper:
+            sums[f"{name}_upper_sums"] = self.wrap(self.make("int32", tokens, groups))
+        return sums | {
             f"{name}_codes": self.wrap(self.make("int8", even, planes, length)),
             f"{name}_scales": self.wrap(self.make("float32", even, groups)),
             f"{name}_sums": self.wrap(self.make("int32", tokens, groups)),

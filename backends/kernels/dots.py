@@ -8,6 +8,9 @@ as (q + 3) / 2, those of int3 as (q + 7) / 2, and twice their sum as it is taken
 ternary as q + 1; those of mxfp4, from a table, as q + 12.  The integer sum of a group is exact:
 only its product with the two scales rounds.
 
+Several tokens of a step may be multiplied by the upper planes alone (`Activations.upper`): by 256
+high instead of x16.
+
 Overflow: a nibble times a byte is at most 15 * 128; ``maddubs`` adds 16 of them into an int16
 (30720), ``multiply`` adds 8 (15360).  Of mxfp4 it is 24 * 128, of which they add half as many: low
 and high nibbles have sums of their own (24576, 12288).
@@ -102,7 +105,10 @@ def _emit_block(
         )
         totals = _emit_groups(isa, vectors, activations, tokens, piece, prefetch)
         for vector, buffer, row in zip(vectors, sums, totals, strict=True):
-            weight_scale = v.let(load_scales(vector, piece.group, width))
+            weight_scale = load_scales(vector, piece.group, width)
+            if activations.upper:
+                weight_scale = weight_scale * v.constant(256.0, "float32", width)
+            weight_scale = v.let(weight_scale)
             for index, token in enumerate(tokens):
                 scale = v.load(activations.scales, token * groups + piece.group, width)
                 total = v.cast(row[index], "float32", width)
@@ -139,7 +145,7 @@ def _emit_groups(
     """Return int32 x ``width`` sums of q * x over the groups of a piece, per vector and token."""
     wide = piece.width * piece.fold
     dot = DotPrimitive(isa, wide)
-    planes = activations.planes
+    planes = activations.used_planes
     precision = vectors[0].precision
     chunks = count_chunks(precision)
     int8 = precision == "int8"
@@ -182,7 +188,8 @@ def _emit_groups(
             stream = half if split else 0
             for index, token in enumerate(tokens):
                 for plane in range(planes):
-                    base = (token * planes + plane) * activations.length + piece.element
+                    row_of_codes = token * activations.planes + plane
+                    base = row_of_codes * activations.length + piece.element
                     codes = v.let(v.load(activations.codes, base + offset + shift, 4 * wide))
                     for row, unpacked in zip(cells, rows, strict=True):
                         cell = row[index][plane * streams + stream]
@@ -253,11 +260,11 @@ def _finish(
     """Join streams, planes and folded lanes; take the weights' offset out again, unless the sum
     ``begins_with_offset``."""
     values = [dot.finish(cell) for cell in cells]
-    if len(values) > activations.planes:
+    if len(values) > activations.used_planes:
         places = v.constant(4 if precision == "int8" else 0, "int32", dot.width)
         values = [values[i] + (values[i + 1] << places) for i in range(0, len(values), 2)]
     total = values[0]
-    if activations.planes == 2:
+    if activations.used_planes == 2:
         total = (values[0] << v.constant(8, "int32", dot.width)) + values[1]
     lanes = dot.width
     while lanes > piece.width:
@@ -286,9 +293,10 @@ def _finish(
 
 
 def _load_offset(activations: Activations, token: v.Expr, piece: _Piece) -> v.Expr:
-    """Return -8 times the sum of the activations of each group of a piece."""
+    """Return -8 times the sum of the codes of each group of a piece."""
     place = token * (activations.length // GROUP) + piece.group
-    return v.load(activations.sums, place, piece.width)
+    sums = activations.upper_sums if activations.upper else activations.sums
+    return v.load(sums, place, piece.width)
 
 
 def _add_halves(total: v.Expr, lanes: int) -> v.Expr:

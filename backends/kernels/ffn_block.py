@@ -200,7 +200,7 @@ def emit_add_shared_neurons(schedule: Schedule, take: Parameters) -> None:
     run = Run(
         isa=schedule.isa,
         spec=spec,
-        activations=schedule.take_hidden(take, count),
+        activations=schedule.take_hidden(take, count).for_chunk(),
         bundles=bundles,
         scratch=scratch,
         routes=schedule.take_routes(take),

@@ -8,7 +8,7 @@ weight comes from memory once per chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -136,11 +136,14 @@ def emit_multiply(
         if wide is None:
             emit_tiles(isa, begin, end)
             return
-        with T.If(tokens > count_together(isa, activations.for_chunk().planes)):
+        chunk = activations.for_chunk()
+        # Four rows by four tokens are too many sums, of one plane too.
+        narrow = replace(isa, tile_rows=wide.tile_rows) if chunk.upper else isa
+        with T.If(tokens > count_together(isa, chunk.used_planes)):
             with T.Then():
                 emit_tiles(wide, begin, end)
             with T.Else():
-                emit_tiles(isa, begin, end)
+                emit_tiles(narrow, begin, end)
 
     def emit_tiles(own: Isa, begin: v.Expr, end: v.Expr) -> None:
         with T.serial(T.floordiv(end - begin + ROW_TILE - 1, ROW_TILE)) as tile:
@@ -210,7 +213,7 @@ def emit_row_tile(
                         with T.If(first + index < tokens), T.Then():
                             finish(token, row, dots[offset][index])
 
-    emit_token_tiles(isa, activations.planes, tokens, emit_tile)
+    emit_token_tiles(isa, activations.used_planes, tokens, emit_tile)
 
 
 def _ask_ahead(vectors: list[Vector], ahead: int) -> Prefetch:

@@ -38,15 +38,26 @@ class Activations:
     tiles: v.Buffer | None = None
     """int8 [threads, length / 32, `isa.PAIRED_GROUP_BYTES`]: rows of weights unpacked for several
     tokens, where the schedule does so (`i8mm`)."""
+    upper_sums: v.Buffer | None = None
+    """int32 [tokens, length / 32]: -8 * sum of the codes of the upper plane of two, where several
+    tokens are multiplied by these codes alone."""
+    upper: bool = False
+    """Whether they are multiplied so now."""
     paired: bool = False
     """Whether codes and scales are in the order of `i8mm`, as those of several tokens are there."""
 
+    @property
+    def used_planes(self) -> int:
+        """Planes that weights are multiplied by."""
+        return 1 if self.upper else self.planes
+
     def for_chunk(self) -> Activations:
         """Return the same arrays as several tokens have them."""
+        own = replace(self, upper=True) if self.upper_sums is not None else self
         if self.several is None:
-            return self
+            return own
         paired = self.tiles is not None
-        return replace(self, planes=self.chunk_planes, several=None, paired=paired)
+        return replace(own, planes=self.chunk_planes, several=None, paired=paired)
 
     def for_one(self) -> Activations:
         """Return the same arrays as one token has them."""

@@ -47,11 +47,12 @@ def take_activations(
     *,
     pairs: bool = False,
     rows: str = "tokens",
+    upper: bool = False,
 ) -> Activations:
     """Declare the arrays of quantised activations for ``rows``; ``count`` is a positive parameter.
 
     With ``chunk_planes`` it is the number of tokens, and more than one have those planes and,
-    with ``pairs``, the order of `i8mm`.
+    with ``pairs``, the order of `i8mm`; with ``upper`` several are multiplied by the upper plane.
     """
     differs = chunk_planes is not None and (pairs or chunk_planes != planes)
     return Activations(
@@ -67,6 +68,9 @@ def take_activations(
         sums=take.take_array(f"{name}_sums", "int32", rows, length // GROUP),
         values=take.take_array(f"{name}_values", "float32", rows, length),
         tiles=take_tiles(take, name, length) if pairs else None,
+        upper_sums=take.take_array(f"{name}_upper_sums", "int32", rows, length // GROUP)
+        if upper
+        else None,
     )
 
 

@@ -99,6 +99,9 @@ def _emit_group(
             v.let((c + v.constant(128, "int32", 16)) >> v.constant(8, "int32", 16)) for c in codes
         ]
         low = [c - (h << v.constant(8, "int32", 16)) for c, h in zip(codes, high, strict=True)]
+        if target.upper_sums is not None:
+            upper = v.add_lanes(high[0] + high[1], "int32", 16)
+            v.store(target.upper_sums, place, upper * v.constant(-8, "int32"), 1)
         parts = [high, low]
     else:
         parts = [codes]

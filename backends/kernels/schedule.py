@@ -23,12 +23,15 @@ class Schedule:
     isa: Isa
     ignores_tiles: bool = False
     """Whether arrays of tiles are parameters, and not used."""
+    upper: bool = False
+    """Whether several tokens are multiplied by the upper planes of their activations alone."""
 
     def for_step(self) -> Schedule:
-        """Return what computes a token each of several sequences: each as it is computed alone."""
+        """Return what computes a token each of several sequences: each as it is computed alone, or
+        with activations of 8 bits (`KernelSpec.upper_steps`)."""
         spec = replace(self.spec, chunk_planes=self.spec.planes)
         isa = replace(self.isa, pairs=False, few_tokens=True)
-        return Schedule(spec, isa, ignores_tiles=self.isa.pairs)
+        return Schedule(spec, isa, ignores_tiles=self.isa.pairs, upper=spec.upper_steps)
 
     def take_token(self, take: Parameters) -> v.Expr:
         """Declare the token that a function for one is about, where there are several."""
@@ -42,7 +45,13 @@ class Schedule:
         """Declare the activations of one token; ``count`` is any positive parameter."""
         spec = self.spec
         hidden = take_activations(
-            take, "hidden", spec.hidden, spec.planes, count, pairs=self.isa.pairs
+            take,
+            "hidden",
+            spec.hidden,
+            spec.planes,
+            count,
+            pairs=self.isa.pairs,
+            upper=self.upper,
         )
         self._ignore_tiles(take, "hidden", spec.hidden)
         return hidden
@@ -51,16 +60,29 @@ class Schedule:
         """Declare the activations of a chunk; ``count`` is any positive parameter."""
         spec = self.spec
         hidden = take_activations(
-            take, "hidden", spec.hidden, spec.chunk_planes, count, pairs=self.isa.pairs
+            take,
+            "hidden",
+            spec.hidden,
+            spec.chunk_planes,
+            count,
+            pairs=self.isa.pairs,
+            upper=self.upper,
         )
         self._ignore_tiles(take, "hidden", spec.hidden)
-        return hidden
+        return hidden.for_chunk()
 
     def take_chunk(self, take: Parameters, name: str, length: int, tokens: v.Expr) -> Activations:
         """Declare the activations of one token or a chunk."""
         spec = self.spec
         chunk = take_activations(
-            take, name, length, spec.planes, tokens, spec.chunk_planes, pairs=self.isa.pairs
+            take,
+            name,
+            length,
+            spec.planes,
+            tokens,
+            spec.chunk_planes,
+            pairs=self.isa.pairs,
+            upper=self.upper,
         )
         self._ignore_tiles(take, name, length)
         return chunk

@@ -30,7 +30,9 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
     weights, scales = take_rows(take, "outer", "expert", rank, precision)
     bias = take.take_array("bias", "float32", "expert")
     hidden = schedule.take_hidden(take, neurons)
-    middle = take_activations(take, "middle", rank, spec.planes, neurons, rows="sequences")
+    middle = take_activations(
+        take, "middle", rank, spec.planes, neurons, rows="sequences", upper=schedule.upper
+    )
     scores, indices, found = _take_lists(take)
     outer = Matrix(weights=weights, scales=scales, rows=neurons, length=rank, precision=precision)
     isa = schedule.isa

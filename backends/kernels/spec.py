@@ -149,6 +149,8 @@ class KernelSpec:
     architecture: str
     features: tuple[str, ...]
     """Sorted."""
+    upper_steps: bool = False
+    """Whether several tokens of a step are multiplied by the upper 8 of their 16 bits alone."""
     other_qkv: int = 0
     """First rows of the projection to queries, keys and values that another unit computes."""
     other_output: int = 0
@@ -318,7 +320,7 @@ class KernelSpec:
     @property
     def has_other_chunks(self) -> bool:
         """Whether the tokens of a chunk are computed otherwise than one alone."""
-        return self.chunk_planes != self.planes or self.isa.pairs
+        return self.chunk_planes != self.planes or self.isa.pairs or self.upper_steps
 
     @property
     def is_smooth(self) -> bool:

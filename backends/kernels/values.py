@@ -69,7 +69,7 @@ def emit_activations(
                 for token, value in zip(named, row, strict=True):
                     v.store(values, token * PANEL + neuron, value, 1)
 
-    emit_token_tiles(isa, activations.planes, tokens, emit_tile)
+    emit_token_tiles(isa, activations.used_planes, tokens, emit_tile)
 
 
 def find_neighbour(bundles: Bundles, place: v.Expr, first: v.Expr | None) -> Neuron:

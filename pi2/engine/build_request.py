@@ -90,6 +90,7 @@ def make_request(
         step_tokens=resolved.plan.decode.step_tokens,
         kv_type=resolved.plan.kv.type,
         token_type=resolved.plan.decode.activations,
+        step_type=resolved.plan.decode.batch_activations,
         chunk_type=resolved.plan.prefill.activations,
         passes=resolved.plan.decode.passes,
         gate_rows=[] if resolved.plan.decode.predictor == "gate" else None,

@@ -191,3 +191,21 @@ def test_neurons_that_tokens_share_give_each_token_the_bits_that_it_gets_alone(
     assert shared_active == alone_active > 0
     assert np.array_equal(shared, alone)
     executor.close()
+
+
+def test_steps_of_several_tokens_may_round_to_8_bits() -> None:
+    model = RandomModel(**DEMO_LIKE)
+    request = dataclasses.replace(model.request, sequences=7, step_tokens=7)
+    rounded = cpu.build(dataclasses.replace(request, step_type="int8"))
+    exact = cpu.build(request)
+    # A token alone is computed as ever; seven fill one tile, and part of another.
+    for count, least, most in ((7, 1e-4, 6e-2), (2, 1e-4, 6e-2), (1, 0, 0)):
+        for mode in ("none", "gate", "low-rank"):
+            tokens, sequences = list(range(1, count + 1)), list(range(count))
+            found, expected = (
+                step(executor, model, tokens, sequences, [0] * count, mode)
+                for executor in (rounded, exact)
+            )
+            assert least <= measure_error(found, expected) <= most, (mode, count)
+    rounded.close()
+    exact.close()

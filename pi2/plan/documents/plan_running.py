@@ -114,6 +114,12 @@ class Decode(Table):
     activations: Literal["int16", "fp32"] = "int16"
     """Precision of matrix inputs in the cpu backend, as in ``prefill``: ``int16`` changes logits
     by a few parts in 10,000 of the largest, ``fp32`` rounds nothing (docs/exactness.md)."""
+    batch_activations: Literal["int8"] | None = None
+    """Precision of matrix inputs in the cpu backend in steps of several tokens, of sequences or of
+    guesses that are verified: ``int8`` takes the upper 8 bits of ``int16``, which is quicker from
+    three tokens on; a token's logits then depend on whether others are computed with it. Absent
+    means that of ``activations``, and so does ``int8`` where these are ``fp32``
+    (docs/exactness.md)."""
     batch: Annotated[int, Field(ge=1, le=64, examples=[4])] = 1
     """Maximum number of sequences that generate at the same time, each with its own KV cache in
     ``memory.segments.kv``. Weights and neurons are read once for all of them."""
