@@ -175,6 +175,12 @@ def write_row(point: Point, exact: Point) -> str:
     )
 
 
+def read_points(path: Path) -> list[Point]:
+    """Read the figures of a run but those of exact routing, which every run has."""
+    points = [Point(**point) for point in json.loads(path.read_text("utf-8"))]
+    return [point for point in points if point.dial != "exact"]
+
+
 def draw(points: list[Point], form: str) -> bytes:
     """Perplexity over bytes read, a line for each dial."""
     figure = make_figure(8, 4.6)
@@ -215,6 +221,9 @@ def main() -> None:
     parser.add_argument("--dials", default="", help="measure those whose names have this")
     parser.add_argument("--plot", type=Path, help="write a picture")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    parser.add_argument(
+        "--beside", type=Path, help="figures of a run with another twin, which are drawn, too"
+    )
     arguments = parser.parse_args()
     titles = "setting | perplexity | change | nats | MB of experts | kB read per token | of exact"
     print(f"| {titles} | replaced | left out | by twins | neurons computed |")
@@ -235,7 +244,8 @@ def main() -> None:
         arguments.twin,
     )
     if arguments.plot is not None:
-        arguments.plot.write_bytes(draw(points, arguments.plot.suffix.lstrip(".")))
+        others = [] if arguments.beside is None else read_points(arguments.beside)
+        arguments.plot.write_bytes(draw([*points, *others], arguments.plot.suffix.lstrip(".")))
     if arguments.output is not None:
         arguments.output.write_text(json.dumps([asdict(point) for point in points], indent=1))
 
