@@ -8,17 +8,18 @@ model's size.  Work is two operations for every weight and token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.arrays import F32, I64
+from pi2.arrays import F32, I64, U8
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.backends.reference.operators import activate, cap
 from pi2.evaluation.scores import Scores
 from pi2.evaluation.weights import NeuronPiece, Weights
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS
+from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, LAYER_EMBEDDING
 from pi2.progress import ignore_progress
 from pi2.statistics.texts import Window
 
@@ -85,9 +86,26 @@ def _score_head(weights: Weights, model: Model, inputs: F32, targets: I64) -> Sc
     return Scores(np.log(sums) + best - wanted, choices)
 
 
-State = tuple[F32, F32, F32, F32, F32, F32]
-"""x, the layer's input, the FFN's input, the routes, the FFN's sum and the sums of the squares of
-its activations of a window."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What a window has between two steps of the executor, T tokens."""
+
+    x: F32
+    """What goes from layer to layer [T, hidden]."""
+    input: F32
+    """What attention of the layer reads [T, hidden]."""
+    u: F32
+    """What the FFN reads [T, hidden]."""
+    routes: F32
+    """Weights of experts [T, experts]."""
+    y: F32
+    """The FFN's sum [T, hidden]."""
+    squares: F32
+    """Sums of the squares of the FFN's activations [T]."""
+    added: F32
+    """Embeddings that layers have of their own [layers, T, width]."""
+    kept: U8 | None
+    """Keys and values, where later layers read those of an earlier one."""
 
 
 class _LayerExecutor(ReferenceExecutor):
@@ -119,14 +137,16 @@ class _LayerExecutor(ReferenceExecutor):
 
     def start(self, tokens: I64) -> State:
         """The embeddings of a window."""
-        scale = np.float32(self._model.multipliers.embedding)
-        x = self._weights.read(EMBEDDING, tokens) * scale
-        return x, x, x, x, x, x
+        x = self._weights.read(EMBEDDING, tokens) * np.float32(self._model.multipliers.embedding)
+        added = self._layer_inputs.make_none()
+        if self._model.layer_embedding is not None:
+            added = self._layer_inputs.make(self._weights.read(LAYER_EMBEDDING, tokens), x)
+        return State(x=x, input=x, u=x, routes=x, y=x, squares=x, added=added, kept=None)
 
     def begin_layer(self, layer: int, state: State) -> State:
         """Attention, and what the FFN begins with."""
         self._restore(state)
-        self.expect(len(state[0]))
+        self.expect(len(state.x))
         self.attend(layer, 0)
         self.begin_ffn(layer)
         return self._save()
@@ -152,13 +172,26 @@ class _LayerExecutor(ReferenceExecutor):
 
     def finish(self, state: State) -> F32:
         """What the head reads [tokens, hidden]."""
-        return self._normalize(state[0], FINAL_NORM)
+        return self._normalize(state.x, FINAL_NORM)
 
     def _restore(self, state: State) -> None:
-        self._x, self._input, self._u, self._routes, self._y, self._squares = state
+        self._x, self._input, self._u, self._routes = state.x, state.input, state.u, state.routes
+        self._y, self._squares, self._added = state.y, state.squares, state.added
+        if state.kept is not None:
+            self.put_context(0, 0, len(state.x), state.kept)
 
     def _save(self) -> State:
-        return self._x, self._input, self._u, self._routes, self._y, self._squares
+        shares = self._model.attention.kv_shared_layers > 0
+        return State(
+            x=self._x,
+            input=self._input,
+            u=self._u,
+            routes=self._routes,
+            y=self._y,
+            squares=self._squares,
+            added=self._added,
+            kept=self.read_context(0, 0, len(self._x)) if shares else None,
+        )
 
 
 class _LazyTensors(Mapping[str, Tensor]):

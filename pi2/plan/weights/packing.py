@@ -389,9 +389,11 @@ def _list_pieces(layout: BundleLayout) -> Iterator[tuple[_Place, slice]]:
 
 
 def view_scales(raw: U8, rows: int, precision: Precision) -> Scales:
-    """The scales of ``rows`` packed vectors whose bytes are ``raw``: [rows, .]."""
+    """The scales of ``rows`` packed vectors whose bytes are ``raw``, one after the other or
+    [rows, .]: [rows, .]."""
     scales: Scales = raw.view("<f4") if precision == "ternary" else raw.view("<f2")
-    return scales.reshape(rows, -1)
+    # Of no rows, only what is in rows tells how long they are.
+    return scales if scales.ndim == 2 else scales.reshape(rows, -1)
 
 
 def unpack_gates(packed: U8, record: GateRecord) -> tuple[U8, Scales | None, F32 | None]:
