@@ -250,10 +250,9 @@ class NeuronCache:
             found = self._look_up_compiled(self.loops, self._policy, layer, indices, scores, sieve)
             found.skipped += skipped
             return found
-        wanted = indices
         # Hot ones come first, and are in memory; below them lie those of a unit that is lost.
-        taken = self._count_taken(layer, wanted)
-        indices, rest = wanted[:taken], wanted[taken:].copy()
+        taken = self._count_taken(layer, indices)
+        indices, rest = indices[:taken], indices[taken:].copy()
         below, above = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
         own, others = indices[below:above], np.concatenate([indices[:below], indices[above:]])
         slots = self._rows[layer].take(others)

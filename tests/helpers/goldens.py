@@ -105,6 +105,17 @@ def write_plan(folder: Path, model: Model, changes: Mapping[str, Any]) -> Path:
     return path
 
 
+def make_golden_plan(
+    name: str,
+    folder: Path,
+    quantization: Mapping[str, str] = EXACT,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Convert a golden model into ``folder`` and write a plan for it there."""
+    model = convert_golden(copy_checkpoint(name, folder / "checkpoint"), folder, quantization)
+    return write_plan(folder, model, changes)
+
+
 def run_golden(
     plan: Path, golden: Golden, tokens: int = 32, settings: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[F32, list[int]]:

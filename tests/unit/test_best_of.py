@@ -15,8 +15,10 @@ from pi2.arrays import F32, I32
 from pi2.cli.run import command
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.scheduler import Ticket
-from tests.helpers.goldens import EXACT, UNROUNDED, convert_golden, copy_checkpoint
-from tests.helpers.goldens import write_plan as write_golden_plan
+from tests.helpers.goldens import (
+    UNROUNDED,
+    make_golden_plan,
+)
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -52,9 +54,7 @@ def test_those_that_wait_for_a_place_read_the_prompt_again(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["lfm2", "mixtral"])
 def test_states_and_mixtures_share_prompts_too(tmp_path: Path, name: str) -> None:
-    made = convert_golden(copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path, EXACT)
-    plan = write_golden_plan(tmp_path, made, {})
-    check_together(plan, UNROUNDED)
+    check_together(make_golden_plan(name, tmp_path), UNROUNDED)
 
 
 def submit(model: LoadedModel, count: int, **changes: Any) -> list[Ticket]:

@@ -15,7 +15,12 @@ from pi2.importing.blocks import Layer, describe_layers
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.arithmetic.sizes import compute_needs
 from pi2.plan.resolve import load_plan
-from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, write_plan
+from tests.helpers.goldens import (
+    EXACT,
+    convert_golden,
+    copy_checkpoint,
+    make_golden_plan,
+)
 
 
 def test_blocks_that_mix_tokens_and_the_ffn_after_them_are_a_layer() -> None:
@@ -60,9 +65,7 @@ def test_a_tensor_that_is_missing_has_its_name_in_the_checkpoint(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("double")
-    model = convert_golden(copy_checkpoint("nemotron-h", folder / "checkpoint"), folder, EXACT)
-    return write_plan(folder, model, {})
+    return make_golden_plan("nemotron-h", tmp_path_factory.mktemp("double"))
 
 
 def test_a_layer_with_two_mixers_keeps_a_state_and_keys_and_values(plan: Path) -> None:

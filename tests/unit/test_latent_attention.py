@@ -15,11 +15,9 @@ from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     EXACT,
     UNROUNDED,
-    convert_golden,
-    copy_checkpoint,
+    make_golden_plan,
     measure_error,
     read_golden,
-    write_plan,
 )
 
 CPU = {"backends.cpu": "cpu", **UNROUNDED}
@@ -31,12 +29,7 @@ INT8_ROUNDING = 1e-2
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plan("deepseek-v3", tmp_path_factory.mktemp("latent"))
-
-
-def make_plan(name: str, folder: Path, quantization: Any = EXACT) -> Path:
-    model = convert_golden(copy_checkpoint(name, folder / "checkpoint"), folder, quantization)
-    return write_plan(folder, model, {})
+    return make_golden_plan("deepseek-v3", tmp_path_factory.mktemp("latent"))
 
 
 def test_the_cache_has_one_vector_for_all_heads(plan: Path) -> None:
@@ -59,7 +52,7 @@ def test_backends_agree_about_what_is_kept_rounded(plan: Path, kind: str) -> Non
 
 def test_backends_agree_about_int4_weights(tmp_path: Path) -> None:
     golden = read_golden("deepseek-v3")
-    plan = make_plan("deepseek-v3", tmp_path, dict.fromkeys(EXACT, "int4"))
+    plan = make_golden_plan("deepseek-v3", tmp_path, dict.fromkeys(EXACT, "int4"))
     with pi2.load(plan) as model:
         expected = model.logits(golden.prompt)
     with pi2.load(plan, set=CPU) as model:
@@ -89,7 +82,7 @@ def test_mixtures_larger_than_memory_give_the_same_bits(
     tmp_path: Path, name: str, backend: dict[str, Any]
 ) -> None:
     """Also where layers have one FFN, experts have biases, or the last shared expert is short."""
-    golden, plan = read_golden(name), make_plan(name, tmp_path)
+    golden, plan = read_golden(name), make_golden_plan(name, tmp_path)
     routed = {**backend, "decode.predictor": "router"}
     with pi2.load(plan, set=routed | {"layers.hot": 1.0}) as model:
         expected = model.logits(golden.prompt, mode="decode")

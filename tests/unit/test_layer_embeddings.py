@@ -25,6 +25,7 @@ from tests.helpers.goldens import (
     UNROUNDED,
     convert_golden,
     copy_checkpoint,
+    make_golden_plan,
     measure_error,
     read_golden,
     write_plan,
@@ -38,9 +39,7 @@ NAME = "gemma4-e2b"
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(NAME)
-    model = convert_golden(copy_checkpoint(NAME, folder / "checkpoint"), folder, EXACT)
-    return write_plan(folder, model, {})
+    return make_golden_plan(NAME, tmp_path_factory.mktemp(NAME))
 
 
 def compute(plan: Path, ids: list[int], changes: dict[str, Any]) -> F32:

@@ -21,14 +21,12 @@ from pi2.plan.arithmetic.mixers import count_projection_bytes
 from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
-    EXACT,
     FOLDER,
     UNROUNDED,
-    convert_golden,
     copy_checkpoint,
+    make_golden_plan,
     measure_error,
     read_golden,
-    write_plan,
 )
 
 ROUNDING = 1e-4
@@ -38,16 +36,12 @@ CPU = {"backends.cpu": "cpu", **UNROUNDED}
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gemma4")
-    model = convert_golden(copy_checkpoint("gemma4", folder / "checkpoint"), folder, EXACT)
-    return write_plan(folder, model, {})
+    return make_golden_plan("gemma4", tmp_path_factory.mktemp("gemma4"))
 
 
 @pytest.fixture(scope="module")
 def mixture_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gemma4-moe")
-    model = convert_golden(copy_checkpoint("gemma4-moe", folder / "checkpoint"), folder, EXACT)
-    return write_plan(folder, model, {})
+    return make_golden_plan("gemma4-moe", tmp_path_factory.mktemp("gemma4-moe"))
 
 
 def compute(plan: Path, ids: list[int], changes: dict[str, Any]) -> F32:

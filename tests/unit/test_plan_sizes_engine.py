@@ -10,8 +10,11 @@ import pi2
 from pi2.plan.arithmetic.sizes import compute_needs
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import EXACT as EXPLICIT
-from tests.helpers.goldens import UNROUNDED, convert_golden, copy_checkpoint, read_golden
-from tests.helpers.goldens import write_plan as write_golden_plan
+from tests.helpers.goldens import (
+    UNROUNDED,
+    make_golden_plan,
+    read_golden,
+)
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -56,8 +59,7 @@ def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, tmp_path: 
 )
 def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -> None:
     golden = read_golden(name)
-    model = convert_golden(copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path, EXPLICIT)
-    plan = write_golden_plan(tmp_path, model, {"backends": {"cpu": "cpu"}})
+    plan = make_golden_plan(name, tmp_path, EXPLICIT, {"backends": {"cpu": "cpu"}})
     with pi2.load(plan) as loaded:
         loaded.logits(golden.prompt)
         used, needs = loaded._parts.budget.used_bytes, compute_needs(loaded.plan)

@@ -25,9 +25,9 @@ from tests.helpers.goldens import (
     UNROUNDED,
     convert_golden,
     copy_checkpoint,
+    make_golden_plan,
     measure_error,
     read_golden,
-    write_plan,
 )
 
 ROUNDING = 1e-4
@@ -40,12 +40,12 @@ CPU = {"backends.cpu": "cpu", **UNROUNDED}
 
 @pytest.fixture(scope="module", params=NAMES)
 def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plan(request.param, tmp_path_factory.mktemp(request.param))
+    return make_golden_plan(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
 def delta_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plan("qwen3-next", tmp_path_factory.mktemp("delta"))
+    return make_golden_plan("qwen3-next", tmp_path_factory.mktemp("delta"))
 
 
 @pytest.fixture(scope="module", params=["qwen3-next", "nemotron-h-moe"])
@@ -53,12 +53,7 @@ def mixture(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
     """A golden model with experts, and its plan."""
-    return request.param, make_plan(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def make_plan(name: str, folder: Path) -> Path:
-    model = convert_golden(copy_checkpoint(name, folder / "checkpoint"), folder, EXACT)
-    return write_plan(folder, model, {})
+    return request.param, make_golden_plan(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def draw_prompt(count: int, seed: int) -> list[int]:
