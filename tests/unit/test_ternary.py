@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import pi2
+from pi2.diagnostics import UserError
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.weights.layout import lay_out_bundle, vector_bytes
 from pi2.plan.weights.packing import (
@@ -113,6 +114,16 @@ def test_every_kind_of_checkpoint_becomes_the_same_model(
     logits, greedy = run_golden(write_plan(tmp_path, model, {}), golden)
     assert measure_error(logits, golden.logits) <= ERROR
     assert greedy == golden.greedy
+
+
+def test_a_code_that_no_weight_has_is_refused(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("bitnet", tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    tensors[name][1, 2] |= 0b1100
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(UserError, match=rf"'{name}' in .* has a code that no weight has: 3"):
+        convert_golden(checkpoint, tmp_path, TERNARY)
 
 
 def test_a_checkpoint_with_ternary_weights_is_stored_so_without_being_asked(

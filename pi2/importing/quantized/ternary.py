@@ -18,6 +18,7 @@ from functools import cache
 import numpy as np
 
 from pi2.arrays import F32
+from pi2.diagnostics import UserError
 from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import (
     DecodedTensor,
@@ -59,8 +60,17 @@ class TernaryTensor(DecodedTensor):
             if first < last:
                 raw = read_array(self.codes, first - part * count, last - part * count)
                 codes = (raw.view(np.uint8) >> np.uint8(2 * part)) & np.uint8(3)
+                if (codes == 3).any():
+                    raise self._refuse_code()
                 found[first - start : last - start] = codes
         return (found - np.float32(1)) * factor
+
+    def _refuse_code(self) -> UserError:
+        return UserError.of(
+            "P539",
+            f"tensor {self.codes.name!r} in {self.codes.file} has a code that no weight has: 3",
+            help="ternary weights are packed as 0, 1 and 2; fetch the file again",
+        )
 
     @property
     def is_ternary(self) -> bool:
