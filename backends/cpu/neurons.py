@@ -17,7 +17,7 @@ from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import BLOCK, MOST_NAMING, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.stretches import expand_stretches
-from pi2.plan.weights.packing import slice_experts
+from pi2.plan.weights.bundles import slice_experts
 
 _MOST_ARENAS = 256
 """Views of arenas that are remembered."""

@@ -23,8 +23,9 @@ import numpy.typing as npt
 
 from pi2.arrays import F32, I32, U8, U32, Scales
 from pi2.backends.gpu.sizes import TILE
+from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part
+from pi2.plan.weights.codes import order_words
 from pi2.plan.weights.layout import BundleLayout, Precision, round_up
-from pi2.plan.weights.packing import order_words, slice_bias, slice_experts, slice_part
 
 _Element = TypeVar("_Element", bound=np.generic)
 

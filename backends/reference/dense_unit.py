@@ -14,8 +14,9 @@ from pi2.arrays import F32, U8
 from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.neurons import compute_activations, multiply_down
+from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.packing import dequantize, join_scales
+from pi2.plan.weights.rounding import dequantize
 
 
 @dataclass(slots=True)

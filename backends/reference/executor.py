@@ -20,8 +20,9 @@ from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model_states import Mixer
+from pi2.plan.weights.bundles import join_scales, unpack_gates, unpack_part
 from pi2.plan.weights.layout import BundleLayout, lay_out_twin
-from pi2.plan.weights.packing import dequantize, join_scales, unpack_gates, unpack_part
+from pi2.plan.weights.rounding import dequantize
 from pi2.plan.weights.states import describe_state
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,

@@ -13,7 +13,7 @@ from pi2.backends.reference.kv_cache import KvCache
 from pi2.backends.reference.operators import normalize, rotate
 from pi2.backends.rope import RopeTables
 from pi2.plan.weights.layout import fill_groups
-from pi2.plan.weights.packing import dequantize
+from pi2.plan.weights.rounding import dequantize
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
 

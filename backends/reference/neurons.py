@@ -7,8 +7,8 @@ import numpy as np
 from pi2.arrays import F32, U8
 from pi2.backends.reference.operators import activate
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
 from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.packing import slice_bias, slice_experts, slice_factors, unpack_part
 
 
 def compute_activations(

@@ -20,7 +20,7 @@ from pi2.arrays import F32
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision, round_up, scale_bytes, weight_bytes
-from pi2.plan.weights.packing import dequantize
+from pi2.plan.weights.rounding import dequantize
 
 MESSAGE = struct.Struct("<9q")
 """Its number; tokens; bytes from the start of the shared memory to: inputs, routes (-1: none), the

@@ -23,9 +23,9 @@ from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.requests import choose_request_bytes, count_requests_in_flight
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
+from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part, view_scales
 from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
-from pi2.plan.weights.packing import join_scales, slice_bias, slice_part, view_scales
 from pi2.plan.weights.tensor_names import LAYER_EMBEDDING
 from pi2.progress import Progress
 from pi2.regular_file import open_stream, read_regular

@@ -18,7 +18,7 @@ from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
 from pi2.backends.reference.operators import activate
 from pi2.diagnostics import UserError
-from pi2.plan.weights.packing import join_scales, slice_bias, slice_experts, unpack_part
+from pi2.plan.weights.bundles import join_scales, slice_bias, slice_experts, unpack_part
 
 
 @dataclass(frozen=True, slots=True)

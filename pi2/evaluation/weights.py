@@ -20,13 +20,8 @@ from pi2.importing.ffn_rows import find_ffn_rows, read_factors
 from pi2.importing.rows import Rows
 from pi2.importing.state_rows import find_state_rows, read_state_vector
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.packing import (
-    dequantize,
-    slice_bias,
-    slice_experts,
-    slice_factors,
-    unpack_part,
-)
+from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
+from pi2.plan.weights.rounding import dequantize
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import list_tensors
 

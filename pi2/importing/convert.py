@@ -41,8 +41,9 @@ from pi2.importing.small_files import keep_old_notes, read_extra_files
 from pi2.importing.state_rows import find_state_rows, list_vector_sources, read_state_vector
 from pi2.importing.steps import find_most_bytes, plan_steps
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.bundles import assemble_bundles
 from pi2.plan.weights.layout import GROUP, BundleLayout, Part, ScalesPlace, round_up
-from pi2.plan.weights.packing import assemble_bundles, dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision

@@ -13,8 +13,8 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I8, U8
 from pi2.diagnostics import UserError
+from pi2.plan.weights.codes import pack_codes
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.packing import pack_codes
 
 INSTALL = "pip install 'pi2[gguf]'"
 

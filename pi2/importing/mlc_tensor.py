@@ -16,8 +16,8 @@ from pi2.arrays import F16, F32, I8, U8, Raw
 from pi2.importing.mlc_shards import STORAGE, Record, Shard
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.weights.codes import pack_codes
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.packing import pack_codes
 
 PLAIN = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}
 """What safetensors files call the types."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from pi2.arrays import F32, Bits
 from pi2.plan.weights.layout import GROUP, Precision, round_up
-from pi2.plan.weights.packing import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.predictors.guessing import guess_weights
 from pi2.predictors.samples import LayerSamples
 

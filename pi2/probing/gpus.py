@@ -21,7 +21,7 @@ from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_matrix
 from pi2.plan.documents.device import KernelName
 from pi2.plan.weights.layout import matrix_bytes
-from pi2.plan.weights.packing import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.probing.series import Key
 from pi2.progress import Progress
 

@@ -21,7 +21,7 @@ from pi2.backends.reference.operators import activate
 from pi2.engine.observation import Routing
 from pi2.plan.documents.plan_sparsity import SparsityMethod
 from pi2.plan.reading.thresholds import LayerThresholds
-from pi2.plan.weights.packing import slice_bias, unpack_part
+from pi2.plan.weights.bundles import slice_bias, unpack_part
 
 _FINE_SHIFT = 17
 """Bits of a float32 below its sign, exponent and the first 6 of its mantissa."""

@@ -10,7 +10,7 @@ from pi2.arrays import F32, I32, I64
 from pi2.backends.experts import slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.engine.observation import Routing
-from pi2.plan.weights.packing import dequantize
+from pi2.plan.weights.rounding import dequantize
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from pi2.arrays import U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
+from pi2.plan.weights.bundles import view_scales
 from pi2.plan.weights.layout import GROUP, round_up
-from pi2.plan.weights.packing import view_scales
 from pi2.regular_file import open_regular
 from pi2.store.file_read import FileRead
 from pi2.store.manifest import DENSE_FILE, StoredTensor

@@ -13,9 +13,9 @@ import numpy as np
 
 from pi2.arrays import I64, U8
 from pi2.diagnostics import UserError
+from pi2.plan.weights.bundles import slice_bias, slice_part
 from pi2.plan.weights.gates import GateRecord, lay_out_gates
 from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.packing import slice_bias, slice_part
 from pi2.progress import Progress, ignore_progress
 from pi2.store.additions import put_weights
 from pi2.store.arrow_file import PieceFeed, lay_out_layer_file

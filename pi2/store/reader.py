@@ -22,8 +22,8 @@ from pi2.arrays import I32, I64, U8, U32
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model, Tokenizer
+from pi2.plan.weights.bundles import join_scales, view_scales
 from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.packing import join_scales, view_scales
 from pi2.regular_file import open_stream
 from pi2.store.agreement import check_files, check_model, report_size
 from pi2.store.manifest import (

@@ -16,8 +16,8 @@ import numpy as np
 from pi2.arrays import I32, I64, U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
-from pi2.plan.weights.packing import join_scales
 from pi2.progress import Progress, ignore_progress
 from pi2.regular_file import read_regular
 from pi2.store.gates import add_gates

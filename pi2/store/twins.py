@@ -16,21 +16,15 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
-from pi2.plan.weights.layout import (
-    BundleLayout,
-    TwinPrecision,
-    find_twin_obstacle,
-    lay_out_twin,
-)
-from pi2.plan.weights.packing import (
+from pi2.plan.weights.bundles import (
     assemble_bundles,
-    dequantize,
-    quantize,
     slice_bias,
     slice_experts,
     slice_factors,
     unpack_part,
 )
+from pi2.plan.weights.layout import BundleLayout, TwinPrecision, find_twin_obstacle, lay_out_twin
+from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.progress import Progress, ignore_progress
 from pi2.regular_file import open_regular
 from pi2.store.additions import put_weights

@@ -17,8 +17,8 @@ import numpy as np
 from pi2.arrays import I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.bundles import split_scales
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace
-from pi2.plan.weights.packing import split_scales
 from pi2.store.arrow_file import (
     DenseFile,
     PieceFeed,

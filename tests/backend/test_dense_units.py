@@ -16,7 +16,7 @@ from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import widen
 from pi2.backends.reference.process_unit import ProcessUnit
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.packing import quantize
+from pi2.plan.weights.rounding import quantize
 from tests.helpers.dense_units import KINDS, Neurons, UnitKind, make_neurons
 from tests.helpers.gpu import require_launcher
 

@@ -11,7 +11,7 @@ from pi2.backends.gpu.kernels.selection import make_select
 from pi2.backends.gpu.kernels.specification import FfnKernels, SelectKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_slots
-from pi2.plan.weights.packing import slice_bias, unpack_part
+from pi2.plan.weights.bundles import slice_bias, unpack_part
 from tests.helpers.gpu import Bench, RandomNeurons, measure_error
 
 CLOSE = 3e-6

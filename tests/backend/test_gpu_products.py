@@ -16,7 +16,7 @@ from pi2.backends.gpu.kernels.specification import EmbeddingKernels, ProductKern
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_matrix
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.packing import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize
 from tests.helpers.gpu import Bench, measure_error
 
 CLOSE = 3e-6

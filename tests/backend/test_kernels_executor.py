@@ -14,7 +14,7 @@ from pi2.backends.cpu import backend as cpu
 from pi2.backends.cpu.specification import make_spec
 from pi2.backends.protocol import Executor
 from pi2.backends.reference import backend as reference
-from pi2.plan.weights.packing import split_scales
+from pi2.plan.weights.bundles import split_scales
 from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, align, measure_error
 
 

@@ -17,7 +17,7 @@ from pi2.backends.kernels.spec import KV_DTYPES, SPANS
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import list_shipped
-from pi2.plan.weights.packing import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize
 from tests.helpers.aarch64 import (
     ARM_FEATURES,
     emulate,

@@ -9,7 +9,7 @@ import pytest
 
 from pi2.backends.reference.operators import activate
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.packing import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize
 from tests.helpers.kernels import (
     allocate,
     allocate_activations,

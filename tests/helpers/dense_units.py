@@ -20,8 +20,9 @@ from pi2.backends.reference.process_unit import ProcessUnit
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Graphs
+from pi2.plan.weights.bundles import assemble_bundles, split_scales, unpack_part
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
-from pi2.plan.weights.packing import assemble_bundles, quantize, split_scales, unpack_part
+from pi2.plan.weights.rounding import quantize
 from tests.helpers.models import make_model
 
 

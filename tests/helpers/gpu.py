@@ -17,14 +17,9 @@ from pi2.backends.gpu.kernels.signature import Api, Number
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.reference.operators import activate
+from pi2.plan.weights.bundles import assemble_bundles, slice_bias, slice_experts, unpack_part
 from pi2.plan.weights.layout import BundleLayout, lay_out_bundle
-from pi2.plan.weights.packing import (
-    assemble_bundles,
-    quantize,
-    slice_bias,
-    slice_experts,
-    unpack_part,
-)
+from pi2.plan.weights.rounding import quantize
 
 
 @cache

@@ -23,8 +23,9 @@ from pi2.backends.hexagon.rooms import (
 from pi2.backends.hexagon.session import Session
 from pi2.backends.hexagon.specification import FfnGraph, HexagonSpec, ProductGraph
 from pi2.plan.documents.device import Unit
+from pi2.plan.weights.codes import unpack_codes
 from pi2.plan.weights.layout import GROUP, Precision, round_up
-from pi2.plan.weights.packing import dequantize, unpack_codes
+from pi2.plan.weights.rounding import dequantize
 from pi2.progress import ignore_progress
 
 EMULATED = Unit(kind="npu", architecture="hexagon", emulated=True)

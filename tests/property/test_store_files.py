@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision, lay_out_bundle, vector_bytes
-from pi2.plan.weights.packing import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.store.arrow_file import TensorSize, lay_out_dense_file, lay_out_layer_file
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store

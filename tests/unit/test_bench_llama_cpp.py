@@ -13,7 +13,7 @@ from pi2.benchmarks.gguf_file import find_gguf, list_gguf_tensors, write_gguf
 from pi2.benchmarks.workloads import Workload
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import vector_bytes
-from pi2.plan.weights.packing import dequantize
+from pi2.plan.weights.rounding import dequantize
 from pi2.progress import ignore_progress
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_model

@@ -19,7 +19,8 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_blocks import BLOCKS, decode_blocks
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model, Quantization
-from pi2.plan.weights.packing import dequantize, unpack_part
+from pi2.plan.weights.bundles import unpack_part
+from pi2.plan.weights.rounding import dequantize
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import (

@@ -102,7 +102,7 @@ def stores(published: tuple[Path, Path]) -> tuple[Path, Path]:
 
 def list_neurons(plan: Path) -> list[F32]:
     """Gates, ups and downs of every layer of a plan's store."""
-    from pi2.plan.weights.packing import unpack_part
+    from pi2.plan.weights.bundles import unpack_part
 
     with NeuronStore.open(plan.parent / "store") as store:
         layout = store.bundle.inline

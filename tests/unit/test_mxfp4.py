@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
-from pi2.plan.weights.layout import lay_out_bundle
-from pi2.plan.weights.mxfp4 import find_codes, take_units, take_values
-from pi2.plan.weights.packing import (
+from pi2.plan.weights.bundles import (
     assemble_bundles,
-    dequantize_exponents,
     join_scales,
-    quantize_exponents,
     quantize_part,
     split_scales,
     unpack_part,
 )
+from pi2.plan.weights.layout import lay_out_bundle
+from pi2.plan.weights.mxfp4 import find_codes, take_units, take_values
+from pi2.plan.weights.rounding import dequantize_exponents, quantize_exponents
 
 
 def round_numbers(values: list[float]) -> F32:

@@ -5,16 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pi2.plan.weights.bundles import pack_bundles, slice_part, unpack_bundles
+from pi2.plan.weights.codes import pack_codes, unpack_codes
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes, weight_bytes
-from pi2.plan.weights.packing import (
-    dequantize,
-    pack_bundles,
-    pack_codes,
-    quantize,
-    slice_part,
-    unpack_bundles,
-    unpack_codes,
-)
+from pi2.plan.weights.rounding import dequantize, quantize
 
 LENGTHS = [32, 64, 96, 160, 480, 512, 544, 736, 1024, 1280]
 

@@ -15,7 +15,7 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.quantizers.compensation import prepare_moments, quantize_with_compensation
 from pi2.importing.quantizers.quantizer import Quantizer, name_moments
 from pi2.importing.quantizers.search import quantize_by_search
-from pi2.plan.weights.packing import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.statistics.recording import RecordingOptions, record_activations
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
@@ -133,7 +133,7 @@ def test_a_store_is_quantised_by_what_its_model_was_seen_to_do(tmp_path: Path) -
         assert verify_store(tmp_path / method) == []
         gate = tiny.weights[tiny.model.tensors.gate.format(layer=2)]
         with NeuronStore.open(tmp_path / method) as store:
-            from pi2.plan.weights.packing import unpack_bundles
+            from pi2.plan.weights.bundles import unpack_bundles
 
             wrong = unpack_bundles(store.layers[2].bundles, store.bundle)[0] - gate
         errors[method] = float(np.einsum("ij,jk,ik", wrong, moments, wrong))

@@ -17,14 +17,14 @@ from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.importing.convert import convert_checkpoint
 from pi2.plan.resolve import load_plan
-from pi2.plan.weights.layout import Precision, lay_out_bundle
-from pi2.plan.weights.packing import (
+from pi2.plan.weights.bundles import (
     join_scales,
     slice_bias,
     slice_experts,
     slice_part,
     split_scales,
 )
+from pi2.plan.weights.layout import Precision, lay_out_bundle
 from pi2.store.files import HashedFile
 from pi2.store.manifest import MANIFEST, name_layer_file, name_scales_file, read_manifest
 from pi2.store.reader import NeuronStore

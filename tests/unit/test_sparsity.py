@@ -20,7 +20,7 @@ from pi2.orchestrator import load
 from pi2.plan.documents.plan_sparsity import SparsityMethod
 from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.resolve import load_plan
-from pi2.plan.weights.packing import unpack_part
+from pi2.plan.weights.bundles import unpack_part
 from pi2.sparsity.calibration import calibrate_thresholds
 from pi2.sparsity.goals import Goal
 from pi2.sparsity.magnitudes import Histogram, LayerMagnitudes

@@ -19,7 +19,7 @@ import pytest
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.packing import pack_bundles
+from pi2.plan.weights.bundles import pack_bundles
 from pi2.store.files import HashedFile, check_pieces
 from pi2.store.manifest import name_layer_file, read_manifest
 from pi2.store.reader import NeuronStore

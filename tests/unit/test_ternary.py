@@ -14,17 +14,16 @@ from safetensors.numpy import load_file, save_file
 import pi2
 from pi2.diagnostics import UserError
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.weights.layout import lay_out_bundle, vector_bytes
-from pi2.plan.weights.packing import (
+from pi2.plan.weights.bundles import (
     assemble_bundles,
-    dequantize,
     join_scales,
-    quantize,
     slice_factors,
     split_scales,
-    unpack_codes,
     unpack_part,
 )
+from pi2.plan.weights.codes import unpack_codes
+from pi2.plan.weights.layout import lay_out_bundle, vector_bytes
+from pi2.plan.weights.rounding import dequantize, quantize
 from tests.helpers.goldens import (
     EXACT,
     UNROUNDED,

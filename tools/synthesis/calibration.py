@@ -8,7 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, Bits
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.packing import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize
 from synthesis.blueprint import (
     CONSTANT,
     RANDOM,

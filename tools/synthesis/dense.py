@@ -9,7 +9,7 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.packing import quantize
+from pi2.plan.weights.rounding import quantize
 from pi2.plan.weights.tensor_names import EMBEDDING as EMBEDDING_NAME
 from pi2.plan.weights.tensor_names import FINAL_NORM, FINAL_NORM_BIAS, HEAD, HEAD_BIAS, POSITIONS
 from pi2.store.tensors import DenseTensor

@@ -13,8 +13,8 @@ from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.backends.reference.operators import activate
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.bundles import join_scales, slice_experts, unpack_part
 from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.packing import join_scales, slice_experts, unpack_part
 from pi2.progress import Progress, ignore_progress
 from pi2.store.reader import NeuronStore, StoredLayer
 from synthesis.statistics import (

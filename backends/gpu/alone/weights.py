@@ -26,7 +26,7 @@ from pi2.backends.gpu.packing import (
 from pi2.backends.gpu.sizes import TILE, count_tile_bytes
 from pi2.backends.protocol import Tensor
 from pi2.backends.rope import compute_rope_tables
-from pi2.plan.weights.packing import order_words
+from pi2.plan.weights.codes import order_words
 
 
 class ModelArrays:

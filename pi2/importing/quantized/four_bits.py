@@ -27,8 +27,9 @@ from pi2.importing.decoded_tensor import (
 )
 from pi2.importing.quantized.eight_bits import decode_scaled
 from pi2.importing.safetensors_file import SourceTensor, turn
+from pi2.plan.weights.codes import pack_codes, unpack_codes
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.packing import pack_codes, quantize, unpack_codes
+from pi2.plan.weights.rounding import quantize
 
 MX_GROUP, NV_GROUP = 32, 16
 

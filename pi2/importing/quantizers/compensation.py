@@ -12,8 +12,8 @@ import numpy as np
 
 from pi2.arrays import F16, F32, U8
 from pi2.importing.quantizers.search import BOTTOM, TOP, find_scales
+from pi2.plan.weights.codes import pack_codes
 from pi2.plan.weights.layout import GROUP
-from pi2.plan.weights.packing import pack_codes
 
 DAMPING = 0.01
 """Share of the diagonal's mean that is added to the diagonal: inputs that hardly vary would be

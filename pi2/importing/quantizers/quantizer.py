@@ -14,12 +14,7 @@ from pi2.importing.quantizers.compensation import prepare_moments, quantize_with
 from pi2.importing.quantizers.errors import ErrorReport
 from pi2.importing.quantizers.search import quantize_by_search
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.packing import (
-    dequantize,
-    dequantize_exponents,
-    quantize,
-    quantize_exponents,
-)
+from pi2.plan.weights.rounding import dequantize, dequantize_exponents, quantize, quantize_exponents
 
 Method = Literal["nearest", "search", "compensated"]
 

@@ -1,6 +1,6 @@
 """Rounding with the best scale: tries several for every group and keeps the one that errs least.
 
-`pi2.plan.weights.packing.quantize` takes the scale from the largest weight of a group.  A smaller
+`pi2.plan.weights.rounding.quantize` takes the scale from the largest weight of a group.  A smaller
 scale cuts that weight off and keeps the others better; a least-squares fit of the scale to the
 codes follows.  Errors count as much as the inputs that they meet: by their mean squares, where
 known (activation-aware, as in AWQ and in llama.cpp's importance matrices), else alike.
@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from pi2.arrays import F16, F32, I8, U8, Scales
+from pi2.plan.weights.codes import pack_codes
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.packing import pack_codes, quantize
+from pi2.plan.weights.rounding import quantize
 
 BOTTOM, TOP = -8, 7
 """Codes of int4."""
@@ -25,7 +26,7 @@ _TILE_WEIGHTS = 2**15
 def quantize_by_search(
     rows: F32, precision: Precision, importance: F32 | None = None
 ) -> tuple[U8, Scales | None]:
-    """Quantise and pack ``rows`` float32 [n, length] like `pi2.plan.weights.packing.quantize`.
+    """Quantise and pack ``rows`` float32 [n, length] like `pi2.plan.weights.rounding.quantize`.
 
     ``importance`` float32 [length]: what squared errors of each column weigh.  Only int4 gains;
     other types are rounded to nearest.  Raises `ValueError` for weights that cannot be stored.

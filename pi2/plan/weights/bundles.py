@@ -1,0 +1,216 @@
+"""Assembles neurons' bundles (`pi2.plan.weights.layout`) from packed vectors, and takes them
+apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from pi2.arrays import F32, I32, I64, U8, Raw, Scales
+from pi2.plan.weights.gates import GateRecord
+from pi2.plan.weights.layout import GROUP, BundleLayout, Part, Precision, scale_bytes, weight_bytes
+from pi2.plan.weights.rounding import dequantize, dequantize_exponents, quantize, quantize_exponents
+
+
+def pack_bundles(
+    gate: F32 | None, up: F32, down: F32, layout: BundleLayout, biases: F32 | None = None
+) -> U8:
+    """Quantise neurons to nearest into bundles uint8 [n, stride].
+
+    ``gate`` (None where neurons have none) and ``up`` are float32 [n, hidden] rows, ``down``
+    float32 [n, hidden] holds the columns of down_proj as rows; ``biases`` float32
+    [n, len(layout.biases)].
+    """
+    assert (gate is not None) == layout.is_gated, layout
+    rows = [up, down] if gate is None else [gate, up, down]
+    packed = [
+        quantize_part(values, part, layout.precision)
+        for values, part in zip(rows, layout.parts, strict=True)
+    ]
+    return assemble_bundles(packed, layout, biases)
+
+
+def quantize_part(rows: F32, part: Part, precision: Precision) -> tuple[U8, Raw | None]:
+    """Quantise and pack ``rows`` [n, hidden] as vectors of ``part``: weights uint8 and what they
+    have for scales."""
+    if precision == "mxfp4":
+        return quantize_exponents(rows, spread=part.spread)
+    return quantize(rows, precision)
+
+
+def assemble_bundles(
+    parts: Sequence[tuple[Raw, Raw | None]],
+    layout: BundleLayout,
+    biases: F32 | None = None,
+    experts: I32 | None = None,
+    factors: F32 | None = None,
+) -> U8:
+    """Lay packed vectors out as bundles uint8 [n, stride].
+
+    ``parts``: weights uint8 [n, weight bytes] and scales [n, .] of each of
+    ``layout.parts``; ``biases`` float32 [n, len(layout.biases)]; ``experts`` int32 [n] in a
+    mixture; ``factors`` float32 [n] where activations are normalised.  Bytes beyond ``used_bytes``
+    are zero.
+    """
+    bundles = np.zeros((len(parts[0][0]), layout.stride), np.uint8)
+    for part, (weights, scales) in zip(layout.parts, parts, strict=True):
+        end = part.weights_offset + weights.shape[1]
+        bundles[:, part.weights_offset : end] = weights
+        if scales is not None:
+            packed = scales.view(np.uint8)
+            bundles[:, part.scales_offset : part.scales_offset + packed.shape[1]] = packed
+    assert (biases is not None) == bool(layout.biases), layout
+    if biases is not None:
+        assert biases.dtype == np.float32 and np.isfinite(biases).all()
+        for column, bias in enumerate(layout.biases):
+            values = np.ascontiguousarray(biases[:, column], "<f4").view(np.uint8)
+            bundles[:, bias.offset : bias.offset + 4] = values.reshape(-1, 4)
+    assert (factors is not None) == (layout.factor_offset is not None), layout
+    if factors is not None and layout.factor_offset is not None:
+        raw = np.ascontiguousarray(factors, "<f4").view(np.uint8)
+        bundles[:, layout.factor_offset : layout.factor_offset + 4] = raw.reshape(-1, 4)
+    assert (experts is not None) == (layout.expert_offset is not None), layout
+    if experts is not None and layout.expert_offset is not None:
+        numbers = np.ascontiguousarray(experts, "<i4").view(np.uint8)
+        bundles[:, layout.expert_offset : layout.expert_offset + 4] = numbers.reshape(-1, 4)
+    return bundles
+
+
+def unpack_bundles(bundles: U8, layout: BundleLayout) -> tuple[F32, F32, F32]:
+    """Undo `pack_bundles` of gated neurons: gate, up and down (columns as rows), float32
+    [n, hidden] each."""
+    assert layout.is_gated, layout
+    gate, up, down = (unpack_part(bundles, layout, index) for index in range(3))
+    return gate, up, down
+
+
+def unpack_part(bundles: U8, layout: BundleLayout, index: int) -> F32:
+    """Vectors of part ``index`` of ``bundles`` uint8 [n, stride]: float32 [n, hidden]."""
+    if layout.precision == "mxfp4":
+        part, place = layout.parts[index], _list_pieces(layout)
+        pieces = [bundles[:, own] for _, own in list(place)[2 * index : 2 * index + 2]]
+        weights, exponents = (np.ascontiguousarray(piece) for piece in pieces)
+        return dequantize_exponents(weights, exponents, layout.hidden, spread=part.spread)
+    weights, scales = slice_part(bundles, layout, index)
+    return dequantize(weights, scales, layout.hidden, layout.precision)
+
+
+def split_scales(bundles: U8, layout: BundleLayout) -> tuple[U8, U8]:
+    """Take the scales out of ``bundles`` uint8 [n, .], laid out as ``layout.inline``.
+
+    Returns bundles [n, layout.stride] as ``layout`` says and rows of scales [n,
+    layout.scales_stride].  Of mxfp4, ``bundles`` are whole groups of 32.
+    """
+    assert layout.scales == "resident", layout
+    result = np.zeros((len(bundles), layout.stride), np.uint8)
+    scales = np.empty((len(bundles), layout.scales_stride), np.uint8)
+    for (_, from_place), (kind, to_place) in zip(
+        _list_pieces(layout.inline), _list_pieces(layout), strict=True
+    ):
+        if kind == "shared":
+            shared = bundles[:, from_place].reshape(-1, GROUP, layout.hidden)
+            assert (shared == shared[:, :1]).all(), "neurons of a group have other exponents"
+            scales[:] = shared[:, 0].reshape(scales.shape)
+        else:
+            (scales if kind == "scales" else result)[:, to_place] = bundles[:, from_place]
+    return result, scales
+
+
+def join_scales(bundles: U8, scales: U8, layout: BundleLayout, rows: slice | I32 | I64) -> U8:
+    """Undo `split_scales`: bundles uint8 [n, layout.inline.stride], of ``bundles`` [n, .] of the
+    neurons ``rows`` and the ``scales`` [neurons, layout.scales_stride] of their whole layer."""
+    assert layout.scales == "resident", layout
+    inline = layout.inline
+    result = np.zeros((len(bundles), inline.stride), np.uint8)
+    for (kind, from_place), (_, to_place) in zip(
+        _list_pieces(layout), _list_pieces(inline), strict=True
+    ):
+        if kind == "shared":
+            wanted = np.arange(len(scales))[rows]
+            found = scales.reshape(-1, layout.hidden)[wanted // GROUP]
+        elif kind == "scales":
+            found = scales[rows][:, from_place]
+        else:
+            found = bundles[:, from_place]
+        result[:, to_place] = found
+    return result
+
+
+_Place = Literal["bundle", "scales", "shared"]
+"""A neuron's bundle, its row of scales, or what the rows of 32 neurons have for all of them."""
+
+
+def _list_pieces(layout: BundleLayout) -> Iterator[tuple[_Place, slice]]:
+    """What a neuron is made of, in one order for all layouts: in which array, and where."""
+    weights = weight_bytes(layout.hidden, layout.precision)
+    for part in layout.parts:
+        yield "bundle", slice(part.weights_offset, part.weights_offset + weights)
+        size = layout.hidden if part.spread else scale_bytes(layout.hidden, layout.precision)
+        own = slice(part.scales_offset, part.scales_offset + size)
+        kind: _Place = "scales" if part.resident else "bundle"
+        yield "shared" if part.spread and part.resident else kind, own
+    for bias in layout.biases:
+        yield "bundle", slice(bias.offset, bias.offset + 4)
+    if layout.factor_offset is not None:
+        yield "bundle", slice(layout.factor_offset, layout.factor_offset + 4)
+    if layout.expert_offset is not None:
+        yield "bundle", slice(layout.expert_offset, layout.expert_offset + 4)
+
+
+def view_scales(raw: U8, rows: int, precision: Precision) -> Scales:
+    """The scales of ``rows`` packed vectors whose bytes are ``raw``, one after the other or
+    [rows, .]: [rows, .]."""
+    scales: Scales = raw.view("<f4") if precision == "ternary" else raw.view("<f2")
+    # Of no rows, only what is in rows tells how long they are.
+    return scales if scales.ndim == 2 else scales.reshape(rows, -1)
+
+
+def unpack_gates(packed: U8, record: GateRecord) -> tuple[U8, Scales | None, F32 | None]:
+    """Weights [neurons, row bytes], scales [neurons, groups] and biases [neurons] of an expert's
+    gates uint8 [record.stride], views; None where there are none."""
+    count = record.neurons
+    weights = packed[: count * record.row_bytes].reshape(count, record.row_bytes)
+    scales = biases = None
+    if record.scale_bytes:
+        raw = packed[record.scales_offset :][: count * record.scale_bytes]
+        scales = view_scales(raw, count, record.precision)
+    if record.has_biases:
+        biases = packed[record.biases_offset :][: 4 * count].view("<f4")
+    return weights, scales, biases
+
+
+def slice_bias(bundles: U8, layout: BundleLayout, index: int) -> F32:
+    """Bias ``index`` (`BundleLayout.biases`) of ``bundles`` uint8 [n, stride]: float32 [n]."""
+    offset = layout.biases[index].offset
+    column = np.ascontiguousarray(bundles[:, offset : offset + 4])
+    return np.asarray(column.view("<f4")[:, 0], np.float32)
+
+
+def slice_factors(bundles: U8, layout: BundleLayout) -> F32:
+    """Factors of the activations of ``bundles`` uint8 [n, stride]: float32 [n]."""
+    assert layout.factor_offset is not None
+    column = bundles[:, layout.factor_offset : layout.factor_offset + 4]
+    return np.asarray(np.ascontiguousarray(column).view("<f4")[:, 0], np.float32)
+
+
+def slice_experts(bundles: U8, layout: BundleLayout) -> I32:
+    """Numbers of the experts of ``bundles`` uint8 [n, stride]: int32 [n]."""
+    assert layout.expert_offset is not None
+    column = bundles[:, layout.expert_offset : layout.expert_offset + 4]
+    return np.asarray(np.ascontiguousarray(column).view("<i4")[:, 0], np.int32)
+
+
+def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, Scales | None]:
+    """Return packed weights [n, weight_bytes] (a view) and scales [n, .] (a copy) of part
+    ``index`` of ``bundles`` uint8 [n, stride]; not of mxfp4."""
+    assert layout.precision != "mxfp4"
+    part = layout.parts[index]
+    size = weight_bytes(layout.hidden, layout.precision)
+    weights = bundles[:, part.weights_offset : part.weights_offset + size]
+    size = scale_bytes(layout.hidden, layout.precision)
+    if size == 0:
+        return weights, None
+    scales = bundles[:, part.scales_offset : part.scales_offset + size]
+    return weights, view_scales(np.ascontiguousarray(scales), len(bundles), layout.precision)
