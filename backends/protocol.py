@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
     from pi2.backends.text_model import TextModel, TextRequest
     from pi2.backends.whole_model import WholeModel, WholeRequest
+    from pi2.plan.arithmetic.needs import Need
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.arithmetic.rows import DividedRows
-    from pi2.plan.arithmetic.sizes import Need
     from pi2.progress import Progress
 
 

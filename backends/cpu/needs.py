@@ -8,23 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.kernels.mixing_layout import count_most_room
-from pi2.plan.arithmetic.sizes import (
-    ALIGNMENT,
-    KV_SPANS,
-    KV_TOKENS,
-    LOGIT_ROWS,
-    PANEL_FLOATS,
-    SHARED_BYTES,
-    SHARED_TOKEN_BYTES,
-    SMALL_BYTES,
-    THREAD_BYTES,
-    UNKNOWN_THREADS,
-    UNPACKED_ROWS_BYTES,
-    Need,
-    count_chunk_tokens,
-)
+from pi2.plan.arithmetic.kept_sizes import KV_TOKENS
+from pi2.plan.arithmetic.needs import Need
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS, count_chunk_tokens
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import GROUP, fill_groups, round_up
+from pi2.plan.weights.layout import ALIGNMENT, GROUP, fill_groups, round_up
 from pi2.plan.weights.states import describe_state
 
 if TYPE_CHECKING:
@@ -33,6 +21,23 @@ if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.model_attention import Latent
     from pi2.plan.documents.plan import Plan
+
+KV_SPANS = 16
+"""Parts of the context whose attention is added up apart, at most."""
+PANEL_FLOATS = 264
+"""Floats of scratch for every token: 256 FFN neurons that a dense layer computes together, and a
+bit for each."""
+THREAD_BYTES = 33 << 10
+"""Scratch of a compute thread."""
+SHARED_BYTES, SHARED_TOKEN_BYTES = 4 << 10, 2 << 10
+"""Scratch of a compute thread for neurons that several tokens share, and for each of the tokens."""
+UNPACKED_ROWS_BYTES = 10
+"""Bytes of scratch for every thread and element of a row: eight rows with their scales, unpacked
+for several tokens on cores with i8mm."""
+SMALL_BYTES = 16 << 10
+"""Alignment, counters, and the predictor's inner vector."""
+UNKNOWN_THREADS = 64
+"""Compute threads that are assumed of a device that states no cores."""
 
 
 def need_workspace(resolved: ResolvedPlan) -> Need:

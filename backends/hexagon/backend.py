@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, Need, count_chunk_tokens, count_chunks
+from pi2.plan.arithmetic.needs import Need
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_chunks
 from pi2.plan.arithmetic.units import GraphFacts, UnitFacts, list_wanted
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.quantities import approximate_bytes

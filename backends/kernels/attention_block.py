@@ -41,7 +41,7 @@ from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import emit_each_token, take_matrix
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
-from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
+from pi2.plan.arithmetic.kept_sizes import KV_ELEMENT_BYTES
 
 
 def emit_attend(schedule: Schedule, take: Parameters) -> None:

@@ -36,7 +36,7 @@ from pi2.backends.kernels.parameters import emit_each_token, take_activations, t
 from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
-from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
+from pi2.plan.arithmetic.kept_sizes import KV_ELEMENT_BYTES
 from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import fill_groups, vector_bytes
 

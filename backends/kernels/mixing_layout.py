@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.arithmetic.sizes import MIXED_QUERIES
 from pi2.plan.weights.layout import round_up
 
+MIXED_QUERIES = 128
+"""Queries of several tokens that a thread takes through keys and values together, unless more heads
+share these."""
 LANES = 16
 """Numbers of a vector; registers may be narrower."""
 PLANES = 2

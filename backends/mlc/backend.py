@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.sizes import Need
+from pi2.plan.arithmetic.needs import Need
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model

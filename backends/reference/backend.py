@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.backends.limits import list_unknown_weights
-from pi2.plan.arithmetic.sizes import Need
+from pi2.plan.arithmetic.needs import Need
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 

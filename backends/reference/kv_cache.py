@@ -6,7 +6,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I8, U8, Raw
 from pi2.backends.protocol import BuildRequest
-from pi2.plan.arithmetic.sizes import KV_ELEMENT_BYTES
+from pi2.plan.arithmetic.kept_sizes import KV_ELEMENT_BYTES
 from pi2.plan.weights.projections import list_kept_vectors
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from pi2.plan.arithmetic.needs import Need
 from pi2.plan.arithmetic.rows import list_matrices
 from pi2.plan.arithmetic.sizes import (
-    ALIGNMENT,
     LOGIT_ROWS,
     STAGED_NEURONS,
     STAGING_BUFFERS,
-    Need,
     count_chunk_tokens,
     count_chunks,
 )
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import Precision, round_up, scale_bytes, weight_bytes
+from pi2.plan.weights.layout import ALIGNMENT, Precision, round_up, scale_bytes, weight_bytes
 
 PAGE_BYTES = 4096
 

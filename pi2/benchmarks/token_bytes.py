@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pi2.benchmarks.samples import TokenBytes
+from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import vector_bytes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pi2.costs.activity import PredictorMode
+from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
 from pi2.plan.arithmetic.mixers import (
     count_mixer_bytes,
     count_mixer_weights,
     count_state_traffic,
 )
-from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import BundleLayout, matrix_bytes, weight_bytes

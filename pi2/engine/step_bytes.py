@@ -5,8 +5,8 @@ from __future__ import annotations
 from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts
 from pi2.engine.payback import Touched
+from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_kv_token_bytes
 from pi2.plan.weights.layout import vector_bytes
 from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.store.tensors import list_tensors

@@ -12,7 +12,7 @@ from typing import Literal
 from pi2.arrays import U8, Scales
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest, Executor
-from pi2.plan.arithmetic.sizes import count_kv_token_bytes
+from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
 from pi2.plan.documents.device import KernelName
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_memory import KvType

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from pi2.backends.cpu.needs import UNKNOWN_THREADS
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
+from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.runtime import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
 from pi2.plan.arithmetic.sizes import (
-    UNKNOWN_THREADS,
     compute_needs,
     count_ffn_bytes,
-    count_kv_token_bytes,
     find_block_bytes,
     round_for_people,
 )

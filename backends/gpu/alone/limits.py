@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from pi2.backends.gpu.alone.sizes import count_host_bytes, list_arrays, list_kept
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.limits import list_unknown_weights
-from pi2.plan.arithmetic.sizes import Need, count_chunk_tokens
+from pi2.plan.arithmetic.needs import Need
+from pi2.plan.arithmetic.sizes import count_chunk_tokens
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.projections import list_kept_vectors
 

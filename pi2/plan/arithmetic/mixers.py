@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.weights.layout import ALIGNMENT, GROUP, matrix_bytes, round_up
+from pi2.plan.weights.layout import GROUP, align_bytes, matrix_bytes
 from pi2.plan.weights.projections import (
     list_layer_embedding_matrices,
     list_layer_input_matrices,
@@ -24,8 +24,8 @@ def count_projection_bytes(model: Model) -> int:
     precision, total = model.quantization.attention, 0
     for view, layers in model.list_views():
         matrices, vectors = list_projections(view).values(), list_projection_vectors(view).values()
-        each = sum(_align(matrix_bytes(rows, length, precision)) for rows, length in matrices)
-        total += layers * (each + sum(_align(4 * length) for length in vectors))
+        each = sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in matrices)
+        total += layers * (each + sum(align_bytes(4 * length) for length in vectors))
     return total
 
 
@@ -33,7 +33,7 @@ def count_side_bytes(model: Model) -> int:
     """Bytes of the matrices of an FFN beside a layer's experts, and of its own embedding's."""
     precision = model.quantization.attention
     matrices = [*list_side_matrices(model).values(), *list_layer_input_matrices(model).values()]
-    return sum(_align(matrix_bytes(rows, length, precision)) for rows, length in matrices)
+    return sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in matrices)
 
 
 def count_layer_embedding_bytes(model: Model, tokens: int) -> int:
@@ -45,8 +45,8 @@ def count_layer_embedding_bytes(model: Model, tokens: int) -> int:
     matrices, precision = list_layer_embedding_matrices(model), model.quantization
     rows, length = matrices[LAYER_PROJECTION]
     row = matrix_bytes(1, matrices[LAYER_EMBEDDING][1], precision.embedding)
-    projection = _align(matrix_bytes(rows, length, precision.attention))
-    return _align(tokens * row) + projection + _align(4 * own.stored_width)
+    projection = align_bytes(matrix_bytes(rows, length, precision.attention))
+    return align_bytes(tokens * row) + projection + align_bytes(4 * own.stored_width)
 
 
 def count_state_tensor_bytes(model: Model) -> int:
@@ -55,9 +55,9 @@ def count_state_tensor_bytes(model: Model) -> int:
     size = 0
     for tensor in [] if shape is None else list_state_tensors(model, shape):
         if tensor.precision is None:
-            size += _align(4 * tensor.rows * tensor.length)
+            size += align_bytes(4 * tensor.rows * tensor.length)
         else:
-            size += _align(matrix_bytes(tensor.rows, tensor.length, tensor.precision))
+            size += align_bytes(matrix_bytes(tensor.rows, tensor.length, tensor.precision))
     return size
 
 
@@ -98,13 +98,9 @@ def count_state_bytes(model: Model) -> int:
     """Bytes of the state of one sequence in a layer that has one: elements of the tokens that its
     convolution reads, and its recurrent state, float32."""
     state = describe_state(model)
-    return 0 if state is None else _align(4 * state.kept) + _align(4 * state.memory)
+    return 0 if state is None else align_bytes(4 * state.kept) + align_bytes(4 * state.memory)
 
 
 def count_state_traffic(model: Model) -> int:
     """Bytes of states that a layer reads and writes for a token; the mean of all layers."""
     return 2 * count_state_bytes(model) * len(model.state_layers) // model.shape.layers
-
-
-def _align(size: int) -> int:
-    return round_up(size, ALIGNMENT)

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from pi2.plan.arithmetic.needs import Needs
 from pi2.plan.arithmetic.rows import DividedRows, count_qkv_rows, count_rows
-from pi2.plan.arithmetic.sizes import Needs, compute_needs
+from pi2.plan.arithmetic.sizes import compute_needs
 from pi2.plan.documents.backends import find_alone_backend, find_text_backend
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model

@@ -9,17 +9,17 @@ one neuron to the next (stride).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from math import ceil
 from typing import TYPE_CHECKING
 
+from pi2.plan.arithmetic.kept_sizes import need_kv, need_state
 from pi2.plan.arithmetic.mixers import (
     count_layer_embedding_bytes,
     count_projection_bytes,
     count_side_bytes,
-    count_state_bytes,
     count_state_tensor_bytes,
 )
+from pi2.plan.arithmetic.needs import Need, Needs
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.backends import (
     find_alone_backend,
@@ -28,15 +28,16 @@ from pi2.plan.documents.backends import (
 )
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.gates import lay_out_gates
-from pi2.plan.weights.layout import ALIGNMENT as ALIGNMENT
 from pi2.plan.weights.layout import (
+    ALIGNMENT,
+    align_bytes,
     lay_out_twin,
     matrix_bytes,
     round_up,
     scale_bytes,
     weight_bytes,
 )
-from pi2.plan.weights.projections import list_kept_vectors, list_routing_vectors
+from pi2.plan.weights.projections import list_routing_vectors
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import ExecutorBackend
@@ -44,16 +45,7 @@ if TYPE_CHECKING:
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import Plan
-    from pi2.plan.documents.plan_memory import KvType
 
-KV_TOKENS = 16
-"""The KV cache holds a multiple of this many tokens."""
-KV_ELEMENT_BYTES: Mapping[KvType, int] = {"fp32": 4, "fp16": 2, "int8": 1}
-"""Bytes of an element of the KV cache."""
-KV_SCALE_BYTES = 2
-"""Bytes of the scale that every vector of an int8 cache has."""
-KV_SPANS = 16
-"""Parts of the context whose attention is added up apart, at most."""
 STAGED_NEURONS = 512
 """Most neurons in one staging buffer of the prefill, unless experts are cached as a whole."""
 MOST_GRANULE_BYTES = 4 << 20
@@ -69,57 +61,14 @@ TOKENS_TOGETHER = 512
 """Most tokens of a prompt that go through a layer before the next, with ``layers-first``."""
 LOGIT_ROWS = 16
 """Most tokens whose logits are computed at once: those of a whole chunk would take much memory."""
-PANEL_FLOATS = 264
-"""Floats of scratch for every token: 256 FFN neurons that a dense layer computes together, and a
-bit for each."""
-THREAD_BYTES = 33 << 10
-"""Scratch of a compute thread."""
-SHARED_BYTES, SHARED_TOKEN_BYTES = 4 << 10, 2 << 10
-"""Scratch of a compute thread for neurons that several tokens share, and for each of the tokens."""
-MIXED_QUERIES = 128
-"""Queries of several tokens that a thread takes through keys and values together, unless more heads
-share these."""
-UNPACKED_ROWS_BYTES = 10
-"""Bytes of scratch for every thread and element of a row: eight rows with their scales, unpacked
-for several tokens on cores with i8mm."""
 PIECE_BYTES = 4 << 20
 """A piece of a dense tensor on its way to a unit that has the whole model."""
 TENSOR_ROWS = 32
 """Rows that such pieces are whole numbers of."""
-SMALL_BYTES = 16 << 10
-"""Alignment, counters, and the predictor's inner vector."""
-UNKNOWN_THREADS = 64
-"""Compute threads that are assumed of a device that states no cores."""
 DEFAULT_BLOCK_BYTES = 512
 """Block of a device that states none: the smallest that drives have."""
 UNKNOWN_ACTIVE = 0.25
 """Share of active neurons that is assumed of a model that states none."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes that a segment needs, and why."""
-
-    bytes: int
-    explanation: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Bytes needed per segment; ``cold`` is the smallest cache that works."""
-
-    attention: Need
-    kv: Need
-    state: Need
-    predictor: Need
-    hot: Need
-    cold: Need
-    twin: Need
-    workspace: Need
-
-    def items(self) -> list[tuple[str, Need]]:
-        """Segments by name."""
-        return [(item.name, getattr(self, item.name)) for item in fields(self)]
 
 
 def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
@@ -145,8 +94,8 @@ def compute_needs(resolved: ResolvedPlan) -> Needs:
         return _need_beside_whole(resolved)
     return Needs(
         attention=_need_attention(resolved),
-        kv=_need_kv(plan, model),
-        state=_need_state(plan, model),
+        kv=need_kv(plan, model),
+        state=need_state(plan, model),
         predictor=_need_predictor(resolved),
         hot=_need_hot(resolved),
         cold=_need_cold(resolved),
@@ -170,7 +119,7 @@ def _need_beside_whole(resolved: ResolvedPlan) -> Needs:
         hot = count_unit_needs(resolved)[name]
     grouped = nothing
     if resolved.model.moe is not None and resolved.plan.decode.predictor != "none":
-        size = resolved.model.shape.layers * _align(4 * resolved.model.layer_neurons)
+        size = resolved.model.shape.layers * align_bytes(4 * resolved.model.layer_neurons)
         grouped = Need(size, "whose neurons are whose")
     return Needs(
         attention=nothing,
@@ -218,31 +167,35 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     """
     plan, model = resolved.plan, resolved.model
     shape, precision = model.shape, model.quantization
-    norm = _align(4 * shape.stored_hidden)
+    norm = align_bytes(4 * shape.stored_hidden)
     norms = 1 + model.norm.bias
     layer = 2 * norm * norms * model.norm.inputs
     if model.ffn.bias:
-        layer += _align(4 * shape.stored_hidden * model.expert_count)
+        layer += align_bytes(4 * shape.stored_hidden * model.expert_count)
     routers = 0
     if model.moe is not None:
-        router = _align(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
-        router += _align(4 * model.moe.experts) * (model.moe.router_bias + model.moe.choice_bias)
+        router = (
+            align_bytes(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
+        )
+        router += align_bytes(4 * model.moe.experts) * (
+            model.moe.router_bias + model.moe.choice_bias
+        )
         routers = router * sum(map(model.moe.has_router, range(shape.layers)))
-    layer += sum(_align(4 * length) for length in list_routing_vectors(model).values())
+    layer += sum(align_bytes(4 * length) for length in list_routing_vectors(model).values())
     layer += count_side_bytes(model)
     layer += 2 * norm * model.norm.outputs + ALIGNMENT * model.layer_scale
     layer += norm * (model.layer_embedding is not None)
     own_embeddings = count_layer_embedding_bytes(model, count_chunk_tokens(plan))
     rows = count_chunk_tokens(plan) if reads_embedding(plan, model) else shape.vocab
-    embedding = _align(matrix_bytes(rows, shape.stored_hidden, precision.embedding))
+    embedding = align_bytes(matrix_bytes(rows, shape.stored_hidden, precision.embedding))
     head = 0
     if not model.tied_head:
-        head = _align(matrix_bytes(shape.vocab, shape.stored_hidden, precision.head))
-    head += _align(4 * shape.vocab) * model.head_bias
+        head = align_bytes(matrix_bytes(shape.vocab, shape.stored_hidden, precision.head))
+    head += align_bytes(4 * shape.vocab) * model.head_bias
     positions = 0
     if model.positions is not None:
-        positions = _align(matrix_bytes(shape.context, shape.stored_hidden, "fp16"))
-    scales = shape.layers * _align(model.layer_neurons * resolved.bundle.scales_stride)
+        positions = align_bytes(matrix_bytes(shape.context, shape.stored_hidden, "fp16"))
+    scales = shape.layers * align_bytes(model.layer_neurons * resolved.bundle.scales_stride)
     mixers = count_projection_bytes(model)
     mixers += len(model.state_layers) * count_state_tensor_bytes(model)
     mixers += len(model.double_layers) * norm + routers
@@ -262,15 +215,6 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     return Need(total, ", ".join(parts))
 
 
-def count_kv_token_bytes(model: Model, kind: KvType) -> int:
-    """Bytes that a layer keeps of one token; the mean of all layers."""
-    scale, total = KV_SCALE_BYTES if kind == "int8" else 0, 0
-    for view, layers in model.list_views():
-        kinds, count, size = list_kept_vectors(view)
-        total += layers * kinds * count * (size * KV_ELEMENT_BYTES[kind] + scale)
-    return total // model.shape.layers
-
-
 def count_chunk_tokens(plan: Plan) -> int:
     """Tokens that activations have room for: a chunk's, or those of a step."""
     return max(plan.prefill.chunk, plan.decode.step_tokens)
@@ -284,48 +228,6 @@ def reads_embedding(plan: Plan, model: Model) -> bool:
 def count_read_rows(plan: Plan, model: Model) -> int:
     """Rows of embeddings that are read when a token comes: of the model's, of its layers'."""
     return reads_embedding(plan, model) + (model.layer_embedding is not None)
-
-
-def _need_kv(plan: Plan, model: Model) -> Need:
-    """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
-    sequence of a batch; with latent attention L tokens times what is kept of each.
-
-    int8 has a scale of 2 bytes besides for every vector of w elements.
-    """
-    tokens, batch = round_up(plan.kv.context, KV_TOKENS), plan.decode.batch
-    element = KV_ELEMENT_BYTES[plan.kv.type]
-    total, parts = 0, []
-    for view, layers in model.list_views():
-        kinds, count, size = list_kept_vectors(view)
-        if not kinds:
-            continue
-        row, scales = count * size, ""
-        total += kinds * batch * layers * _align(tokens * row * element)
-        if plan.kv.type == "int8":
-            total += kinds * batch * layers * _align(tokens * count * KV_SCALE_BYTES)
-            scales = f", and {count} scale{'s' if count > 1 else ''}"
-        parts.append(
-            ("" if batch == 1 else f"{batch} sequences x ")
-            + ("2 (keys, values) x " if kinds == 2 else "")
-            + f"{layers} layers x {tokens} tokens x {row} elements "
-            f"of {element} byte{'s' if element > 1 else ''}{scales}"
-        )
-    return Need(total, "; ".join(parts))
-
-
-def _need_state(plan: Plan, model: Model) -> Need:
-    """States: per layer that has one and sequence, the convolution's earlier tokens and the
-    recurrent state, float32; twice where tokens are guessed, which may have to be taken back."""
-    layers, batch, each = len(model.state_layers), plan.decode.batch, count_state_bytes(model)
-    if not layers:
-        return Need(0, "nothing, every layer keeps keys and values")
-    several = "" if batch == 1 else f"{batch} sequences x "
-    copies = 1 if plan.decode.speculation is None else 2
-    several += "" if copies == 1 else "2 (with a copy) x "
-    return Need(
-        copies * batch * layers * each,
-        f"{several}{layers} layers of {approximate_bytes(each)} each",
-    )
 
 
 def _need_predictor(resolved: ResolvedPlan) -> Need:
@@ -342,28 +244,28 @@ def _need_predictor(resolved: ResolvedPlan) -> Need:
     shape = model.shape
     if plan.decode.predictor == "gate":
         precision = model.quantization.ffn
-        layer = _align(model.layer_neurons * weight_bytes(shape.stored_hidden, precision))
-        layer += _align(model.layer_neurons * scale_bytes(shape.stored_hidden, precision))
+        layer = align_bytes(model.layer_neurons * weight_bytes(shape.stored_hidden, precision))
+        layer += align_bytes(model.layer_neurons * scale_bytes(shape.stored_hidden, precision))
         for there in (model.ffn.bias, model.moe is not None):
-            layer += _align(4 * model.layer_neurons) if there else 0
+            layer += align_bytes(4 * model.layer_neurons) if there else 0
         return Need(
             shape.layers * layer,
             f"gate rows of {shape.layers} layers of {approximate_bytes(layer)}",
         )
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
         precision, rank = model.quantization.predictor, model.predictor.rank
-        layer = _align(matrix_bytes(rank, shape.stored_hidden, precision))
-        layer += _align(matrix_bytes(shape.ffn, rank, precision)) + _align(4 * shape.ffn)
+        layer = align_bytes(matrix_bytes(rank, shape.stored_hidden, precision))
+        layer += align_bytes(matrix_bytes(shape.ffn, rank, precision)) + align_bytes(4 * shape.ffn)
         if model.moe is not None and 4 * shape.ffn % ALIGNMENT:
-            layer += _align(4 * shape.ffn)
+            layer += align_bytes(4 * shape.ffn)
         layer *= model.expert_count
-        layer += _align(4 * model.layer_neurons) if model.moe is not None else 0
+        layer += align_bytes(4 * model.layer_neurons) if model.moe is not None else 0
         return Need(
             shape.layers * layer,
             f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
         )
     if plan.decode.predictor == "router":
-        layer = _align(4 * model.layer_neurons)
+        layer = align_bytes(4 * model.layer_neurons)
         gates, text = 0, ""
         if resolved.reads_gates:
             gates = model.active_experts * lay_out_gates(resolved.bundle, shape.ffn).stride
@@ -536,7 +438,3 @@ def round_for_people(size: int) -> int:
     """Round up to three binary digits: a size that is easy to read and not much larger."""
     step = 1 << max(size.bit_length() - 3, 0)
     return round_up(size, step)
-
-
-def _align(size: int) -> int:
-    return round_up(size, ALIGNMENT)

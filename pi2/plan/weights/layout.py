@@ -129,6 +129,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def align_bytes(size: int) -> int:
+    """Round up to a cache line, where every tensor begins."""
+    return round_up(size, ALIGNMENT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One vector of a bundle: where its weights and scales begin, in bytes; resident scales, in the
