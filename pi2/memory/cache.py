@@ -236,18 +236,19 @@ class NeuronCache:
                 cold=none,
                 rest=none,
             )
-        is_compiled = self.loops is not None and isinstance(self._policy, LeastFrequentlyUsed)
+        policy = self._policy if isinstance(self._policy, LeastFrequentlyUsed) else None
+        loops = None if policy is None else self.loops
         skipped = 0
         # Where there may be too little room, what is left for later is of those worth a read.
         if (
             scores is not None
             and sieve is not None
-            and (not is_compiled or len(indices) > self.free_capacity)
+            and (loops is None or len(indices) > self.free_capacity)
         ):
             wanted = self.leave_out(layer, indices, scores, sieve)
             indices, scores, skipped = wanted, None, len(indices) - len(wanted)
-        if self.loops is not None and isinstance(self._policy, LeastFrequentlyUsed):
-            found = self._look_up_compiled(self.loops, self._policy, layer, indices, scores, sieve)
+        if policy is not None and loops is not None:
+            found = self._look_up_compiled(loops, policy, layer, indices, scores, sieve)
             found.skipped += skipped
             return found
         # Hot ones come first, and are in memory; below them lie those of a unit that is lost.
