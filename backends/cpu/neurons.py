@@ -14,7 +14,7 @@ from pi2.backends.cpu.expert_groups import complete_pairs, list_groups
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.scratch import DENSE_FLOATS, Scratch
 from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.kernels.spec import BLOCK, MOST_NAMING, PANEL, PARTS, KernelSpec
+from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.weights.bundles import slice_experts
@@ -171,7 +171,9 @@ class Neurons:
         kinds |= dict.fromkeys(("block_firing", "block_slots", *resident), "int32")
         lists = ("block_slots", "block_rows")
         room = {
-            name: space.wrap(space.make(kind, threads, tokens if name in lists else 1, BLOCK))
+            name: space.wrap(
+                space.make(kind, threads, *((tokens, BLOCK_ROOM) if name in lists else (BLOCK,)))
+            )
             for name, kind in kinds.items()
         }
         sums = space.make("float32", tokens, threads, self._spec.hidden)

@@ -24,7 +24,7 @@ from pi2.backends.kernels.rows import emit_add_scaled, emit_fill, emit_scale
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.shared import Naming, emit_shared_neurons
 from pi2.backends.kernels.side_ffn import take_side_ffn
-from pi2.backends.kernels.spec import BLOCK, KEPT, PANEL, PARTS, UNPACKED
+from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED
 from pi2.backends.kernels.stretched import Stretches, emit_stretched
 from pi2.backends.kernels.thread_sums import Squares
 
@@ -192,8 +192,8 @@ def emit_add_shared_neurons(schedule: Schedule, take: Parameters) -> None:
         named=take.take_array("named", "int32", "neurons"),
         count=count,
         tokens=tokens,
-        own_slots=take.take_array("block_slots", "int32", "threads", "sequences", BLOCK),
-        own_rows=take.take_array("block_rows", "int32", "threads", "sequences", BLOCK)
+        own_slots=take.take_array("block_slots", "int32", "threads", "sequences", BLOCK_ROOM),
+        own_rows=take.take_array("block_rows", "int32", "threads", "sequences", BLOCK_ROOM)
         if resident
         else None,
     )

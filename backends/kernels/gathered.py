@@ -48,6 +48,9 @@ from pi2.plan.weights.layout import (
     weight_bytes,
 )
 
+DOWN_TURNS = 16
+"""Turns of `TOGETHER` down vectors that are added one after the other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
@@ -204,8 +207,9 @@ def emit_at_once(
 ) -> v.Expr:
     """Compute neurons in one loop; return the number of those that fire.
 
-    Gate and up of a few; those that fire wait in a list until there are enough of them that memory
-    can be asked for the down vectors of the next few while those of the first are added.
+    Gate and up of a few; those that fire wait in a list until there are enough of them that the
+    sum, which the first-level cache does not hold beside gates and ups, is worth fetching; memory
+    is asked for the down vectors of the next few while those of the first are added.
     """
     scratch = run.scratch
     kept, added = v.Cell(T.int32(0)), v.Cell(T.int32(0))
@@ -224,8 +228,10 @@ def emit_at_once(
             for index, (place, gate, up) in enumerate(zip(places, found, ups, strict=True)):
                 there = start + index < given.count
                 _keep_active(run, kept, first, there, place, gate, up, limit)
-        waiting = kept.get() - added.get()
-        some = T.floordiv(waiting, 2 * TOGETHER)
+        waiting = v.let(kept.get() - added.get())
+        # One turn more has to wait: memory is asked for it during the last one.
+        is_enough = waiting >= (DOWN_TURNS + 1) * TOGETHER
+        some = T.Select(is_enough, T.int32(DOWN_TURNS), T.int32(0))
         all_of_them = T.floordiv(waiting + (TOGETHER - 1), TOGETHER)
         fired = _list_firing(scratch, first, kept.get())
         with T.serial(v.let(T.Select(turn < turns, some, all_of_them))):

@@ -17,9 +17,10 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.gathered import Run, emit_at_once, emit_in_turn
+from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared
 from pi2.backends.kernels.places import PlaceList
-from pi2.backends.kernels.spec import BLOCK, MOST_NAMING
+from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING
 from pi2.backends.kernels.thread_sums import add_squares, emit_count
 from pi2.plan.weights.layout import vector_bytes
 
@@ -29,9 +30,10 @@ class Naming:
     """Neurons, and which of the ``tokens`` have named them.
 
     ``slots`` int32 [count], ``rows`` likewise where scales are resident; ``named`` int32 [count]: a
-    bit for each token.  ``own_slots`` int32 [threads, tokens, BLOCK], and ``own_rows``, are room
-    for what a thread takes of a block, one token's list behind the other's, so that memory is asked
-    for the next token's neurons while the last of one are computed.
+    bit for each token; the room of these is whole lines.  ``own_slots`` int32 [threads, tokens,
+    `BLOCK_ROOM`], and ``own_rows``, are room for what a thread takes of a block, one token's list
+    behind the other's, so that memory is asked for the next token's neurons while the last of one
+    are computed.
     """
 
     slots: v.Buffer
@@ -67,7 +69,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
                 v.store(squares.own, own_sum, v.constant(0.0, "float32"), 1)
         fired = v.Cell(T.int32(0))
         first = v.let(thread * BLOCK)
-        lists = v.let(thread * (tokens * BLOCK))
+        lists = v.let(thread * (tokens * BLOCK_ROOM))
         with T.serial(T.floordiv(count + BLOCK - 1, BLOCK)) as block:
             begin = v.let(block * BLOCK)
             size = v.let(T.min(count - begin, BLOCK))
@@ -75,7 +77,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
             with T.serial(tokens) as token:
                 v.store(starts, token, listed.get(), 1)
                 end = v.let(lists + listed.get())
-                own = _emit_own(naming, seen, threads, thread, end, begin, size, token)
+                own = _emit_own(run.isa, naming, seen, threads, thread, end, begin, size, token)
                 listed.set(listed.get() + own)
             v.store(starts, tokens, listed.get(), 1)
             with T.serial(tokens) as token:
@@ -115,6 +117,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
 
 
 def _emit_own(
+    isa: Isa,
     naming: Naming,
     seen: v.Buffer,
     threads: int,
@@ -124,20 +127,46 @@ def _emit_own(
     size: v.Expr,
     token: v.Expr,
 ) -> v.Expr:
-    """List what a thread takes of a token's neurons in a block, and return how many these are: of
-    all that the token has named every n-th, wherever the block begins (``seen`` int32 [tokens]: the
-    thread whose turn it is)."""
+    """List what a thread takes of a token's neurons in a block, from place ``first`` of the lists
+    on, and return how many these are: of all that the token has named every n-th, wherever the
+    block begins (``seen`` int32 [tokens]: the thread whose turn it is).
+
+    Beyond them up to 16 places are written."""
+    # An instruction that moves the lanes that pass together takes 16 at a time.
+    lanes = 16 if isa.lanes == 16 else 1
+    one, none = (v.constant(number, "int32", lanes) for number in (1, 0))
+    lists = [(naming.slots, naming.own_slots)]
+    if naming.rows is not None and naming.own_rows is not None:
+        lists.append((naming.rows, naming.own_rows))
     kept, turn = v.Cell(T.int32(0)), v.Cell(seen[token])
-    one, none = T.int32(1), T.int32(0)
-    with T.serial(size) as index:
-        place = v.let(begin + index)
-        # What is not kept is overwritten by the next one.
-        v.store(naming.own_slots, first + kept.get(), naming.slots[place], 1)
-        if naming.rows is not None and naming.own_rows is not None:
-            v.store(naming.own_rows, first + kept.get(), naming.rows[place], 1)
-        bit = v.let((naming.named[place] >> token) & one)
-        kept.set(kept.get() + T.Select(turn.get() == thread, bit, none))
-        turn.set(turn.get() + bit)
-        turn.set(T.Select(turn.get() == threads, none, turn.get()))
+
+    def count(passes: v.Expr) -> v.Expr:
+        return v.add_lanes(T.Select(passes, one, none), "int32", lanes)
+
+    with T.serial(T.floordiv(size + (lanes - 1), lanes)) as step:
+        place = v.let(begin + step * lanes)
+        shifted = v.load(naming.named, place, lanes) >> v.splat(token, lanes)
+        is_named = (shifted & one) != none
+        if lanes > 1:
+            inside = T.ramp(step * lanes, 1, lanes) < v.splat(size, lanes)
+            is_named = T.And(is_named, inside)
+        number = v.let(count(is_named))
+        if lanes == 1:
+            is_own = T.And(is_named, turn.get() == thread)
+        else:
+            # Side by side, each one's turn is that of the next thread.
+            turns = T.ramp(turn.get(), 1, lanes)
+            whose = T.floormod(turns, v.constant(threads, "int32", lanes))
+            there = T.ramp(T.int32(0), 1, lanes) < v.splat(number, lanes)
+            is_own = T.And(there, whose == v.splat(thread, lanes))
+        for source, target in lists:
+            value = v.load(source, place, lanes)
+            if lanes > 1:
+                value = v.let(v.compress(value, is_named, lanes))
+                value = v.compress(value, is_own, lanes)
+            # What is not kept is overwritten by the next one.
+            v.store(target, first + kept.get(), value, lanes)
+        kept.set(kept.get() + count(is_own))
+        turn.set(T.floormod(turn.get() + number, threads))
     v.store(seen, token, turn.get(), 1)
     return v.let(kept.get())

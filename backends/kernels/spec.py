@@ -36,9 +36,11 @@ KEPT = 33
 the loads of weights."""
 PARTS = PANEL // UNPACKED
 """Masks of a panel."""
-BLOCK = 256
+BLOCK = 240
 """Neurons that are taken through all tokens of a step before the next ones: with fewer, threads
 begin anew too often, with more, tokens do not find in a cache what others have read."""
+BLOCK_ROOM = BLOCK + 16
+"""Room of a list of them, which is written 16 at a time."""
 MOST_NAMING = 31
 """Tokens of a step that a mask of neurons has bits for."""
 KV_BLOCK = 16

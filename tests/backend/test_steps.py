@@ -15,7 +15,14 @@ from pi2.arrays import F32, I32, U8
 from pi2.backends.cpu import backend as cpu
 from pi2.backends.protocol import Executor, add_one_by_one
 from pi2.backends.reference import backend as reference
-from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, measure_error
+from tests.helpers.kernels import (
+    DEMO_LIKE,
+    ODD,
+    X86_FEATURES,
+    RandomModel,
+    list_runnable_isas,
+    measure_error,
+)
 
 PROMPTS = ([1, 2, 3, 4, 5], [17], [9, 8, 7, 6, 5, 4, 3, 2, 1])
 """Of different lengths."""
@@ -165,12 +172,16 @@ def test_tokens_of_a_sequence_in_a_step_see_those_before_them(
     together.close()
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("passes", "isa", "threads"), [(1, None, 3), (2, "avx2", 2)])
 def test_neurons_that_tokens_share_give_each_token_the_bits_that_it_gets_alone(
-    passes: Literal[1, 2],
+    passes: Literal[1, 2], isa: str | None, threads: int
 ) -> None:
-    model = RandomModel(**{**DEMO_LIKE, "ffn": 600})
+    if isa is not None and isa not in list_runnable_isas():
+        pytest.skip(f"needs {isa}")
+    model = RandomModel(**{**DEMO_LIKE, "ffn": 600, "threads": threads})
     request = dataclasses.replace(model.request, sequences=3, step_tokens=3, passes=passes)
+    if isa is not None:
+        request = dataclasses.replace(request, features=X86_FEATURES[isa])
     executor = cpu.build(request)
     rng, found = np.random.default_rng(3), []
     slots = np.flatnonzero(rng.random(600) < 0.9).astype(np.int32)
