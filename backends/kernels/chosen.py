@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pi2.backends.compiler import vectors as v
 
@@ -19,6 +19,8 @@ class Chosen:
     tokens: v.Buffer | None = None
     """int32 [T], ascending; where tokens are multiplied in pairs (`i8mm`), both of each, but for
     the last one of a chunk that has no other."""
+    origin: v.Expr | None = None
+    """Token from which numbers are counted; None: from the first."""
 
     def find_neuron(self, number: v.Expr) -> v.Expr:
         """Return the place of neuron ``number`` of the call."""
@@ -26,7 +28,12 @@ class Chosen:
 
     def find_token(self, number: v.Expr) -> v.Expr:
         """Return the place of token ``number`` of the call."""
+        number = number if self.origin is None else self.origin + number
         return number if self.tokens is None else v.let(self.tokens[number])
+
+    def count_from(self, token: v.Expr) -> Chosen:
+        """Return the same neurons and tokens, of which ``token`` is number 0."""
+        return replace(self, origin=token)
 
 
 EVERYTHING = Chosen()

@@ -9,9 +9,17 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import ROW_TILE, emit_split
+from pi2.backends.kernels.matrix import emit_split
 from pi2.backends.kernels.neurons import Bundles
 from pi2.backends.kernels.operands import Activations
+from pi2.backends.kernels.panel import (
+    Opened,
+    Panel,
+    count_sharing,
+    emit_activations,
+    emit_gates,
+    emit_open_values,
+)
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.kernels.thread_sums import add_squares
 from pi2.backends.kernels.unpacking import (
@@ -21,7 +29,7 @@ from pi2.backends.kernels.unpacking import (
     list_tiles,
     load_block_scale,
 )
-from pi2.backends.kernels.values import emit_activations, find_neighbour
+from pi2.backends.kernels.values import find_neighbour
 
 
 def emit_dense(
@@ -47,42 +55,36 @@ def emit_dense(
     ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
     [threads, UNPACKED + KEPT, 128]; ``routes`` float32 [tokens, experts] weights of a mixture's
     experts; ``squares`` float32 [tokens] of activations, where they are normalised.  Per panel of
-    neurons: first the activations, threads sharing the neurons; then y, threads sharing the
+    neurons: first the activations, threads sharing the neurons, or their gates, and then the
+    activations where gates are open, threads sharing the tokens; then y, threads sharing the
     elements, for active neurons only where some rest.  So no sum depends on the number of threads.
 
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
     is at: in y itself, those of one token after the other push each other out of the caches.
     """
     threads, hidden = spec.threads, spec.hidden
-    with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as panel:
-        origin = v.let(panel * PANEL)
+    with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as number:
+        origin = v.let(number * PANEL)
         size = v.let(T.min(count - origin, PANEL))
+        panel = Panel(
+            bundles=bundles,
+            first=first,
+            origin=origin,
+            size=size,
+            chosen=chosen,
+            values=values,
+            routes=routes,
+        )
+        emit_rows = emit_gates if spec.skips_ups else emit_activations
         with T.parallel(threads) as thread:
             begin, end = emit_split(thread, threads, size)
-            with T.serial(T.floordiv(end - begin + ROW_TILE - 1, ROW_TILE)) as tile:
-                start = v.let(begin + tile * ROW_TILE)
-                stop = v.let(T.min(start + ROW_TILE, end))
-                emit_activations(
-                    isa,
-                    activations,
-                    bundles,
-                    first,
-                    origin,
-                    start,
-                    stop,
-                    tokens,
-                    values,
-                    routes,
-                    thread,
-                    chosen,
-                )
-        if not spec.is_smooth or squares is not None:
+            emit_rows(isa, activations, panel, begin, end, tokens, thread)
+        if spec.skips_ups:
+            with T.parallel(threads) as thread:
+                _emit_open_values(isa, activations, panel, tokens, thread, masks, squares)
+        elif not spec.is_smooth or squares is not None:
             with T.parallel(tokens) as token:
-                if not spec.is_smooth:
-                    _emit_masks(values, size, token, masks)
-                if squares is not None:
-                    more = add_squares(values, v.let(token * PANEL), size)
-                    v.store(squares, token, squares[token] + more, 1)
+                _emit_masks(panel, token, masks, squares)
         runs = list_tiles(hidden, spec.ffn)
         with T.parallel(threads) as thread:
             begin, end = emit_split(thread, threads, sum(tiles for _, _, tiles in runs))
@@ -268,13 +270,62 @@ def count_trailing_zeros(mask: v.Expr) -> v.Expr:
     return T.call_llvm_pure_intrin("int32", "llvm.cttz.i32", mask, T.IntImm("bool", 1))
 
 
-def _emit_masks(values: v.Buffer, size: v.Expr, token: v.Expr, masks: v.Buffer) -> None:
-    """Set bit i of ``masks[token, part]`` where activation i of a part is not zero."""
-    with T.serial(T.floordiv(size + UNPACKED - 1, UNPACKED)) as part:
-        begin = v.let(part * UNPACKED)
-        mask = v.Cell(T.int32(0))
-        with T.serial(T.min(size - begin, UNPACKED)) as index:
-            fires = values[token * PANEL + begin + index] != v.constant(0.0, "float32")
-            bit = T.Select(fires, T.int32(1), T.int32(0)) << index
-            mask.set(mask.get() | bit)
-        v.store(masks, token * PARTS + part, mask.get(), 1)
+def _emit_masks(panel: Panel, token: v.Expr, masks: v.Buffer, squares: v.Buffer | None) -> None:
+    """Set bit i of ``masks[token, part]`` where activation i of a part is not zero; add the squares
+    of the activations to ``squares[token]``."""
+    if not panel.bundles.spec.is_smooth:
+        with T.serial(T.floordiv(panel.size + UNPACKED - 1, UNPACKED)) as part:
+            begin = v.let(part * UNPACKED)
+            mask = v.Cell(T.int32(0))
+            with T.serial(T.min(panel.size - begin, UNPACKED)) as index:
+                fires = panel.load(token, begin + index) != v.constant(0.0, "float32")
+                bit = T.Select(fires, T.int32(1), T.int32(0)) << index
+                mask.set(mask.get() | bit)
+            v.store(masks, token * PARTS + part, mask.get(), 1)
+    if squares is not None:
+        more = add_squares(panel.values, v.let(token * PANEL), panel.size)
+        v.store(squares, token, squares[token] + more, 1)
+
+
+def _emit_open_values(
+    isa: Isa,
+    activations: Activations,
+    panel: Panel,
+    tokens: v.Expr,
+    thread: v.Expr,
+    masks: v.Buffer,
+    squares: v.Buffer | None,
+) -> None:
+    """Make a panel's gates into activations, for a thread's share of the tokens; set their masks
+    and squares."""
+    spec = panel.bundles.spec
+    sharing = count_sharing(isa, spec)
+    begin, end = emit_split(thread, spec.threads, T.floordiv(tokens + sharing - 1, sharing))
+    with T.serial(end - begin) as step:
+        first = v.let((begin + step) * sharing)
+        count = v.let(T.min(tokens - first, sharing))
+        opened = emit_open_values(isa, activations, panel, first, count, thread)
+        with T.serial(count) as turn:
+            _emit_open_masks(panel, opened, v.let(first + turn), masks, squares)
+
+
+def _emit_open_masks(
+    panel: Panel, opened: Opened, token: v.Expr, masks: v.Buffer, squares: v.Buffer | None
+) -> None:
+    """Do what `_emit_masks` does where all activations that are not ``opened`` are zero, and not
+    kept."""
+    base = v.let(token * PARTS)
+    for part in range(PARTS):
+        v.store(masks, base + part, T.int32(0), 1)
+    total = v.Cell(v.constant(0.0, "float32"))
+    with T.serial(opened.count) as place:
+        number = opened.read(place)
+        value = v.let(panel.load(token, number))
+        fires = value != v.constant(0.0, "float32")
+        bit = T.Select(fires, T.int32(1), T.int32(0)) << T.floormod(number, UNPACKED)
+        part = v.let(base + T.floordiv(number, UNPACKED))
+        v.store(masks, part, masks[part] | bit, 1)
+        if squares is not None:
+            total.set(T.fma(value, value, total.get()))
+    if squares is not None:
+        v.store(squares, token, squares[token] + total.get(), 1)

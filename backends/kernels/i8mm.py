@@ -70,12 +70,14 @@ def emit_items(
     take_vectors: Callable[[v.Expr], Sequence[Vector]],
     finish: FinishItem,
     chosen: Chosen = EVERYTHING,
+    *,
+    is_pair: bool = False,
 ) -> None:
     """Compute vector . x for items ``begin`` to ``end`` and all ``tokens``, or those ``chosen``.
 
     An item has ``parts`` vectors, one (a row) or two (a neuron's gate and up), int4 or int8, which
     ``take_vectors`` names; ``activations`` are in this schedule's order; ``thread`` chooses the
-    part of ``activations.tiles``.
+    part of ``activations.tiles``; ``is_pair``: there are 2 tokens at most.
     """
     base = v.let(v.wide(thread) * (activations.length // GROUP * GROUP_BYTES))
     together = ROWS // parts
@@ -93,11 +95,14 @@ def emit_items(
         with T.serial(T.floordiv(tokens + TOKENS - 1, TOKENS)) as tile:
             first = v.let(tile * TOKENS)
             sums = T.alloc_buffer((ROWS * TOKENS,), "float32")
-            with T.If(tokens - first > TOKENS // 2):
-                with T.Then():
-                    _emit_tile(activations, chosen, first, TOKENS // 2, base, sums)
-                with T.Else():
-                    _emit_tile(activations, chosen, first, 1, base, sums)
+            if is_pair:
+                _emit_tile(activations, chosen, first, 1, base, sums)
+            else:
+                with T.If(tokens - first > TOKENS // 2):
+                    with T.Then():
+                        _emit_tile(activations, chosen, first, TOKENS // 2, base, sums)
+                    with T.Else():
+                        _emit_tile(activations, chosen, first, 1, base, sums)
             with (
                 T.serial(items) as item,
                 T.serial(T.min(tokens - first, TOKENS)) as token,

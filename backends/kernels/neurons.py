@@ -7,6 +7,7 @@ L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in natur
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
@@ -63,17 +64,21 @@ class Bundles:
             factor_base=None if factor is None else neuron.base + factor,
         )
 
+    def take_parts(self, neurons: Sequence[Neuron], names: Sequence[PartName]) -> list[Vector]:
+        """Return parts of some neurons, those of one after those of the other."""
+        return [self.take_part(neuron, name) for neuron in neurons for name in names]
+
     def load_expert(self, neuron: Neuron) -> v.Expr:
         """Return the number of a neuron's expert."""
         assert self.spec.bundle.expert_offset is not None
         return v.load_as(self.arena, neuron.base + self.spec.bundle.expert_offset, "int32", 1)
 
 
-def is_firing(spec: KernelSpec, gate: v.Expr) -> v.Expr:
+def is_firing(spec: KernelSpec, gate: v.Expr, lanes: int = 1) -> v.Expr:
     """Return whether a neuron with this gate can have an effect (never asked for smooth ones)."""
     assert not spec.is_smooth
     limit = spec.threshold if spec.activation == "fatrelu" else 0.0
-    return gate > v.constant(limit, "float32")
+    return gate > v.constant(limit, "float32", lanes)
 
 
 def activate(spec: KernelSpec, gate: v.Expr, up: v.Expr | None) -> v.Expr:

@@ -6,6 +6,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.lists import emit_list
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
 from pi2.backends.kernels.neurons import activate_smoothly
 from pi2.backends.kernels.operands import Activations
@@ -30,28 +31,18 @@ def emit_compact(
 
     ``scores`` float32 [count], ``indices`` int32 [count], whose room is whole lines, ``found``
     int32 [1], of ``token``, where there are several (`find_row`); ``strict`` means above the limit,
-    not at it, ``magnitudes`` that signs do not count.  Without branches: what does not pass is
-    overwritten by what follows.
+    not at it, ``magnitudes`` that signs do not count.
     """
-    end = v.Cell(T.int32(0))
     row = find_row(token, count)
-    # An instruction that moves the lanes that pass together takes 16 at a time.
-    lanes = 16 if isa.lanes == 16 else 1
-    with T.serial(T.floordiv(count + lanes - 1, lanes)) as step:
-        first = v.let(step * lanes)
+
+    def test(first: v.Expr, lanes: int) -> v.Expr:
         score = v.load(scores, row + first, lanes)
         score = v.let(T.abs(score) if magnitudes else score)
-        least = limit if lanes == 1 else v.splat(limit, lanes)
-        passes = score > least if strict else score >= least
-        index, one, none = first, T.int32(1), T.int32(0)
-        if lanes > 1:
-            index = v.let(T.ramp(first, 1, lanes))
-            passes = T.And(passes, index < v.splat(count, lanes))
-            one, none = (v.constant(number, "int32", lanes) for number in (1, 0))
-            index = v.compress(index, passes, lanes)
-        v.store(indices, row + end.get(), index, lanes)
-        end.set(end.get() + v.add_lanes(T.Select(passes, one, none), "int32", lanes))
-    v.store(found, 0 if token is None else token, end.get(), 1)
+        least = v.splat(limit, lanes)
+        return score > least if strict else score >= least
+
+    end = emit_list(isa, count, test, indices, row)
+    v.store(found, 0 if token is None else token, end, 1)
 
 
 def find_row(token: v.Expr | None, count: v.Expr) -> v.Expr | int:

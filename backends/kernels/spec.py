@@ -351,6 +351,12 @@ class KernelSpec:
         return self.gated and not self.ffn_bias
 
     @property
+    def skips_ups(self) -> bool:
+        """Whether a chunk's tokens need the ups of those neurons alone whose gates are open: of
+        others, the activation is zero."""
+        return self.gated and not self.is_smooth
+
+    @property
     def closes_gates(self) -> bool:
         """Whether a gate alone tells that a gathered neuron has no effect."""
         return self.has_gathered_ffn and not self.is_smooth

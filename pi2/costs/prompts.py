@@ -46,7 +46,8 @@ class PromptSettings:
     pass."""
     launch_s: float
     skips: bool
-    """Whether down is computed only for neurons that fire, as by pi2's kernels."""
+    """Whether ups are computed only where gates are open, and downs only where neurons fire, as by
+    pi2's kernels."""
     reads_all: bool
     """Whether all of a layer is read that does not fit as a whole."""
     stream: Stream | None
@@ -182,9 +183,10 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
     )
     share = 1.0
     if prompts.skips and not description.is_smooth and activity.grain == 1:
-        # Gates and ups are computed for all tokens, downs where neurons fire.
+        # Gates, and ups of neurons without a gate, are computed for all tokens.
         parts = sizes.neuron_weights // sizes.hidden
-        share = (parts - 1.0 + activity.named.active * activity.fired) / parts
+        rest = activity.opened * (parts - 2) + activity.fired
+        share = (1.0 + activity.named.active * rest) / parts
     chosen = description.chosen
     ffn_s = activity.neurons * sum(
         _time_many(prompts.ffn, sizes.neuron_weights, count, share, chosen) for count in padded

@@ -14,11 +14,13 @@ from pi2.arrays import F32, F64
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.plan.documents.model import Activation
 from pi2.plan.weights.bundles import pack_bundles, unpack_bundles
-from pi2.plan.weights.layout import Precision, lay_out_bundle, round_up
+from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, round_up
 from tests.helpers.kernels import (
+    X86_FEATURES,
     align,
     allocate,
     compile_program,
+    list_runnable_isas,
     make_spec,
     measure_error,
     quantize_activations,
@@ -49,7 +51,10 @@ def activate(activation: Activation, threshold: float, gate: F64, up: F64) -> F6
 class Layer:
     """A random FFN layer and quantised inputs for it."""
 
-    def __init__(self, spec: KernelSpec, neurons: int, tokens: int, seed: int) -> None:
+    def __init__(
+        self, spec: KernelSpec, neurons: int, tokens: int, seed: int, shifts: F64 | None = None
+    ) -> None:
+        """``shifts`` [neurons]: what is added to the gates."""
         rng = np.random.default_rng(seed)
         self.spec = spec
         self.tokens = tokens
@@ -59,9 +64,12 @@ class Layer:
             rng.standard_normal((round_up(neurons, 32), spec.hidden)).astype(np.float32)
             for _ in range(3)
         )
+        x = rng.standard_normal((tokens, spec.hidden)).astype(np.float32) * 0.1
+        if shifts is not None:
+            x[:, :GROUP] = 1
+            gate[:neurons, :GROUP] += shifts[:, None] / GROUP
         self.bundles = align(pack_bundles(gate, up, down, layout)[:neurons])
         self.parts = [part.astype(np.float64) for part in unpack_bundles(self.bundles, layout)]
-        x = rng.standard_normal((tokens, spec.hidden)).astype(np.float32) * 0.1
         self.arrays, stands_for = quantize_activations(x, spec.planes)
         self.inputs = x.astype(np.float64) if spec.ffn == "fp16" else stands_for
 
@@ -198,6 +206,31 @@ def test_more_neurons_than_a_panel() -> None:
     expected, _ = layer.compute(np.arange(count))
     assert measure_error(layer.compute_dense(0, count), expected) < 1e-5
     assert measure_error(layer.gather(np.arange(count))[0], expected[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("isa", "planes"),
+    [
+        (isa, planes)
+        for isa in list_runnable_isas()
+        for planes in ((1, 2, 4) if isa == "avx2" else (2,))
+    ],
+)
+def test_ups_of_open_gates_alone_give_the_bits_of_all_ups(
+    isa: str, planes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = tuple(sorted(X86_FEATURES[isa]))
+    spec = make_spec(hidden=544, features=features, planes=planes, chunk_planes=planes)
+    # A panel whose gates are all closed, one with a tenth of them open, and one with all.
+    shifts = np.repeat([-60.0, -7.0, 60.0], [PANEL, PANEL, 37])
+    layer = Layer(spec, len(shifts), 7, 8, shifts)
+    opened = layer.inputs @ layer.parts[0].T > 0
+    shares = [part.mean() for part in np.split(opened, [PANEL, 2 * PANEL], axis=1)]
+    assert shares[0] == 0 and 0.05 < shares[1] < 0.15 and shares[2] == 1
+    found = layer.compute_dense(0, len(shifts))
+    assert measure_error(found, layer.compute(np.arange(len(shifts)))[0]) < 1e-5
+    monkeypatch.setattr(KernelSpec, "skips_ups", False)
+    assert np.array_equal(found, layer.compute_dense(0, len(shifts)))
 
 
 def test_equal_input_gives_equal_bits() -> None:

@@ -1,0 +1,267 @@
+"""Activations of a panel of contiguous neurons, for a chunk of tokens.
+
+Where a closed gate makes an activation zero whatever the up is (`KernelSpec.skips_ups`), the gates
+of all tokens come first, and then, token by token, the ups of the neurons whose gates are open: a
+few neurons share the loads of a token's input, as two tokens open different gates.  Tokens that are
+multiplied in pairs (`i8mm`) have a list in common.  A dot product has the same bits in every
+company, and so has an activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.chosen import Chosen
+from pi2.backends.kernels.dots import emit_dots
+from pi2.backends.kernels.i8mm import emit_items, takes_pairs
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.lists import emit_list
+from pi2.backends.kernels.matrix import emit_token_tiles
+from pi2.backends.kernels.neurons import Bundles, Neuron, is_firing
+from pi2.backends.kernels.operands import Activations, Vector
+from pi2.backends.kernels.spec import PANEL, KernelSpec
+from pi2.backends.kernels.values import find_neighbour, find_value, load_biases
+from pi2.plan.weights.layout import PartName
+
+VECTOR_TILE = 128
+"""Vectors that a thread takes through all tokens of a chunk: they stay in the second-level cache,
+while the tokens' activations pass by."""
+LISTED = 4
+"""Listed neurons that are multiplied together with one token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Neurons of a call, those that are ``chosen`` of ``bundles``, from ``origin`` on."""
+
+    bundles: Bundles
+    first: v.Expr | None
+    """Row of resident scales that the first of ``bundles`` has."""
+    origin: v.Expr
+    size: v.Expr
+    """Neurons, `PANEL` at most."""
+    chosen: Chosen
+    values: v.Buffer
+    """float32 [tokens, PANEL]: gates, then activations."""
+    routes: v.Buffer | None
+    """float32 [tokens, experts] weights of a mixture's experts."""
+
+    def find(self, number: v.Expr) -> Neuron:
+        """Return neuron ``number`` of the panel."""
+        place = self.chosen.find_neuron(self.origin + number)
+        return find_neighbour(self.bundles, place, self.first)
+
+    def load(self, token: v.Expr, number: v.Expr) -> v.Expr:
+        """Return what is kept of a neuron for a token."""
+        return self.values[token * PANEL + number]
+
+    def store(self, token: v.Expr, number: v.Expr, value: v.Expr) -> None:
+        """Keep it."""
+        v.store(self.values, token * PANEL + number, value, 1)
+
+
+Keep = Callable[[v.Expr, v.Expr, Neuron, list[v.Expr]], None]
+"""Called with (token, number in the panel, neuron, its dot products) to store what they make."""
+
+
+def emit_activations(
+    isa: Isa,
+    activations: Activations,
+    panel: Panel,
+    start: v.Expr,
+    stop: v.Expr,
+    tokens: v.Expr,
+    thread: v.Expr,
+) -> None:
+    """Set the panel's values of neurons ``start`` to ``stop`` for all tokens."""
+
+    def keep(token: v.Expr, number: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> None:
+        place = panel.chosen.find_token(token)
+        biases = load_biases(panel.bundles, neuron)
+        value = find_value(panel.bundles, neuron, biases, place, dots, panel.routes)
+        panel.store(token, number, value)
+
+    names = [part.name for part in panel.bundles.spec.bundle.parts[:-1]]
+    _emit_products(isa, activations, panel, names, start, stop, tokens, thread, keep)
+
+
+def emit_gates(
+    isa: Isa,
+    activations: Activations,
+    panel: Panel,
+    start: v.Expr,
+    stop: v.Expr,
+    tokens: v.Expr,
+    thread: v.Expr,
+) -> None:
+    """Set the panel's values of neurons ``start`` to ``stop`` to their gates, for all tokens."""
+
+    def keep(token: v.Expr, number: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> None:
+        biases = load_biases(panel.bundles, neuron)
+        panel.store(token, number, dots[0] + biases[0] if biases else dots[0])
+
+    _emit_products(isa, activations, panel, ["gate"], start, stop, tokens, thread, keep)
+
+
+def _emit_products(
+    isa: Isa,
+    activations: Activations,
+    panel: Panel,
+    names: Sequence[PartName],
+    start: v.Expr,
+    stop: v.Expr,
+    tokens: v.Expr,
+    thread: v.Expr,
+    keep: Keep,
+) -> None:
+    """Multiply parts of neurons ``start`` to ``stop`` with all tokens."""
+    spec, parts = panel.bundles.spec, len(names)
+    if takes_pairs(isa, spec.ffn):
+        emit_items(
+            activations,
+            tokens,
+            thread,
+            start,
+            stop,
+            parts,
+            lambda number: panel.bundles.take_parts([panel.find(number)], names),
+            lambda token, number, dots: keep(token, number, panel.find(number), dots),
+            panel.chosen,
+        )
+        return
+    together, size = max(1, isa.tile_rows // parts), VECTOR_TILE // parts
+
+    def emit_tile(first: v.Expr, last: v.Expr, named: list[v.Expr]) -> None:
+        places = [panel.chosen.find_token(token) for token in named]
+        with T.serial(T.floordiv(last - first + together, together)) as step:
+            top = v.let(first + step * together)
+            # A repeated token or neuron writes the same value again.
+            numbers = [v.let(T.min(top + index, last)) for index in range(together)]
+            neurons = [panel.find(number) for number in numbers]
+            vectors = panel.bundles.take_parts(neurons, names)
+            dots = emit_dots(isa, vectors, activations, places)
+            for index, (number, neuron) in enumerate(zip(numbers, neurons, strict=True)):
+                own = dots[index * parts : (index + 1) * parts]
+                for turn, token in enumerate(named):
+                    keep(token, number, neuron, [v.let(row[turn]) for row in own])
+
+    with T.serial(T.floordiv(stop - start + size - 1, size)) as tile:
+        first = v.let(start + tile * size)
+        last = v.let(T.min(first + size, stop) - 1)
+        emit_token_tiles(
+            isa, activations.used_planes, tokens, lambda _, named: emit_tile(first, last, named)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Neurons of a panel whose gates are open: int16 ``numbers``, ascending."""
+
+    numbers: v.Buffer
+    count: v.Expr
+
+    def read(self, place: v.Expr) -> v.Expr:
+        """Return the number at a place of the list."""
+        return v.let(v.cast(self.numbers[place], "int32", 1))
+
+
+def count_sharing(isa: Isa, spec: KernelSpec) -> int:
+    """Return how many tokens have their open gates in one list."""
+    return 2 if takes_pairs(isa, spec.ffn) else 1
+
+
+def emit_open_values(
+    isa: Isa,
+    activations: Activations,
+    panel: Panel,
+    token: v.Expr,
+    tokens: v.Expr,
+    thread: v.Expr,
+) -> Opened:
+    """Replace gates, which `emit_gates` has left, by activations, for ``tokens`` tokens from
+    ``token`` on (`count_sharing` at most): of the neurons whose gates are open for any of them;
+    return which these are."""
+    spec = panel.bundles.spec
+    rows = [v.let(token * PANEL)]
+    if count_sharing(isa, spec) > 1:
+        rows.append(v.let((token + tokens - 1) * PANEL))
+    numbers = T.alloc_buffer((PANEL,), "int16")
+
+    def test(number: v.Expr, lanes: int) -> v.Expr:
+        opens = [is_firing(spec, v.load(panel.values, row + number, lanes), lanes) for row in rows]
+        return opens[0] if len(opens) == 1 else T.Or(*opens)
+
+    opened = Opened(numbers, emit_list(isa, panel.size, test, numbers))
+    if takes_pairs(isa, spec.ffn):
+        _emit_paired_ups(activations, panel, opened, token, tokens, thread)
+    else:
+        _emit_listed_ups(isa, activations, panel, opened, token)
+    return opened
+
+
+def _emit_listed_ups(
+    isa: Isa, activations: Activations, panel: Panel, opened: Opened, token: v.Expr
+) -> None:
+    """Make activations of a token's open gates, a few neurons at a time."""
+    place = v.let(panel.chosen.find_token(token))
+    with T.serial(T.floordiv(opened.count + LISTED - 1, LISTED)) as step:
+        top = v.let(step * LISTED)
+        # A repeated neuron writes the same value again: all gates are read before.
+        own = [opened.read(T.min(top + index, opened.count - 1)) for index in range(LISTED)]
+        gates = [panel.load(token, number) for number in own]
+        neurons = [panel.find(number) for number in own]
+        vectors = panel.bundles.take_parts(neurons, ["up"])
+        ups = emit_dots(isa, vectors, activations, [place])
+        values = [
+            _find_open_value(panel, neuron, place, gate, up[0])
+            for neuron, gate, up in zip(neurons, gates, ups, strict=True)
+        ]
+        for number, value in zip(own, values, strict=True):
+            panel.store(token, number, value)
+
+
+def _emit_paired_ups(
+    activations: Activations,
+    panel: Panel,
+    opened: Opened,
+    token: v.Expr,
+    tokens: v.Expr,
+    thread: v.Expr,
+) -> None:
+    """Make activations of the open gates of two tokens that are multiplied together, or of one."""
+    chosen = panel.chosen.count_from(token)
+
+    def take_vectors(place: v.Expr) -> list[Vector]:
+        return panel.bundles.take_parts([panel.find(opened.read(place))], ["up"])
+
+    def keep(turn: v.Expr, place: v.Expr, dots: list[v.Expr]) -> None:
+        number = opened.read(place)
+        gate = panel.load(token + turn, number)
+        value = _find_open_value(panel, panel.find(number), chosen.find_token(turn), gate, dots[0])
+        panel.store(token + turn, number, value)
+
+    emit_items(
+        activations,
+        tokens,
+        thread,
+        T.int32(0),
+        opened.count,
+        1,
+        take_vectors,
+        keep,
+        chosen,
+        is_pair=True,
+    )
+
+
+def _find_open_value(
+    panel: Panel, neuron: Neuron, place: v.Expr, gate: v.Expr, up: v.Expr
+) -> v.Expr:
+    """Return the activation of a neuron for the token at ``place`` of the chunk."""
+    biases = load_biases(panel.bundles, neuron)
+    terms = [v.let(gate), v.let(up + biases[1]) if biases else up]
+    return v.let(find_value(panel.bundles, neuron, [], place, terms, panel.routes))
