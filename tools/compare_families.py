@@ -22,6 +22,7 @@ import torch
 import transformers
 
 from drawn_configurations import DRAWERS, Options
+from drawn_further import FURTHER_DRAWERS
 from drawn_states import STATE_DRAWERS
 from make_goldens import VOCAB, compute, make_model
 from pi2.diagnostics import UserError
@@ -41,7 +42,7 @@ ERROR = 1e-4
 GAP = 1e-3
 """Greedy tokens are compared up to where the best two logits are nearer than this."""
 TOKENS = 16
-FAMILIES = {**DRAWERS, **STATE_DRAWERS}
+FAMILIES = {**DRAWERS, **FURTHER_DRAWERS, **STATE_DRAWERS}
 
 
 @dataclass
@@ -53,7 +54,9 @@ class Tally:
     failed: list[str] = field(default_factory=list)
 
 
-def compare(kind: str, options: Options, seed: int, settings: dict[str, str], plan: Any) -> str:
+def compare(
+    kind: str, options: Options, seed: int, settings: dict[str, str], is_streamed: bool
+) -> str:
     """Return what differs; nothing if the model agrees.  Raises `UserError` where it is refused."""
     model = make_model(kind, options, seed)
     if hasattr(model, "set_experts_implementation"):
@@ -69,6 +72,8 @@ def compare(kind: str, options: Options, seed: int, settings: dict[str, str], pl
         (checkpoint / "generation_config.json").unlink(missing_ok=True)
         (checkpoint / "tokenizer.json").write_bytes(make_small_tokenizer(VOCAB))
         document = convert_golden(checkpoint, folder, EXACT)
+        has_experts = document.moe is not None and document.moe.router != "none"
+        plan = STREAMED if is_streamed and has_experts else {}
         golden = Golden(prompt=prompt.tolist(), logits=logits, greedy=greedy)
         found, text = run_golden(
             write_plan(folder, document, plan), golden, tokens=TOKENS, settings=settings
@@ -117,10 +122,8 @@ def main() -> int:
         for seed in range(options.seed, options.seed + options.count):
             drawn = random.Random(f"{name} {seed}")
             kind, values = FAMILIES[name](drawn)
-            has_experts = "Mo" in kind or values.get("enable_moe_block", False)
-            plan = STREAMED if options.streamed and has_experts else {}
             try:
-                difference = compare(kind, values, seed, settings, plan)
+                difference = compare(kind, values, seed, settings, options.streamed)
             except UserError as error:
                 tally.refused[error.diagnostics[0].message.rpartition("config.json: ")[2]] += 1
                 continue

@@ -783,8 +783,9 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
     if family in variants.BUILDERS:
         model = variants.BUILDERS[family](common | options)
     else:
-        kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
-        model = variants.make(kind, getattr(transformers, f"{family}Config"), common | options)
+        config = getattr(transformers, f"{family}Config")
+        kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config]
+        model = variants.make(kind, config, common | options)
     if hasattr(model.config, "num_experts_per_tok") or options.get("enable_moe_block"):
         # The others want widths that are multiples of four.
         model.set_experts_implementation("eager")

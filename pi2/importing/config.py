@@ -59,6 +59,10 @@ class Config:
         """The configuration with other values."""
         return Config(self.file, {**self._values, **values})
 
+    def set_default(self, key: str, value: Any) -> Config:
+        """The configuration with ``value`` where ``key`` is not stated, or null."""
+        return self if self.has(key) else self.change({key: value})
+
     def has(self, key: str) -> bool:
         """Whether ``key`` is stated and not null."""
         return self._values.get(key) is not None

@@ -44,6 +44,9 @@ def find_dense_rows(
         if keys[0] == "query_bias":
             none = Rows(tensor=make_zeros(model.shape.heads * latent.key))
             return [none, find_rows(tensors, model, keys[1], layer)]
+    if keys[-1] == "query_gate_bias" and model.tensors.query_gate is not None:
+        found = [find_rows(tensors, model, key, layer) for key in keys[:-1]]
+        return [*found, Rows(tensor=make_zeros(model.shape.query))]
     return [find_rows(tensors, model, key, layer) for key in keys]
 
 

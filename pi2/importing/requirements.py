@@ -86,7 +86,7 @@ def _list_attention(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     if attention.qkv_bias and model.tensors.fused_qkv_bias is not None:
         needs["fused_qkv_bias"] = (queries + 2 * keys,)
     elif attention.qkv_bias:
-        needs["query_bias"] = (queries * (1 + attention.output_gate),)
+        needs["query_bias"] = (queries * (1 + _has_gate_rows(model)),)
         needs |= {"key_bias": (keys,), "value_bias": (keys,)} if model.has_keys else {}
     if attention.head_norm:
         of_queries, of_keys = model.head_norm_widths
@@ -107,9 +107,15 @@ def _list_projections(model: Model) -> dict[str, tuple[int, ...]]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if model.tensors.fused_qkv is not None:
         return {"fused_qkv": (queries + 2 * keys, shape.hidden)}
-    gated = queries * (1 + model.attention.output_gate)
-    sizes = {"query": gated, "key": keys, "value": keys}
+    sizes = {"query": queries * (1 + _has_gate_rows(model)), "key": keys, "value": keys}
+    if model.attention.output_gate and model.tensors.query_gate is not None:
+        sizes["query_gate"] = queries
     return {key: (size, shape.hidden) for key, size in sizes.items()}
+
+
+def _has_gate_rows(model: Model) -> bool:
+    """Whether the gates of what heads mix are rows of the query projection."""
+    return model.attention.output_gate and model.tensors.query_gate is None
 
 
 def _list_latent(model: Model) -> dict[str, tuple[int, ...]]:
@@ -333,8 +339,8 @@ def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic
     if model.attention.latent is not None:
         # There the configuration means the heads that keys and values would have.
         del document["num_key_value_heads"], document["head_dim"]
-    if "alpha" in stated:
-        # It changes the base.
+    if "alpha" in stated or "layer_rope_theta" in stated:
+        # They change the base.
         del document["rope_theta"]
     for key, (path, value) in document.items():
         if stated.get(key) is not None and stated[key] != value:

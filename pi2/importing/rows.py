@@ -85,7 +85,7 @@ def name_source(model: Model, key: str) -> tuple[str, str]:
         fused = "fused_qkv_bias" if rest else "fused_qkv"
         if getattr(names, fused) is not None:
             return fused, getattr(names, fused)
-    if part == "query" and rest in ("gate", "gate_bias"):
+    if part == "query" and rest in ("gate", "gate_bias") and names.query_gate is None:
         # Every query head is followed by its gates.
         own = "query" if rest == "gate" else "query_bias"
         return own, getattr(names, own)
@@ -114,7 +114,10 @@ def _choose_rows(model: Model, key: str, source: str, layer: int) -> I64 | None:
     part, _, rest = key.partition("_")
     if part not in _QKV:
         return None
-    if part == "query" and rest != "norm" and model.attention.output_gate:
+    if key == "query_gate" and model.tensors.query_gate is not None:
+        return None
+    has_gates = model.attention.output_gate and model.tensors.query_gate is None
+    if part == "query" and rest != "norm" and has_gates:
         inside = np.arange(shape.head_dim)
         if rest.startswith("gate"):
             inside = inside + shape.head_dim

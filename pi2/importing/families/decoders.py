@@ -11,6 +11,7 @@ from pi2.importing.config import (
     read_rope,
     read_whole_window,
     read_window,
+    scale_rope,
 )
 
 Tables = dict[str, Any]
@@ -202,6 +203,19 @@ def omit_positions(layers: Iterable[int]) -> Tables:
     """The ``[other_rope]`` table of layers without positions."""
     chosen = sorted(layers)
     return {"other_rope": {"kind": "none", "layers": chosen}} if chosen else {}
+
+
+def add_turns(config: Config, tables: Tables, full: Config, local: Config) -> None:
+    """State rotary positions of layers without a window, by the table ``full``, and of those with
+    one, by ``local``; both state the base."""
+    context, layers = tables["shape"]["context"], tables["shape"]["layers"]
+    tables["rope"], other = (
+        scale_rope(config, table, table.read("rope_theta", float), context)
+        for table in (full, local)
+    )
+    chosen = tables["attention"].get("window_layers", list(range(layers)))
+    if "sliding_window" in tables["attention"] and other != tables["rope"]:
+        tables["other_rope"] = {**other, "layers": chosen}
 
 
 def has_cycle(length: int) -> Callable[[int], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pi2.importing.config import ACTIVATIONS, Config, read_window, scale_rope
-from pi2.importing.families.decoders import LAYER, Tables, describe_decoder, has_cycle
+from pi2.importing.families.decoders import LAYER, Tables, add_turns, describe_decoder, has_cycle
 
 
 def describe_gemma(config: Config) -> Tables:
@@ -34,18 +34,13 @@ def describe_gemma3(config: Config) -> Tables:
     tables["attention"]["head_norm"] = True
     # The original code takes a cap of scores from the configuration and does not use it.
     tables["logit_softcap"] = config.read_limit("final_logit_softcapping", None)
-    context, layers = tables["shape"]["context"], tables["shape"]["layers"]
     both = config.read_table("rope_parameters")
     full, local = both.read_table("full_attention"), both.read_table("sliding_attention")
     if config.has("rope_scaling"):
         full = config.read_table("rope_scaling")
-    theta = config.read("rope_theta", float, 1_000_000.0)
-    tables["rope"] = scale_rope(config, full, full.read("rope_theta", float, theta), context)
+    full = full.set_default("rope_theta", config.read("rope_theta", float, 1_000_000.0))
     theta = config.read("rope_local_base_freq", float, 10_000.0)
-    other = scale_rope(config, local, local.read("rope_theta", float, theta), context)
-    chosen = tables["attention"].get("window_layers", list(range(layers)))
-    if "sliding_window" in tables["attention"] and other != tables["rope"]:
-        tables["other_rope"] = {**other, "layers": chosen}
+    add_turns(config, tables, full, local.set_default("rope_theta", theta))
     return tables
 
 

@@ -1,4 +1,4 @@
-"""Latent attention: DeepSeek V2 and V3, and GLM Flash."""
+"""Latent attention: DeepSeek V2 and V3, GLM Flash, and Youtu."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import math
 
 from pi2.importing.config import Config, read_rope
 from pi2.importing.families.decoders import Tables, describe_decoder
-from pi2.importing.families.sigmoid_mixtures import add_dense_layers, add_experts, add_sigmoids
+from pi2.importing.families.sigmoid_mixtures import (
+    add_dense_layers,
+    add_experts,
+    add_sigmoids,
+    list_dense_layers,
+)
 
 
 def _describe_latent(config: Config) -> Tables:
@@ -93,13 +98,16 @@ def describe_glm4_moe_lite(config: Config) -> Tables:
     )
     tables["moe"]["active_groups"] = config.read("topk_group", int, 1)
     tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
-    layers = tables["shape"]["layers"]
-    kinds = config.read_list("mlp_layer_types")
-    if not kinds:
-        kinds = ["dense" if layer < first else "sparse" for layer in range(layers)]
-    if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
-        raise config.refuse(f"mlp_layer_types is not a list of {layers} kinds of FFN")
-    add_dense_layers(tables, dense, [n for n, kind in enumerate(kinds) if kind == "dense"])
+    add_dense_layers(tables, dense, list_dense_layers(config, tables["shape"]["layers"], first))
+    return tables
+
+
+def describe_youtu(config: Config) -> Tables:
+    """Youtu: DeepSeek V3 without experts."""
+    tables = _describe_latent(config)
+    if config.read("rope_interleave", bool, True):
+        tables["rope"]["pairs"] = "neighbours"
+    tables["tied_head"] = config.read("tie_word_embeddings", bool, True)
     return tables
 
 
@@ -107,4 +115,5 @@ FAMILIES = {
     "deepseek_v2": describe_deepseek_v2,
     "deepseek_v3": describe_deepseek_v3,
     "glm4_moe_lite": describe_glm4_moe_lite,
+    "youtu": describe_youtu,
 }

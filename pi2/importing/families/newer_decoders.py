@@ -9,11 +9,11 @@ from pi2.importing.config import (
     read_activation,
     read_rope,
     read_window,
-    scale_rope,
 )
 from pi2.importing.families.decoders import (
     LAYER,
     Tables,
+    add_turns,
     describe_decoder,
     describe_granite,
     describe_llama,
@@ -53,7 +53,7 @@ def describe_olmo2(config: Config) -> Tables:
 def describe_olmo3(config: Config) -> Tables:
     """OLMo 2 with a window in three layers of four, whose positions are not scaled."""
     tables = describe_olmo2(config)
-    layers, context = tables["shape"]["layers"], tables["shape"]["context"]
+    layers = tables["shape"]["layers"]
     tables["attention"] |= read_window(config, layers, has_cycle(4), width=4096)
     theta = config.read("rope_theta", float, 500_000.0)
     both = config.read_table("rope_parameters")
@@ -62,11 +62,8 @@ def describe_olmo3(config: Config) -> Tables:
         full = both if both.has("rope_type") else config.read_table("rope_scaling")
     # The original code looks for it outside of the two tables.
     full = full.change({"truncate": both.read("truncate", bool, True)})
-    tables["rope"] = scale_rope(config, full, full.read("rope_theta", float, theta), context)
-    other = scale_rope(config, local, local.read("rope_theta", float, theta), context)
-    chosen = tables["attention"].get("window_layers", list(range(layers)))
-    if "sliding_window" in tables["attention"] and other != tables["rope"]:
-        tables["other_rope"] = {**other, "layers": chosen}
+    full, local = (table.set_default("rope_theta", theta) for table in (full, local))
+    add_turns(config, tables, full, local)
     return tables
 
 

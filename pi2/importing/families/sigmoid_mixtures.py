@@ -51,6 +51,16 @@ def add_dense_layers(tables: Tables, ffn: int, layers: range | list[int]) -> Non
         tables["moe"] |= {"dense_layers": chosen, "dense_ffn": ffn}
 
 
+def list_dense_layers(config: Config, layers: int, first: int) -> list[int]:
+    """Layers that are no mixture: those of ``mlp_layer_types``, else the ``first`` ones."""
+    kinds = config.read_list("mlp_layer_types")
+    if not kinds:
+        return list(range(min(first, layers)))
+    if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise config.refuse(f"mlp_layer_types is not a list of {layers} kinds of FFNs")
+    return [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+
+
 def add_sigmoids(config: Config, tables: Tables, groups: int, active_groups: int) -> None:
     """Routing as DeepSeek V3 does it."""
     tables["moe"] |= {

@@ -49,6 +49,12 @@ class Tensors(Table):
     """Norm of every query head [head_dim], or of all of them [heads x head_dim]."""
     key_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
     """Norm of every key head [head_dim], or of all of them [kv_heads x head_dim]."""
+    query_gate: str | None = Field(
+        default=None, examples=["model.layers.{layer}.self_attn.gate_proj.weight"]
+    )
+    """Projection to the gates of what heads mix [heads x head_dim, hidden], with
+    ``attention.output_gate``; absent means that every head of ``query`` is followed by its
+    gates."""
     sinks: str = "model.layers.{layer}.self_attn.sinks"
     """Score of every head that no token has [heads]."""
     latent_query: str = "model.layers.{layer}.self_attn.q_a_proj.weight"

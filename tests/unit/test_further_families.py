@@ -1,0 +1,162 @@
+"""Families whose descriptions differ from their relatives' in little.
+
+``tools/compare_families.py`` compares what they compute with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pi2.diagnostics import UserError
+from pi2.importing.config import Config
+from pi2.importing.convert import convert_checkpoint
+from pi2.importing.families import describe_family
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.documents.model import Model
+from tests.helpers.goldens import copy_checkpoint
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "num_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 6,
+}
+NO_POSITIONS = {"kind": "none", "layers": [3]}
+WINDOW = {"sliding_window": 7}
+
+
+def describe(kind: str, **options: Any) -> Model:
+    values = COMMON | {"model_type": kind} | options
+    tables = describe_family(Config(Path("config.json"), values))
+    return Model.model_validate(
+        {"schema_version": 2, "name": "made", "id": "made", **tables}, strict=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("ministral", WINDOW, [7, 7, 7, 7]),
+        ("ministral", {"sliding_window": None}, [None] * 4),
+        ("cwm", WINDOW, [None, 7, 7, 7]),
+        ("exaone4", WINDOW, [7, 7, 7, None]),
+        ("exaone4", {"sliding_window": None}, [None] * 4),
+        ("exaone_moe", WINDOW | {"sliding_window_pattern": 2}, [7, None, 7, None]),
+        ("afmoe", WINDOW, [7, 7, 7, None]),
+        ("granite_swa", WINDOW, [None, 7, 7, 7]),
+        ("granitemoe_swa", {}, [None, 128, 128, 128]),
+        ("vaultgemma", WINDOW, [7, None, 7, None]),
+    ],
+)
+def test_windows_of_layers(kind: str, options: dict[str, Any], expected: list[int | None]) -> None:
+    model = describe(kind, **options)
+    assert [model.find_window(layer) for layer in range(4)] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("exaone4", WINDOW, ["plain", "plain", "plain", "none"]),
+        ("exaone4", {"sliding_window": None}, ["plain"] * 4),
+        ("exaone4", WINDOW | {"layer_types": ["full_attention"] * 4}, ["none"] * 4),
+        ("exaone_moe", WINDOW, ["plain", "plain", "plain", "none"]),
+        ("afmoe", WINDOW, ["plain", "plain", "plain", "none"]),
+        ("granite_swa", {"layer_rope_theta": [0, 90.0, 0, 90.0]}, ["none", "plain"] * 2),
+        ("granite_swa", {"layer_rope_theta": [0, 0, 0, 0]}, ["none"] * 4),
+    ],
+)
+def test_layers_without_positions(kind: str, options: dict[str, Any], expected: list[str]) -> None:
+    model = describe(kind, **options)
+    assert [model.find_rope(layer).kind for layer in range(4)] == expected
+
+
+def test_layers_have_two_bases() -> None:
+    model = describe("granite_swa", layer_rope_theta=[90.0, 5000, 90.0, 5000])
+    assert [model.find_rope(layer).theta for layer in range(4)] == [90.0, 5000.0] * 2
+    with pytest.raises(UserError, match="3 bases"):
+        describe("granite_swa", layer_rope_theta=[90.0, 5000, 90.0, 7])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("exaone_moe", {}, (0,)),
+        ("exaone_moe", {"first_k_dense_replace": 2}, (0, 1)),
+        ("hy_v3", {}, (0,)),
+        ("hy_v3", {"mlp_layer_types": ["sparse", "dense"] * 2}, (1, 3)),
+        ("afmoe", {"num_dense_layers": 3}, (0, 1, 2)),
+        ("mellum", {}, ()),
+        ("solar_open", {}, ()),
+    ],
+)
+def test_layers_that_are_no_mixture(
+    kind: str, options: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    moe = describe(kind, **options).moe
+    assert moe is not None
+    assert moe.dense_layers == expected
+
+
+def test_biases_of_internlm3() -> None:
+    attention = describe("internlm3", qkv_bias=True, bias=False).attention
+    assert (attention.qkv_bias, attention.output_bias) == (True, False)
+    model = describe("internlm3", bias=True)
+    assert model.attention.output_bias
+    assert model.ffn.bias
+
+
+def test_logits_are_divided_in_granite_and_multiplied_in_hyperclovax() -> None:
+    factors = {"logits_scaling": 4.0, "attention_multiplier": 0.1}
+    assert describe("granite", **factors).multipliers.logits == 0.25
+    assert describe("hyperclovax", **factors).multipliers.logits == 4.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "problem"),
+    [
+        ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias"),
+        ("hy_v3", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
+        ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta"),
+        ("afmoe", {"global_attn_every_n_layers": 0}, "global_attn_every_n_layers"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(
+    kind: str, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        describe(kind, **options)
+
+
+def test_gates_of_heads_may_be_a_tensor_of_their_own(tmp_path: Path) -> None:
+    """A store is the same whether gates follow each query head, or have a tensor."""
+    checkpoint = copy_checkpoint("qwen3-next", tmp_path / "checkpoint")
+    model = describe_checkpoint(checkpoint, "golden").model
+    convert_checkpoint(checkpoint, model, tmp_path / "together")
+    shape, file = model.shape, checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("q_proj.weight")]:
+        heads = tensors[name].reshape(shape.heads, 2, shape.head_dim, shape.hidden)
+        for part, own in enumerate((name, name.replace("q_proj", "gate_proj"))):
+            tensors[own] = heads[:, part].reshape(shape.query, shape.hidden).copy()
+    save_file(tensors, file)
+    pattern = model.tensors.query.replace("q_proj", "gate_proj")
+    names = model.tensors.model_copy(update={"query_gate": pattern})
+    apart = model.model_copy(update={"tensors": names})
+    convert_checkpoint(checkpoint, apart, tmp_path / "apart")
+    together, alone = (tmp_path / name / "dense.arrow" for name in ("together", "apart"))
+    assert together.read_bytes() == alone.read_bytes()

@@ -1,0 +1,228 @@
+"""Draws random configurations of further families for `compare_families.py`: transformers' name of
+the family, and options of its configuration."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from drawn_configurations import (
+    LAYERS,
+    Drawn,
+    Options,
+    draw_experts,
+    draw_groups,
+    draw_kinds,
+    draw_latent,
+    draw_rope,
+    draw_shape,
+    flip,
+)
+
+
+def draw_ministral(drawn: random.Random) -> Drawn:
+    """Ministral."""
+    options = draw_shape(drawn) | draw_rope(drawn)
+    return "Ministral", options | draw_kinds(drawn, options)
+
+
+def draw_divided_shape(drawn: random.Random) -> Options:
+    """Sizes of families that want a width that heads divide."""
+    options = draw_shape(drawn)
+    return options | {"hidden_size": options["num_attention_heads"] * drawn.choice([8, 12])}
+
+
+def draw_cwm(drawn: random.Random) -> Drawn:
+    """CWM."""
+    options = draw_divided_shape(drawn) | draw_rope(drawn) | flip(drawn, "mlp_bias")
+    return "Cwm", options | draw_kinds(drawn, options)
+
+
+def draw_llama(drawn: random.Random) -> Options:
+    """What has Llama's code."""
+    return draw_divided_shape(drawn) | draw_rope(drawn)
+
+
+def draw_internlm3(drawn: random.Random) -> Drawn:
+    """InternLM 3."""
+    bias = drawn.random() < 0.5
+    return "InternLM3", draw_llama(drawn) | {"attention_bias": bias, "mlp_bias": bias}
+
+
+def draw_iquestcoder(drawn: random.Random) -> Drawn:
+    """IQuest-Coder."""
+    return "IQuestCoder", draw_llama(drawn) | flip(drawn, "attention_bias", "mlp_bias")
+
+
+def draw_helium(drawn: random.Random) -> Drawn:
+    """Helium, whose output projection is a square."""
+    options = draw_shape(drawn, free_head=False) | draw_rope(drawn)
+    options["head_dim"] = options["hidden_size"] // options["num_attention_heads"]
+    return "Helium", options | flip(drawn, "attention_bias", "mlp_bias")
+
+
+def draw_multipliers(drawn: random.Random) -> Options:
+    """Granite's factors."""
+    return {
+        "embedding_multiplier": drawn.choice([1.0, 3.0]),
+        "residual_multiplier": drawn.choice([1.0, 0.3]),
+        "attention_multiplier": drawn.choice([0.1, 0.3]),
+        "logits_scaling": drawn.choice([1.0, 4.0]),
+    }
+
+
+def draw_hyperclovax(drawn: random.Random) -> Drawn:
+    """HyperCLOVA X."""
+    options = draw_shape(drawn, free_head=False) | draw_rope(drawn) | draw_multipliers(drawn)
+    if drawn.random() < 0.4:
+        options["attention_multiplier"] = None
+    return "HyperCLOVAX", options | flip(drawn, "attention_bias", "mlp_bias", "use_post_norm")
+
+
+def draw_vaultgemma(drawn: random.Random) -> Drawn:
+    """VaultGemma."""
+    options = draw_divided_shape(drawn) | draw_rope(drawn, kinds="d")
+    options |= flip(drawn, "attention_bias") | {
+        "query_pre_attn_scalar": drawn.choice([8, 20]),
+        "attn_logit_softcapping": drawn.choice([None, 20.0]),
+        "final_logit_softcapping": drawn.choice([None, 10.0]),
+    }
+    return "VaultGemma", options | draw_kinds(drawn, options)
+
+
+def draw_jais2(drawn: random.Random) -> Drawn:
+    """Jais 2."""
+    options = draw_divided_shape(drawn) | draw_rope(drawn)
+    options["layer_norm_eps"] = options.pop("rms_norm_eps")
+    return "Jais2", options | flip(drawn, "attention_bias", "mlp_bias")
+
+
+def draw_exaone4(drawn: random.Random) -> Drawn:
+    """EXAONE 4."""
+    options = draw_shape(drawn) | draw_rope(drawn)
+    options |= draw_kinds(drawn, options)
+    if drawn.random() < 0.3:
+        options |= {"sliding_window": None, "layer_types": ["full_attention"] * options[LAYERS]}
+    elif drawn.random() < 0.4:
+        options |= {"sliding_window_pattern": 2}
+    return "Exaone4", options
+
+
+def draw_dense_layers(drawn: random.Random, options: Options) -> Options:
+    """Which layers are no mixture."""
+    if drawn.random() < 0.5:
+        return {}
+    return {"mlp_layer_types": drawn.choices(["dense", "sparse"], k=options[LAYERS])}
+
+
+def draw_exaone_moe(drawn: random.Random) -> Drawn:
+    """K-EXAONE."""
+    options = draw_groups(drawn, draw_shape(drawn)) | draw_rope(drawn)
+    options["num_experts"] = options.pop("n_routed_experts")
+    options["num_shared_experts"] = options.pop("n_shared_experts")
+    options |= draw_dense_layers(drawn, options)
+    return "ExaoneMoe", options | draw_kinds(drawn, options)
+
+
+def draw_solar_open(drawn: random.Random) -> Drawn:
+    """Solar Open."""
+    options = draw_groups(drawn, draw_shape(drawn)) | draw_rope(drawn)
+    options.pop("intermediate_size")
+    return "SolarOpen", options | flip(drawn, "attention_bias")
+
+
+def draw_flex_olmo(drawn: random.Random) -> Drawn:
+    """FlexOlmo."""
+    options = draw_shape(drawn, free_head=False) | draw_rope(drawn)
+    options |= draw_experts(drawn, "num_experts", "num_experts_per_tok")
+    return "FlexOlmo", options | flip(drawn, "norm_topk_prob", "attention_bias")
+
+
+def draw_hunyuan3(drawn: random.Random) -> Drawn:
+    """Hunyuan 3."""
+    options = draw_shape(drawn) | draw_rope(drawn) | flip(drawn, "attention_bias")
+    options |= draw_experts(drawn, "num_experts", "num_experts_per_tok")
+    options |= {
+        "num_shared_experts": drawn.choice([1, 2]),
+        "moe_intermediate_size": drawn.choice([8, 13, 24]),
+        "router_scaling_factor": drawn.choice([1.0, 2.8]),
+    }
+    return "HYV3", options | draw_dense_layers(drawn, options)
+
+
+def draw_afmoe(drawn: random.Random) -> Drawn:
+    """AFMoE."""
+    options = draw_shape(drawn) | draw_rope(drawn) | flip(drawn, "attention_bias", "mup_enabled")
+    options |= draw_experts(drawn, "num_experts", "num_experts_per_tok")
+    options |= {
+        "num_shared_experts": drawn.choice([1, 2]),
+        "num_dense_layers": drawn.choice([0, 1, 2]),
+        "moe_intermediate_size": drawn.choice([8, 13, 24]),
+        "route_scale": drawn.choice([1.0, 2.8]),
+        "global_attn_every_n_layers": drawn.choice([2, 4]),
+    }
+    return "Afmoe", options | draw_kinds(drawn, options)
+
+
+def draw_mellum(drawn: random.Random) -> Drawn:
+    """Mellum."""
+    options = draw_shape(drawn) | flip(drawn, "attention_bias", "norm_topk_prob")
+    options |= draw_experts(drawn, "num_experts", "num_experts_per_tok")
+    options |= {"moe_intermediate_size": drawn.choice([8, 13, 24])}
+    full, local = (draw_rope(drawn)["rope_parameters"] for _ in range(2))
+    options["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    options |= draw_dense_layers(drawn, options)
+    return "Mellum", options | draw_kinds(drawn, options)
+
+
+def draw_bases(drawn: random.Random, options: Options) -> Options:
+    """Bases of positions of each layer."""
+    if drawn.random() < 0.4:
+        return {}
+    chosen = drawn.sample([0, 100.0, 5000.0], 2)
+    return {"layer_rope_theta": drawn.choices(chosen, k=options[LAYERS])}
+
+
+def draw_granite_swa(drawn: random.Random) -> Drawn:
+    """Granite with windows."""
+    options = draw_shape(drawn, free_head=False) | draw_rope(drawn) | draw_multipliers(drawn)
+    options |= flip(drawn, "attention_bias", "mlp_bias") | draw_kinds(drawn, options)
+    return "GraniteSWA", options | draw_bases(drawn, options)
+
+
+def draw_granite_moe_swa(drawn: random.Random) -> Drawn:
+    """Granite with experts and windows."""
+    options = draw_shape(drawn, free_head=False) | draw_rope(drawn) | draw_multipliers(drawn)
+    options |= draw_experts(drawn, "num_local_experts", "num_experts_per_tok")
+    options |= draw_kinds(drawn, options) | draw_bases(drawn, options)
+    options |= flip(drawn, "attention_bias")
+    return "GraniteMoeSWA", options | {"shared_intermediate_size": drawn.choice([0, 16, 50])}
+
+
+def draw_youtu(drawn: random.Random) -> Drawn:
+    """Youtu."""
+    options = draw_latent(drawn) | draw_rope(drawn, kinds="ddy")
+    return "Youtu", options | flip(drawn, "rope_interleave")
+
+
+FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
+    "afmoe": draw_afmoe,
+    "cwm": draw_cwm,
+    "exaone4": draw_exaone4,
+    "exaone_moe": draw_exaone_moe,
+    "flex_olmo": draw_flex_olmo,
+    "granite_swa": draw_granite_swa,
+    "granitemoe_swa": draw_granite_moe_swa,
+    "helium": draw_helium,
+    "hy_v3": draw_hunyuan3,
+    "hyperclovax": draw_hyperclovax,
+    "internlm3": draw_internlm3,
+    "iquestcoder": draw_iquestcoder,
+    "jais2": draw_jais2,
+    "mellum": draw_mellum,
+    "ministral": draw_ministral,
+    "solar_open": draw_solar_open,
+    "vaultgemma": draw_vaultgemma,
+    "youtu": draw_youtu,
+}
+"""What draws a family's configurations, by ``model_type``."""
