@@ -404,7 +404,10 @@ class NeuronCache:
         source[stay] = stay
         moved = kept[kept >= capacity]
         source[np.flatnonzero(source == ABSENT)[: len(moved)]] = moved
-        gone = np.setdiff1d(np.flatnonzero(self._owner != ABSENT), kept)
+        # Not `setdiff1d`, which takes seconds for millions of slots.
+        goes = self._owner != ABSENT
+        goes[kept] = False
+        gone = np.flatnonzero(goes)
         slot_of = self._slot_of.reshape(-1)
         lost = np.bincount(self._owner[gone] // self.neurons, minlength=len(self.counters))
         for counters, count in zip(self.counters, lost.tolist(), strict=True):
