@@ -15,7 +15,7 @@ import numpy as np
 
 from pi2.arrays import I32
 from pi2.backends.protocol import Executor
-from pi2.engine.experts import unite_experts
+from pi2.engine.experts import mark_experts, unite_experts
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.null_reader import NullReader
@@ -76,7 +76,7 @@ class ExpertGates:
             # Nothing else is looked up before these are computed with.
             slots = self._cache.locate(layer, held.experts)
             for token, own in enumerate(chosen):
-                mine = np.isin(held.experts, own, assume_unique=True)
+                mine = mark_experts(held.experts, own)
                 if not mine.any():
                     continue
                 if len(chosen) > 1:

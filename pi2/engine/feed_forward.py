@@ -21,7 +21,7 @@ import numpy as np
 from pi2.arrays import I32, U8, Bits
 from pi2.backends.protocol import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
-from pi2.engine.experts import ExpertNeurons, unite_experts
+from pi2.engine.experts import ExpertNeurons, mark_experts, unite_experts
 from pi2.engine.neuron_stream import NeuronStream, PieceOrder
 from pi2.engine.routing_dials import DialCounters
 from pi2.engine.twins import TwinNeurons
@@ -273,7 +273,7 @@ class FeedForward(Waves):
         """Experts of each token that looking ahead has not named."""
         late = []
         for chosen, guessed in zip(self._list_experts(), wave.experts or (), strict=False):
-            late.append(chosen[~np.isin(chosen, guessed)])
+            late.append(chosen[~mark_experts(chosen, guessed)])
             self.counters.routed += len(chosen)
             self.counters.foreseen += len(chosen) - len(late[-1])
         return late

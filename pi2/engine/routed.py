@@ -23,7 +23,7 @@ import numpy as np
 from pi2.arrays import I32, Bits
 from pi2.backends.protocol import InputReader
 from pi2.engine.expert_gates import ExpertGates
-from pi2.engine.experts import unite_experts
+from pi2.engine.experts import mark_experts, unite_experts
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.read_ahead import ReadAhead
 from pi2.engine.routing_dials import DialCounters, RoutingDials
@@ -79,7 +79,7 @@ class RoutedFeedForward(FeedForward):
         chosen = super()._list_experts()
         if not self._by_twins:
             return chosen
-        return [own[~np.isin(own, by)] for own, by in zip(chosen, self._by_twins, strict=True)]
+        return [own[~mark_experts(own, by)] for own, by in zip(chosen, self._by_twins, strict=True)]
 
     def _find_there(self, layer: int) -> Bits:
         """Which experts [experts] are in memory, or on their way, with all of their neurons."""
@@ -321,7 +321,7 @@ class RoutedFeedForward(FeedForward):
     def _count_foreseen(self, chosen: Sequence[I32], guessed: Sequence[I32]) -> None:
         for own, ahead in zip(chosen, guessed, strict=True):
             self.counters.routed += len(own)
-            self.counters.foreseen += int(np.isin(own, ahead).sum())
+            self.counters.foreseen += int(mark_experts(own, ahead).sum())
 
     def abandon(self) -> None:
         """Forget reads and jobs that are under way, after an error or an interrupt."""
