@@ -27,6 +27,8 @@ class Neuron:
     scales_base: v.Expr
     """What the offsets of its scales count from where they are resident: its row of them, or what
     the rows of its group have together."""
+    expert_base: v.Expr | None = None
+    """Where a neuron of the same expert begins; None: the neuron itself is asked for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,8 @@ class Bundles:
     def load_expert(self, neuron: Neuron) -> v.Expr:
         """Return the number of a neuron's expert."""
         assert self.spec.bundle.expert_offset is not None
-        return v.load_as(self.arena, neuron.base + self.spec.bundle.expert_offset, "int32", 1)
+        base = neuron.base if neuron.expert_base is None else neuron.expert_base
+        return v.load_as(self.arena, base + self.spec.bundle.expert_offset, "int32", 1)
 
 
 def is_firing(spec: KernelSpec, gate: v.Expr, lanes: int = 1) -> v.Expr:

@@ -3,15 +3,16 @@ experts with a smooth activation, in whose memory one neuron follows another.
 
 Every thread takes neighbours, as many as the others, two at a time: gates and ups, then downs.  A
 processor's own reading ahead does not follow vectors of a kilobyte, so that all lines of a neuron
-are asked for some neurons before it, at the pace of the arithmetic; with more neurons at a time,
-the cache loses what it was asked for.  Which thread adds a neuron, and when, depends on its place
-among all neurons of a call alone, not on how they are divided into stretches.
+are asked for some neurons before it: one neuron after the other in the order of memory, and at the
+pace of the arithmetic, of which downs take most.  With more neurons at a time, the cache loses what
+it was asked for.  Which thread adds a neuron, and when, depends on its place among all neurons of a
+call alone, not on how they are divided into stretches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -20,16 +21,19 @@ from pi2.backends.kernels.gathered import emit_downs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import LINE, emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron
-from pi2.backends.kernels.operands import Activations, Prefetch, Vector
+from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.thread_sums import Squares, emit_add, emit_clear, emit_count
-from pi2.backends.kernels.values import emit_values, take_inputs
-from pi2.plan.weights.layout import scale_bytes
+from pi2.backends.kernels.values import emit_values
+from pi2.plan.weights.layout import GROUP, weight_bytes
 
 TOGETHER = 2
 """Neurons that a thread computes at the same time: 34 GB/s of 40 to 48, where four got 28."""
 AHEAD = 4
 """How many neurons further on memory is asked for."""
+INPUTS_SHARE = 0.2
+"""Share of the lines that is asked for while gates and ups are read; the others are while downs are
+added up: 39 GB/s of 43, where lines of gates beside those of gates, and so on, got 32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +47,22 @@ class Stretches:
     size: v.Expr
 
     def find(self, bundles: Bundles, place: v.Expr) -> Neuron:
-        """Return the neuron at a place among all of them."""
+        """Return the neuron at a place among all of them.
+
+        Neurons of a stretch have one expert: its number is read once, of the first of them.
+        """
         number = v.let(T.floordiv(place, self.size))
         index = v.let(place - number * self.size)
+        first = v.let(self.slots[number] * self.size)
         row = None if self.rows is None else v.let(self.rows[number] * self.size + index)
-        return bundles.find(v.let(self.slots[number] * self.size + index), row)
+        neuron = bundles.find(v.let(first + index), row)
+        return replace(neuron, expert_base=v.let(v.wide(first) * bundles.spec.stride))
+
+    def find_row(self, place: v.Expr) -> v.Expr:
+        """Return the row of resident scales of the neuron at a place."""
+        assert self.rows is not None
+        number = v.let(T.floordiv(place, self.size))
+        return v.let(self.rows[number] * self.size + place - number * self.size)
 
 
 def emit_stretched(
@@ -87,9 +102,10 @@ def emit_stretched(
                 ]
                 for distance in (0, AHEAD)
             )
-            inputs = [vector for neuron in following for vector in take_inputs(bundles, neuron)]
-            ask = _ask_for(spec, inputs)
-            found = emit_values(isa, activations, bundles, neurons, [token], routes, ask)
+            lines = _LinesAhead(bundles, following)
+            found = emit_values(
+                isa, activations, bundles, neurons, [token], routes, lines.ask_with_inputs
+            )
             values = [
                 v.let(T.Select(first + index < end, row[0], zero))
                 for index, row in enumerate(found)
@@ -98,12 +114,14 @@ def emit_stretched(
                 fired.set(fired.get() + T.Select(value != zero, T.int32(1), T.int32(0)))
                 if squares is not None:
                     square_sum.set(T.fma(value, value, square_sum.get()))
-            downs, next_downs = (
-                [bundles.take_part(neuron, "down") for neuron in some]
-                for some in (neurons, following)
-            )
-            ask = _ask_for(spec, next_downs)
-            emit_downs(isa, spec, downs, values, partial, origin, activations.once, ask)
+            downs = [bundles.take_part(neuron, "down") for neuron in neurons]
+            if bundles.scales is not None:
+                distance = GROUP if spec.bundle.parts[-1].spread else AHEAD
+                for index in range(TOGETHER):
+                    place = v.let(T.min(first + distance + index, end - 1))
+                    _ask_for_scales(bundles, stretches.find_row(place))
+            once = activations.once
+            emit_downs(isa, spec, downs, values, partial, origin, once, lines.ask_with_downs)
         v.store(counts, thread, fired.get(), 1)
         if squares is not None:
             v.store(squares.own, thread, square_sum.get(), 1)
@@ -115,16 +133,45 @@ def emit_stretched(
     emit_count(spec, counts)
 
 
-def _ask_for(spec: KernelSpec, vectors: Sequence[Vector]) -> Prefetch:
-    """Ask for the scales of ``vectors``; return what asks for their weights while others are
-    read."""
-    for vector in vectors:
-        # Neurons side by side share the scales of every element.
-        for line in range(0, 0 if vector.spread else scale_bytes(spec.hidden, spec.ffn), LINE):
-            v.prefetch(vector.scales, vector.scales_base + line)
+class _LinesAhead:
+    """The cache lines of some neurons, which are asked for one after the other."""
 
-    def ask(index: int, byte: v.Expr, size: int) -> None:
-        for line in range(0, size, LINE):
-            v.prefetch(vectors[index].weights, vectors[index].weights_base + byte + line)
+    def __init__(self, bundles: Bundles, neurons: Sequence[Neuron]) -> None:
+        spec = bundles.spec
+        self._arena = bundles.arena
+        self._neurons = neurons
+        self._own = -(-spec.bundle.used_bytes // LINE)
+        """Lines of a neuron, which begins with one."""
+        every = self._own * len(neurons)
+        self._with_inputs = round(INPUTS_SHARE * every)
+        self._with_downs = every - self._with_inputs
+        self._vector_bytes = weight_bytes(spec.hidden, spec.ffn)
 
-    return ask
+    def ask_with_inputs(self, index: int, byte: v.Expr, size: int) -> None:
+        """Ask for the first lines, at the pace at which gates and ups are read."""
+        if index == 0:
+            self._ask(byte, size, 0, self._with_inputs)
+
+    def ask_with_downs(self, index: int, byte: v.Expr, size: int) -> None:
+        """Ask for the others, at the pace at which downs are read."""
+        if index == 0:
+            self._ask(byte, size, self._with_inputs, self._with_downs)
+
+    def _ask(self, byte: v.Expr, size: int, first: int, count: int) -> None:
+        """Ask for as many of ``count`` lines from ``first`` on as ``size`` bytes are of a vector's
+        weights; the vector is read at ``byte``."""
+        start = v.let(T.floordiv(byte * count, self._vector_bytes) + first)
+        number = v.let(T.floordiv(start, self._own))
+        base = self._neurons[-1].base
+        for index, neuron in enumerate(self._neurons[:-1]):
+            base = T.Select(number == index, neuron.base, base)
+        place = v.let(base + (start - number * self._own) * LINE)
+        for line in range(-(-size * count // self._vector_bytes)):
+            v.prefetch(self._arena, place + line * LINE)
+
+
+def _ask_for_scales(bundles: Bundles, row: v.Expr) -> None:
+    """Ask for a row of resident scales; of those that 32 neurons have together, for a part."""
+    stride = bundles.spec.bundle.scales_stride
+    for line in range(0, stride, LINE):
+        v.prefetch(bundles.scales, v.wide(row) * stride + line)
