@@ -15,4 +15,6 @@ def list_unknown_weights(model: Model) -> list[str]:
         limits.append("computes no projections of ternary weights")
     if model.ffn.sub_norm:
         limits.append("computes no neurons whose activations are normalised (ffn.sub_norm)")
+    if model.ffn.gate_sparsity:
+        limits.append("computes no neurons whose gates have a cutoff (ffn.gate_sparsity)")
     return limits

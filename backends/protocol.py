@@ -328,6 +328,10 @@ class InputReader(Protocol):
         """Weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to experts that do
         not compute a token; valid until the next call."""
 
+    def read_cutoffs(self) -> F32 | None:
+        """Cutoffs [T, 1] of the gates in the last ``begin_ffn``, valid until the next call; None
+        where the layer has none."""
+
 
 @runtime_checkable
 class RowDivider(Protocol):

@@ -206,6 +206,41 @@ MODELS: dict[str, tuple[str, Options]] = {
             },
         },
     ),
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "hidden_size": 48,
+            "head_dim": 20,
+            "intermediate_size": 72,
+            "hidden_size_per_layer_input": 20,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 5,
+            "layer_types": [
+                *("sliding_attention", "full_attention", "sliding_attention"),
+                *("sliding_attention", "full_attention"),
+            ],
+            "laurel_rank": 12,
+            "activation_sparsity_pattern": [0.8, 0.0, 0.3, 0.6, 0.0],
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3n-narrow": (
+        "Gemma3nText",
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 0,
+            "altup_num_inputs": 3,
+            "altup_correct_scale": False,
+            "laurel_rank": 32,
+            "layer_types": ["full_attention", "full_attention"],
+            "activation_sparsity_pattern": [0.9, 0.0],
+        },
+    ),
     "gemma4": (
         "Gemma4Text",
         {
@@ -805,7 +840,8 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
                 is_norm = "norm" in name and name.endswith("weight")
                 if name.endswith(("router.scale", "per_expert_scale")):
                     drawn += 1.0
-                if is_norm and (not family.startswith("Gemma") or family.startswith("Gemma4")):
+                plain = not family.startswith("Gemma") or family.startswith(("Gemma3n", "Gemma4"))
+                if is_norm and plain:
                     drawn += 1.0
                 if name.endswith("layer_scalar"):
                     drawn += 0.8

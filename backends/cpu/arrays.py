@@ -30,6 +30,8 @@ class Arrays:
     """Weights of the experts [chunk, experts]."""
     layer_inputs: F32
     """What layers have of their own [layers, chunk, width]; of width 0 where they have nothing."""
+    cutoffs: F32
+    """Cutoffs of a layer's gates [chunk], where layers have them."""
     views: Views
     """All of them, and the activations ``hidden``, by the kernels' names."""
 
@@ -53,6 +55,12 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
     )
     if layer_input is not None:
         views["before"] = space.wrap(layer_input)
+    if spec.altup is not None:
+        views["streams"] = space.wrap(space.make("float32", chunk, spec.altup.others, spec.hidden))
+    cutoffs = np.zeros(0, np.float32)
+    if spec.cutoff_rows:
+        cutoffs = space.make("float32", chunk)
+        views["cutoffs"] = space.wrap(cutoffs)
     own = spec.layer_input
     layer_inputs = np.zeros((0, chunk, 0), np.float32)
     if own is not None:
@@ -65,6 +73,7 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
         layer_input=layer_input,
         routes=routes,
         layer_inputs=layer_inputs,
+        cutoffs=cutoffs,
         views=views,
     )
 

@@ -39,6 +39,12 @@ _WEIGHTS = {
     "latent_norm": "latent_norm",
     "latent_key": "latent_key",
     "latent_value": "latent_value",
+    "altup_router": "altup_router",
+    "altup_router_norm": "altup_router_norm",
+    "altup_predict": "altup_predict",
+    "laurel_in": "laurel_in",
+    "laurel_out": "laurel_out",
+    "laurel_norm": "laurel_norm",
 }
 """Tensors of a layer by the kernels' names for them."""
 
@@ -245,6 +251,10 @@ class _Room:
         if spec.isa.pairs:
             self.views |= space.make_tiles("mixed", spec.threads, spec.width)
         self.views["qkv"] = space.wrap(self.qkv)
+        if spec.altup is not None:
+            self.views |= _make_laurel_room(
+                space, spec, fill_groups(spec.altup.laurel_rank), tokens
+            )
         if spec.latent is not None:
             self.views |= _make_latent_room(space, spec, spec.latent, tokens)
         else:
@@ -253,6 +263,15 @@ class _Room:
         for name, *size in (("sums", summed), ("tops",), ("totals",)):
             array = space.make("float32", spec.heads, SPANS, *size)
             self.views[f"span_{name}"] = space.wrap(array)
+
+
+def _make_laurel_room(space: Workspace, spec: KernelSpec, length: int, tokens: int) -> Views:
+    """Return views of what LAuReL works with."""
+    pairs, upper = spec.isa.pairs, spec.upper_steps
+    room = space.make_activations(
+        "laurel", tokens, length, spec.most_planes, pairs=pairs, upper=upper
+    )
+    return room | (space.make_tiles("laurel", spec.threads, length) if pairs else {})
 
 
 def _cut_mixing_room(space: Workspace, spec: KernelSpec, scratch: Scratch) -> Views:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,12 +25,14 @@ from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.scratch import Scratch
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.experts import list_chosen, make_routers
-from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.spec import AltUpShape, KernelSpec
 from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_experts import Moe
+from pi2.plan.weights.cutoffs import GATE_CUTOFF
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -39,13 +42,18 @@ from pi2.plan.weights.tensor_names import (
     LAYER_PROJECTION,
     LAYER_PROJECTION_NORM,
     POSITIONS,
+    STREAM_IN,
+    STREAM_OUT,
     name_layer_tensor,
 )
 
 _SIDE = ("side_norm", "side_in", "side_down", "side_output_norm", "experts_output_norm")
 """Tensors of an FFN beside a layer's experts."""
-_OWN = ("layer_input_gate", "layer_input_output", "layer_input_norm")
-"""Tensors of a layer's own embedding."""
+_OWN = (
+    *("layer_input_gate", "layer_input_output", "layer_input_norm"),
+    *("altup_router", "altup_router_norm", "altup_correct", "altup_scale"),
+)
+"""Tensors of a layer's own embedding, and of what corrects residual streams."""
 
 _NONE: I32 = np.zeros(0, np.int32)
 
@@ -84,9 +92,18 @@ class CpuExecutor:
             space.wrap_tensors(
                 norm=name_layer_tensor(layer, "ffn_norm"),
                 norm_bias=name_layer_tensor(layer, "ffn_norm_bias"),
+                gate_cutoff=name_layer_tensor(layer, GATE_CUTOFF),
             )
             for layer in layers
         ]
+        self._signs = [_find_sign(model, layer) for layer in layers]
+        """By layer, the side of their mean on which gates have a cutoff; nothing without one."""
+        self._has_cutoffs = False
+        """Whether gates of the layer that is computed have one."""
+        self._cutoff_room: Views = {}
+        if spec.cutoff_rows:
+            parts = space.make("float32", chunk, spec.cutoff_rows)
+            self._cutoff_room["cutoff_parts"] = space.wrap(parts)
         self._outputs = [
             space.wrap_tensors(
                 down_bias=name_layer_tensor(layer, "down_bias"),
@@ -103,6 +120,7 @@ class CpuExecutor:
             layer_embedding=LAYER_EMBEDDING,
             layer_projection=LAYER_PROJECTION,
             layer_projection_norm=LAYER_PROJECTION_NORM,
+            stream_in=STREAM_IN,
         )
         self._vocabulary = space.wrap_tensors(
             embedding=EMBEDDING,
@@ -115,13 +133,14 @@ class CpuExecutor:
         self._vocabulary |= space.wrap_own_rows("head", head, spec.other_head)
         self._vocabulary["ids"] = space.wrap(self._ids)
         self._vocabulary["logits"] = space.wrap(self._logits)
+        self._vocabulary |= self._make_joining_room(spec.altup)
         self._chunks = [self._bind_chunk(own) for own in arrays]
         self._now = self._chunks[0]
         self._attend_step = self._attention.bind_step(views)
         self._begin_step, self._end_step = self._now.begin, self._now.end
         self._embed_layers_step = self._now.embed_layers
         if spec.sequences and spec.has_other_chunks:
-            self._begin_step = self._bind_begin("begin_step", views)
+            self._begin_step = self._bind_begin("step", views)
             self._embed_layers_step = self._bind_embed_layers("embed_layers_step", views)
             if spec.side_ffn or spec.layer_input is not None:
                 self._end_step = self._bind_end("end_step", arrays[0])
@@ -133,6 +152,17 @@ class CpuExecutor:
                 for row in arrays[0].x[: request.step_tokens]
             ]
 
+    def _make_joining_room(self, altup: AltUpShape | None) -> Views:
+        """Return views of what joins several residual streams; none where there is one."""
+        if altup is None:
+            return {}
+        space, count = self._space, altup.others
+        rows = space.make("float32", len(self._logits), count, self._spec.hidden)
+        room = {"joined": space.wrap(rows)}
+        for stream in range(count):
+            room |= space.wrap_parts(stream, count, **{f"stream_out_{stream}": STREAM_OUT})
+        return room
+
     def _bind_chunk(self, arrays: Arrays) -> ChunkState:
         """Return the calls of all kernels for a chunk of a prompt."""
         bind, views, vocabulary = self._library.bind, arrays.views, self._vocabulary
@@ -143,7 +173,7 @@ class CpuExecutor:
             positions=self._bind_positions(views) if self._spec.positions else None,
             attend=[] if self._spec.divides_attention else self._attention.bind_chunk(views),
             parts=self._attention.bind_parts(views) if self._spec.divides_attention else [],
-            begin=self._bind_begin("begin_ffn", views),
+            begin=self._bind_begin("ffn", views),
             route=self._bind_routers(views),
             neighbours=[
                 self._neurons.bind_chunk(layer, views) for layer in range(len(self._outputs))
@@ -152,14 +182,18 @@ class CpuExecutor:
             head=bind("logits", "first tokens", vocabulary, views),
         )
 
-    def _bind_begin(self, function: str, views: Views) -> list[BoundCall]:
-        """Return the calls that begin the FFN of each layer."""
+    def _bind_begin(self, what: str, views: Views) -> list[BoundCall]:
+        """Return the calls that begin the FFN of each layer, in a chunk (``ffn``) or a step."""
         # With parallel residuals, the FFN reads the layer's input.
         read = {"x": views["before" if self._spec.parallel else "x"]}
-        return [
-            self._library.bind(function, "tokens", read, own, views, layer=layer, name="begin_ffn")
-            for layer, own in enumerate(self._norms)
-        ]
+        calls = []
+        for layer, own in enumerate(self._norms):
+            arrays, name = (read, own, self._cutoff_room, views), f"begin_{what}"
+            given = "tokens"
+            if self._signs[layer]:
+                name, given = f"begin_cut_{what}", "tokens sign"
+            calls.append(self._library.bind(name, given, *arrays, layer=layer, name="begin_ffn"))
+        return calls
 
     def _bind_embed_layers(self, function: str, views: Views) -> BoundCall | None:
         """Return the call that makes what layers have of their own; None without that."""
@@ -318,7 +352,8 @@ class CpuExecutor:
         """Normalise x and clear the FFN's sum."""
         now = self._now
         begin = now.begin if self._step is None else self._begin_step
-        begin[layer](now.tokens)
+        begin[layer](now.tokens, *self._signs[layer])
+        self._has_cutoffs = bool(self._signs[layer])
         self._prediction.begin(now.tokens)
         if self._moe is not None:
             self._route(layer, self._moe)
@@ -462,6 +497,11 @@ class CpuExecutor:
         """Return the weights of a mixture's experts."""
         return self._now.arrays.routes[: self._now.tokens]
 
+    def read_cutoffs(self) -> F32 | None:
+        """Return the cutoffs of the layer's gates."""
+        now = self._now
+        return now.arrays.cutoffs[: now.tokens, None] if self._has_cutoffs else None
+
     def logits(self, first: int) -> F32:
         """Return logits of the tokens from ``first`` on, as many as there is room for."""
         count = min(self._now.tokens - first, len(self._logits))
@@ -483,6 +523,12 @@ class CpuExecutor:
         self._library.close()
         self._neurons.close()
         self._chunks.clear()
+
+
+def _find_sign(model: Model, layer: int) -> tuple[float, ...]:
+    """1 or -1 where the gates of a layer have a cutoff, above or below their mean."""
+    deviations = model.find_cutoff(layer)
+    return () if deviations is None else (math.copysign(1.0, deviations),)
 
 
 def _read_rows(request: BuildRequest, name: str) -> F32:

@@ -12,6 +12,7 @@ from pi2.plan.arithmetic.kept_sizes import KV_TOKENS
 from pi2.plan.arithmetic.needs import Need
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, count_chunk_tokens
 from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.cutoffs import list_cutoff_matrices
 from pi2.plan.weights.layout import ALIGNMENT, GROUP, fill_groups, round_up
 from pi2.plan.weights.states import describe_state
 
@@ -57,7 +58,9 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     state, an input as wide as what they mix, their projections, and two floats for each value head.
     For an FFN beside experts, its input, gates and ups, and d floats.  Where activations are
     normalised, a float, and one for each thread.  For embeddings of layers, two floats for each
-    element that all layers have of a token, and the input of an output.
+    element that all layers have of a token, and the input of an output.  For n residual streams,
+    n d floats and the input of LAuReL's output, and (n - 1) d floats for each row of logits.  Where
+    gates have cutoffs, a float for each row of their matrices, and one more.
     """
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
@@ -87,6 +90,14 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         row = fill_groups(shape.layers * model.layer_embedding.width)
         activations += (chunk + 1) * (own + 4 * row)
         activations += chunk * _count_layer_inputs(model)
+    if model.altup is not None:
+        each = fill_groups(model.altup.laurel_rank)
+        own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
+        activations += (chunk + 1) * own * len(views) + chunk * _count_streams(model)
+        activations += min(chunk, LOGIT_ROWS) * _count_streams(model)
+    if model.cut_layers:
+        rows = max(rows for rows, _ in list_cutoff_matrices(model).values())
+        activations += 4 * chunk * (1 + rows) + 2 * ALIGNMENT
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     turned = sum(width for _, width in model.list_turns())
     # Rows of scales of gathered neurons.
@@ -104,7 +115,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         rank = model.predictor.rank
         inner = rank * (4 + _count_planes(plan)) + rank // GROUP * group_bytes
         tables += (plan.decode.step_tokens - 1) * inner
-    if model.residual == "parallel" or model.moe is not None:
+    if _keeps_input(model):
         activations += chunk * 4 * shape.stored_hidden
     if model.moe is not None:
         activations += chunk * 4 * (model.expert_count + 1)
@@ -131,6 +142,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         length += 0 if model.side_ffn is None else fill_groups(model.side_ffn.width)
         length += 0 if latent is None else fill_groups(latent.query_rank or 0)
         length += 0 if model.layer_embedding is None else model.layer_embedding.stored_width
+        if model.altup is not None:
+            length += len(views) * fill_groups(model.altup.laurel_rank)
         tables += threads * UNPACKED_ROWS_BYTES * length
     return Need(
         activations + logits + tables,
@@ -154,14 +167,27 @@ def count_chunk_bytes(resolved: ResolvedPlan) -> int:
     plan, model = resolved.plan, resolved.model
     hidden = model.shape.stored_hidden
     own = hidden * (12 + _count_planes(plan)) + hidden // GROUP * _count_group_bytes(plan)
-    if model.residual == "parallel" or model.moe is not None:
+    if _keeps_input(model):
         own += 4 * hidden
     if model.moe is not None:
         own += 4 * model.expert_count
     own += 4 * model.ffn.sub_norm
     own += _count_layer_inputs(model)
+    own += 0 if model.altup is None else _count_streams(model)
+    own += 4 * (len(model.cut_layers) > 0)
     # Every array is rounded up.
     return (count_chunk_tokens(plan) + 1) * own + 9 * ALIGNMENT
+
+
+def _keeps_input(model: Model) -> bool:
+    """Whether what attention reads is needed again."""
+    return model.residual == "parallel" or model.moe is not None or model.altup is not None
+
+
+def _count_streams(model: Model) -> int:
+    """Bytes of the residual streams of a token beside x."""
+    assert model.altup is not None
+    return 4 * (model.altup.streams - 1) * model.shape.stored_hidden
 
 
 def _count_layer_inputs(model: Model) -> int:

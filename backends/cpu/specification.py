@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pi2.backends.kernels.spec import AttentionShape, KernelSpec, LayerInputShape, RouterShape
+from pi2.backends.kernels.spec import (
+    AltUpShape,
+    AttentionShape,
+    KernelSpec,
+    LayerInputShape,
+    RouterShape,
+)
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_running import ActivationType
+from pi2.plan.weights.cutoffs import list_cutoff_matrices
 from pi2.plan.weights.latent import describe_latent
 from pi2.plan.weights.states import describe_state
 from pi2.plan.weights.tensor_names import name_layer_tensor
@@ -64,10 +71,14 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         norm_inputs=model.norm.inputs,
         norm_outputs=model.norm.outputs,
         parallel=model.residual == "parallel",
-        keeps_input=model.residual == "parallel" or _routes_by_input(model),
+        keeps_input=model.residual == "parallel"
+        or _routes_by_input(model)
+        or model.altup is not None,
         experts=0 if model.moe is None else model.expert_count,
         side_ffn=0 if model.side_ffn is None else model.side_ffn.width,
         layer_input=_describe_layer_input(model),
+        altup=_describe_altup(model),
+        cutoff_rows=max((rows for rows, _ in list_cutoff_matrices(model).values()), default=0),
         router=_describe_router(model),
         positions=model.positions is not None,
         output_bias=model.attention.output_bias,
@@ -131,6 +142,14 @@ def _describe_layer_input(model: Model) -> LayerInputShape | None:
         factor=own.factor,
         projection_factor=own.projection_factor,
     )
+
+
+def _describe_altup(model: Model) -> AltUpShape | None:
+    """Several residual streams; None where there is one."""
+    altup = model.altup
+    if altup is None:
+        return None
+    return AltUpShape(streams=altup.streams, laurel_rank=altup.laurel_rank, scaled=altup.scaled)
 
 
 def _describe_router(model: Model) -> RouterShape | None:

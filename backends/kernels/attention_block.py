@@ -14,6 +14,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.kernels.altup import take_prediction
 from pi2.backends.kernels.attention import (
     divide_blocks,
     emit_merge,
@@ -268,5 +269,6 @@ def _take_block(
         mixed=mixed,
         mixed_norm=mixed_norm,
         spans=(sums, tops, totals),
+        streams=take_prediction(schedule, take, count),
         room=take_room(take, spec) if has_room else None,
     )

@@ -47,6 +47,7 @@ def emit_dense(
     routes: v.Buffer | None = None,
     chosen: Chosen = EVERYTHING,
     squares: v.Buffer | None = None,
+    cutoffs: v.Buffer | None = None,
 ) -> None:
     """Add ``count`` contiguous or ``chosen`` neurons to ``total`` (y [tokens, hidden], lane order).
 
@@ -54,7 +55,8 @@ def emit_dense(
     ``values`` float32 [tokens, PANEL] activations of a panel;
     ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
     [threads, UNPACKED + KEPT, 128]; ``routes`` float32 [tokens, experts] weights of a mixture's
-    experts; ``squares`` float32 [tokens] of activations, where they are normalised.  Per panel of
+    experts; ``squares`` float32 [tokens] of activations, where they are normalised; ``cutoffs``
+    float32 [tokens] of gates, where layers have them.  Per panel of
     neurons: first the activations, threads sharing the neurons, or their gates, and then the
     activations where gates are open, threads sharing the tokens; then y, threads sharing the
     elements, for active neurons only where some rest.  So no sum depends on the number of threads.
@@ -74,6 +76,7 @@ def emit_dense(
             chosen=chosen,
             values=values,
             routes=routes,
+            cutoffs=cutoffs,
         )
         emit_rows = emit_gates if spec.skips_ups else emit_activations
         with T.parallel(threads) as thread:

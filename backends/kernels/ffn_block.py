@@ -7,11 +7,12 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.chosen import EVERYTHING, Chosen
+from pi2.backends.kernels.cutoffs import take_cutoffs, take_finding
 from pi2.backends.kernels.ffn import emit_dense
 from pi2.backends.kernels.gates import emit_gathered_gates
 from pi2.backends.kernels.gathered import Run, Scratch, emit_gathered
 from pi2.backends.kernels.layer_inputs import take_layer_input
-from pi2.backends.kernels.neurons import Bundles, emit_leave_lane_order
+from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import (
     emit_add_normalized,
     emit_normalize,
@@ -31,8 +32,19 @@ from pi2.backends.kernels.thread_sums import Squares
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
     """Normalise and quantise x; set y to zero."""
+    _emit_begin(schedule, take, has_cutoff=False)
+
+
+def emit_begin_cut_ffn(schedule: Schedule, take: Parameters) -> None:
+    """The same for a layer whose gates have a cutoff, which is found."""
+    _emit_begin(schedule, take, has_cutoff=True)
+
+
+def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> None:
     spec = schedule.spec
     tokens = take.take_number("tokens")
+    finding = take_finding(schedule, take) if has_cutoff else None
+    cutoffs = None if has_cutoff else take_cutoffs(schedule, take)
     x = schedule.take_rows(take, "x")
     norm = schedule.take_input_norm(take)
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
@@ -42,12 +54,16 @@ def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
     def prepare(token: v.Expr) -> None:
         if squares is not None:
             v.store(squares, token, v.constant(0.0, "float32"), 1)
+        if cutoffs is not None:
+            v.store(cutoffs, token, v.constant(NO_CUTOFF, "float32"), 1)
         emit_normalize(spec, x, token, norm, hidden, token)
         with T.serial(spec.hidden // 16) as step:
             place = token * spec.hidden + step * 16
             v.store(y, place, v.constant(0.0, "float32", 16), 16)
 
     emit_each_token(tokens, prepare)
+    if finding is not None:
+        finding.emit(hidden, tokens)
 
 
 def emit_route(schedule: Schedule, take: Parameters) -> None:
@@ -165,6 +181,7 @@ def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None
         limit=limit,
         routes=routes,
         token=token,
+        cutoffs=take_cutoffs(schedule, take),
     )
 
 
@@ -281,6 +298,7 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
         tokens=tokens,
         chosen=chosen,
         squares=_take_squares(schedule, take),
+        cutoffs=take_cutoffs(schedule, take),
     )
 
 

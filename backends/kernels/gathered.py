@@ -83,6 +83,12 @@ class Run:
     scratch: Scratch
     routes: v.Buffer | None
     token: v.Expr
+    cutoffs: v.Buffer | None = None
+
+    def activate(self, gate: v.Expr, up: v.Expr) -> v.Expr:
+        """Return the activation of a neuron."""
+        cutoff = None if self.cutoffs is None else v.let(self.cutoffs[self.token])
+        return activate(self.spec, gate, up, cutoff)
 
     def weigh(self, place: Place, value: v.Expr) -> v.Expr:
         """Return an activation times the weight of the neuron's expert, where it has one."""
@@ -148,6 +154,7 @@ def emit_gathered(
     limit: v.Expr | None = None,
     routes: v.Buffer | None = None,
     token: v.Expr | None = None,
+    cutoffs: v.Buffer | None = None,
 ) -> None:
     """Add neurons ``slots`` int32 [count] of ``bundles`` to ``total`` float32 [hidden], lane order.
 
@@ -155,7 +162,7 @@ def emit_gathered(
     [count]): gate i is ``scores[indices[i]]``; of smooth activations it is the activation itself.
     These have a ``limit``: neurons whose activation, up included, is smaller than that are left
     out.  ``routes`` float32 [experts]: weights of a mixture's experts.  ``token``: whose
-    activations, sum and weights these are.
+    activations, sum and weights these are.  ``cutoffs`` of gates, where layers have them.
     """
     threads, hidden = spec.threads, spec.hidden
     token = T.int32(0) if token is None else token
@@ -167,6 +174,7 @@ def emit_gathered(
         scratch=scratch,
         routes=routes,
         token=token,
+        cutoffs=cutoffs,
     )
 
     def emit(thread: v.Expr) -> None:
@@ -331,7 +339,7 @@ def _keep_active(
     limit: v.Expr | None,
 ) -> None:
     """Compute an activation and keep its neuron if it is not zero, or if it reaches ``limit``."""
-    value = v.let(activate(run.spec, gate, up) if limit is None else gate * adjust_up(run.spec, up))
+    value = v.let(run.activate(gate, up) if limit is None else gate * adjust_up(run.spec, up))
     weighed = v.let(run.weigh(place, value))
     fires = weighed != v.constant(0.0, "float32") if limit is None else T.abs(value) >= limit
     _keep(run.scratch, kept, first, there, place, run.scratch.values, weighed, fires)

@@ -9,6 +9,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.kernels.altup import Correction, take_correction, take_making
 from pi2.backends.kernels.embedding import emit_unpack
 from pi2.backends.kernels.kv import count_lanes
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
@@ -23,7 +24,8 @@ from pi2.plan.weights.layout import scale_bytes, weight_bytes
 
 def emit_embed_layers(schedule: Schedule, take: Parameters) -> None:
     """Set ``layer_inputs`` float32 [layers, room, width] of the tokens, by rows of the layers'
-    table and a projection of x; ``room``: tokens that each layer has room for."""
+    table and a projection of x, and the residual streams beside x; ``room``: tokens that each layer
+    has room for."""
     spec, own = schedule.spec, schedule.spec.layer_input
     assert own is not None
     tokens, room = take.take_number("tokens"), take.take_number("room")
@@ -69,9 +71,12 @@ def emit_embed_layers(schedule: Schedule, take: Parameters) -> None:
                 part = part + row * v.constant(own.factor, "float32", lanes)
                 v.store(inputs, place, part * half, lanes)
 
+    making = take_making(schedule, take)
     emit_each_token(tokens, lambda token: emit_normalize(spec, x, token, None, hidden, token))
     emit_multiply(schedule.isa, spec.threads, project, hidden, tokens, store)
     emit_each_token(tokens, finish)
+    if making is not None:
+        making.emit(x, hidden, tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +92,11 @@ class LayerInput:
     norm: v.Buffer
     hidden: Activations
     inner: Activations
+    streams: Correction | None
+    """What is corrected before, where there are several residual streams."""
 
     def emit(self, x: v.Buffer, tokens: v.Expr) -> None:
-        """Add it to x of all tokens."""
+        """Add it to x of all tokens; of several residual streams, to the others."""
         spec, isa, inner = self.schedule.spec, self.schedule.isa, self.inner
         hidden, lanes = self.hidden, count_lanes(self.width)
 
@@ -109,10 +116,20 @@ class LayerInput:
                 v.store(inner.values, place, value, lanes)
             emit_quantize(inner, token)
 
-        def add(token: v.Expr) -> None:
-            emit_add_normalized(spec, hidden.values, x, self.norm, hidden.once, token)
+        def read(token: v.Expr) -> None:
+            if self.streams is None:
+                emit_normalize(spec, x, token, None, hidden, token)
+                return
+            self.streams.emit_correct(x, token)
+            self.streams.emit_read(x, hidden, token)
 
-        emit_each_token(tokens, lambda token: emit_normalize(spec, x, token, None, hidden, token))
+        def add(token: v.Expr) -> None:
+            if self.streams is None:
+                emit_add_normalized(spec, hidden.values, x, self.norm, hidden.once, token)
+                return
+            self.streams.emit_add(hidden, self.norm, token)
+
+        emit_each_token(tokens, read)
         emit_multiply(isa, spec.threads, self.gate, hidden, tokens, store_gate)
         emit_each_token(tokens, mix)
         emit_multiply(isa, spec.threads, self.output, inner, tokens, store_output)
@@ -134,4 +151,5 @@ def take_layer_input(schedule: Schedule, take: Parameters, tokens: v.Expr) -> La
         norm=take.take_array("layer_input_norm", "float32", spec.hidden),
         hidden=schedule.take_chunk(take, "hidden", spec.hidden, tokens),
         inner=schedule.take_chunk(take, "layer_inner", width, tokens),
+        streams=take_correction(schedule, take),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.altup import Prediction
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
 from pi2.backends.kernels.norms import NormWeights, emit_add_normalized, emit_normalize
 from pi2.backends.kernels.operands import Activations
@@ -34,6 +35,8 @@ class MixingBlock:
     output_bias: v.Buffer | None
     output_norm: v.Buffer | None
     hidden: Activations
+    streams: Prediction | None = None
+    """What several residual streams begin a layer with."""
 
     def emit_input(self, store: Callable[[v.Expr, v.Expr, v.Expr], None]) -> None:
         """Normalise x of all tokens and project it; ``store(token, row, product)``, the bias not
@@ -41,6 +44,8 @@ class MixingBlock:
         spec = self.schedule.spec
 
         def prepare(token: v.Expr) -> None:
+            if self.streams is not None:
+                self.streams.emit_predict(self.x, token)
             if self.before is not None:
                 emit_copy(self.x, self.before, v.let(token * spec.hidden), spec.hidden)
             emit_normalize(spec, self.x, token, self.norm, self.hidden, token)
@@ -48,6 +53,8 @@ class MixingBlock:
         emit_each_token(self.tokens, prepare)
         isa = self.schedule.isa
         emit_multiply(isa, spec.threads, self.project, self.hidden, self.tokens, store)
+        if self.streams is not None:
+            self.streams.emit_laurel(self.x, self.hidden, self.tokens)
 
     def emit_add(self, mixed: Activations, other_rows: int = 0) -> None:
         """Project what was ``mixed`` and add it to x; the first ``other_rows`` are another
@@ -76,3 +83,5 @@ class MixingBlock:
                 self.tokens,
                 lambda token: emit_add_normalized(spec, hidden.values, x, *norms, token),
             )
+        if self.streams is not None:
+            self.streams.emit_end(x, self.tokens)

@@ -84,9 +84,25 @@ def is_firing(spec: KernelSpec, gate: v.Expr, lanes: int = 1) -> v.Expr:
     return gate > v.constant(limit, "float32", lanes)
 
 
-def activate(spec: KernelSpec, gate: v.Expr, up: v.Expr | None) -> v.Expr:
-    """Return act(gate) * up as the model defines it, or act(gate) without ``up``; scalars."""
+NO_CUTOFF = -3.0e38
+"""Stands for the cutoff of layers whose gates have none."""
+
+
+def close_gate(gate: v.Expr, cutoff: v.Expr, lanes: int = 1) -> v.Expr:
+    """Return what ``cutoff`` leaves of gates; all of them where it stands for none."""
+    rest = T.max(gate - v.splat(cutoff, lanes), v.constant(0.0, "float32", lanes))
+    is_there = v.splat(cutoff, lanes) > v.constant(NO_CUTOFF, "float32", lanes)
+    return v.let(T.Select(is_there, rest, gate))
+
+
+def activate(
+    spec: KernelSpec, gate: v.Expr, up: v.Expr | None, cutoff: v.Expr | None = None
+) -> v.Expr:
+    """Return act(gate) * up as the model defines it, or act(gate) without ``up``; scalars.
+    ``cutoff``: that of gates, where layers have one."""
     zero = v.constant(0.0, "float32")
+    if cutoff is not None:
+        gate = close_gate(gate, cutoff)
     if spec.is_smooth:
         value = activate_smoothly(spec, v.let(gate))
     else:

@@ -68,13 +68,16 @@ def emit_add_normalized(
     weight: v.Buffer,
     once: v.Expr,
     token: v.Expr,
+    row: v.Expr | None = None,
 ) -> None:
-    """Add the norm of ``source[token]`` [hidden], scaled as outputs are, to ``target[token]``.
+    """Add the norm of ``source[token]`` [hidden], scaled as outputs are, to ``target[token]``, or
+    to ``target[row]``.
 
     ``source`` may change.
     """
     length = spec.hidden
     base = v.let(token * length)
+    origin = base if row is None else v.let(row * length)
     mean = v.constant(0.0, "float32")
     if spec.norm == "layernorm":
         mean = _average(spec, source, base, once)
@@ -85,7 +88,8 @@ def emit_add_normalized(
         place = v.let(base + step * 16)
         part = (v.load(source, place, 16) - v.splat(mean, 16)) * v.splat(factor, 16)
         part = part * v.load(weight, step * 16, 16)
-        v.store(target, place, v.load(target, place, 16) + part, 16)
+        at = v.let(origin + step * 16)
+        v.store(target, at, v.load(target, at, 16) + part, 16)
 
 
 def _add_squares(

@@ -49,6 +49,8 @@ class Panel:
     """float32 [tokens, PANEL]: gates, then activations."""
     routes: v.Buffer | None
     """float32 [tokens, experts] weights of a mixture's experts."""
+    cutoffs: v.Buffer | None
+    """float32 [tokens] cutoffs of gates, where layers have them."""
 
     def find(self, number: v.Expr) -> Neuron:
         """Return neuron ``number`` of the panel."""
@@ -82,7 +84,8 @@ def emit_activations(
     def keep(token: v.Expr, number: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> None:
         place = panel.chosen.find_token(token)
         biases = load_biases(panel.bundles, neuron)
-        value = find_value(panel.bundles, neuron, biases, place, dots, panel.routes)
+        found = (panel.bundles, neuron, biases, place, dots, panel.routes, panel.cutoffs)
+        value = find_value(*found)
         panel.store(token, number, value)
 
     names = [part.name for part in panel.bundles.spec.bundle.parts[:-1]]

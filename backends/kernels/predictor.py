@@ -8,7 +8,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.lists import emit_list
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
-from pi2.backends.kernels.neurons import activate_smoothly
+from pi2.backends.kernels.neurons import activate_smoothly, close_gate
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.quantize import emit_quantize
@@ -51,15 +51,21 @@ def find_row(token: v.Expr | None, count: v.Expr) -> v.Expr | int:
 
 
 def emit_activate(
-    spec: KernelSpec, scores: v.Buffer, count: v.Expr, token: v.Expr | None = None
+    spec: KernelSpec,
+    scores: v.Buffer,
+    count: v.Expr,
+    token: v.Expr | None = None,
+    cutoff: v.Expr | None = None,
 ) -> None:
-    """Replace gates ``scores`` float32 [count] by their smooth activations.
+    """Replace gates ``scores`` float32 [count] by their smooth activations, after a ``cutoff``
+    where layers have one.
 
     Whole lines: the array's room is a multiple of 16.
     """
     row = find_row(token, count)
     with T.serial(T.floordiv(count + 15, 16)) as step:
         gates = v.let(v.load(scores, row + step * 16, 16))
+        gates = gates if cutoff is None else close_gate(gates, cutoff, 16)
         v.store(scores, row + step * 16, activate_smoothly(spec, gates, 16), 16)
 
 

@@ -24,6 +24,8 @@ experts, or layers have embeddings of their own, and ``embed_layers_step``, whic
 activations are often zero, ``add_shared_neurons`` adds gathered neurons to all tokens that have
 ``named`` them.
 
+Layers whose gates have a cutoff begin with ``begin_cut_ffn``, or ``begin_cut_step``.
+
 Layers of attention with another shape (`KernelSpec.others`) have functions of their own where it
 makes a difference, whose names end with its number.
 
@@ -54,6 +56,7 @@ from pi2.backends.kernels.ffn_block import (
     emit_add_plain_neurons,
     emit_add_shared_neurons,
     emit_add_stretches,
+    emit_begin_cut_ffn,
     emit_begin_ffn,
     emit_end_ffn,
     emit_find_gates,
@@ -123,6 +126,8 @@ class Program:
             functions["add_plain_neurons"] = emit_add_plain_neurons
         if spec.layer_input is not None:
             functions["embed_layers"] = emit_embed_layers
+        if spec.cutoff_rows:
+            functions["begin_cut_ffn"] = emit_begin_cut_ffn
         if spec.positions:
             functions["add_positions"] = emit_add_positions
         if spec.uses_known_gates:
@@ -180,6 +185,8 @@ class Program:
             bound["add_shared_neurons"] = partial(emit_add_shared_neurons, step)
         if spec.has_other_chunks:
             bound["begin_step"] = partial(emit_begin_ffn, step)
+            if spec.cutoff_rows:
+                bound["begin_cut_step"] = partial(emit_begin_cut_ffn, step)
             bound["add_dense_step"] = partial(emit_add_dense, step)
             if spec.side_ffn or spec.layer_input is not None:
                 bound["end_step"] = partial(emit_end_ffn, step)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tvm.tirx.script import builder as T
+
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.kernels.cutoffs import take_cutoffs
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
+from pi2.backends.kernels.neurons import NO_CUTOFF
 from pi2.backends.kernels.parameters import (
     emit_each_token,
     take_activations,
@@ -15,6 +19,9 @@ from pi2.backends.kernels.parameters import (
 )
 from pi2.backends.kernels.predictor import emit_activate, emit_compact, emit_low_rank, find_row
 from pi2.backends.kernels.schedule import Schedule
+
+SMALLEST = 1e-37
+"""Activations smaller than this are none."""
 
 
 def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> None:
@@ -59,6 +66,7 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
     biases = take.take_array("biases", "float32", "expert") if spec.ffn_bias else None
     hidden = schedule.take_hidden(take, neurons)
     scores, indices, found = _take_lists(take)
+    cutoffs = take_cutoffs(schedule, take)
     matrix = Matrix(
         weights=weights, scales=scales, rows=neurons, length=spec.hidden, precision=precision
     )
@@ -74,9 +82,17 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
 
     def emit_list(token: v.Expr | None) -> None:
         if least is not None:
-            emit_activate(spec, scores, neurons, token)
+            cutoff, limit = None, least
+            if cutoffs is not None:
+                # What a cutoff has closed is exactly zero.
+                place = T.int32(0) if token is None or first is None else first + token
+                cutoff = v.let(cutoffs[place])
+                tiny = v.constant(SMALLEST, "float32")
+                is_cut = cutoff > v.constant(NO_CUTOFF, "float32")
+                limit = v.let(T.Select(is_cut, T.max(least, tiny), least))
+            emit_activate(spec, scores, neurons, token, cutoff)
             emit_compact(
-                isa, scores, neurons, least, False, indices, found, magnitudes=True, token=token
+                isa, scores, neurons, limit, False, indices, found, magnitudes=True, token=token
             )
             return
         limit = v.constant(spec.threshold if spec.activation == "fatrelu" else 0.0, "float32")

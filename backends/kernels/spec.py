@@ -88,6 +88,22 @@ class LayerInputShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpShape:
+    """Sizes of several residual streams, and of LAuReL."""
+
+    streams: int
+    """Vectors of a token, x included."""
+    laurel_rank: int
+    scaled: bool
+    """Whether what gates a layer's own embedding is multiplied with a vector first."""
+
+    @property
+    def others(self) -> int:
+        """Vectors of a token beside x."""
+        return self.streams - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterShape:
     """How a mixture's router chooses, where `pi2.backends.kernels.router` does it."""
 
@@ -216,6 +232,10 @@ class KernelSpec:
     """Neurons of a dense FFN beside the experts; 0 without it."""
     layer_input: LayerInputShape | None = None
     """Embeddings that layers have of their own, if there are some."""
+    altup: AltUpShape | None = None
+    """Several residual streams, if the model has them."""
+    cutoff_rows: int = 0
+    """Rows of the matrices that tell cutoffs of gates; 0 where no layer has one."""
     router: RouterShape | None = None
     """The mixture's router; None where none is compiled."""
     keeps_input: bool = False
@@ -381,6 +401,8 @@ class KernelSpec:
             values["latent"] = LatentShape(**values["latent"])
         if values["layer_input"] is not None:
             values["layer_input"] = LayerInputShape(**values["layer_input"])
+        if values["altup"] is not None:
+            values["altup"] = AltUpShape(**values["altup"])
         if values["state"] is not None:
             values["state"] = StateShape(**values["state"])
         if values["router"] is not None:

@@ -56,12 +56,14 @@ def find_value(
     token: v.Expr,
     terms: list[v.Expr],
     routes: v.Buffer | None,
+    cutoffs: v.Buffer | None = None,
 ) -> v.Expr:
     """Return a neuron's value for a token, of its dot products; ``biases``: what to add to them, if
-    anything."""
+    anything; ``cutoffs`` float32 [tokens] of gates, where layers have them."""
     if biases:
         terms = [v.let(term + bias) for term, bias in zip(terms, biases, strict=True)]
-    value = activate(bundles.spec, terms[0], terms[1] if bundles.spec.gated else None)
+    cutoff = None if cutoffs is None else v.let(cutoffs[token])
+    value = activate(bundles.spec, terms[0], terms[1] if bundles.spec.gated else None, cutoff)
     if routes is not None:
         value = value * load_route(bundles, neuron, routes, token)
     return value

@@ -8,6 +8,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.kernels.altup import take_joining
 from pi2.backends.kernels.embedding import emit_unpack
 from pi2.backends.kernels.matrix import emit_multiply
 from pi2.backends.kernels.norms import emit_normalize
@@ -83,6 +84,14 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
             value = v.take_cap(value, spec.logit_cap, 1)
         v.store(logits, v.wide(token) * spec.vocab + v.wide(row), value, 1)
 
-    emit_each_token(tokens, lambda t: emit_normalize(spec, x, first + t, norm, hidden, t))
     isa = replace(schedule.isa, few_tokens=True)
+    joining = take_joining(schedule, take)
+    if joining is None:
+        emit_each_token(tokens, lambda t: emit_normalize(spec, x, first + t, norm, hidden, t))
+    else:
+        joining.emit(isa, x, hidden, first, tokens)
+        rows = joining.find_row
+        emit_each_token(
+            tokens, lambda t: emit_normalize(spec, joining.joined, rows(t), norm, hidden, t)
+        )
     emit_multiply(isa, spec.threads, head, hidden, tokens, keep)

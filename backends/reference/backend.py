@@ -56,6 +56,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
         limits.append("cannot divide projections of layers whose heads differ (other_heads)")
     if facts.resolved.divided_rows is not None and model.attention.kv_shared_layers:
         limits.append("cannot divide projections of layers that share keys (kv_shared_layers)")
+    if facts.resolved.divided_rows is not None and model.altup is not None:
+        limits.append("cannot divide projections of a model with several residual streams (altup)")
     if facts.neurons is not None:
         limits += list_unknown_weights(model)
     has_gates = facts.resolved.plan.decode.predictor == "gate" or facts.resolved.reads_gates

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.experts import list_chosen, make_routers, slice_tensor
 from pi2.backends.observer import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, Tensor, add_one_by_one
+from pi2.backends.reference.altup import AltUp
 from pi2.backends.reference.attention import Attention
 from pi2.backends.reference.latent import LatentAttention
 from pi2.backends.reference.layer_inputs import LayerInputs
@@ -21,6 +24,7 @@ from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model_states import Mixer
 from pi2.plan.weights.bundles import join_scales, unpack_gates, unpack_part
+from pi2.plan.weights.cutoffs import GATE_CUTOFF, count_cutoff_rows
 from pi2.plan.weights.layout import BundleLayout, lay_out_twin
 from pi2.plan.weights.rounding import dequantize
 from pi2.plan.weights.states import describe_state
@@ -54,6 +58,11 @@ class ReferenceExecutor(ObservableExecutor):
         self._layer_inputs = LayerInputs(request.model, self._matrix)
         self._added = self._layer_inputs.make_none()
         """What layers have of their own for the chunk's tokens [layers, T, width]."""
+        self._altup = AltUp(request.model, self._matrix)
+        self._streams = self._altup.make_none()
+        """Residual streams beside x [streams - 1, T, hidden]."""
+        self._cutoffs: F32 | None = None
+        """Of the layer's gates [T, 1], where it has them."""
         self._u = self._x
         self._routes = self._x
         self._y = self._x
@@ -65,7 +74,7 @@ class ReferenceExecutor(ObservableExecutor):
         self._divided = request.rows or DividedRows(unit="")
         self._gates = self._x
         self._read = self._qkv = self._mixed = self._output = self._products = self._x
-        self._others: dict[int, tuple[F32, ...]] = {}
+        self._others: dict[int, tuple[Any, ...]] = {}
         """What belongs to other chunks."""
         self._active = 0
         self._scores = np.zeros(0, np.float32)
@@ -101,12 +110,14 @@ class ReferenceExecutor(ObservableExecutor):
     def select_chunk(self, number: int) -> None:
         self._others[self._chunk] = (
             *(self._x, self._input, self._u, self._routes, self._y),
-            *(self._squares, self._added),
+            *(self._squares, self._added, self._streams, self._cutoffs),
         )
         self._chunk = number
         none = (np.zeros((0, self._model.shape.stored_hidden), np.float32),) * 6
-        kept = self._others.get(number, (*none, self._layer_inputs.make_none()))
-        self._x, self._input, self._u, self._routes, self._y, self._squares, self._added = kept
+        others = (self._layer_inputs.make_none(), self._altup.make_none(), None)
+        kept = self._others.get(number, (*none, *others))
+        self._x, self._input, self._u, self._routes, self._y, *rest = kept
+        self._squares, self._added, self._streams, self._cutoffs = rest
         if self._observer is not None:
             self._observer.select_chunk(number)
 
@@ -132,6 +143,8 @@ class ReferenceExecutor(ObservableExecutor):
         if self._model.layer_embedding is not None:
             rows = self._take_rows(LAYER_EMBEDDING, np.arange(len(tokens), dtype=np.int32))
             self._added = self._layer_inputs.make(rows, self._x)
+        if self._model.altup is not None:
+            self._streams = self._altup.make(self._x)
         self._token = 0
         self._step = None
 
@@ -173,6 +186,8 @@ class ReferenceExecutor(ObservableExecutor):
             self._x = self._x.copy()
             for tokens, _, first in self._list_parts(position):
                 self._x[tokens] += table[first : first + tokens.stop - tokens.start]
+        if self._model.altup is not None:
+            self._x, self._streams = self._altup.predict(layer, self._x, self._streams)
         self._input = self._x
         self._mixer = self._model.list_mixers(layer)[0]
         self._read = self._normalize_input(self._x, layer, "attention_norm")
@@ -236,12 +251,18 @@ class ReferenceExecutor(ObservableExecutor):
         output = output + self._bias(layer, f"{prefix}output_bias", bias)
         self._output = output
         if first == 0:
-            self._add_output(output, name_layer_tensor(layer, "attention_output_norm"))
+            self._add_mixed(layer)
 
     def put_output(self, layer: int, values: F32) -> None:
         """See `pi2.backends.protocol.RowDivider`."""
         self._output[:, : values.shape[1]] += values
+        self._add_mixed(layer)
+
+    def _add_mixed(self, layer: int) -> None:
+        """Add what attention gives to x, and LAuReL."""
         self._add_output(self._output, name_layer_tensor(layer, "attention_output_norm"))
+        if self._model.altup is not None:
+            self._x = self._altup.add_laurel(layer, self._x, self._read)
 
     def _add_output(self, output: F32, norm: str) -> None:
         """Add what attention or the FFN gives to x."""
@@ -256,6 +277,7 @@ class ReferenceExecutor(ObservableExecutor):
         self._u = self._normalize_input(x, layer, "ffn_norm")
         self._y = np.zeros_like(self._x)
         self._squares = np.zeros(len(self._x), np.float32)
+        self._cutoffs = self._find_cutoffs(layer)
         moe, has_bias = self._model.moe, self._model.ffn.bias
         if moe is None:
             self._y += self._bias(layer, "down_bias", has_bias)
@@ -266,6 +288,17 @@ class ReferenceExecutor(ObservableExecutor):
                 self._y += self._routers[layer].add_biases(self._routes)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
+
+    def _find_cutoffs(self, layer: int) -> F32 | None:
+        """Cutoffs of a layer's gates [T, 1]; None where it has none."""
+        deviations = self._model.find_cutoff(layer)
+        if deviations is None:
+            return None
+        parts = self._layer(layer, GATE_CUTOFF) @ self._u.T
+        count = count_cutoff_rows(self._model)
+        mean, *rest = parts[:count] + parts[count:] if len(parts) > count else parts
+        length = np.sqrt(np.square(rest).sum(axis=0))
+        return np.asarray((mean + math.copysign(1.0, deviations) * length)[:, None])
 
     def list_experts(self) -> I32:
         return list_chosen(self._routes[self._token]) if self._model.moe else np.empty(0, np.int32)
@@ -319,7 +352,11 @@ class ReferenceExecutor(ObservableExecutor):
         if self._request.gate_biases is not None:
             gate = gate + self._request.gate_biases[layer]
         if self._model.is_smooth:
-            fires = np.abs(activate(self._model, gate, None)) >= self._find_gate_limits(layer)
+            cutoffs = self._select_cutoffs(slice(self._token, self._token + 1))
+            value = activate(self._model, gate[None], None, cutoffs)[0]
+            fires = np.abs(value) >= self._find_gate_limits(layer)
+            if cutoffs is not None:
+                fires &= value != 0
         else:
             fires = self._is_open(gate)
         if self._request.expert_neurons is None:
@@ -358,7 +395,12 @@ class ReferenceExecutor(ObservableExecutor):
         """Activations [T, n] of the neurons of ``bundles`` [n, .], which have their scales, for
         ``tokens``."""
         routes = None if self._model.moe is None else self._routes[tokens]
-        return compute_activations(self._model, self._layout, self._u[tokens], bundles, routes)
+        read, cutoffs = self._u[tokens], self._select_cutoffs(tokens)
+        return compute_activations(self._model, self._layout, read, bundles, routes, cutoffs)
+
+    def _select_cutoffs(self, tokens: slice) -> F32 | None:
+        """Cutoffs of the layer's gates for ``tokens`` [n, 1]; None where it has none."""
+        return None if self._cutoffs is None else self._cutoffs[tokens]
 
     def _join(
         self,
@@ -430,7 +472,8 @@ class ReferenceExecutor(ObservableExecutor):
         bundles = own[indices - (self._request.neurons - len(own))]
         token = slice(self._token, self._token + 1)
         routes = None if self._model.moe is None else self._routes[token]
-        active = compute_activations(self._model, layout, self._u[token], bundles, routes)
+        read, cutoffs = self._u[token], self._select_cutoffs(token)
+        active = compute_activations(self._model, layout, read, bundles, routes, cutoffs)
         self._active += int(np.count_nonzero(active))
         self._add(active, bundles, token, layout)
 
@@ -465,10 +508,19 @@ class ReferenceExecutor(ObservableExecutor):
             self._y = self._normalize(self._y, name_layer_tensor(layer, "experts_output_norm"))
             self._y = self._y + self._compute_side(layer)
         self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))
-        if self._model.layer_embedding is not None:
+        if self._model.altup is not None:
+            self._correct_streams(layer)
+        elif self._model.layer_embedding is not None:
             self._x = self._x + self._layer_inputs.mix(layer, self._x, self._added[layer])
         if self._model.layer_scale:
             self._x = self._x * self._layer(layer, "layer_scale")[0, 0]
+
+    def _correct_streams(self, layer: int) -> None:
+        """Correct what the layer has predicted, and add its own embedding to all streams but x."""
+        altup, before = self._altup, self._input
+        self._x, self._streams = altup.correct(layer, self._x, before, self._streams)
+        read = altup.scale_gate_input(layer, self._x)
+        self._streams = self._streams + self._layer_inputs.mix(layer, read, self._added[layer])
 
     def _compute_side(self, layer: int) -> F32:
         """What the FFN beside the experts gives, normalised."""
@@ -508,9 +560,20 @@ class ReferenceExecutor(ObservableExecutor):
         """See `pi2.backends.protocol.InputReader`."""
         return self._routes
 
+    def read_cutoffs(self) -> F32 | None:
+        """See `pi2.backends.protocol.InputReader`."""
+        return self._cutoffs
+
     def read_head_input(self, first: int) -> F32:
         """See `pi2.backends.protocol.RowDivider`."""
-        return self._normalize(self._x[first : first + LOGIT_ROWS], FINAL_NORM)
+        tokens = slice(first, first + LOGIT_ROWS)
+        return self._normalize(
+            self.join_streams(self._x[tokens], self._streams[:, tokens]), FINAL_NORM
+        )
+
+    def join_streams(self, x: F32, streams: F32) -> F32:
+        """What the last norm reads [T, hidden], of x and the ``streams`` beside it."""
+        return x if self._model.altup is None else self._altup.join(x, streams)
 
     @noted
     def logits(self, first: int) -> F32:

@@ -12,16 +12,21 @@ from pi2.plan.weights.layout import BundleLayout
 
 
 def compute_activations(
-    model: Model, layout: BundleLayout, inputs: F32, bundles: U8, routes: F32 | None = None
+    model: Model,
+    layout: BundleLayout,
+    inputs: F32,
+    bundles: U8,
+    routes: F32 | None = None,
+    cutoffs: F32 | None = None,
 ) -> F32:
     """Activations float32 [T, n] of the neurons of ``bundles`` [n, stride], which have their
     scales, for ``inputs`` [T, hidden]; in a mixture times ``routes`` [T, experts], the weights of
-    their experts."""
+    their experts.  ``cutoffs`` [T, 1] of gates, where the layer has them."""
     values = []
     for index in range(2 if layout.is_gated else 1):
         value = inputs @ unpack_part(bundles, layout, index).T
         values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
-    active = activate(model, values[0], values[1] if layout.is_gated else None)
+    active = activate(model, values[0], values[1] if layout.is_gated else None, cutoffs)
     if layout.expert_offset is None or routes is None:
         return active
     return np.asarray(active * routes[:, slice_experts(bundles, layout)])

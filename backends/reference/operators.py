@@ -10,11 +10,14 @@ from pi2.arrays import F32
 from pi2.plan.documents.model import Model, Norm
 
 
-def activate(model: Model, gate: F32, up: F32 | None) -> F32:
+def activate(model: Model, gate: F32, up: F32 | None, cutoffs: F32 | None = None) -> F32:
     """Apply the model's FFN activation: float32 arrays of equal shape -> the same shape.
 
-    ``up`` is None where neurons have no gate: their own value then comes as ``gate``.
+    ``up`` is None where neurons have no gate: their own value then comes as ``gate``.  ``cutoffs``:
+    what is subtracted from gates, where those below it are closed.
     """
+    if cutoffs is not None:
+        gate = np.maximum(gate - cutoffs, 0)
     match model.ffn.activation:
         case "relu" | "drelu":
             active = np.maximum(gate, 0)

@@ -44,7 +44,7 @@ class DenseObserver(ExecutorObserver):
         executor: Executor,
         request: BuildRequest,
         observer: FfnObserver,
-        compute: Callable[[BuildRequest, F32, U8], F32] | None = None,
+        compute: Callable[[BuildRequest, F32, U8, F32 | None], F32] | None = None,
     ) -> None:
         """``executor`` was built of ``request``; ``compute`` gives something else than activations
         of bundles, neurons in its last axis.
@@ -80,7 +80,8 @@ class DenseObserver(ExecutorObserver):
         if request.scales is not None:
             rows = slice(first, first + len(bundles))
             whole = join_scales(bundles, request.scales[layer], request.bundle, rows)
-        values = self._compute(request, self._read_input(), whole)
+        cutoffs = self._input.read_cutoffs()
+        values = self._compute(request, self._read_input(), whole, cutoffs)
         if self._request.model.moe is not None:
             owners = slice_experts(whole, request.whole_bundle)
             values *= self._find_computing()[:, owners]
@@ -105,12 +106,14 @@ class DenseObserver(ExecutorObserver):
         return np.asarray(self._input.read_routes() != 0)
 
 
-def compute_activations(request: BuildRequest, inputs: F32, bundles: U8) -> F32:
+def compute_activations(
+    request: BuildRequest, inputs: F32, bundles: U8, cutoffs: F32 | None
+) -> F32:
     """Activations [T, n] of the neurons of ``bundles`` [n, .], as ``request.whole_bundle`` says,
-    for ``inputs`` [T, hidden]."""
+    for ``inputs`` [T, hidden] and ``cutoffs`` [T, 1] of gates, where the layer has them."""
     layout = request.whole_bundle
     values = []
     for index in range(2 if layout.is_gated else 1):
         value = inputs @ unpack_part(bundles, layout, index).T
         values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
-    return activate(request.model, values[0], values[1] if layout.is_gated else None)
+    return activate(request.model, values[0], values[1] if layout.is_gated else None, cutoffs)

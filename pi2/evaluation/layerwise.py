@@ -104,8 +104,12 @@ class State:
     """Sums of the squares of the FFN's activations [T]."""
     added: F32
     """Embeddings that layers have of their own [layers, T, width]."""
+    streams: F32
+    """Residual streams beside x [streams - 1, T, hidden]."""
     kept: U8 | None
     """Keys and values, where later layers read those of an earlier one."""
+    cutoffs: F32 | None = None
+    """Cutoffs of the layer's gates [T, 1], where it has them."""
 
 
 class _LayerExecutor(ReferenceExecutor):
@@ -141,7 +145,18 @@ class _LayerExecutor(ReferenceExecutor):
         added = self._layer_inputs.make_none()
         if self._model.layer_embedding is not None:
             added = self._layer_inputs.make(self._weights.read(LAYER_EMBEDDING, tokens), x)
-        return State(x=x, input=x, u=x, routes=x, y=x, squares=x, added=added, kept=None)
+        streams = self._altup.make_none() if self._model.altup is None else self._altup.make(x)
+        return State(
+            x=x,
+            input=x,
+            u=x,
+            routes=x,
+            y=x,
+            squares=x,
+            added=added,
+            streams=streams,
+            kept=None,
+        )
 
     def begin_layer(self, layer: int, state: State) -> State:
         """Attention, and what the FFN begins with."""
@@ -157,7 +172,8 @@ class _LayerExecutor(ReferenceExecutor):
         values = [self._u @ rows.T for rows in piece.rows]
         if piece.biases:
             values = [value + bias for value, bias in zip(values, piece.biases, strict=True)]
-        active = activate(self._model, values[0], values[1] if len(values) > 1 else None)
+        up = values[1] if len(values) > 1 else None
+        active = activate(self._model, values[0], up, self._cutoffs)
         if piece.experts is not None:
             active = active * self._routes[:, piece.experts]
         self._squares = self._squares + np.square(active).sum(axis=1)
@@ -172,11 +188,12 @@ class _LayerExecutor(ReferenceExecutor):
 
     def finish(self, state: State) -> F32:
         """What the head reads [tokens, hidden]."""
-        return self._normalize(state.x, FINAL_NORM)
+        return self._normalize(self.join_streams(state.x, state.streams), FINAL_NORM)
 
     def _restore(self, state: State) -> None:
         self._x, self._input, self._u, self._routes = state.x, state.input, state.u, state.routes
         self._y, self._squares, self._added = state.y, state.squares, state.added
+        self._streams, self._cutoffs = state.streams, state.cutoffs
         if state.kept is not None:
             self.put_context(0, 0, len(state.x), state.kept)
 
@@ -190,6 +207,8 @@ class _LayerExecutor(ReferenceExecutor):
             y=self._y,
             squares=self._squares,
             added=self._added,
+            streams=self._streams,
+            cutoffs=self._cutoffs,
             kept=self.read_context(0, 0, len(self._x)) if shares else None,
         )
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, Raw
+from pi2.importing.cutoffs import find_cutoff
 from pi2.importing.ffn_rows import find_ffn_rows
 from pi2.importing.rows import Rows, fill_name, find_rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.virtual_tensor import make_zeros
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.cutoffs import GATE_CUTOFF
+from pi2.plan.weights.tensor_names import STREAM_IN, STREAM_OUT
 
 _FUSED = {
     "qkv": ("query", "key", "value"),
@@ -28,6 +31,10 @@ def find_dense_rows(
     """Rows that follow each other in the dense tensor ``kind`` of a layer, or of the model, but for
     those of predictors."""
     latent = model.attention.latent
+    if kind in (STREAM_IN, STREAM_OUT):
+        return _find_streams(tensors, model, kind)
+    if kind == GATE_CUTOFF:
+        return [Rows(tensor=find_cutoff(tensors, model, layer))]
     if kind == "down_bias":
         return [_find_down_biases(tensors, model, layer)]
     if latent is not None and kind == "latent_key":
@@ -48,6 +55,21 @@ def find_dense_rows(
         found = [find_rows(tensors, model, key, layer) for key in keys[:-1]]
         return [*found, Rows(tensor=make_zeros(model.shape.query))]
     return [find_rows(tensors, model, key, layer) for key in keys]
+
+
+def _find_streams(tensors: Mapping[str, SourceTensor], model: Model, kind: str) -> list[Rows]:
+    """Projections of the residual streams but the first; zeros fill each up."""
+    assert model.altup is not None
+    pattern, shape = getattr(model.tensors, kind), model.shape
+    index = None if shape.hidden == shape.stored_hidden else np.arange(shape.hidden)
+    return [
+        Rows(
+            tensor=tensors[fill_name(pattern, 0, stream=stream)],
+            index=index,
+            missing=shape.stored_hidden - shape.hidden,
+        )
+        for stream in range(model.altup.streams - 1)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,6 +118,8 @@ def _list_absent(model: Model) -> Iterator[str]:
         yield "head_bias"
     if model.layer_embedding is None:
         yield from ("layer_embedding", "layer_projection", "layer_input_gate")
+    if model.altup is None:
+        yield from ("stream_in", "altup_router", "laurel_in")
     if model.moe is not None and not model.moe.shared_experts:
         yield "shared_up"
     if not model.ffn.bias:

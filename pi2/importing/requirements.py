@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from pi2.diagnostics import Diagnostic, UserError
@@ -54,6 +55,9 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
                     yield need
     for key, size in (norms | _list_layer_embedding(model)).items():
         yield _require(model, key, size)
+    if model.altup is not None:
+        for key, stream in product(("stream_in", "stream_out"), range(model.altup.streams - 1)):
+            yield _require(model, key, (hidden, hidden), stream=stream)
     if not model.tied_head:
         yield _require(model, "head", (model.shape.vocab, hidden))
     if model.head_bias:
@@ -61,9 +65,14 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
 
 
 def _require(
-    model: Model, key: str, shape: tuple[int, ...], layer: int = 0, expert: int = 0
+    model: Model,
+    key: str,
+    shape: tuple[int, ...],
+    layer: int = 0,
+    expert: int = 0,
+    stream: int = 0,
 ) -> Requirement:
-    name = fill_name(getattr(model.tensors, key), layer, expert)
+    name = fill_name(getattr(model.tensors, key), layer, expert, stream)
     return Requirement(key=key, name=name, shape=shape)
 
 
@@ -158,7 +167,25 @@ def _list_norms(model: Model) -> dict[str, tuple[int, ...]]:
         keys.append("layer_input_norm")
         others["layer_input_gate"] = (own.width, hidden)
         others["layer_input_output"] = (hidden, own.width)
-    return dict.fromkeys(keys, (hidden,)) | others
+    return dict.fromkeys(keys, (hidden,)) | others | _list_altup(model)
+
+
+def _list_altup(model: Model) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a layer has for several residual streams, and for LAuReL."""
+    altup, hidden = model.altup, model.shape.hidden
+    if altup is None:
+        return {}
+    streams, rank = altup.streams, altup.laurel_rank
+    needs: dict[str, tuple[int, ...]] = {
+        "altup_router": (streams, hidden),
+        "altup_router_norm": (hidden,),
+        "altup_predict": (streams * streams, streams),
+        "altup_correct": (streams, streams),
+        "laurel_in": (rank, hidden),
+        "laurel_out": (hidden, rank),
+        "laurel_norm": (hidden,),
+    }
+    return needs | ({"altup_scale": (hidden,)} if altup.scaled else {})
 
 
 def _list_layer_embedding(model: Model) -> dict[str, tuple[int, ...]]:
@@ -316,6 +343,9 @@ def _name_ffn_size(checkpoint: Checkpoint, model: Model) -> str:
     if "block_auto_adjust_ff_dim" in config:
         return ""
     own = "moe_intermediate_size" if model.moe is not None else "shared_intermediate_size"
+    if own not in config and isinstance(config.get("intermediate_size"), list):
+        # The width of every layer: a family has found them equal.
+        return ""
     return own if own in config else "intermediate_size"
 
 

@@ -70,9 +70,13 @@ class Rows:
         return np.concatenate([raw, np.zeros((missing, *raw.shape[1:]), raw.dtype)])
 
 
-def fill_name(pattern: str, layer: int, expert: int = 0) -> str:
-    """Put the numbers of layer and expert into a name pattern of ``model.tensors``."""
-    return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+def fill_name(pattern: str, layer: int, expert: int = 0, stream: int = 0) -> str:
+    """Put the numbers of layer, expert and residual stream into a name pattern of
+    ``model.tensors``."""
+    numbers = {"layer": layer, "expert": expert, "stream": stream}
+    for what, number in numbers.items():
+        pattern = pattern.replace(f"{{{what}}}", str(number))
+    return pattern
 
 
 def name_source(model: Model, key: str) -> tuple[str, str]:

@@ -34,16 +34,16 @@ FEWEST_TOKENS = 32
 """Fewest tokens of an expert that give it its own thresholds."""
 
 
-def compute_magnitudes(request: BuildRequest, inputs: F32, bundles: U8) -> F32:
+def compute_magnitudes(request: BuildRequest, inputs: F32, bundles: U8, cutoffs: F32 | None) -> F32:
     """|act(gate)| and act(gate) * up [2, T, n] of ``bundles`` [n, .], as
-    ``request.whole_bundle`` says, for ``inputs``
-    [T, hidden]; without gates, those of up, twice."""
+    ``request.whole_bundle`` says, for ``inputs`` [T, hidden] and ``cutoffs`` [T, 1] of gates, where
+    the layer has them; without gates, those of up, twice."""
     layout = request.whole_bundle
     values = []
     for index in range(2 if layout.is_gated else 1):
         value = inputs @ unpack_part(bundles, layout, index).T
         values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
-    gate = activate(request.model, values[0], None)
+    gate = activate(request.model, values[0], None, cutoffs)
     product = gate * values[1] if layout.is_gated else gate
     return np.asarray(np.abs(np.stack([gate, product])))
 

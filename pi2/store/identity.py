@@ -28,6 +28,7 @@ _PARTS = (
     "moe",
     "side_ffn",
     "layer_embedding",
+    "altup",
     "multipliers",
     "layer_scale",
     "logit_softcap",

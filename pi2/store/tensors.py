@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pi2.plan.documents.model import AttentionPrecision, Model
+from pi2.plan.weights.cutoffs import GATE_CUTOFF, find_cutoff_precision, list_cutoff_matrices
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.projections import (
+    list_altup_floats,
+    list_laurel_matrices,
     list_layer_embedding_matrices,
     list_layer_input_matrices,
     list_projection_vectors,
     list_projections,
     list_routing_vectors,
     list_side_matrices,
+    list_stream_matrices,
 )
 from pi2.plan.weights.states import StateShape, describe_state, list_state_tensors
 from pi2.plan.weights.tensor_names import (
@@ -67,6 +71,9 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
         tensors.append(_quantized(key, kind, *size))
     if model.layer_embedding is not None:
         tensors.append(_vector(LAYER_PROJECTION_NORM, model.layer_embedding.stored_width))
+    for key, size in list_stream_matrices(model).items():
+        tensors.append(_quantized(key, precision.attention, *size))
+    cutoffs = list_cutoff_matrices(model)
     for layer in range(shape.layers):
 
         def name(kind: str, layer: int = layer) -> str:
@@ -99,6 +106,13 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
             tensors.append(_quantized(name(key), precision.attention, *size))
         if model.layer_embedding is not None:
             tensors.append(_vector(name("layer_input_norm"), shape.stored_hidden))
+        for key, size in list_laurel_matrices(model).items():
+            tensors.append(_quantized(name(key), precision.attention, *size))
+        for key, (rows, length) in list_altup_floats(model).items():
+            tensors.append(DenseTensor(name=name(key), precision="fp32", rows=rows, length=length))
+        if layer in cutoffs:
+            own = find_cutoff_precision(model)
+            tensors.append(_quantized(name(GATE_CUTOFF), own, *cutoffs[layer]))
         if model.moe is not None and model.moe.has_router(layer):
             rows, length = model.moe.experts, shape.stored_hidden
             tensors.append(

@@ -35,6 +35,7 @@ OPERATORS = (
     "ffn",
     "side_ffn",
     "layer_embedding",
+    "altup",
     "moe",
     "multipliers",
     "logit_softcap",

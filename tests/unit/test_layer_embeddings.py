@@ -182,15 +182,6 @@ def test_what_no_document_states_is_refused(
     assert problem in str(caught.value)
 
 
-def test_gemma_3n_is_refused_for_what_no_document_states(tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint(NAME, tmp_path / "checkpoint")
-    change(checkpoint, model_type="gemma3n_text")
-    with pytest.raises(UserError, match="P544") as caught:
-        describe_checkpoint(checkpoint)
-    for word in ("altup", "laurel", "activation_sparsity_pattern"):
-        assert word in str(caught.value)
-
-
 def change(checkpoint: Path, **values: Any) -> None:
     file = checkpoint / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))

@@ -81,6 +81,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "other_heads": model.other_heads is not None,
         "layer_scale": model.layer_scale,
         "layer_embedding": model.layer_embedding is not None,
+        "altup": model.altup is not None,
         "attention.kv_shared_layers": attention.kv_shared_layers > 0,
         'rope.kind = "proportional"': any(
             rope.kind == "proportional" for rope in model.list_turns().values()

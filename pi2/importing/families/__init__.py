@@ -15,7 +15,6 @@ import itertools
 import pkgutil
 from collections.abc import Callable, Mapping
 
-from pi2.diagnostics import UserError
 from pi2.importing.config import Config
 from pi2.importing.families.decoders import Tables
 
@@ -31,13 +30,6 @@ _SAME_LETTERS = 4
 """Letters with which similar names begin: a version or a kind of FFN comes after a family's."""
 _SIMILAR = 0.7
 """Likeness of similar names that begin otherwise."""
-
-_GEMMA_3N = (
-    "several residual streams that predict each other (altup), a second way around attention "
-    "(laurel), and gates that count above a mean of all (activation_sparsity_pattern)"
-)
-_UNSTATED = dict.fromkeys(("gemma3n", "gemma3n_text"), _GEMMA_3N)
-"""What families have that no model document states, by ``model_type``."""
 
 Describe = Callable[[Config], Tables]
 """Describes a family: raises `UserError` P544 for options that no model document can state."""
@@ -81,14 +73,6 @@ def describe_family(config: Config) -> Tables:
     """Tables of the model document; `UserError` P544 if the family or an option is unknown."""
     kind = config.read("model_type", str)
     family = FAMILIES.get(kind)
-    if kind in _UNSTATED:
-        raise UserError.of(
-            "P544",
-            f"{config.file} is of the family {kind!r}, which has what no model document states: "
-            f"{_UNSTATED[kind]}",
-            help="Gemma 4 E2B and E4B are models of its size that pi2 runs",
-            file=str(config.file),
-        )
     if family is None:
         raise config.refuse(f"the family {kind!r} (model_type) is unknown{find_nearest(kind)}")
     for key, most in _LIMITS.items():

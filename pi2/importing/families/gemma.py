@@ -34,13 +34,7 @@ def describe_gemma3(config: Config) -> Tables:
     tables["attention"]["head_norm"] = True
     # The original code takes a cap of scores from the configuration and does not use it.
     tables["logit_softcap"] = config.read_limit("final_logit_softcapping", None)
-    both = config.read_table("rope_parameters")
-    full, local = both.read_table("full_attention"), both.read_table("sliding_attention")
-    if config.has("rope_scaling"):
-        full = config.read_table("rope_scaling")
-    full = full.set_default("rope_theta", config.read("rope_theta", float, 1_000_000.0))
-    theta = config.read("rope_local_base_freq", float, 10_000.0)
-    add_turns(config, tables, full, local.set_default("rope_theta", theta))
+    _add_local_turns(config, tables)
     return tables
 
 
@@ -82,6 +76,67 @@ def describe_gemma4(config: Config) -> Tables:
     elif shared and config.read("use_double_wide_mlp", bool, False):
         _widen_last_layers(tables, layers - shared)
     return tables
+
+
+def describe_gemma3n(config: Config) -> Tables:
+    """Gemma with several residual streams, LAuReL, embeddings that layers have of their own, last
+    layers without keys and values, and cutoffs of gates."""
+    widths = config.read_list("intermediate_size")
+    if any(width != widths[0] for width in widths):
+        raise config.refuse("intermediate_size is not the same for all layers")
+    if widths:
+        config = config.change({"intermediate_size": widths[0]})
+    tables = describe_decoder(config)
+    shape, layers = tables["shape"], tables["shape"]["layers"]
+    width = config.read("hidden_size_per_layer_input", int, 256)
+    if not width:
+        raise config.refuse("hidden_size_per_layer_input is 0: layers without embeddings")
+    config.demand("altup_active_idx", 0, 0)
+    tables["multipliers"] = {"embedding": shape["hidden"] ** 0.5}
+    tables["tied_head"] = config.read("tie_word_embeddings", bool, True)
+    tables["logit_softcap"] = config.read_limit("final_logit_softcapping", 30.0)
+    tables["norm"]["outputs"] = True
+    bias = config.read("attention_bias", bool, False)
+    is_narrow = has_cycle(5)
+    window = read_window(config, layers, is_narrow, width=512)
+    tables["attention"] = {"qkv_bias": bias, "output_bias": bias, "scale": 1.0, **window}
+    tables["attention"] |= {"head_norm": True, "value_norm": True}
+    shared = config.read("num_kv_shared_layers", int, 15)
+    if shared:
+        tables["attention"]["kv_shared_layers"] = shared
+    _add_local_turns(config, tables)
+    tables["tensors"] = {"ffn_norm": f"{LAYER}.pre_feedforward_layernorm.weight"}
+    tables["layer_embedding"] = describe_layer_embedding(config, tables, width)
+    tables["altup"] = {
+        "streams": config.read("altup_num_inputs", int, 4),
+        "laurel_rank": config.read("laurel_rank", int, 64),
+        "scaled": config.read("altup_correct_scale", bool, True),
+    }
+    tables["ffn"] |= _read_gate_sparsity(config, layers)
+    return tables
+
+
+def _read_gate_sparsity(config: Config, layers: int) -> Tables:
+    """Shares of gates that cutoffs close, by layer."""
+    shares = config.read_list("activation_sparsity_pattern")
+    if not config.has("activation_sparsity_pattern"):
+        shares = [0.95 if layer < 10 < layers else 0.0 for layer in range(layers)]
+    if len(shares) != layers or not all(
+        type(share) in (int, float) and 0 <= share < 1 for share in shares
+    ):
+        raise config.refuse(f"activation_sparsity_pattern is not a list of {layers} shares")
+    return {"gate_sparsity": [float(share) for share in shares]} if any(shares) else {}
+
+
+def _add_local_turns(config: Config, tables: Tables) -> None:
+    """State rotary positions, which layers with a window have of their own."""
+    both = config.read_table("rope_parameters")
+    full, local = both.read_table("full_attention"), both.read_table("sliding_attention")
+    if config.has("rope_scaling"):
+        full = config.read_table("rope_scaling")
+    full = full.set_default("rope_theta", config.read("rope_theta", float, 1_000_000.0))
+    theta = config.read("rope_local_base_freq", float, 10_000.0)
+    add_turns(config, tables, full, local.set_default("rope_theta", theta))
 
 
 def describe_layer_embedding(config: Config, tables: Tables, width: int) -> Tables:
@@ -189,5 +244,6 @@ FAMILIES = {
     "gemma": describe_gemma,
     "gemma2": describe_gemma2,
     "gemma3_text": describe_gemma3,
+    "gemma3n_text": describe_gemma3n,
     "gemma4_text": describe_gemma4,
 }

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pi2.plan.weights.cutoffs import find_cutoff_precision, list_cutoff_matrices
 from pi2.plan.weights.layout import GROUP, align_bytes, matrix_bytes
 from pi2.plan.weights.projections import (
+    list_altup_floats,
+    list_laurel_matrices,
     list_layer_embedding_matrices,
     list_layer_input_matrices,
     list_projection_vectors,
     list_projections,
     list_side_matrices,
+    list_stream_matrices,
 )
 from pi2.plan.weights.states import describe_state, list_state_tensors
 from pi2.plan.weights.tensor_names import LAYER_EMBEDDING, LAYER_PROJECTION
@@ -30,10 +34,32 @@ def count_projection_bytes(model: Model) -> int:
 
 
 def count_side_bytes(model: Model) -> int:
-    """Bytes of the matrices of an FFN beside a layer's experts, and of its own embedding's."""
+    """Bytes of a layer's matrices beside its mixers and its neurons: of an FFN beside experts, of
+    its own embedding, and of LAuReL."""
     precision = model.quantization.attention
-    matrices = [*list_side_matrices(model).values(), *list_layer_input_matrices(model).values()]
+    matrices = _list_side(model)
     return sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in matrices)
+
+
+def _list_side(model: Model) -> list[tuple[int, int]]:
+    """Rows and length of these matrices."""
+    own = (list_side_matrices, list_layer_input_matrices, list_laurel_matrices)
+    return [size for list_some in own for size in list_some(model).values()]
+
+
+def count_stream_bytes(model: Model) -> int:
+    """Bytes of what several residual streams take in memory, all layers together."""
+    precision, floats = model.quantization.attention, list_altup_floats(model).values()
+    ends = list_stream_matrices(model).values()
+    each = sum(align_bytes(4 * rows * length) for rows, length in floats)
+    total = sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in ends)
+    return total + model.shape.layers * each
+
+
+def count_cutoff_bytes(model: Model) -> int:
+    """Bytes of what tells the cutoffs of gates, all layers together."""
+    sizes, precision = list_cutoff_matrices(model).values(), find_cutoff_precision(model)
+    return sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in sizes)
 
 
 def count_layer_embedding_bytes(model: Model, tokens: int) -> int:
@@ -63,10 +89,12 @@ def count_state_tensor_bytes(model: Model) -> int:
 
 def count_mixer_bytes(model: Model) -> int:
     """Bytes of weights that a layer's attention, or what stands in its place, an FFN beside its
-    experts and its own embedding read for a token; the mean of all layers."""
+    experts, its own embedding, residual streams and cutoffs of gates read for a token; the mean of
+    all layers."""
     shape, precision = model.shape, model.quantization.attention
     rows, length = list_layer_embedding_matrices(model).get(LAYER_PROJECTION, (0, GROUP))
-    total = matrix_bytes(rows, length, precision)
+    total = matrix_bytes(rows, length, precision) + count_cutoff_bytes(model)
+    total += count_stream_bytes(model)
     for view, layers in model.list_views():
         matrices = list_projections(view).values()
         total += layers * sum(matrix_bytes(rows, length, precision) for rows, length in matrices)
@@ -85,13 +113,14 @@ def count_mixer_weights(model: Model) -> int:
     shape, state = model.shape, describe_state(model)
     rows, length = list_layer_embedding_matrices(model).get(LAYER_PROJECTION, (0, 0))
     total = rows * length
+    own = [*list_cutoff_matrices(model).values(), *list_stream_matrices(model).values()]
+    total += sum(rows * length for rows, length in own)
     for view, layers in model.list_views():
         total += layers * sum(rows * length for rows, length in list_projections(view).values())
     if state is not None:
         rows = state.rows + state.gates + state.stored_width
         total += len(model.state_layers) * rows * shape.stored_hidden
-    matrices = [*list_side_matrices(model).values(), *list_layer_input_matrices(model).values()]
-    return total // shape.layers + sum(rows * length for rows, length in matrices)
+    return total // shape.layers + sum(rows * length for rows, length in _list_side(model))
 
 
 def count_state_bytes(model: Model) -> int:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from pi2.plan.arithmetic.kept_sizes import need_kv, need_state
 from pi2.plan.arithmetic.mixers import (
+    count_cutoff_bytes,
     count_layer_embedding_bytes,
     count_projection_bytes,
     count_side_bytes,
     count_state_tensor_bytes,
+    count_stream_bytes,
 )
 from pi2.plan.arithmetic.needs import Need, Needs
 from pi2.plan.arithmetic.units import describe_unit
@@ -158,8 +160,9 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     each other bias and each norm of outputs, a float of the layer's scale where it has one, routers
     of e x d and d floats where the model has them, and e floats for each bias of theirs; an FFN
     beside the experts and norms and factors that go with it; rows of C tokens of the layers' own
-    embeddings, L d x L P of their projection, two matrices of d x P and d floats in each layer; of
-    layers with a state, what
+    embeddings, L d x L P of their projection, two matrices of d x P and d floats in each layer; for
+    residual streams 2 (n - 1) d x d, and in each layer two matrices of d x LAuReL's rank and a few
+    vectors; where gates have a cutoff, (1 + min(f, d)) x d; of layers with a state, what
     `pi2.plan.weights.states` lists instead of qkv and output, or beside them and another norm of d
     floats; final norm d floats; learned positions of 2 d bytes for each token of the model's
     context; head V x d if untied, and V floats of its bias; per layer f rows of resident scales.
@@ -199,6 +202,7 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     mixers = count_projection_bytes(model)
     mixers += len(model.state_layers) * count_state_tensor_bytes(model)
     mixers += len(model.double_layers) * norm + routers
+    mixers += count_stream_bytes(model) + count_cutoff_bytes(model)
     total = embedding + positions + shape.layers * layer + mixers + norm * norms + head + scales
     total += own_embeddings
     parts = [f"embedding {approximate_bytes(embedding)}"]

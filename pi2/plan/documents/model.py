@@ -15,6 +15,7 @@ from pi2.plan.documents.model_attention import (
     Rope,
 )
 from pi2.plan.documents.model_experts import Moe, SideFfn
+from pi2.plan.documents.model_residual import AltUp, LayerEmbedding
 from pi2.plan.documents.model_states import (
     Convolution,
     LayerKind,
@@ -115,6 +116,13 @@ class Ffn(Table):
     sub_norm: bool = False
     """Whether the activations of all neurons go through an RMSNorm before they are multiplied with
     down vectors (BitNet)."""
+    gate_sparsity: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], ...] = Field(
+        default=(), examples=[[0.95, 0.95, 0.0]]
+    )
+    """Share of each layer's gates that a cutoff closes, where it is not 0 (Gemma 3n).  For a token
+    the cutoff is the mean of all gates and as many of their standard deviations above it as leave
+    that share of a normal distribution below.  It is subtracted from gates, those below it count
+    as 0, and the activation follows."""
     slope: float = Field(default=1.0, gt=0.0)
     """SiLU is x sigmoid(slope x) (gpt-oss: 1.702)."""
     limit: float | None = Field(default=None, gt=0.0, examples=[7.0])
@@ -132,30 +140,6 @@ class Multipliers(Table):
     """What attention and the FFN add to the residual stream."""
     logits: float = 1.0
     """Logits, before their soft cap."""
-
-
-class LayerEmbedding(Table):
-    """Embeddings that every layer has of its own (Gemma 4 E2B), in one table that stays
-    on flash: a token needs one row of it.
-
-    A layer's row, times ``factor``, and the norm of what a projection makes of the first layer's
-    input, times ``projection_factor``, are added and divided by sqrt(2): e.  After its FFN the
-    layer adds norm(output(act(gate x) * e)) to the residual stream x, with the FFN's activation.
-    """
-
-    width: Annotated[int, Field(ge=1, le=2**14, examples=[256])]
-    """Elements of a token's embedding for one layer."""
-    vocab: Count | None = Field(default=None, examples=[262144])
-    """Rows of the table, where there are fewer than tokens: the others have the first row."""
-    factor: float = Field(default=1.0, gt=0.0, examples=[16.0])
-    """Factor of the table's rows."""
-    projection_factor: float = Field(default=1.0, gt=0.0, examples=[0.0255])
-    """Factor of what the projection gives, before its norm."""
-
-    @property
-    def stored_width(self) -> int:
-        """Length of a layer's vectors in backends: zeros fill it up."""
-        return fill_groups(self.width)
 
 
 class Tokenizer(Table):
@@ -209,6 +193,14 @@ class Sparsity(Origin):
     absent means that it is not known."""
 
 
+def find_normal_quantile(share: float) -> float:
+    """Standard deviations above the mean that leave ``share`` of a normal distribution below."""
+    # It imports modules that start-up does without.
+    from statistics import NormalDist
+
+    return NormalDist().inv_cdf(share)
+
+
 class Model(Document):
     """A model (``*.model.toml``): shape, operators, tensors, tokenizer, quantisation."""
 
@@ -247,6 +239,8 @@ class Model(Document):
     """A dense FFN beside the experts, if the model has it."""
     layer_embedding: LayerEmbedding | None = None
     """Embeddings that every layer has of its own, if there are some."""
+    altup: AltUp | None = None
+    """Several residual streams, if the model has them."""
     multipliers: Multipliers = Multipliers.default()
     """Constant factors."""
     layer_scale: bool = False
@@ -303,6 +297,19 @@ class Model(Document):
     def is_smooth(self) -> bool:
         """Whether no activation is ever exactly zero."""
         return self.ffn.activation in SMOOTH_ACTIVATIONS
+
+    def find_cutoff(self, layer: int) -> float | None:
+        """Standard deviations that the cutoff of a layer's gates is above their mean; None where
+        there is none."""
+        shares = self.ffn.gate_sparsity
+        share = shares[layer] if layer < len(shares) else 0.0
+        return find_normal_quantile(share) if share > 0.0 else None
+
+    @property
+    def cut_layers(self) -> tuple[int, ...]:
+        """Layers whose gates have a cutoff."""
+        layers = range(self.shape.layers)
+        return tuple(layer for layer in layers if self.find_cutoff(layer) is not None)
 
     @property
     def qkv_rows(self) -> int:

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pi2.plan.weights.layout import fill_groups
-from pi2.plan.weights.tensor_names import LAYER_EMBEDDING, LAYER_PROJECTION
+from pi2.plan.weights.tensor_names import (
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION,
+    STREAM_IN,
+    STREAM_OUT,
+)
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
@@ -67,6 +72,42 @@ def list_layer_input_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
         "layer_input_gate": (own.width, hidden),
         "layer_input_output": (hidden, own.stored_width),
     }
+
+
+def list_laurel_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
+    """Rows and length of a layer's matrices of LAuReL; none without it."""
+    altup, hidden = model.altup, model.shape.stored_hidden
+    if altup is None:
+        return {}
+    return {
+        "laurel_in": (altup.laurel_rank, hidden),
+        "laurel_out": (hidden, fill_groups(altup.laurel_rank)),
+    }
+
+
+def list_altup_floats(model: Model) -> Mapping[str, tuple[int, int]]:
+    """Rows and length of a layer's float32 tensors for several residual streams, and of LAuReL's
+    norm; none without them."""
+    altup, hidden = model.altup, model.shape.stored_hidden
+    if altup is None:
+        return {}
+    streams = altup.streams
+    found = {
+        "altup_router": (streams, hidden),
+        "altup_router_norm": (1, hidden),
+        "altup_predict": (streams * streams, streams),
+        "altup_correct": (streams, streams),
+        "laurel_norm": (1, hidden),
+    }
+    return found | ({"altup_scale": (1, hidden)} if altup.scaled else {})
+
+
+def list_stream_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
+    """Rows and length of what makes residual streams and what joins them; none without them."""
+    if model.altup is None:
+        return {}
+    hidden = model.shape.stored_hidden
+    return dict.fromkeys((STREAM_IN, STREAM_OUT), ((model.altup.streams - 1) * hidden, hidden))
 
 
 def list_layer_embedding_matrices(model: Model) -> Mapping[str, tuple[int, int]]:

@@ -18,6 +18,12 @@ LAYER_PROJECTION = "layer_projection"
 LAYER_PROJECTION_NORM = "layer_projection_norm"
 """Float32 [1, width]."""
 
+STREAM_IN = "stream_in"
+"""What makes the other residual streams of the embedding, one after the other [(streams - 1)
+hidden, hidden]."""
+STREAM_OUT = "stream_out"
+"""What is made of them after the last layer, likewise."""
+
 
 def name_layer_tensor(layer: int, kind: str) -> str:
     """Name of a layer's tensor, for example ``layers.3.qkv``.
@@ -36,13 +42,17 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     width] of an FFN beside the experts, ``side_norm``, ``side_output_norm`` and
     ``experts_output_norm`` float32 [1, hidden]; ``layer_input_gate`` [width, hidden] and
     ``layer_input_output`` [hidden, width] of a layer's own embedding, and ``layer_input_norm``
-    float32 [1, hidden]; ``predictor_in`` [rank, hidden], ``predictor_out`` [ffn, rank] in stored
-    order, ``predictor_bias`` float32 [1, ffn] in stored order. In a mixture every expert has a
-    predictor: ``predictor_in`` [experts rank, hidden], ``predictor_out`` [experts ffn, rank] and
-    ``predictor_bias`` [1, experts ffn] are those of expert 0, 1, ... one after the other, each in
-    stored order. Layers with a state have what `pi2.plan.weights.states.list_state_tensors` lists
-    instead of ``qkv``, ``output`` and theirs; layers with two mixers have both, and ``inner_norm``
-    float32 [1, hidden] before the second.
+    float32 [1, hidden]; ``laurel_in`` [rank, hidden], ``laurel_out`` [hidden, rank] and
+    ``laurel_norm`` float32 [1, hidden]; ``altup_router`` float32 [streams, hidden],
+    ``altup_router_norm`` and ``altup_scale`` float32 [1, hidden], ``altup_predict`` float32
+    [streams streams, streams] and ``altup_correct`` float32 [streams, streams]; ``gate_cutoff``
+    (`pi2.plan.weights.cutoffs`) of layers whose gates have a cutoff; ``predictor_in`` [rank,
+    hidden], ``predictor_out`` [ffn, rank] in stored order, ``predictor_bias`` float32 [1, ffn] in
+    stored order. In a mixture every expert has a predictor: ``predictor_in`` [experts rank,
+    hidden], ``predictor_out`` [experts ffn, rank] and ``predictor_bias`` [1, experts ffn] are those
+    of expert 0, 1, ... one after the other, each in stored order. Layers with a state have what
+    `pi2.plan.weights.states.list_state_tensors` lists instead of ``qkv``, ``output`` and theirs;
+    layers with two mixers have both, and ``inner_norm`` float32 [1, hidden] before the second.
 
     With latent attention ``qkv`` has the rows of queries, or of what they are made of, then of what
     keys and values are made of, then of the rotated key.  ``latent_query_norm`` and ``latent_norm``

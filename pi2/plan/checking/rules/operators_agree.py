@@ -4,7 +4,8 @@ Why: dReLU is an activation of gate and up, so that neurons need a gate; layers 
 window need its width; layers that are named must exist; shared experts with biases cannot be
 stored, and norms of outputs have none; what weights shared experts needs some; experts fall into
 groups of equal size; latent attention has norms, biases and heads of its own; layers that share
-keys and values need an earlier one that is like them; a norm of activations is that of one FFN
+keys and values need an earlier one that is like them; several residual streams go with embeddings
+of layers, and cutoffs of gates are stated for each layer; a norm of activations is that of one FFN
 without biases.
 
 Example: ``activation = "drelu"`` with ``gated = false``.
@@ -65,6 +66,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     yield from _check_other_heads(model)
     yield from _check_shared_keys(model)
     yield from _check_layer_embedding(model)
+    yield from _check_altup(model)
+    yield from _check_cutoffs(model)
     yield from _check_side_ffn(model)
     yield from _check_activation(model)
     yield from _check_mixture(model)
@@ -170,6 +173,47 @@ def _check_layer_embedding(model: Model) -> Iterator[Finding]:
             document="model",
             path=("layer_embedding",),
             message=f"embeddings of layers need {reason}",
+            help="take the options from the checkpoint's configuration",
+        )
+
+
+def _check_altup(model: Model) -> Iterator[Finding]:
+    """Look for what several residual streams need."""
+    if model.altup is None:
+        return
+    reasons = {
+        "embeddings of layers, a table [layer_embedding]": model.layer_embedding is not None,
+        "attention in every layer": model.state_kind is None and model.attention.latent is None,
+        "no learned positions": model.positions is None,
+        "no layer_scale": not model.layer_scale,
+        "no FFN beside experts": model.side_ffn is None,
+    }
+    for reason in (reason for reason, is_there in reasons.items() if not is_there):
+        yield Finding(
+            document="model",
+            path=("altup",),
+            message=f"several residual streams need {reason}",
+            help="take the options from the checkpoint's configuration",
+        )
+
+
+def _check_cutoffs(model: Model) -> Iterator[Finding]:
+    """Look for what cutoffs of gates need."""
+    shares = model.ffn.gate_sparsity
+    if not shares:
+        return
+    reasons = {
+        f"a share for each of the {model.shape.layers} layers": len(shares) == model.shape.layers,
+        "neurons with gates and without biases": model.ffn.gated and not model.ffn.bias,
+        "one FFN per layer, no [moe]": model.moe is None,
+        "a smooth activation, such as gelu_tanh": model.is_smooth,
+        "no norm of activations": not model.ffn.sub_norm,
+    }
+    for reason in (reason for reason, is_there in reasons.items() if not is_there):
+        yield Finding(
+            document="model",
+            path=("ffn", "gate_sparsity"),
+            message=f"cutoffs of gates need {reason}",
             help="take the options from the checkpoint's configuration",
         )
 

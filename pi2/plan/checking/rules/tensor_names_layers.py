@@ -25,6 +25,7 @@ _ONCE = frozenset(
     {
         *("embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"),
         *("layer_embedding", "layer_projection", "layer_projection_norm"),
+        *("stream_in", "stream_out"),
     }
 )
 _BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
@@ -43,6 +44,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         if key in ("gate", "up") and model.tensors.fused_gate_up is not None:
             continue
         wanted = {"{layer}"} if key not in _ONCE else set()
+        if key in ("stream_in", "stream_out"):
+            wanted.add("{stream}")
         if model.moe is not None and key in _PER_EXPERT:
             wanted.add("{expert}")
         if model.predictor is None and key.startswith("predictor"):

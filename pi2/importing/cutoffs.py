@@ -1,0 +1,88 @@
+"""The matrix that tells the cutoffs of a layer's gates (`pi2.plan.weights.cutoffs`), made of the
+checkpoint's gates."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pi2.arrays import F32, Raw
+from pi2.importing.ffn_rows import find_ffn_rows
+from pi2.importing.rows import Rows
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.cutoffs import has_remainders, list_cutoff_matrices
+
+_BLOCK = 4096
+"""Gates that are in memory at once."""
+
+
+class CutoffMaker:
+    """Makes the matrix when it is first asked for; several threads may ask."""
+
+    def __init__(self, gates: Rows, deviations: float, has_remainders: bool) -> None:
+        """``deviations``: how many of them the cutoff is above the mean of ``gates``.
+        ``has_remainders``: whether rows follow that have what fp16 leaves of the first."""
+        self._gates = gates
+        self._deviations = deviations
+        self._has_remainders = has_remainders
+        self._made: F32 | None = None
+        self._lock = threading.Lock()
+
+    def make(self) -> F32:
+        """The mean gate row, and rows whose products with an input are, as a vector, as long as
+        the deviations: float32 [1 + min(n, hidden), hidden], or twice as many rows."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._compute()
+            return self._made
+
+    def _compute(self) -> F32:
+        count = self._gates.count
+        blocks = [(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK)]
+        sums = [self._gates.read(*block).sum(axis=0, dtype=np.float64) for block in blocks]
+        mean = np.sum(sums, axis=0) / count
+        factor = np.zeros((0, len(mean)))
+        for block in blocks:
+            # The triangle of all blocks so far, and the next block, have the triangle of both.
+            both = np.concatenate([factor, self._gates.read(*block) - mean])
+            # Types know results with both factors only.
+            triangle: Any = np.linalg.qr(both, "r")
+            factor = triangle
+        scale = abs(self._deviations) / math.sqrt(count)
+        matrix = np.concatenate([mean[None], scale * factor])
+        if self._has_remainders:
+            matrix = np.concatenate([matrix, matrix - matrix.astype(np.float16)])
+        return matrix.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CutoffTensor(SourceTensor):
+    maker: CutoffMaker
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return self.maker.make()[start:stop]
+
+    def widen(self, raw: Raw) -> F32:
+        return raw.astype(np.float32, copy=False)
+
+
+def find_cutoff(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> SourceTensor:
+    """The matrix of a layer whose gates have a cutoff."""
+    gates, deviations = find_ffn_rows(tensors, model, "gate", layer, 0), model.find_cutoff(layer)
+    assert deviations is not None
+    rows, _ = list_cutoff_matrices(model)[layer]
+    return _CutoffTensor(
+        file=gates.tensor.file,
+        name=gates.tensor.name,
+        dtype="F32",
+        shape=(rows, model.shape.hidden),
+        offset=0,
+        size_bytes=gates.size_bytes,
+        maker=CutoffMaker(gates, deviations, has_remainders(model)),
+    )

@@ -1,0 +1,153 @@
+"""Small models of Gemma 3n: several residual streams, LAuReL, and cutoffs of gates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import pi2
+from pi2.arrays import F32
+from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.backends.limits import list_unknown_weights
+from pi2.diagnostics import UserError
+from pi2.evaluation.layerwise import score_layerwise
+from pi2.evaluation.weights import CheckpointWeights, StoreWeights
+from pi2.importing.checkpoint import list_tensors, open_checkpoint
+from pi2.importing.cutoffs import CutoffMaker
+from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.rows import Rows
+from pi2.plan.resolve import load_plan
+from pi2.statistics.texts import Window
+from pi2.store.reader import NeuronStore
+from tests.helpers.goldens import (
+    FOLDER,
+    UNROUNDED,
+    copy_checkpoint,
+    make_golden_plan,
+    measure_error,
+    read_golden,
+)
+
+ROUNDING = 1e-4
+"""Of the largest logit: products of several tokens are added up in another order than one's."""
+TWO = {"decode.batch": 2}
+CPU = {"backends.cpu": "cpu", **UNROUNDED, **TWO}
+NAME = "gemma3n"
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_golden_plan(NAME, tmp_path_factory.mktemp(NAME))
+
+
+def compute(plan: Path, ids: list[int], changes: dict[str, Any]) -> F32:
+    with pi2.load(plan, set=changes) as model:
+        return model.logits(ids, mode="decode")
+
+
+def test_a_matrix_tells_the_cutoff_without_gates(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(1)
+    gates = drawn.normal(0.1, 1.0, (50, 32)).astype(np.float32)
+    save_file({"gates": gates}, tmp_path / "gates.safetensors")
+    stored = list_tensors(tmp_path / "gates.safetensors")["gates"]
+    mean, *rows = CutoffMaker(Rows(tensor=stored), -1.5, False).make()
+    for inputs in drawn.normal(size=(4, 32)).astype(np.float32):
+        values = gates @ inputs
+        found = mean @ inputs - np.linalg.norm(rows @ inputs)
+        assert found == pytest.approx(values.mean() - 1.5 * values.std(), rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", [TWO, CPU])
+def test_sequences_together_compute_what_they_do_alone(plan: Path, backend: dict[str, Any]) -> None:
+    prompts = [[5, 9, 33, 60, 12, 7, 41], [8, 3, 77]]
+    found: list[list[F32]] = [[], []]
+    with pi2.load(plan, set=backend) as model:
+        forward = model._parts.forward
+        for place, prompt in enumerate(prompts):
+            forward.prefill(np.array(prompt, np.int32), sequence=place)
+        for step in range(3):
+            rows = forward.step([10 + step, 20 + step], [0, 1])
+            for own, row in zip(found, rows, strict=True):
+                own.append(row.copy())
+    for place, prompt in enumerate(prompts):
+        tokens = [10 * (place + 1) + step for step in range(3)]
+        alone = compute(plan, [*prompt, *tokens], backend)[-3:]
+        assert measure_error(np.array(found[place]), alone) <= ROUNDING
+
+
+@pytest.mark.parametrize("backend", [TWO, CPU])
+def test_neurons_may_come_from_flash(plan: Path, backend: dict[str, Any]) -> None:
+    golden = read_golden(NAME)
+    expected = compute(plan, golden.prompt, backend | {"layers.hot": 1.0})
+    assert measure_error(expected, golden.logits) <= ROUNDING
+    little = backend | {
+        "layers.hot": 0.0,
+        "prefill.chunk": 8,
+        "pipeline.prefill": "layers-first",
+    }
+    with pi2.load(plan, set=little) as model:
+        np.testing.assert_allclose(
+            model.logits(golden.prompt, mode="decode"), expected, atol=1e-6, rtol=1e-5
+        )
+        assert model.stats.flash_read_bytes > 0
+        prompt = model.logits(golden.prompt, mode="prefill")
+        assert measure_error(prompt, golden.logits) <= ROUNDING
+
+
+def test_text_is_scored_layer_by_layer_as_the_engine_computes_it(
+    plan: Path, tmp_path: Path
+) -> None:
+    ids = read_golden(NAME).prompt
+    window = Window(tokens=tuple(ids), first_scored=1)
+    logits = compute(plan, ids, {})[:-1].astype(np.float64)
+    sums = np.log(np.exp(logits).sum(axis=1))
+    expected = sums - logits[np.arange(len(ids) - 1), ids[1:]]
+    model = load_plan(plan).model
+    store = NeuronStore.open(plan.parent / "store")
+    checkpoint = open_checkpoint(FOLDER / NAME)
+    for weights in (StoreWeights(store), CheckpointWeights(checkpoint, model)):
+        found = score_layerwise(weights, model, [window])
+        np.testing.assert_allclose(found.losses, expected, rtol=1e-3)
+
+
+def test_what_has_no_kernels_for_it_says_so(plan: Path) -> None:
+    resolved = load_plan(plan)
+    assert any("altup" in limit for limit in find_alone_limits(resolved))
+    assert any("gate_sparsity" in limit for limit in list_unknown_weights(resolved.model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"altup_active_idx": 1}, "altup_active_idx is 1"),
+        ({"activation_sparsity_pattern": [0.5]}, "not a list of 5 shares"),
+        ({"activation_sparsity_pattern": [1.0] * 5}, "not a list of 5 shares"),
+        ({"intermediate_size": [72, 72, 72, 72, 36]}, "not the same for all layers"),
+        ({"hidden_size_per_layer_input": 0}, "layers without embeddings"),
+        ({"hidden_activation": "relu"}, "embeddings of layers need a smooth activation"),
+    ],
+)
+def test_what_no_document_states_is_refused(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    checkpoint = copy_checkpoint(NAME, tmp_path / "checkpoint")
+    change(checkpoint, changes)
+    with pytest.raises(UserError, match="P544") as caught:
+        describe_checkpoint(checkpoint)
+    assert problem in str(caught.value)
+
+
+def test_a_short_model_without_a_pattern_has_no_cutoffs(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint(NAME, tmp_path / "checkpoint")
+    change(checkpoint, {"activation_sparsity_pattern": None})
+    assert describe_checkpoint(checkpoint).model.cut_layers == ()
+
+
+def change(checkpoint: Path, values: dict[str, Any]) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
