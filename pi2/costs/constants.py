@@ -76,6 +76,20 @@ class Constants:
         "calibrated",
         "part of the streaming bandwidth that a CPU reaches with single neurons",
     )
+    product_part: float = _constant(
+        0.4,
+        "share",
+        "estimated",
+        "part of a gathered neuron's time that every further sequence of a step adds which names "
+        "it, in pi2's own kernels (133 of 334 us of a layer; Zen 5)",
+    )
+    rounded_part: float = _constant(
+        0.33,
+        "share",
+        "estimated",
+        "the same with decode.batch_activations: half of the products of gates and ups, which are "
+        "three eighths of it",
+    )
     read_latency_s: float = _constant(
         70e-6,
         "s",

@@ -46,6 +46,8 @@ class Settings:
     position: int = POSITION
     batch: int = 1
     """Sequences that generate at the same time."""
+    rounds_steps: bool = False
+    """Whether several of them are multiplied by the upper 8 of their activations' 16 bits."""
     attention_share: float = 0.0
     """Part of the rows of attention's projections that the dense unit computes."""
     head_share: float = 0.0
@@ -136,6 +138,7 @@ def read_settings(
         pipeline=pipeline,
         position=min(position, plan.kv.context),
         batch=plan.decode.batch,
+        rounds_steps=(plan.decode.activations, plan.decode.batch_activations) == ("int16", "int8"),
         attention_share=(rows.attention or {}).get(dense, 0.0) if dense else 0.0,
         head_share=(rows.head or {}).get(dense, 0.0) if dense else 0.0,
         faults=faults,

@@ -7,7 +7,7 @@ The planner puts expected numbers of neurons into the terms and adds them up
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
 import numpy as np
@@ -21,6 +21,11 @@ from pi2.costs.sizes import Sizes
 from pi2.plan.arithmetic.units import pad_tokens
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import scale_bytes
+
+_UPPER_SPEED = 2.0
+"""Speed of a token's products where one byte of an activation is multiplied instead of two.
+Projections of 4 and 8 sequences were measured to take 0.52 to 0.64 and 0.44 to 0.75 of the time
+(docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +122,7 @@ def find_terms(
     if not settings.is_predicted and not rates.measured:
         # What is computed as a whole streams by, and nothing is gathered.
         gathers = Linear(call_s=gathers.call_s, bytes_s=rates.bandwidth_bytes_s)
-    neuron_bytes = _count_neuron_bytes(rates, sizes, settings, activity)
+    neuron_s = _time_neuron(rates, sizes, settings, activity, gathers)
     looks_up = settings.is_predicted and hot < 1.0
     look_up_s = rates.look_up.call_s if looks_up else 0.0
     if settings.predictor == "gate":
@@ -151,7 +156,8 @@ def find_terms(
         missing_s=1.0 / rates.look_up.bytes_s if looks_up else 0.0,
         touch_s=rates.touch_s if looks_up else 0.0,
         neuron=Work(
-            seconds=neuron_bytes / gathers.bytes_s / speed, bytes_s=gathers.bytes_s * speed
+            seconds=neuron_s / speed,
+            bytes_s=_count_neuron_bytes(rates, sizes, settings, activity) / neuron_s * speed,
         ),
         call_s=gathers.call_s,
         part_call_s=gathers.call_s if rates.measured else 0.0,
@@ -171,7 +177,11 @@ def _find_predict(rates: Rates, sizes: Sizes, settings: Settings) -> Work:
     calls = max(sizes.predictors, 1)
     speed = rates.scale(settings.threads)
     seconds = time_matrix(
-        rates, kernel, sizes.predictor, sizes.predictor_weights, settings.batch, calls=calls
+        kernel,
+        sizes.predictor,
+        sizes.predictor_weights,
+        time_weight(rates, settings),
+        calls=calls,
     )
     if seconds <= 0.0:
         return Work(seconds=0.0)
@@ -190,9 +200,9 @@ def _time_attention(rates: Rates, sizes: Sizes, settings: Settings) -> tuple[flo
         rates.project,
         sizes.projections,
         sizes.projection_weights,
-        batch,
         settings.attention_share,
         speed,
+        time_weight(rates, settings),
     )
     position_s = batch * sizes.kv_token / rates.attend.bytes_s / speed
     return seconds + settings.position * position_s, position_s
@@ -203,12 +213,13 @@ def divide_matrix(
     kernel: Linear,
     size_bytes: float,
     weights: int,
-    batch: int,
     share: float,
     speed: float,
+    weight_s: float,
 ) -> float:
-    """Seconds of a matrix, ``share`` of whose rows the dense unit computes."""
-    whole_s = time_matrix(rates, kernel, size_bytes, weights, batch) / speed
+    """Seconds of a matrix, ``share`` of whose rows the dense unit computes; ``weight_s``: see
+    `time_weight`."""
+    whole_s = time_matrix(kernel, size_bytes, weights, weight_s) / speed
     unit = rates.dense
     if share <= 0.0 or unit is None:
         return whole_s
@@ -249,22 +260,25 @@ def time_norm(rates: Rates, sizes: Sizes, settings: Settings) -> float:
 
 
 def time_matrix(
-    rates: Rates,
-    kernel: Linear,
-    size_bytes: float,
-    weights: int,
-    batch: int,
-    *,
-    calls: int = 1,
+    kernel: Linear, size_bytes: float, weights: int, weight_s: float, *, calls: int = 1
 ) -> float:
-    """A matrix for a batch, in ``calls`` parts: read once, but computed for every sequence."""
+    """A matrix in ``calls`` parts: read once, but computed for every sequence (``weight_s``: see
+    `time_weight`)."""
     if size_bytes <= 0:
         return 0.0
-    call_s = calls * kernel.call_s
-    seconds = call_s + size_bytes / kernel.bytes_s
-    if batch > 1 and rates.few_ops_s is not None:
-        seconds = max(seconds, call_s + 2.0 * batch * weights / rates.few_ops_s)
-    return seconds
+    return calls * kernel.call_s + max(size_bytes / kernel.bytes_s, weights * weight_s)
+
+
+def time_weight(rates: Rates, settings: Settings) -> float:
+    """Seconds of arithmetic of a matrix's weight for all sequences of a batch; 0 of one, which
+    reading hides, and where nobody stated a rate."""
+    batch = settings.batch
+    if batch == 1 or rates.few_ops_s is None:
+        return 0.0
+    once_s, token_s = rates.project_many or (0.0, 2.0 / rates.few_ops_s)
+    if settings.rounds_steps:
+        token_s /= _UPPER_SPEED
+    return once_s + batch * token_s
 
 
 def time_head(rates: Rates, sizes: Sizes, settings: Settings) -> float:
@@ -274,9 +288,10 @@ def time_head(rates: Rates, sizes: Sizes, settings: Settings) -> float:
         rates.multiply,
         sizes.head,
         sizes.head_weights,
-        settings.batch,
         settings.head_share,
         rates.scale(settings.threads),
+        # The head takes activations as they are, whatever a step rounds.
+        time_weight(rates, replace(settings, rounds_steps=False)),
     )
     return seconds + rates.token_s
 
@@ -287,6 +302,24 @@ def time_row(rates: Rates, model: Model) -> float:
     latency_s = rates.constants.read_latency_s if rates.flash is None else rates.flash.latency_s
     scales = scale_bytes(model.shape.stored_hidden, model.quantization.embedding) > 0
     return (1 + scales) * latency_s
+
+
+def _time_neuron(
+    rates: Rates, sizes: Sizes, settings: Settings, activity: LayerActivity, gathers: Linear
+) -> float:
+    """Seconds of a neuron that any sequence uses, with all threads.
+
+    The first sequence brings it from memory; for each other one the same arithmetic is done once
+    more, and reading hides none of it (docs/lab/kernels.md).
+    """
+    seconds = _count_neuron_bytes(rates, sizes, settings, activity) / gathers.bytes_s
+    named_apart = settings.predictor in ("gate", "low-rank") and rates.measured
+    if settings.batch == 1 or not named_apart or not activity.products:
+        return seconds
+    constants = rates.constants
+    part = constants.rounded_part if settings.rounds_steps else constants.product_part
+    others = activity.products / activity.used - 1.0
+    return seconds * (1.0 + others * part)
 
 
 def _count_neuron_bytes(

@@ -1,0 +1,98 @@
+"""What several sequences that generate at the same time take, on a probed machine."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi2.costs.rates import read_rates
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.planning.cost import Cost, cost_resolved
+from pi2.planning.documents import read_document
+from pi2.planning.resolving import resolve_values
+from pi2.simulate import read_inputs, simulate
+
+PROBED = Path(__file__).with_name("probed.device.toml")
+
+
+@lru_cache
+def read_device() -> Device:
+    return Device.model_validate_json(json.dumps(tomllib.loads(PROBED.read_text())))
+
+
+def resolve(**decode: Any) -> ResolvedPlan:
+    """A plan that has everything in memory."""
+    model = read_document("bamboo-7b", "model").document
+    assert isinstance(model, Model)
+    sizes = {"runtime": 160, "attention": 1000, "kv": 1024, "predictor": 420, "workspace": 64}
+    segments = {**sizes, "hot": 4096, "cold": 0}
+    values = {
+        "schema_version": 2,
+        "device": "probed",
+        "model": "bamboo-7b",
+        "store": "stores/none",
+        "memory": {
+            "budget": "9 GiB",
+            "segments": {key: f"{size} MiB" for key, size in segments.items()},
+        },
+        "bundle": {"stride": "7168 B"},
+        "layers": {"split": {"cpu": 1.0}, "hot": 1.0},
+        "kv": {"context": 1024},
+        "decode": {"predictor": "low-rank", **decode},
+    }
+    found = resolve_values(values, read_device(), model)
+    return replace(found, path=Path("none/probed.plan.toml"))
+
+
+def cost(**decode: Any) -> Cost:
+    return cost_resolved(resolve(**decode), read_rates(read_device(), 4096))
+
+
+def sum_layers(found: Cost, name: str) -> float:
+    return sum(getattr(layer, name) for layer in found.layers)
+
+
+def test_a_sequence_alone_is_not_rounded() -> None:
+    assert cost(batch_activations="int8").token_s == cost().token_s
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_rounded_steps_take_less_arithmetic_everywhere_but_in_the_head(batch: int) -> None:
+    usual, rounded = cost(batch=batch), cost(batch=batch, batch_activations="int8")
+    for name in ("attention_s", "predict_s", "compute_s"):
+        assert sum_layers(rounded, name) < sum_layers(usual, name), name
+    assert rounded.head_s == usual.head_s
+    both = cost(batch=batch, batch_activations="int8", activations="fp32")
+    assert both.token_s == cost(batch=batch, activations="fp32").token_s, "nothing is rounded"
+
+
+def test_the_simulator_knows_rounded_steps_too() -> None:
+    usual, rounded = (
+        simulate(read_inputs(resolve(batch=8, **own)), tokens=2).tokens_s
+        for own in ({}, {"batch_activations": "int8"})
+    )
+    assert rounded / usual == pytest.approx(
+        cost(batch=8, batch_activations="int8").tokens_s / cost(batch=8).tokens_s, rel=0.05
+    )
+
+
+@pytest.mark.parametrize(("batch", "measured"), [(2, 20.0), (4, 35.9), (8, 71.9)])
+def test_neurons_of_several_sequences_take_what_was_measured(batch: int, measured: float) -> None:
+    """Milliseconds of a step on two Zen 5 cores; of one 12.2 (docs/performance.md)."""
+    one, several = (sum_layers(cost(batch=count), "compute_s") for count in (1, batch))
+    assert several / one == pytest.approx(measured / 12.2, rel=0.2)
+
+
+def test_a_neuron_that_several_sequences_name_takes_longer_and_is_read_once() -> None:
+    one, eight = cost().layers[0], cost(batch=8).layers[0]
+    assert eight.used < 8 * one.used
+    assert one.compute_s / one.used < eight.compute_s / eight.used
+    assert eight.compute_s < 8 * one.compute_s
