@@ -380,8 +380,35 @@ def draw_small_gemma4(drawn: random.Random) -> Drawn:
     }
 
 
+def draw_gemma3n(drawn: random.Random) -> Drawn:
+    """Gemma 3n: residual streams, LAuReL, and cutoffs of gates on both sides of their mean."""
+    kinds = ["full_attention", "sliding_attention"] * drawn.randint(1, 2)
+    shared = drawn.randint(0, 3)
+    kinds += [drawn.choice(["full_attention", "sliding_attention"]) for _ in range(shared)]
+    heads = drawn.choice([1, 2, 4])
+    return "Gemma3nText", {
+        "hidden_size": drawn.choice([32, 40, 48, 64]),
+        "intermediate_size": drawn.choice([20, 44, 64, 100]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": drawn.choice([n for n in (1, 2, 4) if heads % n == 0]),
+        "head_dim": drawn.choice([8, 12, 16, 32]),
+        "layer_types": kinds,
+        "num_hidden_layers": len(kinds),
+        "sliding_window": drawn.choice([3, 6, 40]),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": drawn.choice([4, 7, 16, 32, 40]),
+        "vocab_size_per_layer_input": 96,  # all tokens of golden models
+        "altup_num_inputs": drawn.choice([2, 3, 4, 6]),
+        "altup_correct_scale": drawn.random() < 0.7,
+        "laurel_rank": drawn.choice([4, 10, 32, 64]),
+        "activation_sparsity_pattern": [drawn.choice([0.0, 0.3, 0.7, 0.95]) for _ in kinds],
+        "final_logit_softcapping": drawn.choice([3.0, 30.0]),
+    }
+
+
 DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "bitnet": draw_bitnet,
+    "gemma3n": draw_gemma3n,
     "gemma4": draw_gemma4,
     "gemma4_small": draw_small_gemma4,
     "gpt_oss": draw_gpt_oss,

@@ -13,6 +13,7 @@ from pi2.importing.gguf_names import (
     FALCON,
     FALCON_40B,
     GEMMA2,
+    GEMMA3N,
     GEMMA4,
     GLM_MIXTURE,
     GPT_OSS,
@@ -76,6 +77,9 @@ ARCHITECTURES = {
     ),
     "gemma3": Architecture(
         model_type="gemma3_text", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
+    ),
+    "gemma3n": Architecture(
+        model_type="gemma3n_text", names=GEMMA3N, activation="gelu_pytorch_tanh"
     ),
     "gemma4": Architecture(model_type="gemma4_text", names=GEMMA4, activation="gelu_pytorch_tanh"),
     "qwen2moe": Architecture(

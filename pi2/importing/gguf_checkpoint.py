@@ -30,6 +30,7 @@ from pi2.importing.gguf_architectures import (
 from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
 from pi2.importing.gguf_config import list_kinds, make_config, read_delta_heads
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
+from pi2.importing.gguf_gemma3n import complete_gemma3n
 from pi2.importing.gguf_gemma4 import complete_gemma4
 from pi2.importing.gguf_latent import join_heads
 from pi2.importing.gguf_metadata import Metadata
@@ -162,6 +163,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     _describe_biases(config, tensors)
     if architecture.model_type == "gemma4_text":
         complete_gemma4(config, tensors)
+    elif architecture.model_type == "gemma3n_text":
+        complete_gemma3n(config, tensors)
     scale_positions(config, metadata, partial(_read_vector, files))
     _fold_norms(tensors)
     return GgufCheckpoint(

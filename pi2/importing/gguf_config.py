@@ -10,6 +10,7 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE
 from pi2.importing.gguf_architectures import Architecture
+from pi2.importing.gguf_gemma3n import read_gemma3n
 from pi2.importing.gguf_gemma4 import read_gemma4
 from pi2.importing.gguf_latent import read_latent, read_score_factor
 from pi2.importing.gguf_metadata import Metadata
@@ -48,8 +49,9 @@ def make_config(
         **architecture.settings,
         **_read_tokens(metadata),
     }
-    if architecture.model_type == "gemma4_text":
-        own = read_gemma4(metadata, layers)
+    if architecture.model_type in ("gemma3n_text", "gemma4_text"):
+        read_own = read_gemma4 if architecture.model_type == "gemma4_text" else read_gemma3n
+        own = read_own(metadata, layers)
         return config | own | {"hidden_activation": architecture.activation}
     expert = read("{arch}.expert_feed_forward_length", int, 0)
     ffn = count("{arch}.feed_forward_length", expert or None)

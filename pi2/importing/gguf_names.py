@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pi2.importing.gguf_gemma3n import GEMMA3N_NAMES
 from pi2.importing.gguf_gemma4 import GEMMA4_NAMES
 from pi2.importing.gguf_nemotron import NEMOTRON_HYBRID_NAMES
 from pi2.importing.gguf_states import MAMBA_NAMES, STATE_NAMES
@@ -218,6 +219,8 @@ GEMMA2: Names = {
     **_OUTPUT_NORMS,
     "blk.{layer}.ffn_norm.weight": f"{_LAYER}.pre_feedforward_layernorm.weight",
 }
+
+GEMMA3N: Names = {**GEMMA2, **GEMMA3N_NAMES}
 
 GEMMA4: Names = {**GEMMA2, **GEMMA4_NAMES}
 
