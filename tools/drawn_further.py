@@ -205,12 +205,93 @@ def draw_youtu(drawn: random.Random) -> Drawn:
     return "Youtu", options | flip(drawn, "rope_interleave")
 
 
+def draw_mistral4(drawn: random.Random) -> Drawn:
+    """Mistral Small 4."""
+    options = draw_groups(drawn, draw_latent(drawn)) | draw_rope(drawn, kinds="y")
+    options["rope_parameters"] |= {"llama_4_scaling_beta": drawn.choice([0.1, 0.5])}
+    options |= flip(drawn, "rope_interleave")
+    return "Mistral4", options | {"first_k_dense_replace": drawn.choice([0, 1, 2])}
+
+
+def draw_indexed(drawn: random.Random) -> Options:
+    """Latent attention with an index that chooses every key of so short a context."""
+    options = draw_groups(drawn, draw_latent(drawn)) | draw_rope(drawn, kinds="ddy")
+    options |= {
+        "q_lora_rank": drawn.choice([16, 24]),
+        "index_topk": 64,
+        "index_head_dim": 24,
+        "index_n_heads": 2,
+        "first_k_dense_replace": drawn.choice([0, 1, 2]),
+    }
+    return options | draw_dense_layers(drawn, options)
+
+
+def draw_deepseek_v32(drawn: random.Random) -> Drawn:
+    """DeepSeek V3.2."""
+    return "DeepseekV32", draw_indexed(drawn)
+
+
+def draw_glm_moe_dsa(drawn: random.Random) -> Drawn:
+    """GLM 5."""
+    return "GlmMoeDsa", draw_indexed(drawn) | {"index_topk_freq": drawn.choice([1, 2])}
+
+
+def draw_minicpm3(drawn: random.Random) -> Drawn:
+    """MiniCPM 3."""
+    options = draw_latent(drawn) | draw_rope(drawn, kinds="ddl") | flip(drawn, "mlp_bias")
+    return "MiniCPM3", options | {
+        "scale_emb": drawn.choice([1, 12]),
+        "scale_depth": drawn.choice([None, 1.4]),
+        "dim_model_base": drawn.choice([None, 16]),
+    }
+
+
+def draw_cohere2_moe(drawn: random.Random) -> Drawn:
+    """Cohere 2 with experts."""
+    options = draw_divided_shape(drawn) | draw_rope(drawn, kinds="dl")
+    options |= flip(drawn, "attention_bias", "norm_topk_prob")
+    options |= draw_experts(drawn, "num_experts", "num_experts_per_tok")
+    options |= {
+        "num_shared_experts": drawn.choice([0, 1, 2]),
+        "shared_expert_combination_strategy": "sum",
+        "expert_selection_fn": drawn.choice(["softmax", "sigmoid"]),
+        "prefix_dense_intermediate_size": drawn.choice([40, 90]),
+        "rms_norm_eps": drawn.choice([None, 1e-6, 1e-3]),
+    }
+    options |= draw_dense_layers(drawn, options)
+    return "Cohere2Moe", options | draw_kinds(drawn, options)
+
+
+def draw_gpt_bigcode(drawn: random.Random) -> Drawn:
+    """GPT-BigCode."""
+    heads = drawn.choice([2, 3, 4])
+    return "GPTBigCode", {
+        "n_head": heads,
+        "n_embd": heads * drawn.choice([8, 12, 20]),
+        "n_inner": drawn.choice([33, 80]),
+        "n_layer": drawn.choice([1, 2, 3]),
+        **flip(drawn, "multi_query", "scale_attn_weights", "tie_word_embeddings"),
+    }
+
+
+def draw_olmo(drawn: random.Random) -> Drawn:
+    """The first OLMo."""
+    options = draw_shape(drawn, free_head=False) | draw_rope(drawn)
+    options |= flip(drawn, "attention_bias") | {"clip_qkv": drawn.choice([None, 0.8])}
+    options.pop("rms_norm_eps")
+    return "Olmo", options
+
+
 FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "afmoe": draw_afmoe,
+    "cohere2_moe": draw_cohere2_moe,
     "cwm": draw_cwm,
+    "deepseek_v32": draw_deepseek_v32,
     "exaone4": draw_exaone4,
     "exaone_moe": draw_exaone_moe,
     "flex_olmo": draw_flex_olmo,
+    "glm_moe_dsa": draw_glm_moe_dsa,
+    "gpt_bigcode": draw_gpt_bigcode,
     "granite_swa": draw_granite_swa,
     "granitemoe_swa": draw_granite_moe_swa,
     "helium": draw_helium,
@@ -220,7 +301,10 @@ FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "iquestcoder": draw_iquestcoder,
     "jais2": draw_jais2,
     "mellum": draw_mellum,
+    "minicpm3": draw_minicpm3,
     "ministral": draw_ministral,
+    "mistral4": draw_mistral4,
+    "olmo": draw_olmo,
     "solar_open": draw_solar_open,
     "vaultgemma": draw_vaultgemma,
     "youtu": draw_youtu,

@@ -48,6 +48,10 @@ COMMON: Options = {
 }
 UNKNOWN = {
     "Falcon": ("num_key_value_heads", "intermediate_size"),
+    "GPTBigCode": (
+        *("num_key_value_heads", "intermediate_size", "hidden_size"),
+        *("num_hidden_layers", "num_attention_heads"),
+    ),
     "GPTJ": ("num_key_value_heads", "intermediate_size"),
     "GPTNeoX": ("num_key_value_heads",),
     "OPT": ("num_key_value_heads", "intermediate_size"),
@@ -559,6 +563,21 @@ MODELS: dict[str, tuple[str, Options]] = {
         },
     ),
     "seed-oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "mistral4": (
+        "Mistral4",
+        LATENT
+        | {
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "ministral3": (
         "Ministral3",
         {
@@ -819,7 +838,9 @@ def make_model(family: str, options: Options, seed: int) -> torch.nn.Module:
         model = variants.BUILDERS[family](common | options)
     else:
         config = getattr(transformers, f"{family}Config")
-        kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config]
+        # A few families have the code of another one.
+        kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM", None)
+        kind = kind or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config]
         model = variants.make(kind, config, common | options)
     if hasattr(model.config, "num_experts_per_tok") or options.get("enable_moe_block"):
         # The others want widths that are multiples of four.

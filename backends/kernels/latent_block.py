@@ -82,6 +82,8 @@ class _Block(MixingBlock):
     queries: v.Buffer
     made: Activations | None
     """What queries are made of."""
+    growth: v.Buffer | None
+    """Factors of queries [context]."""
     plain: Activations
     """The plain part of queries, [tokens, heads]."""
     absorbed: v.Buffer
@@ -197,6 +199,17 @@ class _Block(MixingBlock):
             target = v.let((token * spec.heads + head) * latent.kept + latent.rank)
             first = v.let(query + latent.plain)
             self._emit_turn(source, first, self.absorbed, target, at, self._scale)
+            if self.growth is not None:
+                self._emit_growth(v.let(target - latent.rank), v.let(self.growth[at]))
+
+    def _emit_growth(self, place: v.Expr, factor: v.Expr) -> None:
+        """Multiply a head's query of what is kept, which begins at ``place``."""
+        size = self.latent.kept
+        lanes = math.gcd(size, 16)
+        with T.serial(size // lanes * self.hidden.once) as step:
+            at = v.let(place + step * lanes)
+            part = v.load(self.absorbed, at, lanes) * v.splat(factor, lanes)
+            v.store(self.absorbed, at, part, lanes)
 
     def _emit_turn(
         self,
@@ -395,6 +408,7 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
         qkv=take.take_array("qkv", "float32", "tokens", spec.qkv_rows),
         queries=queries,
         made=made,
+        growth=take.take_array("growth", "float32", "context") if spec.growth else None,
         plain=take_vectors("plain", latent.plain),
         absorbed=take.take_array("absorbed", "float32", "token_heads", latent.kept),
         found=take_vectors("found", latent.rank),

@@ -11,7 +11,7 @@ from pi2.arrays import F32
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.kv_cache import KvCache
 from pi2.backends.reference.operators import normalize, rotate
-from pi2.backends.rope import RopeTables
+from pi2.backends.rope import RopeTables, compute_growth
 from pi2.plan.weights.layout import fill_groups
 from pi2.plan.weights.rounding import dequantize
 from pi2.plan.weights.tensor_names import name_layer_tensor
@@ -71,6 +71,7 @@ class LatentAttention:
         by_head = self._read(layer, "latent_key").reshape(shape.heads, latent.rank, -1)
         absorbed = np.einsum("thp,hrp->thr", np.pad(plain, padding), by_head)
         query = np.concatenate([absorbed, turned], axis=-1)
+        query = query * compute_growth(self._model, position, end)[:, None, None]
         vector = self._normalize(layer, vector, "latent_norm")
         kept = np.concatenate([vector, rotate(key[:, None], cos, sin)[:, 0]], axis=-1)
         self.kept.keep(sequence, 0, layer, position, kept[:, None])

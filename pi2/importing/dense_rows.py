@@ -12,7 +12,7 @@ from pi2.importing.cutoffs import find_cutoff
 from pi2.importing.ffn_rows import find_ffn_rows
 from pi2.importing.rows import Rows, fill_name, find_rows
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.importing.virtual_tensor import make_zeros
+from pi2.importing.virtual_tensor import make_ones, make_zeros
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.cutoffs import GATE_CUTOFF
 from pi2.plan.weights.tensor_names import STREAM_IN, STREAM_OUT
@@ -35,6 +35,8 @@ def find_dense_rows(
         return _find_streams(tensors, model, kind)
     if kind == GATE_CUTOFF:
         return [Rows(tensor=find_cutoff(tensors, model, layer))]
+    if kind in ("attention_norm", "ffn_norm", "final_norm") and not model.norm.weights:
+        return [Rows(tensor=make_ones(model.shape.hidden))]
     if kind == "down_bias":
         return [_find_down_biases(tensors, model, layer)]
     if latent is not None and kind == "latent_key":

@@ -41,6 +41,7 @@ _OTHER_PARTS = {
         r"(^|\.)(visual|vision_\w+|embed_vision|multi_modal_projector|mm_\w+)\."
     ),
     "read sound": re.compile(r"(^|\.)(audio_\w+|embed_audio)\."),
+    "choose keys in long contexts": re.compile(r"\.self_attn\.indexer\."),
     "draft tokens": re.compile(r"(^|\.)mtp\."),
 }
 """Parts of checkpoints that no model document states, by what they do."""
@@ -124,6 +125,8 @@ def _list_absent(model: Model) -> Iterator[str]:
         yield "shared_up"
     if not model.ffn.bias:
         yield from ("gate_bias", "up_bias", "down_bias")
+    if not model.norm.weights:
+        yield from ("attention_norm", "ffn_norm", "final_norm")
     if not model.norm.bias:
         yield from ("attention_norm_bias", "ffn_norm_bias", "final_norm_bias")
 

@@ -31,7 +31,7 @@ class Requirement:
 def list_requirements(model: Model) -> Iterator[Requirement]:
     """Every tensor but the predictors, with its shape in the checkpoint."""
     hidden = model.shape.hidden
-    norms: dict[str, tuple[int, ...]] = {"final_norm": (hidden,)}
+    norms: dict[str, tuple[int, ...]] = {"final_norm": (hidden,)} if model.norm.weights else {}
     if model.norm.bias:
         norms["final_norm_bias"] = (hidden,)
     yield _require(model, "embedding", (model.shape.vocab, hidden))
@@ -155,7 +155,7 @@ def _list_norms(model: Model) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's norms of the residual stream's width, of its scale, and of what its own
     embedding needs."""
     keys: list[str] = []
-    if model.norm.inputs:
+    if model.norm.inputs and model.norm.weights:
         keys += ["attention_norm", "ffn_norm"]
     if model.norm.inputs and model.norm.bias:
         keys += ["attention_norm_bias", "ffn_norm_bias"]

@@ -1,5 +1,5 @@
 """Tensors that a checkpoint does not have as such: one expert's part of a tensor of all experts, a
-matrix whose columns the file has as rows, and zeros."""
+matrix whose columns the file has as rows, zeros and ones."""
 
 from __future__ import annotations
 
@@ -92,6 +92,19 @@ class ZeroTensor(SourceTensor):
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneTensor(SourceTensor):
+    """A vector of ones, which no file has; ``offset`` means nothing here."""
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return np.ones(len(range(self.shape[0])[start:stop]), np.float16)
+
+
+def make_ones(length: int) -> SourceTensor:
+    """A vector of ones."""
+    return OneTensor(file=Path(), name="ones", dtype="F16", shape=(length,), offset=0, size_bytes=0)
 
 
 def make_zeros(*shape: int) -> SourceTensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -76,6 +77,8 @@ def test_windows_of_layers(kind: str, options: dict[str, Any], expected: list[in
         ("afmoe", WINDOW, ["plain", "plain", "plain", "none"]),
         ("granite_swa", {"layer_rope_theta": [0, 90.0, 0, 90.0]}, ["none", "plain"] * 2),
         ("granite_swa", {"layer_rope_theta": [0, 0, 0, 0]}, ["none"] * 4),
+        ("cohere2_moe", WINDOW, ["plain", "plain", "plain", "none"]),
+        ("cohere2_moe", WINDOW | {"mlp_layer_types": ["dense"] * 4}, ["plain"] * 4),
     ],
 )
 def test_layers_without_positions(kind: str, options: dict[str, Any], expected: list[str]) -> None:
@@ -129,6 +132,9 @@ def test_logits_are_divided_in_granite_and_multiplied_in_hyperclovax() -> None:
     [
         ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv"),
         ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window"),
+        ("cohere2_moe", {"num_shared_experts": 1}, "shared_expert_combination_strategy"),
+        ("cohere2_moe", {"expert_selection_fn": "tanh"}, "tanh"),
+        ("gpt_bigcode", {"n_head": 5, "n_embd": 48}, "5 heads"),
         ("hy_v3", {"mlp_bias": True}, "mlp_bias"),
         ("hy_v3", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
         ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta"),
@@ -142,11 +148,38 @@ def test_what_cannot_be_computed_is_refused(
         describe(kind, **options)
 
 
+def convert(checkpoint: Path, model: Model, output: Path) -> bytes:
+    """The dense weights of the checkpoint's store."""
+    convert_checkpoint(checkpoint, model, output)
+    return (output / "dense.arrow").read_bytes()
+
+
+def test_norms_without_weights_are_those_whose_weights_are_one(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("cohere", tmp_path / "checkpoint")
+    model = describe_checkpoint(checkpoint, "golden").model
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    norms = [name for name in tensors if "norm" in name]
+    save_file(tensors | {name: np.ones_like(tensors[name]) for name in norms}, file)
+    expected = convert(checkpoint, model, tmp_path / "with")
+    save_file({name: tensors[name] for name in tensors if name not in norms}, file)
+    norm = model.norm.model_copy(update={"weights": False})
+    without = model.model_copy(update={"norm": norm})
+    assert convert(checkpoint, without, tmp_path / "without") == expected
+
+
+def test_contexts_end_where_an_index_would_choose_keys() -> None:
+    latent = {"num_key_value_heads": 4, "v_head_dim": 12, "n_group": 1, "topk_group": 1}
+    for kind in ("deepseek_v32", "glm_moe_dsa"):
+        assert describe(kind, index_topk=64, **latent).shape.context == 64
+        assert describe(kind, **latent).shape.context == 128
+
+
 def test_gates_of_heads_may_be_a_tensor_of_their_own(tmp_path: Path) -> None:
     """A store is the same whether gates follow each query head, or have a tensor."""
     checkpoint = copy_checkpoint("qwen3-next", tmp_path / "checkpoint")
     model = describe_checkpoint(checkpoint, "golden").model
-    convert_checkpoint(checkpoint, model, tmp_path / "together")
+    expected = convert(checkpoint, model, tmp_path / "together")
     shape, file = model.shape, checkpoint / "model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith("q_proj.weight")]:
@@ -157,6 +190,4 @@ def test_gates_of_heads_may_be_a_tensor_of_their_own(tmp_path: Path) -> None:
     pattern = model.tensors.query.replace("q_proj", "gate_proj")
     names = model.tensors.model_copy(update={"query_gate": pattern})
     apart = model.model_copy(update={"tensors": names})
-    convert_checkpoint(checkpoint, apart, tmp_path / "apart")
-    together, alone = (tmp_path / name / "dense.arrow" for name in ("together", "apart"))
-    assert together.read_bytes() == alone.read_bytes()
+    assert convert(checkpoint, apart, tmp_path / "apart") == expected

@@ -46,6 +46,7 @@ OPERATORS = (
 """Tables and keys that decide what is computed; sizes, names and precisions are not among them."""
 
 ELSEWHERE = {
+    "norm.weights = False": "stores have weights of 1 (test_further_families)",
     "rope.kind = 'proportional'": "as other_rope.kind",
     "other_rope.pairs = 'neighbours'": "as rope.pairs",
     "other_rope.kind = 'linear'": "as rope.kind",

@@ -218,6 +218,16 @@ def add_turns(config: Config, tables: Tables, full: Config, local: Config) -> No
         tables["other_rope"] = {**other, "layers": chosen}
 
 
+def add_growth(config: Config, tables: Tables) -> None:
+    """State queries that grow with the position, where positions are scaled so."""
+    scaling = config.read_table("rope_parameters")
+    growth = scaling.read("llama_4_scaling_beta", float, 0.0)
+    if growth:
+        tables["attention"]["growth"] = growth
+        original = scaling.read("original_max_position_embeddings", int)
+        tables["rope"]["original_context"] = original
+
+
 def has_cycle(length: int) -> Callable[[int], bool]:
     """Whether a layer has a window where every ``length``-th has none."""
     return lambda layer: length < 1 or (layer + 1) % length != 0

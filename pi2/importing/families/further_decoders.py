@@ -1,6 +1,6 @@
 """Further decoders whose descriptions differ from their relatives' in little: Ministral, CWM,
-InternLM 3, IQuest-Coder, Helium, HyperCLOVA X, VaultGemma, Jais 2, EXAONE 4 and Granite with
-windows."""
+InternLM 3, IQuest-Coder, Helium, HyperCLOVA X, VaultGemma, Jais 2, OLMo, EXAONE 4 and Granite
+with windows."""
 
 from __future__ import annotations
 
@@ -102,6 +102,16 @@ def describe_jais2(config: Config) -> Tables:
     return tables
 
 
+def describe_olmo(config: Config) -> Tables:
+    """The first OLMo: LayerNorm without weights, and cut queries, keys and values."""
+    config = config.change({"mlp_bias": False})
+    tables = describe_llama(config)
+    tables["norm"] = {"kind": "layernorm", "epsilon": 1e-5, "weights": False}
+    if config.has("clip_qkv"):
+        tables["attention"]["clip"] = config.read("clip_qkv", float)
+    return tables
+
+
 def describe_exaone4(config: Config) -> Tables:
     """OLMo 2 with norms of each head, whose layers have positions where they have a window."""
     tables = describe_olmo2(config.change({"attention_bias": False}))
@@ -162,5 +172,6 @@ FAMILIES = {
     "iquestcoder": describe_iquestcoder,
     "jais2": describe_jais2,
     "ministral": describe_ministral,
+    "olmo": describe_olmo,
     "vaultgemma": describe_vaultgemma,
 }

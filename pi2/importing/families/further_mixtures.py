@@ -1,5 +1,5 @@
 """Further mixtures of experts whose descriptions differ from their relatives' in little: K-EXAONE,
-Solar Open, FlexOlmo, Hunyuan 3, AFMoE, Mellum and Granite with windows."""
+Solar Open, FlexOlmo, Hunyuan 3, AFMoE, Mellum, Cohere 2 with experts and Granite with windows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pi2.importing.families.decoders import (
     LAYER,
     Tables,
     add_turns,
+    describe_cohere2,
     describe_decoder,
     omit_positions,
 )
@@ -138,6 +139,38 @@ def describe_mellum(config: Config) -> Tables:
     return tables
 
 
+def describe_cohere2_moe(config: Config) -> Tables:
+    """Cohere 2 with experts, and dense layers that turn heads although they have no window."""
+    tables = describe_cohere2(config)
+    layers, first = tables["shape"]["layers"], config.read("first_k_dense_replace", int, 0)
+    if config.has("first_k_dense_replace") and not config.read_list("layer_types"):
+        raise config.refuse("first_k_dense_replace is stated without layer_types")
+    if config.has("rms_norm_eps"):
+        tables["norm"] = {"epsilon": config.read("rms_norm_eps", float)}
+    ffn, shared = tables["shape"]["ffn"], config.read("num_shared_experts", int, 0)
+    if shared:
+        config.demand("shared_expert_combination_strategy", "sum", "average")
+    router = config.read("expert_selection_fn", str, "softmax")
+    if router not in ("softmax", "sigmoid"):
+        raise config.refuse(f"expert_selection_fn is {router!r}")
+    tables["moe"] = {
+        "experts": config.read_first(("num_experts", "num_local_experts"), int),
+        "active_experts": config.read("num_experts_per_tok", int, 2),
+        "router": router,
+        "shared_experts": shared,
+        "normalise_weights": router == "softmax" or config.read("norm_topk_prob", bool, True),
+    }
+    dense = list_dense_layers(config, layers, first)
+    if dense:
+        add_dense_layers(tables, config.read("prefix_dense_intermediate_size", int, ffn), dense)
+    names = name_experts(f"{LAYER}.mlp", shared="shared_experts")
+    tables["tensors"] |= {key: name for key, name in names.items() if key != "choice_bias"}
+    if config.read("prefix_dense_sliding_window_pattern", int, 1) == 1:
+        still = tables.pop("other_rope", {"layers": []})["layers"]
+        tables |= omit_positions(layer for layer in still if layer not in dense)
+    return tables
+
+
 def describe_granite_moe_swa(config: Config) -> Tables:
     """Granite with experts, sinks and windows."""
     tables = describe_granite_moe(config)
@@ -152,6 +185,7 @@ def describe_granite_moe_swa(config: Config) -> Tables:
 
 FAMILIES = {
     "afmoe": describe_afmoe,
+    "cohere2_moe": describe_cohere2_moe,
     "exaone_moe": describe_exaone_moe,
     "flex_olmo": describe_flex_olmo,
     "granitemoe_swa": describe_granite_moe_swa,

@@ -1,11 +1,12 @@
-"""Latent attention: DeepSeek V2 and V3, GLM Flash, and Youtu."""
+"""Latent attention: DeepSeek V2 to V3.2, GLM Flash and GLM 5, Mistral Small 4, MiniCPM 3 and
+Youtu."""
 
 from __future__ import annotations
 
 import math
 
 from pi2.importing.config import Config, read_rope
-from pi2.importing.families.decoders import Tables, describe_decoder
+from pi2.importing.families.decoders import Tables, add_growth, describe_decoder
 from pi2.importing.families.sigmoid_mixtures import (
     add_dense_layers,
     add_experts,
@@ -84,20 +85,97 @@ def describe_deepseek_v3(config: Config) -> Tables:
     return tables
 
 
+def describe_mistral4(config: Config) -> Tables:
+    """Mistral Small 4: latent attention, queries that grow, and experts that a softmax weights."""
+    scaling = dict(config.read_table("rope_parameters").values)
+    # It is the share that qk_rope_head_dim has of a head.
+    scaling.pop("partial_rotary_factor", None)
+    config = config.change({"rope_parameters": scaling}).set_default("qk_nope_head_dim", 64)
+    tables = _describe_latent(config.set_default("kv_lora_rank", 256))
+    if config.read("rope_interleave", bool, True):
+        tables["rope"]["pairs"] = "neighbours"
+    add_growth(config, tables)
+    add_experts(config, tables)
+    tables["moe"] |= {
+        "normalise_weights": config.read("norm_topk_prob", bool, True),
+        "groups": config.read("n_group", int, 1),
+        "active_groups": config.read("topk_group", int, 1),
+    }
+    del tables["tensors"]["choice_bias"]
+    return tables
+
+
+def describe_deepseek_v32(config: Config) -> Tables:
+    """DeepSeek V3.2: V3 with an index that chooses keys for every query."""
+    return _describe_indexed(config, 8, 4)
+
+
+def describe_glm_moe_dsa(config: Config) -> Tables:
+    """GLM 5: the same with other sizes, and an index for several layers."""
+    tables = _describe_indexed(config, 1, 1)
+    tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
+    return tables
+
+
+def _describe_indexed(config: Config, groups: int, active_groups: int) -> Tables:
+    """What an index chooses is every key, as long as there are no more than it chooses: longer
+    contexts are left out, and so is the index."""
+    config.demand("mlp_bias", False, False)
+    groups = config.read("n_group", int, groups)
+    active_groups = config.read("topk_group", int, active_groups)
+    tables = _describe_with_dense_layers(
+        config.change({"n_group": groups, "topk_group": active_groups, "rope_interleave": True}),
+        config.read("first_k_dense_replace", int, 3),
+    )
+    chosen = config.read("index_topk", int, 2048)
+    tables["shape"]["context"] = min(tables["shape"]["context"], chosen)
+    return tables
+
+
+def describe_minicpm3(config: Config) -> Tables:
+    """MiniCPM 3: latent attention in a dense model, with factors of depth and width."""
+    layers, hidden = config.read("num_hidden_layers", int), config.read("hidden_size", int)
+    heads = config.read("num_attention_heads", int)
+    for key, value in (
+        ("v_head_dim", hidden // max(1, heads)),
+        ("kv_lora_rank", 256),
+        ("qk_nope_head_dim", 64),
+        ("qk_rope_head_dim", 32),
+    ):
+        config = config.set_default(key, value)
+    tables = _describe_latent(config)
+    tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
+    tables["tied_head"] = config.read("tie_word_embeddings", bool, True)
+    tables["ffn"]["bias"] = config.read("mlp_bias", bool, False)
+    root = math.sqrt(layers)
+    depth = config.read_limit("scale_depth", 1.4)
+    base = config.read_limit("dim_model_base", 256.0)
+    tables["multipliers"] = {
+        "embedding": config.read("scale_emb", float, 12.0),
+        "residual": 1.0 if depth is None else depth / root,
+        "logits": 1.0 if base is None else base / hidden,
+    }
+    return tables
+
+
 def _count_dense(config: Config) -> int:
     return config.read("first_k_dense_replace", int, 3)
 
 
 def describe_glm4_moe_lite(config: Config) -> Tables:
     """GLM 4.7 Flash: DeepSeek V3 with a list of layers that are no mixture."""
+    config = config.set_default("n_group", 1).set_default("topk_group", 1)
     # The older name of the list is the number of such layers at the beginning.
     first = config.read("first_k_dense_replace", int, 1)
-    dense = config.read("intermediate_size", int)
-    tables = describe_deepseek_v3(
-        config.change({"first_k_dense_replace": 0, "n_group": config.read("n_group", int, 1)})
-    )
-    tables["moe"]["active_groups"] = config.read("topk_group", int, 1)
+    tables = _describe_with_dense_layers(config, first)
     tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
+    return tables
+
+
+def _describe_with_dense_layers(config: Config, first: int) -> Tables:
+    """DeepSeek V3 whose layers that are no mixture are listed, or the ``first`` ones."""
+    dense = config.read("intermediate_size", int)
+    tables = describe_deepseek_v3(config.change({"first_k_dense_replace": 0}))
     add_dense_layers(tables, dense, list_dense_layers(config, tables["shape"]["layers"], first))
     return tables
 
@@ -114,6 +192,10 @@ def describe_youtu(config: Config) -> Tables:
 FAMILIES = {
     "deepseek_v2": describe_deepseek_v2,
     "deepseek_v3": describe_deepseek_v3,
+    "deepseek_v32": describe_deepseek_v32,
     "glm4_moe_lite": describe_glm4_moe_lite,
+    "glm_moe_dsa": describe_glm_moe_dsa,
+    "minicpm3": describe_minicpm3,
+    "mistral4": describe_mistral4,
     "youtu": describe_youtu,
 }

@@ -13,6 +13,7 @@ from pi2.importing.config import (
 from pi2.importing.families.decoders import (
     LAYER,
     Tables,
+    add_growth,
     add_turns,
     describe_decoder,
     describe_granite,
@@ -80,12 +81,7 @@ def describe_seed_oss(config: Config) -> Tables:
 def describe_ministral3(config: Config) -> Tables:
     """Mistral whose queries grow with the position."""
     tables = describe_mistral(config)
-    scaling = config.read_table("rope_parameters")
-    growth = scaling.read("llama_4_scaling_beta", float, 0.0)
-    if growth:
-        tables["attention"]["growth"] = growth
-        original = scaling.read("original_max_position_embeddings", int)
-        tables["rope"]["original_context"] = original
+    add_growth(config, tables)
     return tables
 
 

@@ -197,6 +197,59 @@ def describe_phi(config: Config) -> Tables:
     return tables
 
 
+def describe_gpt_bigcode(config: Config) -> Tables:
+    """Learned positions, biases everywhere, and one key head for all queries, or one for each."""
+    config.demand("add_cross_attention", False, False)
+    hidden, heads = config.read("n_embd", int), config.read("n_head", int)
+    if heads < 1 or hidden % heads or hidden < heads:
+        raise config.refuse(f"n_embd {hidden} is not divided by {heads} heads")
+    is_shared = config.read("multi_query", bool, True)
+    layer = "transformer.h.{layer}"
+    norms = {"attention_norm": f"{layer}.ln_1", "ffn_norm": f"{layer}.ln_2"}
+    norms["final_norm"] = "transformer.ln_f"
+    tables: Tables = {
+        "shape": {
+            "layers": config.read("n_layer", int),
+            "hidden": hidden,
+            "ffn": config.read("n_inner", int, 4 * hidden),
+            "heads": heads,
+            "kv_heads": 1 if is_shared else heads,
+            "head_dim": hidden // heads,
+            "vocab": config.read("vocab_size", int),
+            "context": config.read("n_positions", int),
+        },
+        "norm": {
+            "kind": "layernorm",
+            "epsilon": config.read("layer_norm_epsilon", float, 1e-5),
+            "bias": True,
+        },
+        "rope": {"kind": "none"},
+        "positions": {},
+        "attention": {"qkv_bias": True, "output_bias": True},
+        "ffn": {
+            "activation": read_activation(config, "activation_function"),
+            "gated": False,
+            "bias": True,
+        },
+        "tied_head": config.read("tie_word_embeddings", bool, True),
+        "tensors": {
+            "embedding": "transformer.wte.weight",
+            "positions": "transformer.wpe.weight",
+            **{key: f"{name}.weight" for key, name in norms.items()},
+            **{f"{key}_bias": f"{name}.bias" for key, name in norms.items()},
+            "fused_qkv": f"{layer}.attn.c_attn.weight",
+            "fused_qkv_bias": f"{layer}.attn.c_attn.bias",
+            "fused_order": "stacked" if is_shared else "grouped",
+            "output": f"{layer}.attn.c_proj.weight",
+            "output_bias": f"{layer}.attn.c_proj.bias",
+            **_name_plain_ffn(f"{layer}.mlp.c_fc", f"{layer}.mlp.c_proj"),
+        },
+    }
+    if not config.read("scale_attn_weights", bool, True):
+        tables["attention"]["scale"] = 1.0
+    return tables
+
+
 def describe_gptj(config: Config) -> Tables:
     """Like Phi, without biases in attention; neighbours are rotated."""
     hidden, heads = config.read("n_embd", int), config.read("n_head", int)
@@ -246,6 +299,7 @@ def describe_gptj(config: Config) -> Tables:
 
 FAMILIES = {
     "falcon": describe_falcon,
+    "gpt_bigcode": describe_gpt_bigcode,
     "gpt_neox": describe_gpt_neox,
     "gptj": describe_gptj,
     "opt": describe_opt,

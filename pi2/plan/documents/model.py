@@ -92,6 +92,9 @@ class Norm(Table):
     """Added to the mean of squares."""
     bias: bool = False
     """Whether a bias is added."""
+    weights: bool = True
+    """Whether checkpoints have weights of the norms before attention, before the FFN and at the
+    end; else all of them are 1 (OLMo)."""
     weight_offset: float = 0.0
     """Constant added to the checkpoint's weights: 1 for Gemma, whose norms multiply by 1 +
     weight."""

@@ -303,7 +303,7 @@ def _check_latent(model: Model) -> Iterator[Finding]:
     if attention.latent is None:
         return
     others = ["qkv_bias", "head_norm", "value_norm", "sub_norm", "sinks", "clip"]
-    others += ["sliding_window", "growth"]
+    others.append("sliding_window")
     for key in (key for key in others if getattr(attention, key)):
         yield Finding(
             document="model",
