@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
@@ -59,7 +60,8 @@ def emit_dense(
     float32 [tokens] of gates, where layers have them.  Per panel of
     neurons: first the activations, threads sharing the neurons, or their gates, and then the
     activations where gates are open, threads sharing the tokens; then y, threads sharing the
-    elements, for active neurons only where some rest.  So no sum depends on the number of threads.
+    elements, for active neurons only where some rest: the down vectors of those that fire for some
+    tokens are unpacked, and added for these.  So no sum depends on the number of threads.
 
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
     is at: in y itself, those of one token after the other push each other out of the caches.
@@ -151,7 +153,8 @@ def _emit_tile_sum(
         with T.serial(T.floordiv(size + UNPACKED - 1, UNPACKED)) as part:
             begin = v.let(part * UNPACKED)
             number = v.let(T.min(size - begin, UNPACKED))
-            with T.serial(number) as index:
+
+            def unpack(index: v.Expr, begin: v.Expr = begin) -> None:
                 place = chosen.find_neuron(origin + begin + index)
                 vector = bundles.take_part(find_neighbour(bundles, place, first_row), "down")
                 scale = v.let(load_block_scale(vector, lanes, first))
@@ -159,6 +162,15 @@ def _emit_tile_sum(
                 for row, (_, weights) in enumerate(rows):
                     at = scratch + (index * len(rows) + row) * lanes
                     v.store(unpacked, at, weights * scale, lanes)
+
+            if spec.is_smooth:
+                with T.serial(number) as index:
+                    unpack(index)
+            else:
+                used = v.Cell(T.int32(0))
+                with T.serial(kept) as token:
+                    used.set(used.get() | masks[(origin_token + token) * PARTS + part])
+                _emit_each_bit(used, unpack)
             here = _Unpacked(
                 values, begin, origin_token, unpacked, scratch, own, len(places), lanes
             )
@@ -241,12 +253,13 @@ def _emit_masked_sums(here: _Unpacked, tokens: v.Expr, masks: v.Buffer, part: v.
     with T.serial(tokens) as token:
         sums = here.load_sums(token)
         mask = v.Cell(masks[(here.origin + token) * PARTS + part])
-        with T.serial(T.popcount(mask.get())):
-            index = v.let(count_trailing_zeros(mask.get()))
-            mask.set(mask.get() & (mask.get() - 1))
+
+        def add(index: v.Expr, token: v.Expr = token, sums: list[v.Cell] = sums) -> None:
             value = here.load_value(token, index)
             for weights, cell in zip(here.load_weights(index), sums, strict=True):
                 cell.set(T.fma(weights, value, cell.get()))
+
+        _emit_each_bit(mask, add)
         here.store_sums(token, sums)
 
 
@@ -266,6 +279,14 @@ def _emit_full_sums(isa: Isa, here: _Unpacked, tokens: v.Expr, number: v.Expr) -
                     cells[place].set(T.fma(weights, value, cells[place].get()))
         for token, cells in zip(named, sums, strict=True):
             here.store_sums(token, cells)
+
+
+def _emit_each_bit(mask: v.Cell, emit: Callable[[v.Expr], None]) -> None:
+    """Call ``emit`` with the places of the bits of an int32, ascending, which are cleared."""
+    with T.serial(T.popcount(mask.get())):
+        index = v.let(count_trailing_zeros(mask.get()))
+        mask.set(mask.get() & (mask.get() - 1))
+        emit(index)
 
 
 def count_trailing_zeros(mask: v.Expr) -> v.Expr:
