@@ -26,6 +26,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.dots import emit_dots
+from pi2.backends.kernels.downs import emit_downs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import LINE, emit_shared
 from pi2.backends.kernels.neurons import Bundles, Neuron, activate, adjust_up, is_firing
@@ -33,13 +34,6 @@ from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.thread_sums import Squares, emit_add, emit_clear, emit_count
-from pi2.backends.kernels.unpacking import (
-    count_tile_bytes,
-    count_tiles,
-    emit_tile,
-    list_tiles,
-    load_block_scale,
-)
 from pi2.plan.weights.layout import (
     GROUP,
     PartName,
@@ -392,43 +386,3 @@ def _emit_down(
     vectors, ask = run.take_parts(places, "down"), run.ask_for(following, "down")
     once = run.activations.once
     emit_downs(run.isa, run.spec, vectors, values, run.scratch.partial, base, once, ask)
-
-
-def emit_downs(
-    isa: Isa,
-    spec: KernelSpec,
-    vectors: Sequence[Vector],
-    values: Sequence[v.Expr],
-    target: v.Buffer,
-    base: v.Expr,
-    once: v.Expr,
-    ask: Prefetch | None = None,
-) -> None:
-    """Add each of some down ``vectors`` times its value to ``target[base:]`` (lane order), one
-    after the other; ``ask`` is told what is read, and when.  ``once``: see `Activations`."""
-    per_block = count_tiles(spec.ffn)
-    size = weight_bytes(GROUP, spec.ffn)
-
-    def emit_block(lanes: int, first: v.Expr) -> None:
-        step = count_tile_bytes(spec.ffn, lanes)
-        scales = [
-            v.let(load_block_scale(vector, lanes, first) * v.splat(value, lanes))
-            for vector, value in zip(vectors, values, strict=True)
-        ]
-        for chunk in range(per_block):
-            tiles = []
-            for index, vector in enumerate(vectors):
-                if ask is not None:
-                    ask(index, v.wide(first * size) + chunk * step, step)
-                tiles.append(emit_tile(isa, vector, lanes, first, chunk))
-            for rows in zip(*tiles, strict=True):
-                at = v.let(base + rows[0][0])
-                total = v.load(target, at, lanes)
-                for (_, weights), scale in zip(rows, scales, strict=True):
-                    total = T.fma(weights, scale, total)
-                v.store(target, at, total, lanes)
-
-    for lanes, group, tiles in list_tiles(spec.hidden, spec.ffn):
-        groups = 1 if spec.ffn == "fp16" else lanes
-        with T.serial(tiles // per_block * once) as block:
-            emit_block(lanes, group + block * groups)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.gathered import emit_downs
+from pi2.backends.kernels.downs import emit_downs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron

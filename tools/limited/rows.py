@@ -13,7 +13,7 @@ FEWER = {**AHEAD, "decode.missing_threshold": 0.5}
 FEWEST = {**AHEAD, "decode.missing_threshold": 1.0}
 SHARE = {**AHEAD, "decode.leave_out": 0.02}
 ROUTER = {**LEND, "decode.look_ahead": "layer"}
-DIAL = {**ROUTER, "experts.prefer_cached": 0.1, "experts.keep_best": 2}
+DIAL = {**ROUTER, "experts.prefer_cached": 0.2}
 PROMPT = {"pipeline.prefill": "layers-first", "prefill.activations": "int8"}
 
 
