@@ -61,7 +61,7 @@ class Router:
         if self.expert_scale is not None:
             weights[:, :first] *= self.expert_scale
         shared = weights[:, first : first + self.moe.shared_experts]
-        shared[:] = 1
+        shared[:] = self.moe.shared_factor
         if self.shared is not None:
             shared /= 1 + np.exp(-(inputs @ self.shared.T))
         return weights

@@ -253,7 +253,7 @@ def draw_cohere2_moe(drawn: random.Random) -> Drawn:
     options |= draw_experts(drawn, "num_experts", "num_experts_per_tok")
     options |= {
         "num_shared_experts": drawn.choice([0, 1, 2]),
-        "shared_expert_combination_strategy": "sum",
+        "shared_expert_combination_strategy": drawn.choice(["average", "sum"]),
         "expert_selection_fn": drawn.choice(["softmax", "sigmoid"]),
         "prefix_dense_intermediate_size": drawn.choice([40, 90]),
         "rms_norm_eps": drawn.choice([None, 1e-6, 1e-3]),

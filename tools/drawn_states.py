@@ -161,6 +161,30 @@ def draw_lfm2_moe(draw: random.Random) -> Options:
     }
 
 
+def draw_lfm3(draw: random.Random) -> Options:
+    """LFM3."""
+    options = draw_common(draw)
+    kinds = ["conv", "conv", "full_attention", "sliding_attention"]
+    full = {"rope_type": "default", "rope_theta": 500.0}
+    if draw.random() < 0.6:
+        share = draw.choice([0.25, 0.5, 1.0])
+        full |= {"rope_type": "proportional", "partial_rotary_factor": share}
+    return options | {
+        "head_dim": draw.choice([8, 12, 16, 32]),
+        "layer_types": draw.choices(kinds, k=options["num_hidden_layers"]),
+        "sliding_window": draw.choice([3, 8]),
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "conv_bias": draw.random() < 0.4,
+        "conv_L_cache": draw.choice([2, 3, 7]),
+        "attention_bias": draw.random() < 0.3,
+        "use_sandwich_norm": draw.random() < 0.7,
+        "use_attention_gate": draw.random() < 0.7,
+    }
+
+
 def draw_nemotron_h(draw: random.Random) -> Options:
     """Nemotron-H: blocks that are layers together, with and without experts."""
     options = draw_common(draw)
@@ -205,6 +229,7 @@ STATE_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "granitemoehybrid": partial(_name, "GraniteMoeHybrid", draw_granite),
     "lfm2": partial(_name, "Lfm2", draw_lfm2),
     "lfm2_moe": partial(_name, "Lfm2Moe", draw_lfm2_moe),
+    "lfm3": partial(_name, "Lfm3", draw_lfm3),
     "nemotron_h": partial(_name, "NemotronH", draw_nemotron_h),
     "qwen3_5": partial(_name, "Qwen3_5Text", draw_qwen),
     "qwen3_5_moe": partial(_name, "Qwen3_5MoeText", draw_qwen_moe),

@@ -169,6 +169,7 @@ def _describe_router(model: Model) -> RouterShape | None:
         has_bias=moe.router_bias,
         has_choice_bias=moe.choice_bias,
         shared=moe.shared_experts,
+        shared_factor=moe.shared_factor,
         shared_gate=moe.shared_gate,
         reads_layer_input=_routes_by_input(model),
     )

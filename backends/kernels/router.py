@@ -124,9 +124,10 @@ def _emit_weights(
     with T.serial(router.active) as turn:
         v.store(routes, base + chosen[turn], shares[turn] * factor, 1)
     if router.shared:
-        weight = v.constant(1.0, "float32")
+        weight = v.constant(router.shared_factor, "float32")
         if arrays.shared is not None:
-            weight = v.let(v.take_sigmoid(_multiply_shared(spec, arrays, token), 1))
+            share = v.take_sigmoid(_multiply_shared(spec, arrays, token), 1)
+            weight = v.let(share * weight if router.shared_factor != 1.0 else share)
         with T.serial(router.shared) as expert:
             v.store(routes, base + router.experts + expert, weight, 1)
 

@@ -120,6 +120,8 @@ class RouterShape:
     """Whether experts are chosen by their weights and a bias of each."""
     shared: int
     """Experts beside them that compute every token."""
+    shared_factor: float
+    """What their weights are multiplied by."""
     shared_gate: bool
     """Whether these have a router."""
     reads_layer_input: bool

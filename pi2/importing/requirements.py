@@ -118,7 +118,8 @@ def _list_projections(model: Model) -> dict[str, tuple[int, ...]]:
         return {"fused_qkv": (queries + 2 * keys, shape.hidden)}
     sizes = {"query": queries * (1 + _has_gate_rows(model)), "key": keys, "value": keys}
     if model.attention.output_gate and model.tensors.query_gate is not None:
-        sizes["query_gate"] = queries
+        is_whole = model.attention.output_gate_of == "element"
+        sizes["query_gate"] = queries if is_whole else shape.heads
     return {key: (size, shape.hidden) for key, size in sizes.items()}
 
 

@@ -60,11 +60,12 @@ def describe(kind: str, **options: Any) -> Model:
         ("granite_swa", WINDOW, [None, 7, 7, 7]),
         ("granitemoe_swa", {}, [None, 128, 128, 128]),
         ("vaultgemma", WINDOW, [7, None, 7, None]),
+        ("lfm3", {"num_hidden_layers": 5}, [None, None, None, None, 256]),
     ],
 )
 def test_windows_of_layers(kind: str, options: dict[str, Any], expected: list[int | None]) -> None:
     model = describe(kind, **options)
-    assert [model.find_window(layer) for layer in range(4)] == expected
+    assert [model.find_window(layer) for layer in range(len(expected))] == expected
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_logits_are_divided_in_granite_and_multiplied_in_hyperclovax() -> None:
     [
         ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv"),
         ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window"),
-        ("cohere2_moe", {"num_shared_experts": 1}, "shared_expert_combination_strategy"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "product"}, "product"),
         ("cohere2_moe", {"expert_selection_fn": "tanh"}, "tanh"),
         ("gpt_bigcode", {"n_head": 5, "n_embd": 48}, "5 heads"),
         ("hy_v3", {"mlp_bias": True}, "mlp_bias"),
@@ -173,6 +174,31 @@ def test_contexts_end_where_an_index_would_choose_keys() -> None:
     for kind in ("deepseek_v32", "glm_moe_dsa"):
         assert describe(kind, index_topk=64, **latent).shape.context == 64
         assert describe(kind, **latent).shape.context == 128
+
+
+def test_a_gate_for_each_head_is_one_for_each_of_its_elements(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("qwen3-next", tmp_path / "checkpoint")
+    model = describe_checkpoint(checkpoint, "golden").model
+    shape, file = model.shape, checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    queries = [name for name in tensors if name.endswith("q_proj.weight")]
+    of_heads = {}
+    for name in queries:
+        rows = tensors[name].reshape(shape.heads, 2, shape.head_dim, shape.hidden).copy()
+        gates = rows[:, 1, 0]
+        rows[:, 1] = gates[:, None]
+        tensors[name] = rows.reshape(tensors[name].shape)
+        own = rows[:, 0].reshape(shape.query, shape.hidden)
+        of_heads |= {name: own.copy(), name.replace("q_proj", "gate_proj"): gates.copy()}
+    save_file(tensors, file)
+    expected = convert(checkpoint, model, tmp_path / "elements")
+    save_file(tensors | of_heads, file)
+    pattern = model.tensors.query.replace("q_proj", "gate_proj")
+    update = {
+        "tensors": model.tensors.model_copy(update={"query_gate": pattern}),
+        "attention": model.attention.model_copy(update={"output_gate_of": "head"}),
+    }
+    assert convert(checkpoint, model.model_copy(update=update), tmp_path / "heads") == expected
 
 
 def test_gates_of_heads_may_be_a_tensor_of_their_own(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ OPERATORS = (
 """Tables and keys that decide what is computed; sizes, names and precisions are not among them."""
 
 ELSEWHERE = {
+    "attention.output_gate_of = 'head'": "stores have a gate for each element",
+    "moe.shared_factor": "as weights of one half (below)",
     "norm.weights = False": "stores have weights of 1 (test_further_families)",
     "rope.kind = 'proportional'": "as other_rope.kind",
     "other_rope.pairs = 'neighbours'": "as rope.pairs",
@@ -131,11 +133,13 @@ def test_shared_experts_may_have_no_router(tmp_path: Path) -> None:
     halved = run_shared(tmp_path / "halved", {}, 0.5)
     ignorant = run_shared(tmp_path / "ignorant", {"shared_gate": True}, 1.0)
     np.testing.assert_allclose(halved, ignorant, atol=1e-5)
+    stated = run_shared(tmp_path / "stated", {"shared_factor": 0.5}, 1.0)
+    np.testing.assert_allclose(halved, stated, atol=1e-5)
     whole = run_shared(tmp_path / "whole", {}, 1.0)
     assert np.abs(whole - halved).max() > 0.01
 
 
-def run_shared(folder: Path, change: dict[str, bool], factor: float) -> F32:
+def run_shared(folder: Path, change: dict[str, bool | float], factor: float) -> F32:
     """Logits of a mixture whose shared router is zero, and what shared experts give scaled."""
     checkpoint = copy_checkpoint("qwen2-moe", folder / "checkpoint")
     tensors = load_file(checkpoint / "model.safetensors")

@@ -205,12 +205,14 @@ def omit_positions(layers: Iterable[int]) -> Tables:
     return {"other_rope": {"kind": "none", "layers": chosen}} if chosen else {}
 
 
-def add_turns(config: Config, tables: Tables, full: Config, local: Config) -> None:
+def add_turns(
+    config: Config, tables: Tables, full: Config, local: Config, share: float | None = None
+) -> None:
     """State rotary positions of layers without a window, by the table ``full``, and of those with
-    one, by ``local``; both state the base."""
+    one, by ``local``; both state the base.  ``share``: see `scale_rope`."""
     context, layers = tables["shape"]["context"], tables["shape"]["layers"]
     tables["rope"], other = (
-        scale_rope(config, table, table.read("rope_theta", float), context)
+        scale_rope(config, table, table.read("rope_theta", float), context, share)
         for table in (full, local)
     )
     chosen = tables["attention"].get("window_layers", list(range(layers)))

@@ -148,8 +148,9 @@ def describe_cohere2_moe(config: Config) -> Tables:
     if config.has("rms_norm_eps"):
         tables["norm"] = {"epsilon": config.read("rms_norm_eps", float)}
     ffn, shared = tables["shape"]["ffn"], config.read("num_shared_experts", int, 0)
-    if shared:
-        config.demand("shared_expert_combination_strategy", "sum", "average")
+    combination = config.read("shared_expert_combination_strategy", str, "average")
+    if combination not in ("average", "sum"):
+        raise config.refuse(f"shared_expert_combination_strategy is {combination!r}")
     router = config.read("expert_selection_fn", str, "softmax")
     if router not in ("softmax", "sigmoid"):
         raise config.refuse(f"expert_selection_fn is {router!r}")
@@ -160,6 +161,8 @@ def describe_cohere2_moe(config: Config) -> Tables:
         "shared_experts": shared,
         "normalise_weights": router == "softmax" or config.read("norm_topk_prob", bool, True),
     }
+    if shared and combination == "average":
+        tables["moe"] |= {"scaling": 0.5, "shared_factor": 0.5}
     dense = list_dense_layers(config, layers, first)
     if dense:
         add_dense_layers(tables, config.read("prefix_dense_intermediate_size", int, ffn), dense)

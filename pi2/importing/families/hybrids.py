@@ -10,6 +10,7 @@ from pi2.importing.config import SPLIT_EXPERTS, Config
 from pi2.importing.families.decoders import (
     LAYER,
     Tables,
+    add_turns,
     describe_decoder,
     describe_granite,
 )
@@ -205,11 +206,54 @@ def describe_lfm2(config: Config) -> Tables:
             raise config.refuse(f"block_multiple_of is {multiple}")
         size = -(-size // multiple) * multiple
     tables = _describe_lfm2(config, size)
-    tables["tensors"] |= {
-        part: f"{LAYER}.feed_forward.{name}.weight"
-        for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-    }
+    tables["tensors"] |= _name_lfm2_ffn()
     return tables
+
+
+def describe_lfm3(config: Config) -> Tables:
+    """LFM3: LFM2 with norms of outputs, a gate for each head, and a window in some layers."""
+    layers = config.read("num_hidden_layers", int)
+    kinds = config.read_list("layer_types")
+    if not kinds:
+        places = ["sliding_attention", "conv", "full_attention", "conv"]
+        kinds = [places[n % 4] if n else "conv" for n in range(layers)]
+    others = ["full_attention" if kind == "sliding_attention" else kind for kind in kinds]
+    size = config.read("intermediate_size", int)
+    tables = _describe_lfm2(
+        config.change({"layer_types": others}).set_default("conv_L_cache", 7), size
+    )
+    narrow = [n for n, kind in enumerate(kinds) if kind == "sliding_attention"]
+    bias = config.read("attention_bias", bool, False)
+    tables["attention"] |= {"qkv_bias": bias, "output_bias": bias}
+    if config.read("use_attention_gate", bool, True):
+        tables["attention"] |= {"output_gate": True, "output_gate_of": "head"}
+        tables["tensors"]["query_gate"] = f"{LAYER}.self_attn.gate_proj.weight"
+    if narrow:
+        width = config.read("sliding_window", int, 256)
+        tables["attention"] |= {"sliding_window": width, "window_layers": narrow}
+    whole = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6}
+    both = config.set_default("rope_parameters", {"full_attention": whole})
+    both = both.read_table("rope_parameters")
+    full, local = (
+        both.read_table(f"{kind}_attention").set_default("rope_theta", theta)
+        for kind, theta in (("full", 1_000_000.0), ("sliding", 10_000.0))
+    )
+    add_turns(config, tables, full, local, share=1.0)
+    names = {"query_norm": "q_norm", "key_norm": "k_norm", "output": "o_proj"}
+    tables["tensors"] |= {key: f"{LAYER}.self_attn.{name}.weight" for key, name in names.items()}
+    if config.read("use_sandwich_norm", bool, True):
+        tables["norm"]["outputs"] = True
+        tables["tensors"] |= {
+            "attention_output_norm": f"{LAYER}.post_operator_norm.weight",
+            "ffn_output_norm": f"{LAYER}.post_ffn_norm.weight",
+        }
+    return tables | {"tensors": tables["tensors"] | _name_lfm2_ffn()}
+
+
+def _name_lfm2_ffn() -> Tables:
+    """Names of an FFN that is no mixture."""
+    names = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    return {part: f"{LAYER}.feed_forward.{name}.weight" for part, name in names}
 
 
 def describe_lfm2_moe(config: Config) -> Tables:
@@ -284,6 +328,7 @@ FAMILIES = {
     "granitemoehybrid": describe_granite_hybrid,
     "lfm2": describe_lfm2,
     "lfm2_moe": describe_lfm2_moe,
+    "lfm3": describe_lfm3,
     "qwen3_5_moe_text": describe_qwen3_5_moe,
     "qwen3_5_text": describe_qwen3_5,
     "qwen3_next": describe_qwen3_next,

@@ -135,6 +135,9 @@ class Attention(Table):
     output_gate: bool = False
     """Whether queries come with as many gates, whose sigmoids multiply what the heads have mixed
     (Qwen3-Next)."""
+    output_gate_of: Literal["element", "head"] = "element"
+    """What has a gate of its own: every element of what a head mixes, or every head (LFM3), whose
+    row of ``tensors.query_gate`` stores repeat for its elements."""
     sub_norm: bool = False
     """Whether what the heads have mixed goes through an RMSNorm, all heads together, before the
     output projection (BitNet)."""

@@ -35,6 +35,8 @@ class Moe(Table):
     as many neurons is four."""
     shared_gate: bool = False
     """Whether a router of their own weights the shared experts, by the sigmoid of its score."""
+    shared_factor: float = Field(default=1.0, gt=0.0, examples=[0.5])
+    """Factor of what the shared experts give (Cohere 2 with experts)."""
     shared_ffn: Count | None = None
     """Neurons of all shared experts together, where the last one has fewer than the others."""
     router_bias: bool = False

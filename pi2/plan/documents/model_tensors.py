@@ -53,8 +53,8 @@ class Tensors(Table):
         default=None, examples=["model.layers.{layer}.self_attn.gate_proj.weight"]
     )
     """Projection to the gates of what heads mix [heads x head_dim, hidden], with
-    ``attention.output_gate``; absent means that every head of ``query`` is followed by its
-    gates."""
+    ``attention.output_gate``, or [heads, hidden] where every head has one gate; absent means that
+    every head of ``query`` is followed by its gates."""
     sinks: str = "model.layers.{layer}.self_attn.sinks"
     """Score of every head that no token has [heads]."""
     latent_query: str = "model.layers.{layer}.self_attn.q_a_proj.weight"

@@ -30,6 +30,12 @@ def check(facts: Facts) -> Iterator[Finding]:
             "queries with gates are not in one tensor with keys and values",
             "name query, key and value in [tensors]",
         )
+    if model.attention.output_gate_of == "head" and model.tensors.query_gate is None:
+        yield _find(
+            ("attention", "output_gate_of"),
+            "gates of whole heads are no rows of the query projection",
+            "name tensors.query_gate",
+        )
     kinds = () if model.layers is None else model.layers.kinds
     if kinds and len(kinds) != model.shape.layers:
         yield _find(
