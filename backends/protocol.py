@@ -51,7 +51,7 @@ from pi2.plan.weights.layout import BundleLayout, Precision, TwinPrecision
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pi2.arrays import F32, I32, U8, Bits, Raw, Scales
+    from pi2.arrays import F32, I32, I64, U8, Bits, Raw, Scales
     from pi2.backends.dense_unit import DenseUnit, UnitRequest
     from pi2.backends.text_model import TextModel, TextRequest
     from pi2.backends.whole_model import WholeModel, WholeRequest
@@ -59,6 +59,10 @@ if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.arithmetic.rows import DividedRows
     from pi2.progress import Progress
+
+
+MOST_STEP_TOKENS = 64
+"""Tokens of a step, at most: a number has a bit for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,14 +283,14 @@ class Executor(Protocol):
         arena: U8,
         slots: I32,
         indices: I32,
-        named: Bits,
+        named: I64,
         known: bool = False,
         stretch: int = 1,
     ) -> None:
         """Add the neurons in ``slots`` [n] of ``arena`` [slots, stride], whose stored indices are
-        ``indices`` [n], to those tokens of a step that have ``named`` [T, n] them, at least one
-        each; gates may be ``known``, and ``slots``, ``indices`` and ``named`` be about stretches,
-        as `add_neurons` says.  Token 0 is selected afterwards."""
+        ``indices`` [n], to those tokens of a step that have ``named`` [n] them: bit t of token t,
+        at least one each; gates may be ``known``, and ``slots``, ``indices`` and ``named`` be about
+        stretches, as `add_neurons` says.  Token 0 is selected afterwards."""
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add the neurons of ``bundles`` [n, stride], contiguous, for all T tokens; ``first`` is
@@ -515,14 +519,19 @@ def add_one_by_one(
     arena: U8,
     slots: I32,
     indices: I32,
-    named: Bits,
+    named: I64,
     known: bool,
     stretch: int = 1,
 ) -> None:
     """Do what `Executor.add_named_neurons` does, one token after the other."""
-    for token, own in enumerate(named):
-        mine = slots.compress(own)
-        if len(mine):
+    # Whoever asks what a backend can do needs no numpy.
+    import numpy as np
+
+    any_token = int(np.bitwise_or.reduce(named))
+    for token in range(MOST_STEP_TOKENS):
+        if any_token >> token & 1:
+            own = (named >> token & 1).astype(np.bool_)
             executor.select_token(token)
+            mine = slots.compress(own)
             executor.add_neurons(layer, arena, mine, indices.compress(own), known, stretch)
     executor.select_token(0)

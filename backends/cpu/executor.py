@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pi2.arrays import F32, I32, U8, Bits
+from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import (
     Arrays,
@@ -426,17 +426,18 @@ class CpuExecutor:
         arena: U8,
         slots: I32,
         indices: I32,
-        named: Bits,
+        named: I64,
         known: bool = False,
         stretch: int = 1,
     ) -> None:
         """Add gathered neurons to the tokens of a step that have named them."""
-        if not self._neurons.can_share(len(named), known):
+        tokens = self._now.tokens
+        if not self._neurons.can_share(tokens, known):
             add_one_by_one(self, layer, arena, slots, indices, named, known, stretch)
         elif len(slots):
             own, numbers = expand_stretches(slots, stretch), expand_stretches(indices, stretch)
-            named = named if stretch == 1 else named.repeat(stretch, axis=1)
-            self._neurons.add_shared(layer, arena, own, numbers, named)
+            named = named if stretch == 1 else named.repeat(stretch)
+            self._neurons.add_shared(layer, arena, own, numbers, named, tokens)
 
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         """Add contiguous neurons for all tokens."""

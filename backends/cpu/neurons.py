@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F32, I32, U8, Bits
+from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import count_tokens
 from pi2.backends.cpu.expert_groups import complete_pairs, list_groups
@@ -261,17 +261,14 @@ class Neurons:
         return bool(self._shared) and not known and 1 < tokens <= MOST_NAMING
 
     def add_shared(
-        self, layer: int, arena: U8, slots: I32, indices: I32 | None, named: Bits
+        self, layer: int, arena: U8, slots: I32, indices: I32 | None, named: I64, tokens: int
     ) -> None:
-        """Add the neurons in ``slots`` [n] to those tokens that have ``named`` [T, n] them, at
-        least one each."""
+        """Add the neurons in ``slots`` [n] to those of ``tokens`` that have ``named`` [n] them, a
+        bit for each."""
         count = len(slots)
         self._slots[:count] = slots
-        own = self._named[:count]
-        own[:] = named[0]
-        for token in range(1, len(named)):
-            np.bitwise_or(own, np.left_shift(named[token], token, dtype=np.int32), out=own)
-        self._shared[layer](count, len(named), self._take_bundles(arena, indices))
+        self._named[:count] = named
+        self._shared[layer](count, tokens, self._take_bundles(arena, indices))
 
     def _take_bundles(self, arena: U8, rows: I32 | None) -> Any:
         """Return what calls take of bundles; where scales are resident, note the ``rows`` that

@@ -6,6 +6,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pi2.arrays import F32, I32, I64, U8, U32, Bits
     from pi2.memory.read_sieve import ReadLimits
 
@@ -79,6 +81,7 @@ class HostLoops(Protocol):
     Order of calls for the neurons that a layer needs, as `NeuronCache` and `FlashReader` make
     them::
 
+        unite_named         neurons of each token of a step -> those of any
         find_neurons        wanted neurons -> those in memory, those that are missing, their slots
         place_neurons       more cold slots, where it has run out of candidates
         plan_reads          where their bytes lie -> requests
@@ -148,6 +151,10 @@ class HostLoops(Protocol):
         becomes that count, ``used_at`` [cold] ``clock``; of missing ones ``weight`` (1 + ``growth``
         h) for h such.  ``first_key`` is the layer's, ``first_cold`` the slot of the first cold one.
         """
+
+    def unite_named(self, lists: Sequence[I32], named: I64) -> I32:
+        """Set bit k of ``named`` [neurons] for every neuron of list k, at most 64 of them, and
+        clear all others; return the neurons that any list has, ascending."""
 
     def place_neurons(
         self,

@@ -12,6 +12,8 @@ from pi2.backends.host.contract import FoundNeurons
 from pi2.backends.host.spec import CHECKED_BYTES, FOUND, MASSES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pi2.memory.read_sieve import ReadLimits
 
 _NO_LIMITS = (0.0, 0.0, 0.0, 0.0)
@@ -52,6 +54,7 @@ class CompiledLoops:
             f"marks row indices candidates held slot_of owner {uses} lists",
             {**found, "masses": library.wrap(self._masses)},
         )
+        self._unite = library.bind("unite_named", "lists neurons ends flat named united", found)
         self._place = library.bind(
             "place_neurons",
             "count size first_key first_cold clock listed_at weight "
@@ -125,6 +128,17 @@ class CompiledLoops:
         arrays = (row, indices, candidates, held.view(np.uint8), slot_of, owner, *uses, lists)
         self._find(*numbers, clock, listed_at, weight, growth, *sieve, *arrays)
         return FoundNeurons(lists, *self._found.tolist(), *self._masses.tolist())
+
+    def unite_named(self, lists: Sequence[I32], named: I64) -> I32:
+        """Note which lists have a neuron, and unite them."""
+        united = np.empty(len(named), np.int32)
+        flat = np.concatenate(lists)
+        if len(flat) == 0:
+            named[:] = 0
+            return united[:0]
+        ends = np.cumsum([len(own) for own in lists], dtype=np.int32)
+        self._unite(len(lists), len(named), ends, flat, named, united)
+        return united[: self._found[0]]
 
     def place_neurons(
         self,

@@ -10,6 +10,7 @@ import tvm
 from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.compiler.target import make_target
 from pi2.backends.host.checks import emit_compute_checks
+from pi2.backends.host.naming import emit_unite_named
 from pi2.backends.host.reads import (
     emit_fill_entries,
     emit_plan_reads,
@@ -44,6 +45,7 @@ class Program:
             "fill_entries": emit_fill_entries,
             "drive_ring": partial(emit_drive_ring, self._spec.architecture),
             "submit_reads": partial(emit_submit_reads, self._spec.architecture),
+            "unite_named": emit_unite_named,
             "find_neurons": emit_find_neurons,
             "place_neurons": emit_place_neurons,
         }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I32, U8, Bits
+from pi2.arrays import F32, F64, I32, I64, U8, Bits
 from pi2.backends.observer import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
@@ -132,7 +132,7 @@ class NullExecutor(ObservableExecutor):
         arena: U8,
         slots: I32,
         indices: I32,
-        named: Bits,
+        named: I64,
         known: bool = False,
         stretch: int = 1,
     ) -> None:

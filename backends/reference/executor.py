@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F32, I32, U8, Bits
+from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.experts import list_chosen, make_routers, slice_tensor
 from pi2.backends.observer import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, Tensor, add_one_by_one
@@ -437,7 +437,7 @@ class ReferenceExecutor(ObservableExecutor):
         arena: U8,
         slots: I32,
         indices: I32,
-        named: Bits,
+        named: I64,
         known: bool = False,
         stretch: int = 1,
     ) -> None:

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from pi2.arrays import I32, U8, Bits
+from pi2.arrays import I32, I64, U8
 from pi2.backends.protocol import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.experts import ExpertNeurons, mark_experts, unite_experts
@@ -30,6 +28,7 @@ from pi2.memory.balance import HotBalance
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.granules import find_granule
+from pi2.memory.naming import unite_named
 from pi2.memory.null_reader import NullReader
 from pi2.plan.documents.plan_running import Decode
 
@@ -309,21 +308,23 @@ class FeedForward(Waves):
 
     def _predict(
         self, layer: int, owned: int, late: list[I32] | None, end: int | None
-    ) -> tuple[I32, Bits | None]:
+    ) -> tuple[I32, I64 | None]:
         """Neurons that any token uses, of its experts or of those that were found ``late``, and
-        which of them are whose, if there are several."""
+        which of them are whose, if there are several (`unite_named`)."""
         self._reader.advance()
         bounds = (owned, end)
         if self._tokens == 1:
             own = None if late is None else late[0]
             return self._predict_token(layer, 0, bounds, own), None
-        by_token = np.zeros((self._tokens, self._cache.neurons), np.bool_)
+        lists = []
         for token in self._select_tokens():
-            if late is None or len(late[token]):
-                own = None if late is None else late[token]
-                indices = self._predict_token(layer, token, bounds, own)
-                by_token[token][indices] = True
-        return np.flatnonzero(by_token.any(axis=0)).astype(np.int32), by_token
+            if late is not None and not len(late[token]):
+                lists.append(late[token])
+                continue
+            own = None if late is None else late[token]
+            # What a prediction returns is valid until the next one.
+            lists.append(self._predict_token(layer, token, bounds, own).copy())
+        return unite_named(lists, self._cache.neurons, self._cache.loops)
 
     def _predict_token(
         self, layer: int, token: int, bounds: tuple[int, int | None], late: I32 | None

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pi2.arrays import I32, Bits
+from pi2.arrays import I32, I64, Bits
 from pi2.backends.protocol import InputReader
 from pi2.engine.expert_gates import ExpertGates
 from pi2.engine.experts import mark_experts, unite_experts
@@ -29,6 +29,7 @@ from pi2.engine.read_ahead import ReadAhead
 from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.waves import Wave
 from pi2.memory.granules import count_part_neurons
+from pi2.memory.naming import unite_named
 from pi2.memory.policy import ABSENT
 
 
@@ -175,11 +176,8 @@ class RoutedFeedForward(FeedForward):
         if len(chosen) == 1:
             self.counters.predicted += len(indices) * cache.granule
         else:
-            by_token = np.zeros((len(chosen), cache.neurons), np.bool_)
-            for row, own in zip(by_token, found, strict=True):
-                row[own] = True
-            indices = np.flatnonzero(by_token.any(axis=0)).astype(np.int32)
-            self.counters.predicted += int(np.count_nonzero(by_token)) * cache.granule
+            indices, by_token = unite_named(found, cache.neurons, cache.loops)
+            self.counters.predicted += sum(map(len, found)) * cache.granule
         # Rounded up.
         size = max(1, -(-open_share * self._part_neurons // cache.granule))
         parts = [indices[first : first + size] for first in range(0, len(indices), size)]
@@ -251,7 +249,7 @@ class RoutedFeedForward(FeedForward):
         if self.twins is not None:
             self.twins.compute(layer, self._select_tokens())
 
-    def _begin_parts(self, layer: int, owned: int, parts: list[I32], by_token: Bits | None) -> int:
+    def _begin_parts(self, layer: int, owned: int, parts: list[I32], by_token: I64 | None) -> int:
         """Begin with as many ``parts`` as the cache has room for, at least one, and return how
         many.  There always is room for one, unless a unit was lost whose neurons the plan had not
         counted: then it is cut in two."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pi2.arrays import F32, I32, Bits
+from pi2.arrays import F32, I32, I64, Bits
 from pi2.backends.protocol import Executor
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
@@ -55,8 +55,8 @@ class Wave:
     """Whether the cache holds their slots; those of a layer that is all hot never leave."""
     owned: int
     """Neurons of the layer that another unit was to compute when they were found."""
-    by_token: Bits | None = None
-    """Which neurons [neurons] each of several tokens has named; None of one."""
+    by_token: I64 | None = None
+    """Which of several tokens have named each neuron [neurons], a bit for each; None of one."""
     experts: list[I32] | None = None
     """Experts that they belong to, of each token, where these were guessed ahead."""
     taken: int = 0
@@ -145,7 +145,7 @@ class Waves:
         layer: int,
         owned: int,
         indices: I32,
-        by_token: Bits | None = None,
+        by_token: I64 | None = None,
         scores: F32 | None = None,
     ) -> Wave:
         """Find neurons, and begin to read those that are missing; if ``scores`` [neurons] are
@@ -249,8 +249,9 @@ class Waves:
         if wave.by_token is None:
             return self._executor.find_open(wave.layer, arena, slots, indices)
         opened = np.zeros(len(slots), np.bool_)
+        named = wave.by_token.take(indices)
         for token in self._select_tokens():
-            own = np.flatnonzero(wave.by_token[token].take(indices))
+            own = np.flatnonzero((named >> token) & 1)
             if len(own):
                 found = self._executor.find_open(wave.layer, arena, slots[own], indices[own])
                 opened[own] |= found
@@ -271,7 +272,7 @@ class Waves:
             return
         assert indices is not None
         if len(slots):
-            named = by_token.take(indices, axis=1)
+            named = by_token.take(indices)
             self._executor.add_named_neurons(layer, arena, slots, indices, named, known, size)
 
     def _abandon_wave(self, wave: Wave) -> None:

@@ -25,6 +25,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
 from pi2.memory.frequency import expect_uses
 from pi2.memory.io_engine import RunRead, read_in_python
+from pi2.memory.naming import unite_named
 from pi2.memory.read_sieve import ReadSieve
 from pi2.memory.requests import make_batch
 from pi2.progress import ignore_progress
@@ -261,6 +262,22 @@ def test_runs_are_read_by_several_threads_at_once(tmp_path: Path, read_runs: Run
     assert results[-1] == stride - 100
     read_runs(-1, vectors, firsts, counts, offsets, results, 0, 1)
     assert (results == -1).all()
+
+
+@settings(max_examples=60)
+@given(
+    lists=st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=64),
+    neurons=st.integers(31, 40),
+)
+def test_named_neurons_are_united_as_numpy_does(lists: list[set[int]], neurons: int) -> None:
+    own = [np.array(sorted(found), np.int32) for found in lists]
+    united, named = unite_named(own, neurons, make_loops())
+    expected, bits = unite_named(own, neurons, None)
+    assert np.array_equal(united, expected) and united.dtype == np.int32
+    assert np.array_equal(named, bits)
+    assert united.tolist() == sorted(set().union(*lists))
+    for number, found in enumerate(lists):
+        assert {int(neuron) for neuron in np.flatnonzero((named >> number) & 1)} == found
 
 
 @settings(max_examples=40)

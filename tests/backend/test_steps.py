@@ -71,8 +71,9 @@ def add_neurons(
         return
     every = np.unique(np.concatenate(named)).astype(np.int32)
     for half in (every[::2].copy(), every[1::2].copy()):
-        by_token = np.stack([np.isin(half, found) for found in named])
-        executor.add_named_neurons(layer, bundles, half, half, by_token, known)
+        by_token = [np.isin(half, found) << np.int64(token) for token, found in enumerate(named)]
+        bits = np.bitwise_or.reduce(by_token)
+        executor.add_named_neurons(layer, bundles, half, half, bits, known)
 
 
 def step(
@@ -187,15 +188,15 @@ def test_neurons_that_tokens_share_give_each_token_the_bits_that_it_gets_alone(
     slots = np.flatnonzero(rng.random(600) < 0.9).astype(np.int32)
     # The last token has named next to nothing.
     named = rng.random((3, len(slots))) < np.array([[0.9], [0.4], [0.005]])
-    wanted = named.any(axis=0)
-    slots, named = slots[wanted], named[:, wanted]
+    bits = (named << np.arange(3)[:, None]).sum(axis=0)
+    slots, bits = slots[bits > 0], bits[bits > 0]
     for add in (executor.add_named_neurons, partial(add_one_by_one, executor)):
         executor.begin_step(np.array([11, 22, 33], np.int32), [0, 1, 2], [0, 0, 0])
         executor.attend_step(0)
         executor.begin_ffn(0)
         # Twice, as clusters come one after the other.
         for half in (slice(None, 400), slice(400, None)):
-            add(0, model.bundles[0], slots[half], slots[half], named[:, half], False)
+            add(0, model.bundles[0], slots[half], slots[half], bits[half], False)
         executor.end_ffn(0)
         found.append((np.asarray(executor.logits(0)).copy(), executor.count_active()))
     (shared, shared_active), (alone, alone_active) = found
