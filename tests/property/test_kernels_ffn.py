@@ -233,6 +233,21 @@ def test_ups_of_open_gates_alone_give_the_bits_of_all_ups(
     assert np.array_equal(found, layer.compute_dense(0, len(shifts)))
 
 
+@pytest.mark.parametrize("precision", ["int4", "mxfp4"])
+def test_blocks_of_a_few_lanes_have_the_bits_of_their_tiles(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "avx512bw" not in list_runnable_isas():
+        pytest.skip("this machine has no registers of 16 lanes")
+    # Blocks of 16, 8, 4, 2 and 1 lanes.
+    features = tuple(sorted(X86_FEATURES["avx512bw"]))
+    layer = Layer(make_spec(hidden=992, ffn=precision, features=features), 40, 1, 9)
+    slots = np.arange(40, dtype=np.int32)
+    found, _ = layer.gather(slots)
+    monkeypatch.setattr("pi2.backends.kernels.downs.can_widen", lambda *_: False)
+    assert found.any() and np.array_equal(found, layer.gather(slots)[0])
+
+
 def test_equal_input_gives_equal_bits() -> None:
     layer = Layer(make_spec(threads=3), 200, 4, 2)
     slots = np.random.default_rng(0).permutation(200)[:150].astype(np.int32)
