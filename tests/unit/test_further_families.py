@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from pi2.arrays import F16
 from pi2.diagnostics import UserError
 from pi2.importing.config import Config
 from pi2.importing.convert import convert_checkpoint
@@ -182,7 +183,7 @@ def test_a_gate_for_each_head_is_one_for_each_of_its_elements(tmp_path: Path) ->
     shape, file = model.shape, checkpoint / "model.safetensors"
     tensors = load_file(file)
     queries = [name for name in tensors if name.endswith("q_proj.weight")]
-    of_heads = {}
+    of_heads: dict[str, F16] = {}
     for name in queries:
         rows = tensors[name].reshape(shape.heads, 2, shape.head_dim, shape.hidden).copy()
         gates = rows[:, 1, 0]

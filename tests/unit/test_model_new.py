@@ -16,9 +16,11 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.families import FAMILIES
 from pi2.importing.generation_config import read_sampling
 from pi2.importing.leftovers import describe_other_parts
 from pi2.importing.new_model import describe_checkpoint, make_id
+from pi2.importing.unstated_families import UNSTATED
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
 from tests.helpers.checkpoints import write_checkpoint
@@ -159,7 +161,7 @@ def test_layers_that_draft_tokens_are_left_out_with_a_word(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "nearest"), [("llama4_text", "'llama'"), ("minimax_m3", "'minimax_m2'")]
+    ("kind", "nearest"), [("llama5_text", "'llama'"), ("minimax_m3", "'minimax_m2'")]
 )
 def test_the_nearest_family_of_an_unknown_one_is_named(
     tmp_path: Path, kind: str, nearest: str
@@ -170,6 +172,14 @@ def test_the_nearest_family_of_an_unknown_one_is_named(
         describe_checkpoint(checkpoint)
     assert f"(model_type) is unknown; the nearest known one is {nearest}" in str(caught.value)
     assert "docs/new-model.md" in str(caught.value)
+
+
+def test_what_no_document_states_of_a_family_is_named(tmp_path: Path) -> None:
+    assert not UNSTATED.keys() & FAMILIES.keys()
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    change_config(checkpoint, model_type="jamba")
+    with pytest.raises(UserError, match=r"P544.*'jamba'.*the first Mamba"):
+        describe_checkpoint(checkpoint)
 
 
 def test_a_mixture_whose_experts_a_bias_chooses_has_it(tmp_path: Path) -> None:

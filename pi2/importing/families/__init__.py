@@ -15,8 +15,10 @@ import itertools
 import pkgutil
 from collections.abc import Callable, Mapping
 
+from pi2.diagnostics import UserError
 from pi2.importing.config import Config
 from pi2.importing.families.decoders import Tables
+from pi2.importing.unstated_families import UNSTATED
 
 _LAYERS = ("num_hidden_layers", "n_layer")
 _LIMITS = {
@@ -73,6 +75,14 @@ def describe_family(config: Config) -> Tables:
     """Tables of the model document; `UserError` P544 if the family or an option is unknown."""
     kind = config.read("model_type", str)
     family = FAMILIES.get(kind)
+    if kind in UNSTATED:
+        raise UserError.of(
+            "P544",
+            f"{config.file} is of the family {kind!r}, which has what no model document states: "
+            f"{UNSTATED[kind]}",
+            help="docs/new-model.md lists the families that are known",
+            file=str(config.file),
+        )
     if family is None:
         raise config.refuse(f"the family {kind!r} (model_type) is unknown{find_nearest(kind)}")
     for key, most in _LIMITS.items():

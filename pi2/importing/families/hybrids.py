@@ -247,7 +247,8 @@ def describe_lfm3(config: Config) -> Tables:
             "attention_output_norm": f"{LAYER}.post_operator_norm.weight",
             "ffn_output_norm": f"{LAYER}.post_ffn_norm.weight",
         }
-    return tables | {"tensors": tables["tensors"] | _name_lfm2_ffn()}
+    tables["tensors"] |= _name_lfm2_ffn()
+    return tables
 
 
 def _name_lfm2_ffn() -> Tables:

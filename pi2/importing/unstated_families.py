@@ -1,0 +1,32 @@
+"""Families that no model document can state, by ``model_type``, and what they have that none
+states."""
+
+from __future__ import annotations
+
+_ALIBI = "scores that fall with the distance of tokens (ALiBi)"
+_LLAMA_4 = (
+    "experts that read what their weights have multiplied, norms of heads in layers with positions "
+    "alone, and attention in chunks of tokens"
+)
+_MAMBA = "the first Mamba, whose decays differ in every channel and element of its state"
+
+UNSTATED = {
+    "apertus": "an activation of which every layer states the shape (xIELU)",
+    "axk1": "norms of what experts give, and none of what attention gives",
+    "bloom": _ALIBI,
+    "diffllama": "attention that is the difference of two",
+    "falcon_h1": "Mamba-2 and attention beside each other, with factors of their parts",
+    "falcon_mamba": _MAMBA,
+    "jamba": _MAMBA,
+    "kimi_linear": "delta rules with a decay for every element of a key",
+    "laguna": "layers that differ in the number of their query heads",
+    "llama4": _LLAMA_4,
+    "llama4_text": _LLAMA_4,
+    "longcat_flash": "two times attention in a layer, and experts that compute nothing",
+    "mamba": _MAMBA,
+    "mamba2": "layers without FFN",
+    "mimo_v2_flash": "values that are narrower than keys, and sinks in some layers",
+    "minimax": "lightning attention, whose state decays by a number of each head",
+    "mpt": _ALIBI,
+    "nanochat": "a norm of embeddings, and heads that turn the other way",
+}
