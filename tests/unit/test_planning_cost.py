@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pi2.cli.main import run
+from pi2.costs.description import describe_plan
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.resolve import load_plan
 from pi2.planning.cost import Cost, cost_plan, cost_resolved
+from pi2.planning.cost_prompt import cost_prompt
 
 HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
 
@@ -103,6 +107,28 @@ def test_twice_the_arithmetic_speeds_up_the_prompt_only() -> None:
     assert before.prefill_tokens_s is not None and after.prefill_tokens_s is not None
     assert before.prefill_tokens_s < after.prefill_tokens_s
     assert after.tokens_s == before.tokens_s
+
+
+def test_fewer_open_gates_make_a_prompt_quicker_by_the_ups_that_are_not_computed() -> None:
+    # A device whose kernels are pi2's.
+    probed = check_file(Path(__file__).parent / "probed.device.toml").document
+    assert isinstance(probed, Device)
+    path = HALF.parents[1] / "cloud-vm-zen5/bamboo-7b.plan.toml"
+    description = describe_plan(load_plan(path), read_rates(probed))
+    prompt_s = []
+    for opened in (1.0, 0.5, 0.0):
+        kinds = tuple(
+            replace(kind, activity=replace(kind.activity, opened=opened, fired=0.0))
+            for kind in description.kinds
+        )
+        found = cost_prompt(replace(description, kinds=kinds), 128)
+        assert found is not None
+        prompt_s.append(128 / found)
+    assert description.prompts.ffn is not None
+    _, token_s = description.prompts.ffn
+    ups = sum(kind.count * kind.activity.used for kind in description.kinds) * 4096
+    assert prompt_s[0] - prompt_s[2] == pytest.approx(128 * ups * token_s)
+    assert prompt_s[1] == pytest.approx((prompt_s[0] + prompt_s[2]) / 2)
 
 
 @pytest.mark.parametrize("key", ["read_bandwidth", "reads"])
