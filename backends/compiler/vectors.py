@@ -152,15 +152,16 @@ def find_largest(value: Expr, dtype: str, lanes: int) -> Expr:
     return value
 
 
-def prefetch(buffer: Buffer, index: Expr) -> None:
-    """Ask for the cache line of an element; any address is allowed."""
+def prefetch(buffer: Buffer, index: Expr, level: int = 1) -> None:
+    """Ask for the cache line of an element, for the caches from ``level`` on; any address is
+    allowed."""
     T.evaluate(
         T.call_llvm_intrin(
             "void",
             "llvm.prefetch",
             T.address_of(buffer[index]),
             T.int32(0),
-            T.int32(3),
+            T.int32(4 - level),
             T.int32(1),
         )
     )

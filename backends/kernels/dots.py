@@ -195,7 +195,8 @@ def _emit_groups(
                         cell = row[index][plane * streams + stream]
                         cell.set(dot.add(cell.get(), unpacked[half], codes))
 
-    if len(vectors) * len(tokens) == 1 or precision == "int3" or is_narrow:
+    unrolls = isa.unrolls and not isa.few_tokens and len(tokens) > 1
+    if unrolls or len(vectors) * len(tokens) == 1 or precision == "int3" or is_narrow:
         for chunk in range(0, chunks, piece.fold):
             emit_chunk(chunk)
     else:

@@ -2,12 +2,12 @@
 
 A few rows and tokens are multiplied together, in registers (`Isa.tile_rows`, `Isa.tile_tokens`);
 the rows of a larger tile stay in the second-level cache while the chunk's tokens pass, so that a
-weight comes from memory once per chunk.
+weight comes from memory once per chunk.  Meanwhile the next rows are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
@@ -25,8 +25,14 @@ from pi2.plan.weights.layout import (
     weight_bytes,
 )
 
-ROW_TILE = 32
-"""Rows that a thread takes through all tokens of a chunk."""
+ROW_TILE, MOST_ROWS = 32, 128
+"""Rows that a thread takes through all tokens, at least; at most, where these are a chunk's."""
+ROW_TILE_BYTES = 256 << 10
+"""Bytes of more than `ROW_TILE` rows: they stay in the second-level cache, and the more of them
+there are, the less often the tokens' activations come from beyond it."""
+REQUESTS = 8
+"""Tiles of tokens in which vectors that are multiplied next are asked for, a part of them in each:
+requests in bunches would wait for each other."""
 PREFETCH_BYTES = 4096
 """How far ahead of the weights in use memory is asked for more."""
 PARALLEL_BYTES = 256 << 10
@@ -132,11 +138,11 @@ def emit_multiply(
                 lambda token, row, dots: finish(token, row, dots[0]),
             )
             return
+        chunk = activations.for_chunk()
         wide = isa.widen_few()
         if wide is None:
-            emit_tiles(isa, begin, end)
+            emit_tiles(isa.shape_tile(chunk.used_planes), begin, end)
             return
-        chunk = activations.for_chunk()
         # Four rows by four tokens are too many sums, of one plane too.
         narrow = replace(isa, tile_rows=wide.tile_rows) if chunk.upper else isa
         with T.If(tokens > count_together(isa, chunk.used_planes)):
@@ -146,12 +152,13 @@ def emit_multiply(
                 emit_tiles(narrow, begin, end)
 
     def emit_tiles(own: Isa, begin: v.Expr, end: v.Expr) -> None:
-        with T.serial(T.floordiv(end - begin + ROW_TILE - 1, ROW_TILE)) as tile:
+        height = ROW_TILE if own.few_tokens else count_rows(matrix)
+        with T.serial(T.floordiv(end - begin + height - 1, height)) as tile:
             emit_row_tile(
                 own,
                 matrix,
-                v.let(begin + tile * ROW_TILE),
-                v.let(T.min(begin + (tile + 1) * ROW_TILE, end)),
+                v.let(begin + tile * height),
+                v.let(T.min(begin + (tile + 1) * height, end)),
                 activations.for_chunk(),
                 tokens,
                 finish,
@@ -170,6 +177,12 @@ def emit_multiply(
             emit_shared(threads, read_bytes, emit_single)
         with T.Else():
             emit_shared(threads, PARALLEL_BYTES, emit_several)
+
+
+def count_rows(matrix: Matrix) -> int:
+    """Return how many rows a thread takes through all tokens of a chunk."""
+    most = ROW_TILE_BYTES // weight_bytes(matrix.length, matrix.precision)
+    return max(ROW_TILE, min(most, MOST_ROWS))
 
 
 def emit_row(
@@ -205,7 +218,13 @@ def emit_row_tile(
             rows = [v.let(T.min(top + index, end - 1)) for index in range(isa.tile_rows)]
             places = named if origin is None else [token + origin for token in named]
             vectors = [matrix.take_row(row) for row in rows]
-            ask = _ask_ahead(vectors, ahead) if isa.few_tokens else None
+            ask = None
+            if isa.few_tokens:
+                ask = _ask_ahead(vectors, ahead)
+            else:
+                later = [v.let(T.min(row + count_rows(matrix), matrix.rows - 1)) for row in rows]
+                turn = v.let(T.floordiv(first, len(named)))
+                emit_request([matrix.take_row(row) for row in later], matrix.length, turn)
             dots = emit_dots(isa, vectors, activations, places, ask)
             for offset, row in enumerate(rows):
                 with T.If(top + offset < end), T.Then():
@@ -214,6 +233,17 @@ def emit_row_tile(
                             finish(token, row, dots[offset][index])
 
     emit_token_tiles(isa, activations.used_planes, tokens, emit_tile)
+
+
+def emit_request(vectors: Sequence[Vector], length: int, turn: v.Expr) -> None:
+    """Ask for ``vectors``, for the second-level cache: in each of the first `REQUESTS` turns for a
+    part of them."""
+    with T.If(turn < REQUESTS), T.Then():
+        for vector in vectors:
+            size = round_up(weight_bytes(length, vector.precision), REQUESTS * LINE) // REQUESTS
+            begin = v.let(vector.weights_base + v.wide(turn) * size)
+            for line in range(0, size, LINE):
+                v.prefetch(vector.weights, begin + line, 2)
 
 
 def _ask_ahead(vectors: list[Vector], ahead: int) -> Prefetch:

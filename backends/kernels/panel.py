@@ -136,7 +136,8 @@ def _emit_products(
             panel.chosen,
         )
         return
-    together, size = max(1, isa.tile_rows // parts), VECTOR_TILE // parts
+    rows = isa.shape_tile(activations.used_planes).tile_rows
+    together, size = max(1, rows // parts), VECTOR_TILE // parts
 
     def emit_tile(first: v.Expr, last: v.Expr, named: list[v.Expr]) -> None:
         places = [panel.chosen.find_token(token) for token in named]
