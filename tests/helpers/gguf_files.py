@@ -445,7 +445,7 @@ def add_routing(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"])
     if "moe_layer_interval" in config:
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
-    if family in ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2"):
+    if family in ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "minimax_m2"):
         gguf = pytest.importorskip("gguf")
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.get("n_group"):
