@@ -189,7 +189,8 @@ def draw_nemotron_h(draw: random.Random) -> Options:
     """Nemotron-H: blocks that are layers together, with and without experts."""
     options = draw_common(draw)
     ffn = draw.choice([["mlp"], ["moe"], ["mlp", "moe"]])
-    mixers = [["linear_attention"], ["full_attention"], ["linear_attention", "full_attention"]]
+    state, attention = "linear_attention", "full_attention"
+    mixers = [[state], [attention], [state, attention], [state, state]]
     blocks: list[str] = []
     for _ in range(options.pop("num_hidden_layers")):
         blocks += [*draw.choice(mixers), draw.choice(ffn)]

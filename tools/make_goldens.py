@@ -760,7 +760,7 @@ MODELS: dict[str, tuple[str, Options]] = {
         {
             "layers_block_type": [
                 *("linear_attention", "moe", "linear_attention", "full_attention", "moe"),
-                *("linear_attention", "mlp", "full_attention", "moe"),
+                *("linear_attention", "linear_attention", "mlp", "full_attention", "moe"),
             ],
             "head_dim": 8,
             "mamba_num_heads": 4,

@@ -17,7 +17,6 @@ from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
 from pi2.backends.rope import RopeTables, compute_growth
-from pi2.plan.documents.model_states import Mixer
 from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import fill_groups, round_up
 from pi2.plan.weights.tensor_names import name_layer_tensor
@@ -116,13 +115,13 @@ class Attention:
         self._specs = [specs[number] for number in self._shapes]
         self._kept: list[list[U8]] = [[] for _ in range(request.sequences)]
         """Keys and values of each sequence, by layer, as bytes [kv_heads, blocks, bytes]."""
-        self._caches: list[list[dict[Mixer, Views]]] = [[] for _ in range(request.sequences)]
-        """Of each sequence and layer, by what mixes its tokens."""
+        self._caches: list[list[list[Views]]] = [[] for _ in range(request.sequences)]
+        """Of each sequence, layer and mixer."""
         for sequence, caches in enumerate(self._caches):
             for layer in self._layers:
-                mixers = self._mixers[layer]
+                numbers = range(len(self._mixers[layer]))
                 caches.append(
-                    {mixer: self._make_cache(space, layer, mixer, sequence) for mixer in mixers}
+                    [self._make_cache(space, layer, number, sequence) for number in numbers]
                 )
         rooms = {_find_room(own): _Room(space, own, tokens, scratch) for own in specs}
         self._rooms = [rooms[_find_room(own)].views for own in self._specs]
@@ -132,13 +131,13 @@ class Attention:
         self.qkv: F32 = room.qkv
         """Queries, keys and values [tokens, rows]."""
 
-    def _make_cache(self, space: Workspace, layer: int, mixer: Mixer, sequence: int) -> Views:
-        """Return views of what ``mixer`` keeps of a sequence: keys and values, which may be those
-        of an earlier layer, or a state."""
+    def _make_cache(self, space: Workspace, layer: int, number: int, sequence: int) -> Views:
+        """Return views of what mixer ``number`` of a layer keeps of a sequence: keys and values,
+        which may be those of an earlier layer, or a state."""
         source = self._model.find_key_layer(layer)
         if source != layer:
-            return self._caches[sequence][source][mixer]
-        if mixer == "attention":
+            return self._caches[sequence][source][number]
+        if self._mixers[layer][number] == "attention":
             spec = self._specs[layer]
             arrays = _make_cache(space, spec, self.context)
             blocks = self.context // CONTEXT_BLOCK
@@ -148,7 +147,7 @@ class Attention:
                 self._kept[sequence].append(raw)
             return {name: space.wrap(array) for name, array in arrays.items()}
         assert self.states is not None
-        return self.states.kept[sequence][layer]
+        return self.states.kept[sequence][layer, number]
 
     def read(self, sequence: int, first: int, end: int) -> U8:
         """Return a copy of the keys and values of a sequence's tokens."""
@@ -169,8 +168,8 @@ class Attention:
         return [
             [
                 tuple(
-                    self._bind("attend", layer, mixer, cache, views)
-                    for mixer, cache in caches[layer].items()
+                    self._bind("attend", layer, number, cache, views)
+                    for number, cache in enumerate(caches[layer])
                 )
                 for layer in self._layers
             ]
@@ -196,13 +195,13 @@ class Attention:
         """Return the calls ``names`` of each mixer of a layer; ``which``: what is mixed at once."""
         project, mix, output = names
         found = []
-        for mixer in self._mixers[layer]:
-            caches = [caches[layer][mixer] for caches in self._caches]
+        for number in range(len(self._mixers[layer])):
+            caches = [caches[layer][number] for caches in self._caches]
             found.append(
                 PartCalls(
-                    self._bind(project, layer, mixer, caches[0], views),
-                    tuple(self._bind(mix, layer, mixer, cache, views, which) for cache in caches),
-                    self._bind(output, layer, mixer, caches[0], views),
+                    self._bind(project, layer, number, caches[0], views),
+                    tuple(self._bind(mix, layer, number, cache, views, which) for cache in caches),
+                    self._bind(output, layer, number, caches[0], views),
                 )
             )
         return tuple(found)
@@ -211,19 +210,19 @@ class Attention:
         self,
         name: str,
         layer: int,
-        mixer: Mixer,
+        number: int,
         cache: Views,
         views: Views,
         which: str = "tokens",
     ) -> BoundCall:
         arrays = (self._weights[layer], cache, self._rooms[layer], views)
-        number, function = self._shapes[layer], name
-        if mixer != "attention":
+        shape, function = self._shapes[layer], name
+        if self._mixers[layer][number] != "attention":
             assert self.states is not None
             function = f"state_{name}"
-            arrays = (self.states.weights[layer], cache, self.states.room, views)
-        elif number and (name in _SHAPED or self._spec.has_other_heads(number)):
-            function = f"{name}_{number}"
+            arrays = (self.states.weights[layer, number], cache, self.states.room, views)
+        elif shape and (name in _SHAPED or self._spec.has_other_heads(shape)):
+            function = f"{name}_{shape}"
         given = f"{which} position context"
         return self._library.bind(function, given, *arrays, layer=layer, name=name)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pi2.arrays import F32
@@ -10,7 +12,7 @@ from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.states import StateShape, list_state_tensors
-from pi2.plan.weights.tensor_names import name_layer_tensor
+from pi2.plan.weights.tensor_names import name_layer_tensor, name_state_tensor
 
 
 class States:
@@ -20,28 +22,22 @@ class States:
         assert spec.state is not None
         shape, model = spec.state, request.model
         kinds = [tensor.kind for tensor in list_state_tensors(model, shape)]
-        names = {kind: kind for kind in kinds} | {
-            "norm": "attention_norm",
-            "norm_bias": "attention_norm_bias",
-            "output_norm": "attention_output_norm",
+        self.weights: dict[tuple[int, int], Views] = {
+            (layer, number): space.wrap_tensors(**_name_tensors(layer, number, kinds))
+            for layer, number in model.states
         }
-        self.weights: dict[int, Views] = {
-            layer: space.wrap_tensors(
-                **{key: name_layer_tensor(layer, kind) for key, kind in names.items()}
-            )
-            for layer in model.state_layers
-        }
+        """By layer and number of the mixer in it."""
         self._arrays: list[list[F32]] = []
-        """States of each sequence, by layer one after the other."""
-        self.kept: list[dict[int, Views]] = []
-        """Views of them by layer, of each sequence."""
+        """States of each sequence, one after the other."""
+        self.kept: list[dict[tuple[int, int], Views]] = []
+        """Views of them by layer and number of the mixer, of each sequence."""
         for _ in range(request.sequences):
-            made = {layer: _make_state(space, shape) for layer in model.state_layers}
+            made = {place: _make_state(space, shape) for place in model.states}
             self._arrays.append([array for state in made.values() for array in state.values()])
             self.kept.append(
                 {
-                    layer: {name: space.wrap(array) for name, array in state.items()}
-                    for layer, state in made.items()
+                    place: {name: space.wrap(array) for name, array in state.items()}
+                    for place, state in made.items()
                 }
             )
         tokens = count_tokens(request)
@@ -71,8 +67,17 @@ class States:
             first += len(array)
 
 
+def _name_tensors(layer: int, number: int, kinds: Sequence[str]) -> dict[str, str]:
+    """Return the names of a mixer's tensors, by the kernels' names for them."""
+    return {kind: name_state_tensor(layer, number, kind) for kind in kinds} | {
+        "norm": name_layer_tensor(layer, "inner_norm" if number else "attention_norm"),
+        "norm_bias": name_layer_tensor(layer, "attention_norm_bias"),
+        "output_norm": name_layer_tensor(layer, "attention_output_norm"),
+    }
+
+
 def _make_state(space: Workspace, shape: StateShape) -> dict[str, F32]:
-    """Return the arrays of a layer's state; an element stands for one that is empty."""
+    """Return the arrays of a state; an element stands for one that is empty."""
     sizes = {"state_tail": shape.kept, "state_memory": shape.memory}
     return {
         name: space.make("float32", max(1, size), segment="state" if size else "workspace")

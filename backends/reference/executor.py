@@ -35,6 +35,7 @@ from pi2.plan.weights.tensor_names import (
     LAYER_EMBEDDING,
     POSITIONS,
     name_layer_tensor,
+    name_state_tensor,
 )
 
 
@@ -53,6 +54,8 @@ class ReferenceExecutor(ObservableExecutor):
         self._states = None if state is None else States(request, state)
         self._mixer: Mixer = "attention"
         """What mixes tokens now: a layer may have two of them, one after the other."""
+        self._number = 0
+        """Its number in the layer."""
         self._x = np.zeros((0, shape.stored_hidden), np.float32)
         self._input = self._x
         self._layer_inputs = LayerInputs(request.model, self._matrix)
@@ -91,6 +94,10 @@ class ReferenceExecutor(ObservableExecutor):
 
     def _layer(self, layer: int, kind: str) -> F32:
         return self._matrix(name_layer_tensor(layer, kind))
+
+    def _state(self, layer: int, kind: str) -> F32:
+        """A tensor of the mixer with a state whose turn it is."""
+        return self._matrix(name_state_tensor(layer, self._number, kind))
 
     def _bias(self, layer: int, kind: str, there: bool) -> F32 | float:
         """A vector to add, or 0 where the model has none."""
@@ -163,7 +170,7 @@ class ReferenceExecutor(ObservableExecutor):
     def _attend(self, layer: int, position: int) -> None:
         self.begin_attention(layer, position)
         for number, mixer in enumerate(self._model.list_mixers(layer)):
-            self._mixer = mixer
+            self._mixer, self._number = mixer, number
             if number:
                 self._read = self._normalize_input(self._x, layer, "inner_norm")
             self.project(layer)
@@ -189,7 +196,7 @@ class ReferenceExecutor(ObservableExecutor):
         if self._model.altup is not None:
             self._x, self._streams = self._altup.predict(layer, self._x, self._streams)
         self._input = self._x
-        self._mixer = self._model.list_mixers(layer)[0]
+        self._mixer, self._number = self._model.list_mixers(layer)[0], 0
         self._read = self._normalize_input(self._x, layer, "attention_norm")
         return self._read
 
@@ -208,11 +215,12 @@ class ReferenceExecutor(ObservableExecutor):
         """Multiply with the projections into a layer with a state."""
         state = describe_state(self._model)
         assert state is not None
-        self._qkv = self._read @ self._layer(layer, "state_in").T
-        self._qkv = self._qkv + self._bias(layer, "state_in_bias", state.projection_bias)
+        self._qkv = self._read @ self._state(layer, "state_in").T
+        if state.projection_bias:
+            self._qkv = self._qkv + self._state(layer, "state_in_bias")[0]
         self._gates = np.zeros((len(self._read), 0), np.float32)
         if state.gates:
-            self._gates = self._read @ self._layer(layer, "state_gates").T
+            self._gates = self._read @ self._state(layer, "state_gates").T
 
     def put_projected(self, layer: int, values: F32) -> None:
         """See `pi2.backends.protocol.RowDivider`."""
@@ -224,8 +232,10 @@ class ReferenceExecutor(ObservableExecutor):
         if self._mixer != "attention":
             assert self._states is not None
             mixed = [
-                self._states.mix(layer, self._qkv[tokens], self._gates[tokens], *place)
-                for tokens, *place in parts
+                self._states.mix(
+                    (sequence, layer, self._number), self._qkv[tokens], self._gates[tokens], first
+                )
+                for tokens, sequence, first in parts
             ]
         else:
             mixed = [
@@ -241,15 +251,14 @@ class ReferenceExecutor(ObservableExecutor):
         """See `pi2.backends.protocol.RowDivider`."""
         state = describe_state(self._model)
         if state is not None and self._mixer != "attention":
-            first, prefix, bias = 0, "state_", state.projection_bias
+            first, read, kind, has_bias = 0, self._state, "state_output", state.projection_bias
         else:
-            first, prefix = self._divided.output, ""
-            bias = self._model.attention.output_bias
-        weights = self._layer(layer, f"{prefix}output")
+            first, read, kind = self._divided.output, self._layer, "output"
+            has_bias = self._model.attention.output_bias
+        weights = read(layer, kind)
         output = np.zeros((len(self._mixed), len(weights)), np.float32)
         output[:, first:] = self._mixed @ weights[first:].T
-        output = output + self._bias(layer, f"{prefix}output_bias", bias)
-        self._output = output
+        self._output = output + (read(layer, f"{kind}_bias")[0] if has_bias else 0.0)
         if first == 0:
             self._add_mixed(layer)
 

@@ -13,7 +13,10 @@ from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.operators import take_sigmoid, take_silu, take_softplus
 from pi2.plan.weights.layout import ALIGNMENT, round_up
 from pi2.plan.weights.states import StateShape
-from pi2.plan.weights.tensor_names import name_layer_tensor
+from pi2.plan.weights.tensor_names import name_state_tensor
+
+_Place = tuple[int, int, int]
+"""Sequence, layer and number of the mixer in the layer."""
 
 
 class States:
@@ -22,12 +25,12 @@ class States:
     def __init__(self, request: BuildRequest, shape: StateShape) -> None:
         self._request = request
         self._shape = shape
-        self._tails: dict[tuple[int, int], F32] = {}
-        self._memories: dict[tuple[int, int], F32] = {}
+        self._tails: dict[_Place, F32] = {}
+        self._memories: dict[_Place, F32] = {}
         memory = (shape.value_heads, shape.key_dim, shape.value_dim)
         for sequence in range(request.sequences):
-            for layer in request.model.state_layers:
-                place = (sequence, layer)
+            for state in request.model.states:
+                place = (sequence, *state)
                 self._tails[place] = self._allocate(shape.kernel - 1, shape.channels)
                 self._memories[place] = self._allocate(*memory)
 
@@ -38,8 +41,9 @@ class States:
         raw = self._request.allocate("state", round_up(size, ALIGNMENT))
         return raw[:size].view(np.float32).reshape(shape)
 
-    def _read(self, layer: int, kind: str) -> F32:
-        tensor = self._request.tensors[name_layer_tensor(layer, kind)]
+    def _read(self, place: _Place, kind: str) -> F32:
+        _, layer, mixer = place
+        tensor = self._request.tensors[name_state_tensor(layer, mixer, kind)]
         return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
 
     def read(self, sequence: int) -> F32:
@@ -54,54 +58,53 @@ class States:
             first += array.size
 
     def _list_arrays(self, sequence: int) -> list[F32]:
-        layers = self._request.model.state_layers
-        places = [(sequence, layer) for layer in layers]
+        places = [(sequence, *state) for state in self._request.model.states]
         return [kept[place] for place in places for kept in (self._tails, self._memories)]
 
-    def mix(self, layer: int, projected: F32, gates: F32, sequence: int, position: int) -> F32:
-        """What a sequence's tokens from ``position`` on mix, [T, stored width].
+    def mix(self, place: _Place, projected: F32, gates: F32, position: int) -> F32:
+        """What a sequence's tokens from ``position`` on mix at ``place``, [T, stored width].
 
         ``projected`` [T, rows] and ``gates`` [T, gates] as `StateShape` has them.  A sequence that
         begins (position 0) begins with a state of zeros.
         """
-        shape, place = self._shape, (sequence, layer)
+        shape = self._shape
         if position == 0:
             self._tails[place][:] = 0
             self._memories[place][:] = 0
         if shape.kind == "convolution":
-            mixed = self._mix_convolution(layer, projected, place)
+            mixed = self._mix_convolution(projected, place)
         else:
-            mixed = self._mix_recurrent(layer, projected, gates, place)
+            mixed = self._mix_recurrent(projected, gates, place)
         padding = np.zeros((len(mixed), shape.stored_width - shape.width), np.float32)
         return np.concatenate([mixed, padding], axis=1)
 
-    def _mix_convolution(self, layer: int, projected: F32, place: tuple[int, int]) -> F32:
+    def _mix_convolution(self, projected: F32, place: _Place) -> F32:
         before, after, values = np.split(projected, 3, axis=1)
-        return np.asarray(after * self._convolve(layer, before * values, place))
+        return np.asarray(after * self._convolve(before * values, place))
 
-    def _convolve(self, layer: int, inputs: F32, place: tuple[int, int]) -> F32:
+    def _convolve(self, inputs: F32, place: _Place) -> F32:
         """Causal convolution of each channel of ``inputs`` [T, channels]; keeps the last ones."""
         tail = self._tails[place]
         known = np.concatenate([tail, inputs])
-        weights = self._read(layer, "state_convolution")
+        weights = self._read(place, "state_convolution")
         result = sum(
             weights[step] * known[step : step + len(inputs)] for step in range(len(weights))
         )
         if self._shape.convolution_bias:
-            result = result + self._read(layer, "state_convolution_bias")
+            result = result + self._read(place, "state_convolution_bias")
         tail[:] = known[len(inputs) :]
         return np.asarray(result, np.float32)
 
-    def _mix_recurrent(self, layer: int, projected: F32, gates: F32, place: tuple[int, int]) -> F32:
+    def _mix_recurrent(self, projected: F32, gates: F32, place: _Place) -> F32:
         shape, count = self._shape, len(projected)
         keys = shape.key_heads * shape.key_dim
-        convolved = take_silu(self._convolve(layer, projected[:, : shape.channels], place))
+        convolved = take_silu(self._convolve(projected[:, : shape.channels], place))
         query, key, value = np.split(convolved, [keys, 2 * keys], axis=1)
         query = query.reshape(count, shape.key_heads, shape.key_dim)
         key = key.reshape(count, shape.key_heads, shape.key_dim)
         value = value.reshape(count, shape.value_heads, shape.value_dim)
-        rate = self._read(layer, "state_decay")[0]
-        step_bias = self._read(layer, "state_step")[0]
+        rate = self._read(place, "state_decay")[0]
+        step_bias = self._read(place, "state_step")[0]
         if shape.kind == "delta":
             query = _normalize_l2(query) * np.float32(shape.key_dim**-0.5)
             key = _normalize_l2(key)
@@ -124,12 +127,12 @@ class States:
             memory += key[token, :, :, None] * added[:, None, :]
             mixed[token] = np.einsum("hkv,hk->hv", memory, query[token])
         if shape.kind == "mamba":
-            mixed += self._read(layer, "state_skip")[0][None, :, None] * value
-        return self._normalize_output(layer, mixed, projected[:, shape.channels :])
+            mixed += self._read(place, "state_skip")[0][None, :, None] * value
+        return self._normalize_output(place, mixed, projected[:, shape.channels :])
 
-    def _normalize_output(self, layer: int, mixed: F32, gates: F32) -> F32:
+    def _normalize_output(self, place: _Place, mixed: F32, gates: F32) -> F32:
         """Norm and gates: of Mamba-2 gates come first, of the delta rule the norm of each head."""
-        shape, weight = self._shape, self._read(layer, "state_norm")
+        shape, weight = self._shape, self._read(place, "state_norm")
         epsilon = np.float32(self._request.model.norm.epsilon)
         flat = mixed.reshape(len(mixed), -1)
         if shape.kind == "mamba":

@@ -25,9 +25,9 @@ _KINDS = {
     "E": "moe",
 }
 """Kinds of blocks by their names in configurations, old and new, and in patterns."""
-_MIXERS = (("mamba",), ("attention",), ("mamba", "attention"))
+_MIXERS = (("mamba",), ("attention",), ("mamba", "attention"), ("mamba", "mamba"))
 """What may mix the tokens of a layer."""
-_OWNERS = {"mamba": "mamba", "attention": "self_attn", "mlp": "mlp", "moe": "mlp"}
+_OWNERS = {"mamba": "mamba.{mixer}", "attention": "self_attn", "mlp": "mlp", "moe": "mlp"}
 _FIXED = (("backbone.embeddings.", "model.embed_tokens."), ("backbone.norm_f.", "model.norm."))
 _NUMBERED = re.compile(r"(backbone\.layers\.\d{1,9}\.(?:mixer|norm)\.)(.+)")
 
@@ -74,7 +74,7 @@ def _group(kinds: Sequence[str]) -> list[Layer] | str:
 def _refuse(first: int, kinds: Sequence[str]) -> str:
     return (
         f"the blocks from {first} on ({', '.join(kinds)}) are no layer that pi2 computes, which is "
-        "Mamba-2, attention, or both in this order, and then an FFN"
+        "Mamba-2, attention, or Mamba-2 and one of both, and then an FFN"
     )
 
 
@@ -92,7 +92,8 @@ def list_beginnings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         parts = zip((*layer.mixers, layer.ffn), (*norms, "post_attention_layernorm"), strict=True)
         for block, (kind, norm) in enumerate(parts, start=layer.first):
             old, new = f"backbone.layers.{block}", f"model.layers.{number}"
-            found.append((f"{old}.mixer.", f"{new}.{_OWNERS[kind]}."))
+            owner = _OWNERS[kind].format(mixer=block - layer.first)
+            found.append((f"{old}.mixer.", f"{new}.{owner}."))
             found.append((f"{old}.norm.", f"{new}.{norm}."))
     return found
 

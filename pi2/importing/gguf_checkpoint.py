@@ -319,7 +319,7 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
     config["bias"] = "transformer.h.0.self_attention.query_key_value.bias" in tensors
     config["new_decoder_architecture"] = "transformer.h.0.ln_mlp.weight" in tensors
     for key, part in (("mamba_conv_bias", "conv1d"), ("mamba_proj_bias", "in_proj")):
-        config[key] = any(name.endswith(f".mamba.{part}.bias") for name in tensors)
+        config[key] = any(name.endswith(f".{part}.bias") for name in tensors)
     if config["model_type"] == "nemotron_h":
         config["use_conv_bias"] = config["mamba_conv_bias"]
         config["use_bias"] = config["mamba_proj_bias"]

@@ -43,10 +43,14 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
         # Parallel residuals may share a norm, and experts share all but their own: asked for once.
         asked = set()
         needed = norms_of_layers | _list_ffn(model, layer)
-        for mixer in model.list_mixers(layer):
-            needed |= states if mixer != "attention" else _list_attention(model, layer)
+        mixers = model.list_mixers(layer)
+        if "attention" in mixers:
+            needed |= _list_attention(model, layer)
         if layer in model.double_layers:
             needed["inner_norm"] = (hidden,)
+        for number, mixer in enumerate(mixers):
+            for key, size in states.items() if mixer != "attention" else ():
+                yield _require(model, key, size, layer, mixer=number)
         for key, size in needed.items():
             for expert in range(_count_named(model, key)):
                 need = _require(model, key, size, layer, expert)
@@ -71,8 +75,9 @@ def _require(
     layer: int = 0,
     expert: int = 0,
     stream: int = 0,
+    mixer: int = 0,
 ) -> Requirement:
-    name = fill_name(getattr(model.tensors, key), layer, expert, stream)
+    name = fill_name(getattr(model.tensors, key), layer, expert, stream, mixer)
     return Requirement(key=key, name=name, shape=shape)
 
 

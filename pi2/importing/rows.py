@@ -70,10 +70,10 @@ class Rows:
         return np.concatenate([raw, np.zeros((missing, *raw.shape[1:]), raw.dtype)])
 
 
-def fill_name(pattern: str, layer: int, expert: int = 0, stream: int = 0) -> str:
-    """Put the numbers of layer, expert and residual stream into a name pattern of
+def fill_name(pattern: str, layer: int, expert: int = 0, stream: int = 0, mixer: int = 0) -> str:
+    """Put the numbers of layer, expert, residual stream and mixer into a name pattern of
     ``model.tensors``."""
-    numbers = {"layer": layer, "expert": expert, "stream": stream}
+    numbers = {"layer": layer, "expert": expert, "stream": stream, "mixer": mixer}
     for what, number in numbers.items():
         pattern = pattern.replace(f"{{{what}}}", str(number))
     return pattern

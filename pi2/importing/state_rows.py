@@ -15,6 +15,7 @@ from pi2.importing.rows import Rows, fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.states import StateShape, describe_state
+from pi2.plan.weights.tensor_names import split_state_kind
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes in the checkpoint by key of ``model.tensors``."""
@@ -50,10 +51,12 @@ def find_state_rows(
     tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int
 ) -> list[Rows]:
     """Rows of a matrix of the store, ``state_in``, ``state_gates`` or ``state_output``, and of
-    ``state_in_bias``, one after the other."""
+    ``state_in_bias``, one after the other; ``inner_state_in`` is that of the layer's second mixer,
+    and so on."""
+    kind, mixer = split_state_kind(kind)
 
     def take(key: str, index: I64 | None = None) -> Rows:
-        name = fill_name(getattr(model.tensors, key), layer)
+        name = fill_name(getattr(model.tensors, key), layer, mixer=mixer)
         return Rows(tensor=tensors[name], index=index)
 
     return [take(key, index) for key, index in _list_rows(model, _describe(model), kind)]
@@ -105,7 +108,8 @@ def read_state_vector(
 ) -> tuple[F32, SourceTensor]:
     """A float32 tensor [rows, length] of the store, and where it comes from."""
     shape = _describe(model)
-    tensor = tensors[fill_name(getattr(model.tensors, kind), layer)]
+    kind, mixer = split_state_kind(kind)
+    tensor = tensors[fill_name(getattr(model.tensors, kind), layer, mixer=mixer)]
     is_rate = isinstance(tensor, RateLogarithms)
     values = tensor.source.read() if isinstance(tensor, RateLogarithms) else tensor.read()
     if kind == "state_convolution":
@@ -118,7 +122,7 @@ def read_state_vector(
         if kind.startswith("state_convolution"):
             values = values[:, _order_channels(shape)]
         if kind == "state_step" and _has_step_bias(model):
-            bias = tensors[fill_name(model.tensors.state_in_bias, layer)].read()
+            bias = tensors[fill_name(model.tensors.state_in_bias, layer, mixer=mixer)].read()
             values = values + bias[shape.rows :]
         if kind == "state_in_bias":
             values = values[:, _order_mamba(shape)]
@@ -129,10 +133,12 @@ def list_vector_sources(
     tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int
 ) -> list[SourceTensor]:
     """What `read_state_vector` reads."""
+    kind, mixer = split_state_kind(kind)
     keys = [kind]
     if kind == "state_step" and _has_step_bias(model):
         keys.append("state_in_bias")
-    return [tensors[fill_name(getattr(model.tensors, key), layer)] for key in keys]
+    names = (getattr(model.tensors, key) for key in keys)
+    return [tensors[fill_name(name, layer, mixer=mixer)] for name in names]
 
 
 def _has_step_bias(model: Model) -> bool:

@@ -31,6 +31,7 @@ from pi2.plan.weights.tensor_names import (
     LAYER_PROJECTION_NORM,
     POSITIONS,
     name_layer_tensor,
+    name_state_tensor,
 )
 
 StoredPrecision = Literal["ternary", "int4", "int8", "fp16", "fp32"]
@@ -87,7 +88,7 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
             if number:
                 tensors.append(_vector(name("inner_norm"), shape.stored_hidden))
             if state is not None and mixer != "attention":
-                tensors += _list_state(model, state, layer)
+                tensors += _list_state(model, state, layer, number)
             else:
                 tensors += _list_attention(model.view_layer(layer), layer)
         tensors += [_vector(name("attention_output_norm"), shape.stored_hidden)] if outputs else []
@@ -162,11 +163,11 @@ def _list_attention(model: Model, layer: int) -> list[DenseTensor]:
     return tensors + [_vector(name(key), length) for key, length in last.items()]
 
 
-def _list_state(model: Model, state: StateShape, layer: int) -> list[DenseTensor]:
-    """Tensors of a layer with a state."""
+def _list_state(model: Model, state: StateShape, layer: int, mixer: int) -> list[DenseTensor]:
+    """Tensors of a mixer with a state."""
     return [
         DenseTensor(
-            name=name_layer_tensor(layer, tensor.kind),
+            name=name_state_tensor(layer, mixer, tensor.kind),
             precision=tensor.precision or "fp32",
             rows=tensor.rows,
             length=tensor.length,

@@ -248,12 +248,17 @@ class TestModels:
         total = sum(found.values()) + neurons * 3 * shape.hidden
         assert total + 0.45e9 == pytest.approx(weights, abs=0.1e9)
 
-    def test_mixtures_behind_two_mixers_have_the_published_number_of_parameters(self) -> None:
-        """Nemotron 3 Nano, published to 0.1e9."""
-        model = read_model("nemotron-3-nano-30b-a3b")
+    @pytest.mark.parametrize(
+        ("name", "weights"), [("nemotron-3-nano-30b-a3b", 31.6e9), ("nemotron-nano-9b-v2", 8.9e9)]
+    )
+    def test_layers_of_two_mixers_have_the_published_number_of_parameters(
+        self, name: str, weights: float
+    ) -> None:
+        """Both are published to 0.1e9."""
+        model = read_model(name)
         dense = sum(tensor.rows * tensor.length for tensor in list_tensors(model, None))
         neurons = model.shape.layers * model.layer_neurons * 2 * model.shape.hidden
-        assert dense + neurons == pytest.approx(31.6e9, abs=0.05e9)
+        assert dense + neurons == pytest.approx(weights, abs=0.05e9)
 
     def test_smallthinker_fills_its_checkpoint(self) -> None:
         """Its 16-bit GGUF has 8.55 GB, with a head of its own beside the embedding."""

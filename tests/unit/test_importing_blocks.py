@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,30 @@ from tests.helpers.goldens import (
 
 
 def test_blocks_that_mix_tokens_and_the_ffn_after_them_are_a_layer() -> None:
-    config = {"hybrid_override_pattern": "M-M*E*-"}
+    config = {"hybrid_override_pattern": "M-M*E*-MM-"}
     assert describe_layers(config) == [
         Layer(("mamba",), 0, "mlp"),
         Layer(("mamba", "attention"), 2, "moe"),
         Layer(("attention",), 5, "mlp"),
+        Layer(("mamba", "mamba"), 7, "mlp"),
     ]
+
+
+def test_the_blocks_of_nemotron_nano_9b_v2_are_25_layers() -> None:
+    pattern = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+    layers = describe_layers({"hybrid_override_pattern": pattern})
+    assert not isinstance(layers, str)
+    assert Counter(layer.mixers for layer in layers) == {
+        ("mamba",): 19,
+        ("mamba", "attention"): 4,
+        ("mamba", "mamba"): 2,
+    }
 
 
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("M-MM-", r"blocks from 2 on \(mamba, mamba, mlp\) are no layer"),
+        ("M-MMM-", r"blocks from 2 on \(mamba, mamba, mamba, mlp\) are no layer"),
         ("M-*ME", r"blocks from 2 on \(attention, mamba, moe\)"),
         ("M--", r"blocks from 2 on \(mlp\)"),
         ("M-M", r"blocks from 2 on \(mamba\)"),
@@ -74,7 +87,7 @@ def test_a_layer_with_two_mixers_keeps_a_state_and_keys_and_values(plan: Path) -
     assert model.layers is not None
     assert model.layers.kinds == ("mamba", "mamba+attention", "attention")
     assert (model.state_layers, model.attention_layers) == ((0, 1), (1, 2))
-    assert "2 layers" in needs.state.explanation and "2 layers" in needs.kv.explanation
+    assert "2 states" in needs.state.explanation and "2 layers" in needs.kv.explanation
 
 
 @pytest.mark.parametrize(
@@ -93,6 +106,19 @@ def test_what_comes_between_two_mixers_is_one_norm(
     (tmp_path / "golden.plan.toml").write_text(plan.read_text())
     with pytest.raises(UserError, match=rf"P275.*{key} has another value than its default"):
         load_plan(tmp_path / "golden.plan.toml")
+
+
+def test_names_of_two_states_in_a_layer_have_the_number_of_the_mixer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = copy_checkpoint("nemotron-h-moe", tmp_path / "checkpoint")
+    text = describe_checkpoint(checkpoint, "golden").text
+    document = tmp_path / "golden.model.toml"
+    document.write_text(text.replace("mamba.{mixer}.in_proj.weight", "mamba.in_proj.weight"))
+    assert run(["validate", str(document)]) == 1
+    written = "".join(capsys.readouterr())
+    assert written.count("error[P247]") == 1
+    assert "error[P247]: the name of state_in is the same for every mixer" in written
 
 
 def test_a_gpu_does_not_have_such_a_model_alone(plan: Path) -> None:

@@ -34,7 +34,8 @@ ROUNDING = 1e-4
 """Of the largest logit, as for goldens: products of several tokens are added up in another order
 than one's, and states carry the differences on."""
 NAMES = ("qwen3-next", "granite-hybrid", "lfm2", "nemotron-h-moe")
-"""A golden model of every kind of state, and one whose layers have attention, too."""
+"""A golden model of every kind of state, and one with layers that have attention, too, or two
+states."""
 CPU = {"backends.cpu": "cpu", **UNROUNDED}
 
 

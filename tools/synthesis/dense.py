@@ -11,7 +11,15 @@ from pi2.arrays import F32
 from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.rounding import quantize
 from pi2.plan.weights.tensor_names import EMBEDDING as EMBEDDING_NAME
-from pi2.plan.weights.tensor_names import FINAL_NORM, FINAL_NORM_BIAS, HEAD, HEAD_BIAS, POSITIONS
+from pi2.plan.weights.tensor_names import (
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    HEAD,
+    HEAD_BIAS,
+    POSITIONS,
+    STATE_PREFIXES,
+    split_state_kind,
+)
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import TensorPieces
 from synthesis.blueprint import (
@@ -46,7 +54,9 @@ _PROJECTIONS = {
     "side_in": 7,
     "side_down": 8,
 }
-"""Numbers of projections' random streams; 2 are biases, 3 gates."""
+"""Numbers of projections' random streams; 2 are biases, 3 gates, and 20 more are those of a layer's
+second state."""
+_INNER_STREAMS = 20
 
 
 def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
@@ -63,7 +73,9 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
         # All alike: what a token adds to the stream decides what fires.
         return _quantize(tensor, lambda _, count: np.zeros((count, tensor.length), np.float32))
     _, number, kind = tensor.name.split(".")
-    layer = int(number)
+    layer, inner = int(number), 0
+    if kind.startswith(STATE_PREFIXES):
+        kind, inner = split_state_kind(kind)
     match kind:
         case (
             "attention_norm"
@@ -95,9 +107,10 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
         case "sinks" | "router_bias" | "choice_bias":
             return [(np.zeros((1, tensor.length), np.float32), None)]
         case "state_in" | "state_output" | "side_in" | "side_down":
-            return _draw_projection(blueprint, tensor, layer, kind)
+            return _draw_projection(blueprint, tensor, layer, kind, inner * _INNER_STREAMS)
         case "state_gates":
-            return _quantize(tensor, lambda *rows: _draw_gates(blueprint, tensor, layer, *rows))
+            key = blueprint.key(ATTENTION, layer, 3 + inner * _INNER_STREAMS)
+            return _quantize(tensor, lambda *rows: _draw_gates(tensor, key, *rows))
         case "state_convolution":
             return [(_make_convolution(tensor.rows, tensor.length), None)]
         case "state_decay":
@@ -126,11 +139,9 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
     raise AssertionError(tensor.name)
 
 
-def _draw_gates(
-    blueprint: Blueprint, tensor: DenseTensor, layer: int, first: int, count: int
-) -> F32:
+def _draw_gates(tensor: DenseTensor, key: tuple[int, ...], first: int, count: int) -> F32:
     """Rows of magnitude 1."""
-    normals = draw_normals((count, tensor.length), *blueprint.key(ATTENTION, layer, 3, first))
+    normals = draw_normals((count, tensor.length), *key, first)
     return normals / np.float32(math.sqrt(tensor.length))
 
 
@@ -226,7 +237,7 @@ def _make_final_norm(blueprint: Blueprint) -> F32:
 
 
 def _draw_projection(
-    blueprint: Blueprint, tensor: DenseTensor, layer: int, kind: str
+    blueprint: Blueprint, tensor: DenseTensor, layer: int, kind: str, first_stream: int = 0
 ) -> TensorPieces:
     """Query, key and value of magnitude 1; an output that disturbs the stream little."""
     deviation = 1 / math.sqrt(tensor.length)
@@ -235,7 +246,7 @@ def _draw_projection(
     precision = _get_precision(tensor)
     for number, (first, count) in enumerate(_cut(tensor)):
         del first
-        key = blueprint.key(ATTENTION, layer, _PROJECTIONS[kind], number)
+        key = blueprint.key(ATTENTION, layer, first_stream + _PROJECTIONS[kind], number)
         yield draw_vectors(count, tensor.length, precision, deviation, *key)
 
 

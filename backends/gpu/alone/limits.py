@@ -60,7 +60,7 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
     if not limits and resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
     if model.double_layers:
-        limits.append("computes one mixer for each layer, not Mamba-2 and attention")
+        limits.append("computes one mixer for each layer, not two")
     limits += _list_unknown_layers(model)
     each = 4 if plan.kv.type == "int8" else 2
     if list_kept_vectors(model)[2] % each:

@@ -149,8 +149,8 @@ def describe_bamba(config: Config) -> Tables:
     return tables
 
 
-def add_mamba(config: Config, tables: Tables, width: int) -> None:
-    """Sizes and names of Mamba-2 of ``width`` channels."""
+def add_mamba(config: Config, tables: Tables, width: int, mamba: str = f"{LAYER}.mamba") -> None:
+    """Sizes and names of Mamba-2 of ``width`` channels; ``mamba``: how its names begin."""
     if config.read("mamba_hidden_act", str, tables["ffn"]["activation"]) != "silu":
         raise config.refuse("hidden_act is not silu, which its convolutions apply")
     heads = config.read("mamba_n_heads", int, 128)
@@ -179,7 +179,6 @@ def add_mamba(config: Config, tables: Tables, width: int) -> None:
     }
     if math.isfinite(limits[1]):
         tables["recurrence"]["longest_step"] = limits[1]
-    mamba = f"{LAYER}.mamba"
     tables["tensors"] |= {
         "state_order": "mamba",
         "state_in": f"{mamba}.in_proj.weight",

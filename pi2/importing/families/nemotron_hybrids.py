@@ -42,7 +42,7 @@ def describe_nemotron_h(config: Config) -> Tables:
         # The code of transformers knows no other limit.
         "time_step_limit": [config.read("time_step_min", float, 0.001), math.inf],
     }
-    add_mamba(config.change(sizes), tables, heads * head_dim)
+    add_mamba(config.change(sizes), tables, heads * head_dim, f"{LAYER}.mamba.{{mixer}}")
     tables["tensors"] |= {
         "up": f"{LAYER}.mlp.up_proj.weight",
         "down": f"{LAYER}.mlp.down_proj.weight",

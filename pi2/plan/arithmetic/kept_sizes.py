@@ -67,15 +67,15 @@ def need_kv(plan: Plan, model: Model) -> Need:
 
 
 def need_state(plan: Plan, model: Model) -> Need:
-    """States: per layer that has one and sequence, the convolution's earlier tokens and the
+    """States: per state of a layer and sequence, the convolution's earlier tokens and the
     recurrent state, float32; twice where tokens are guessed, which may have to be taken back."""
-    layers, batch, each = len(model.state_layers), plan.decode.batch, count_state_bytes(model)
-    if not layers:
+    states, batch, each = len(model.states), plan.decode.batch, count_state_bytes(model)
+    if not states:
         return Need(0, "nothing, every layer keeps keys and values")
     several = "" if batch == 1 else f"{batch} sequences x "
     copies = 1 if plan.decode.speculation is None else 2
     several += "" if copies == 1 else "2 (with a copy) x "
     return Need(
-        copies * batch * layers * each,
-        f"{several}{layers} layers of {approximate_bytes(each)} each",
+        copies * batch * states * each,
+        f"{several}{states} states of {approximate_bytes(each)} each",
     )

@@ -100,7 +100,7 @@ def count_mixer_bytes(model: Model) -> int:
         total += layers * sum(matrix_bytes(rows, length, precision) for rows, length in matrices)
     state = describe_state(model)
     if state is not None:
-        total += len(model.state_layers) * sum(
+        total += len(model.states) * sum(
             matrix_bytes(tensor.rows, tensor.length, tensor.precision)
             for tensor in list_state_tensors(model, state)
             if tensor.precision is not None
@@ -119,7 +119,7 @@ def count_mixer_weights(model: Model) -> int:
         total += layers * sum(rows * length for rows, length in list_projections(view).values())
     if state is not None:
         rows = state.rows + state.gates + state.stored_width
-        total += len(model.state_layers) * rows * shape.stored_hidden
+        total += len(model.states) * rows * shape.stored_hidden
     return total // shape.layers + sum(rows * length for rows, length in _list_side(model))
 
 
@@ -132,4 +132,4 @@ def count_state_bytes(model: Model) -> int:
 
 def count_state_traffic(model: Model) -> int:
     """Bytes of states that a layer reads and writes for a token; the mean of all layers."""
-    return 2 * count_state_bytes(model) * len(model.state_layers) // model.shape.layers
+    return 2 * count_state_bytes(model) * len(model.states) // model.shape.layers

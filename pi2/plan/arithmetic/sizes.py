@@ -200,7 +200,7 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
         positions = align_bytes(matrix_bytes(shape.context, shape.stored_hidden, "fp16"))
     scales = shape.layers * align_bytes(model.layer_neurons * resolved.bundle.scales_stride)
     mixers = count_projection_bytes(model)
-    mixers += len(model.state_layers) * count_state_tensor_bytes(model)
+    mixers += len(model.states) * count_state_tensor_bytes(model)
     mixers += len(model.double_layers) * norm + routers
     mixers += count_stream_bytes(model) + count_cutoff_bytes(model)
     total = embedding + positions + shape.layers * layer + mixers + norm * norms + head + scales

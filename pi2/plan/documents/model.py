@@ -342,9 +342,19 @@ class Model(Document):
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """Layers that keep a state, instead or beside."""
+        """Layers that keep a state, instead or beside, or two of them."""
         layers = range(self.shape.layers)
         return tuple(layer for layer in layers if self.find_kind(layer) != "attention")
+
+    @property
+    def states(self) -> tuple[tuple[int, int], ...]:
+        """The states that a sequence has: of each the layer, and the number of the mixer in it."""
+        return tuple(
+            (layer, number)
+            for layer in range(self.shape.layers)
+            for number, mixer in enumerate(self.list_mixers(layer))
+            if mixer != "attention"
+        )
 
     @property
     def double_layers(self) -> tuple[int, ...]:
@@ -359,8 +369,13 @@ class Model(Document):
 
     def list_mixers(self, layer: int) -> tuple[Mixer, ...]:
         """What mixes the tokens of ``layer``, in this order."""
-        kind = self.find_kind(layer)
-        return ("mamba", "attention") if kind == "mamba+attention" else (kind,)
+        match self.find_kind(layer):
+            case "mamba+attention":
+                return "mamba", "attention"
+            case "mamba+mamba":
+                return "mamba", "mamba"
+            case kind:
+                return (kind,)
 
     def lay_out_bundle(
         self, stride: int | None = None, scales: ScalesPlace = "inline"

@@ -12,9 +12,9 @@ Mixer = Literal["attention", "delta", "mamba", "convolution"]
 """What mixes tokens: softmax attention, a gated delta rule (Gated DeltaNet), Mamba-2, or a short
 gated convolution."""
 
-LayerKind = Literal["attention", "delta", "mamba", "convolution", "mamba+attention"]
-"""What mixes the tokens of a layer; ``mamba+attention``: one after the other, each with a norm of
-its own and added to the residual stream (Nemotron-H)."""
+LayerKind = Literal["attention", "delta", "mamba", "convolution", "mamba+attention", "mamba+mamba"]
+"""What mixes the tokens of a layer; ``mamba+attention`` and ``mamba+mamba``: one after the other,
+each with a norm of its own and added to the residual stream (Nemotron-H)."""
 
 StepLimit = Annotated[float, Field(ge=0.0, examples=[0.001])]
 """A limit of step sizes."""
@@ -28,7 +28,8 @@ class LayerKinds(Table):
     ]
     """One kind for every layer, the first first. ``delta``, ``mamba`` and ``convolution`` keep a
     state of fixed size for each sequence instead of keys and values; a model has at most one of
-    them beside ``attention``. Layers of the kind ``mamba+attention`` have both, Mamba-2 first."""
+    them beside ``attention``. Layers of the kind ``mamba+attention`` have both, Mamba-2 first;
+    those of the kind ``mamba+mamba`` have two of Mamba-2, each with its own weights and state."""
 
 
 class Recurrence(Table):

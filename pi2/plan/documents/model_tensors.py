@@ -75,8 +75,8 @@ class Tensors(Table):
     latent_out: str = "model.layers.{layer}.self_attn.kv_b_proj.weight"
     """Projection from that to keys and values, head by head [heads x (plain + head_dim), rank]."""
     inner_norm: str = "model.layers.{layer}.inner_layernorm.weight"
-    """Norm before attention in layers of the kind ``mamba+attention`` [hidden], whose
-    ``attention_norm`` is that before Mamba-2."""
+    """Norm before the second mixer in layers of the kinds ``mamba+attention`` and ``mamba+mamba``
+    [hidden], whose ``attention_norm`` is that before the first."""
     attention_norm_bias: str = "model.layers.{layer}.input_layernorm.bias"
     """Bias of the norm before attention."""
     layer_scale: str = "model.layers.{layer}.layer_scalar"
@@ -203,7 +203,8 @@ class Tensors(Table):
     shared_router: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
     """Router of the shared experts [1, hidden]."""
     state_in: str = "model.layers.{layer}.linear_attn.in_proj_qkv.weight"
-    """Projection into a layer with a state: ``state_order`` says what its rows are."""
+    """Projection into a layer with a state: ``state_order`` says what its rows are. In this name
+    and those that follow, ``{mixer}`` is the number of the mixer in its layer, 0 or 1."""
     state_order: Literal["separate", "grouped", "mamba", "convolution"] = "separate"
     """``separate``: queries, keys and values in ``state_in``, their gates in ``state_gate``, and
     input gates and decays in ``state_beta`` and ``state_alpha``; ``grouped``: for every key head

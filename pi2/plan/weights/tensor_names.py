@@ -52,7 +52,8 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     hidden], ``predictor_out`` [experts ffn, rank] and ``predictor_bias`` [1, experts ffn] are those
     of expert 0, 1, ... one after the other, each in stored order. Layers with a state have what
     `pi2.plan.weights.states.list_state_tensors` lists instead of ``qkv``, ``output`` and theirs;
-    layers with two mixers have both, and ``inner_norm`` float32 [1, hidden] before the second.
+    layers with two mixers have what each of them needs, and ``inner_norm`` float32 [1, hidden]
+    before the second; `name_state_tensor` tells two states apart.
 
     With latent attention ``qkv`` has the rows of queries, or of what they are made of, then of what
     keys and values are made of, then of the rotated key.  ``latent_query_norm`` and ``latent_norm``
@@ -65,3 +66,22 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     head is rotated with element i + head_dim / 2, whatever the checkpoint's is.
     """
     return f"layers.{layer}.{kind}"
+
+
+STATE_PREFIXES = ("state_", "inner_state_")
+"""Beginnings of kinds of tensors that belong to states, by the number of the mixer."""
+
+
+def name_state_tensor(layer: int, mixer: int, kind: str) -> str:
+    """Name of the tensor ``kind`` of a state, which begins with ``state_``; ``mixer``: number of
+    the mixer in its layer."""
+    return name_layer_tensor(layer, STATE_PREFIXES[mixer] + kind.removeprefix(STATE_PREFIXES[0]))
+
+
+def split_state_kind(kind: str) -> tuple[str, int]:
+    """What `name_state_tensor` made ``kind`` of: a kind that begins with ``state_``, and the number
+    of the mixer."""
+    inner = STATE_PREFIXES[1]
+    if kind.startswith(inner):
+        return STATE_PREFIXES[0] + kind.removeprefix(inner), 1
+    return kind, 0

@@ -2,7 +2,8 @@
 
 Why: ``{layer}`` stands for the layer's number and ``{expert}`` for the expert's; without them,
 all layers would get the same tensor, and all experts the same predictor.  A part of an FFN without
-``{expert}`` is a tensor of all experts.
+``{expert}`` is a tensor of all experts.  Names of tensors that belong to states may have
+``{mixer}``, the number of the mixer in its layer, and must where a layer has two states.
 
 Example: ``gate = "model.layers.0.mlp.gate_proj.weight"``.
 
@@ -15,7 +16,9 @@ import re
 from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding
+from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_tensors import TENSOR_OPTIONS
+from pi2.plan.weights.states import describe_state, list_state_tensors
 
 CODE = "P247"
 SEVERITY = "error"
@@ -38,6 +41,7 @@ _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
 def check(facts: Facts) -> Iterator[Finding]:
     """Look for the placeholders of every name."""
     model = facts.model
+    numbered = _list_numbered(model)
     for key, name in model.tensors:
         if key in TENSOR_OPTIONS or name is None or (key in _BIASES and not model.ffn.bias):
             continue
@@ -48,11 +52,15 @@ def check(facts: Facts) -> Iterator[Finding]:
             wanted.add("{stream}")
         if model.moe is not None and key in _PER_EXPERT:
             wanted.add("{expert}")
+        if key in numbered:
+            wanted.add("{mixer}")
         if model.predictor is None and key.startswith("predictor"):
             continue
         found = set(_PLACEHOLDER.findall(name))
         if model.moe is not None and key in _MAYBE_PER_EXPERT:
             wanted |= found & {"{expert}"}
+        if key.startswith("state_"):
+            wanted |= found & {"{mixer}"}
         for placeholder in sorted(found - wanted):
             yield Finding(
                 document="model",
@@ -68,3 +76,11 @@ def check(facts: Facts) -> Iterator[Finding]:
                 message=f"the name of {key} is the same for every {subject}",
                 help=f"put {placeholder} where the {subject}'s number is",
             )
+
+
+def _list_numbered(model: Model) -> frozenset[str]:
+    """Keys of the names that two mixers of a layer must not share: they have a state each."""
+    shape = describe_state(model)
+    if shape is None or len(model.states) == len(model.state_layers):
+        return frozenset()
+    return frozenset(tensor.kind for tensor in list_state_tensors(model, shape))
