@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
-from pi2.backends.experts import list_chosen, make_routers, slice_tensor
+from pi2.backends.experts import list_chosen, make_routers
 from pi2.backends.observer import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, Tensor, add_one_by_one
 from pi2.backends.reference.altup import AltUp
@@ -18,12 +18,13 @@ from pi2.backends.reference.latent import LatentAttention
 from pi2.backends.reference.layer_inputs import LayerInputs
 from pi2.backends.reference.neurons import compute_activations, multiply_down
 from pi2.backends.reference.operators import activate, cap, normalize
+from pi2.backends.reference.prediction import Prediction
 from pi2.backends.reference.states import States
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model_states import Mixer
-from pi2.plan.weights.bundles import join_scales, unpack_gates, unpack_part
+from pi2.plan.weights.bundles import join_scales, unpack_part
 from pi2.plan.weights.cutoffs import GATE_CUTOFF, count_cutoff_rows
 from pi2.plan.weights.layout import BundleLayout, lay_out_twin
 from pi2.plan.weights.rounding import dequantize
@@ -80,7 +81,7 @@ class ReferenceExecutor(ObservableExecutor):
         self._others: dict[int, tuple[Any, ...]] = {}
         """What belongs to other chunks."""
         self._active = 0
-        self._scores = np.zeros(0, np.float32)
+        self._prediction = Prediction(request, self._widen)
 
     def _matrix(self, name: str) -> F32:
         return self._widen(self._request.tensors[name])
@@ -318,15 +319,8 @@ class ReferenceExecutor(ObservableExecutor):
 
     @noted
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
-        if self._model.moe is None:
-            self._scores = self.score_low_rank(layer, 0, self._get_input())[0]
-            return np.flatnonzero(self._scores >= threshold).astype(np.int32)
-        assert self._request.expert_neurons is not None
-        groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
-        self._scores = np.full(self._request.neurons, -np.inf, np.float32)
-        for expert in (self.list_experts() if experts is None else experts).tolist():
-            self._scores[groups[expert]] = self.score_low_rank(layer, expert, self._get_input())[0]
-        return np.flatnonzero(self._scores >= threshold).astype(np.int32)
+        chosen = self.list_experts() if experts is None else experts
+        return self._prediction.find_named(layer, threshold, self._get_input(), chosen)
 
     def _get_input(self) -> F32:
         """What the FFN reads of the selected token [1, hidden]."""
@@ -335,70 +329,17 @@ class ReferenceExecutor(ObservableExecutor):
     def score_low_rank(self, layer: int, expert: int, u: F32) -> F32:
         """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
         ``u`` [T, hidden]."""
-        inner, outer, bias = (
-            self._widen(
-                slice_tensor(
-                    self._request.tensors[name_layer_tensor(layer, kind)],
-                    expert,
-                    self._model.expert_count,
-                )
-            )
-            for kind in ("predictor_in", "predictor_out", "predictor_bias")
-        )
-        return np.asarray(np.maximum(u @ inner.T, 0) @ outer.T + bias)
+        return self._prediction.score(layer, expert, u)
 
     def read_scores(self) -> F32:
-        return self._scores
+        return self._prediction.scores
 
     @noted
     def predict_gate(self, layer: int, experts: I32 | None = None, slots: I32 | None = None) -> I32:
         if experts is not None and slots is not None:
-            return self._find_open_of(layer, experts, slots)
-        assert self._request.gate_rows is not None
-        weights, scales = self._request.gate_rows[layer]
-        layout = self._request.bundle
-        gate = dequantize(weights, scales, layout.hidden, layout.precision) @ self._u[self._token]
-        if self._request.gate_biases is not None:
-            gate = gate + self._request.gate_biases[layer]
-        if self._model.is_smooth:
-            cutoffs = self._select_cutoffs(slice(self._token, self._token + 1))
-            value = activate(self._model, gate[None], None, cutoffs)[0]
-            fires = np.abs(value) >= self._find_gate_limits(layer)
-            if cutoffs is not None:
-                fires &= value != 0
-        else:
-            fires = self._is_open(gate)
-        if self._request.expert_neurons is None:
-            return np.flatnonzero(fires).astype(np.int32)
-        groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
-        named = [groups[n][fires.reshape(groups.shape)[n]] for n in self.list_experts().tolist()]
-        return np.sort(np.concatenate(named))
-
-    def _find_open_of(self, layer: int, experts: I32, slots: I32) -> I32:
-        """Neurons of ``experts`` whose gates reach their limits, by the records in ``slots``."""
-        gates, layout = self._request.gates, self._request.bundle
-        assert gates is not None and self._request.expert_neurons is not None
-        groups = self._request.expert_neurons[layer].reshape(self._model.expert_count, -1)
-        limits = np.broadcast_to(self._find_gate_limits(layer), groups.size).reshape(groups.shape)
-        named = [np.empty(0, np.int32)]
-        for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
-            weights, scales, biases = unpack_gates(gates.arena[slot], gates.record)
-            rows = dequantize(weights, scales, layout.hidden, layout.precision)
-            gate = rows @ self._u[self._token] + (0.0 if biases is None else biases)
-            fires = np.abs(activate(self._model, gate, None)) >= limits[expert]
-            named.append(groups[expert][fires])
-        return np.sort(np.concatenate(named))
-
-    def _find_limits(self, layer: int) -> tuple[float, float]:
-        """What counts as zero of a smooth activation."""
-        return (0.0, 0.0) if self._request.limits is None else self._request.limits[layer]
-
-    def _find_gate_limits(self, layer: int) -> F32 | float:
-        """The first limit: of the layer, or in a mixture of every gate row [neurons]."""
-        if self._request.expert_limits is None:
-            return self._find_limits(layer)[0]
-        limits = np.array(self._request.expert_limits[layer], np.float32)
-        return np.repeat(limits, self._model.shape.ffn)
+            return self._prediction.find_open_of(layer, self._get_input(), experts, slots)
+        cutoffs = self._select_cutoffs(slice(self._token, self._token + 1))
+        return self._prediction.find_open(layer, self._get_input(), self.list_experts(), cutoffs)
 
     def _activate(self, bundles: U8, tokens: slice) -> F32:
         """Activations [T, n] of the neurons of ``bundles`` [n, .], which have their scales, for
@@ -433,12 +374,7 @@ class ReferenceExecutor(ObservableExecutor):
     ) -> Bits:
         bundles = self._join(layer, arena[slots], indices)
         gates = self._u[self._token] @ unpack_part(bundles, self._layout, 0).T
-        return self._is_open(gates)
-
-    def _is_open(self, gates: F32) -> Bits:
-        """Whether these gates, of an activation that is not smooth, let anything through."""
-        fatrelu = self._model.ffn.activation == "fatrelu"
-        return np.asarray(gates > (self._model.ffn.threshold if fatrelu else 0.0))
+        return self._prediction.is_open(gates)
 
     def add_named_neurons(
         self,
@@ -468,7 +404,7 @@ class ReferenceExecutor(ObservableExecutor):
         token = slice(self._token, self._token + 1)
         active = self._activate(bundles, token)
         if known and self._model.is_smooth:
-            active = np.where(np.abs(active) >= self._find_limits(layer)[1], active, 0)
+            active = np.where(np.abs(active) >= self._prediction.get_limits(layer)[1], active, 0)
         self._active += int(np.count_nonzero(active))
         self._add(active, bundles, token)
 
