@@ -31,7 +31,7 @@ from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metada
 import pi2
 from make_goldens import MODELS, VOCAB, make_model
 from pi2.arrays import F32
-from pi2.backends.reference import executor, layer_inputs, neurons
+from pi2.backends.reference import executor, layer_inputs, neurons, prediction
 from pi2.backends.reference.operators import activate
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
@@ -239,7 +239,7 @@ def ask_pi2(file: Path, checkpoint: Path, prompt: list[int]) -> tuple[F32, bool]
     model = made.model_copy(update=changes)
     convert_checkpoint(file, model, folder / "store", tokenizer=checkpoint / "tokenizer.json")
     with ExitStack() as stack:
-        for module in (executor, layer_inputs, neurons):
+        for module in (executor, layer_inputs, neurons, prediction):
             stack.enter_context(patch.object(module, "activate", activate_by_table))
         loaded = stack.enter_context(pi2.load(write_plan(folder, model, {}), set=UNROUNDED))
         return loaded.logits(prompt), model.ffn.activation.startswith("gelu")
