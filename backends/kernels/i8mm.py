@@ -146,6 +146,11 @@ def _emit_tile(
         weights = v.let(base + group * GROUP_BYTES)
         cells = [[v.Cell(v.constant(0, "int32", 4)) for _ in pairs] for _ in rows]
         for plane in range(planes):
+            at = weights
+            if plane and count > 1:
+                # Plus 0, which LLVM does not know: it would keep 16 registers of weights for the
+                # second plane, and write sums to the stack instead.
+                at = v.let(weights + (activations.once >> 1))
             for step in range(STEPS):
                 shift = (plane * groups * STEPS + step) * 16
                 codes = [
@@ -153,7 +158,7 @@ def _emit_tile(
                     for start in starts
                 ]
                 for row in rows:
-                    place = weights + (step * (ROWS // 2) + row) * 16
+                    place = at + (step * (ROWS // 2) + row) * 16
                     unpacked = v.let(v.load(tiles, place, 16))
                     for cell, code in zip(cells[row], codes, strict=True):
                         cell.set(emit_smmla(cell.get(), unpacked, code))
