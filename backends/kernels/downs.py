@@ -41,6 +41,17 @@ def emit_downs(
     per_block = count_tiles(spec.ffn)
     size = weight_bytes(GROUP, spec.ffn)
 
+    def add_rows(
+        vectors: Sequence[Sequence[tuple[v.Expr, v.Expr]]], scales: Sequence[v.Expr], lanes: int
+    ) -> None:
+        """Add, of each of some vectors, registers of weights by their places, times its scale."""
+        for rows in zip(*vectors, strict=True):
+            at = v.let(base + rows[0][0])
+            total = v.load(target, at, lanes)
+            for (_, weights), scale in zip(rows, scales, strict=True):
+                total = T.fma(weights, scale, total)
+            v.store(target, at, total, lanes)
+
     def emit_block(lanes: int, first: v.Expr) -> None:
         step = count_tile_bytes(spec.ffn, lanes)
         scales = [
@@ -53,12 +64,7 @@ def emit_downs(
                 if ask is not None:
                     ask(index, v.wide(first * size) + chunk * step, step)
                 tiles.append(emit_tile(isa, vector, lanes, first, chunk))
-            for rows in zip(*tiles, strict=True):
-                at = v.let(base + rows[0][0])
-                total = v.load(target, at, lanes)
-                for (_, weights), scale in zip(rows, scales, strict=True):
-                    total = T.fma(weights, scale, total)
-                v.store(target, at, total, lanes)
+            add_rows(tiles, scales, lanes)
 
     def emit_narrow(lanes: int, first: v.Expr) -> None:
         blocks = []
@@ -70,12 +76,7 @@ def emit_downs(
             v.let(load_wide_scale(vector, value, lanes, first))
             for vector, value in zip(vectors, values, strict=True)
         ]
-        for rows in zip(*blocks, strict=True):
-            at = v.let(base + rows[0][0])
-            total = v.load(target, at, WIDE)
-            for (_, weights), scale in zip(rows, scales, strict=True):
-                total = T.fma(weights, scale, total)
-            v.store(target, at, total, WIDE)
+        add_rows(blocks, scales, WIDE)
 
     for lanes, group, tiles in list_tiles(spec.hidden, spec.ffn):
         groups = 1 if spec.ffn == "fp16" else lanes

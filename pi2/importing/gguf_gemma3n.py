@@ -15,16 +15,20 @@ from pi2.importing.safetensors_file import SourceTensor
 _LAYER = "model.layers.{layer}"
 _ALTUP = f"{_LAYER}.altup"
 _LAUREL = f"{_LAYER}.laurel"
-GEMMA3N_NAMES = {
+LAYER_EMBEDDING_NAMES = {
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
-    # A matrix for each of the streams but the first, in one tensor as those of experts are.
-    "altup_proj.weight": "model.altup_projections.{expert}.weight",
-    "altup_unembd_proj.weight": "model.altup_unembed_projections.{expert}.weight",
     "blk.{layer}.inp_gate.weight": f"{_LAYER}.per_layer_input_gate.weight",
     "blk.{layer}.proj.weight": f"{_LAYER}.per_layer_projection.weight",
     "blk.{layer}.post_norm.weight": f"{_LAYER}.post_per_layer_input_norm.weight",
+}
+"""Names of embeddings of layers and their projections, which Gemma 4 has as well."""
+GEMMA3N_NAMES = {
+    **LAYER_EMBEDDING_NAMES,
+    # A matrix for each of the streams but the first, in one tensor as those of experts are.
+    "altup_proj.weight": "model.altup_projections.{expert}.weight",
+    "altup_unembd_proj.weight": "model.altup_unembed_projections.{expert}.weight",
     "blk.{layer}.altup_router.weight": f"{_ALTUP}.modality_router.weight",
     "blk.{layer}.altup_router_norm.weight": f"{_ALTUP}.router_norm.weight",
     "blk.{layer}.altup_predict_coef.weight": f"{_ALTUP}.prediction_coefs.weight",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32
+from pi2.importing.gguf_gemma3n import LAYER_EMBEDDING_NAMES
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.safetensors_file import SourceTensor
 
@@ -20,12 +21,7 @@ _STILL = 1e20
 """Divisors of frequencies from here on turn nothing."""
 _LAYER = "model.layers.{layer}"
 GEMMA4_NAMES = {
-    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
-    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
-    "blk.{layer}.inp_gate.weight": f"{_LAYER}.per_layer_input_gate.weight",
-    "blk.{layer}.proj.weight": f"{_LAYER}.per_layer_projection.weight",
-    "blk.{layer}.post_norm.weight": f"{_LAYER}.post_per_layer_input_norm.weight",
+    **LAYER_EMBEDDING_NAMES,
     "blk.{layer}.layer_output_scale.weight": f"{_LAYER}.layer_scalar",
     "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.router.proj.weight",
     "blk.{layer}.ffn_gate_inp.scale": f"{_LAYER}.router.scale",

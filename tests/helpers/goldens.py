@@ -23,6 +23,9 @@ EXACT = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "f
 """Quantisation that keeps fp16 weights as they are."""
 UNROUNDED = {"kv.type": "fp32", "decode.activations": "fp32", "prefill.activations": "fp32"}
 """What makes the cpu backend round nothing but the weights (docs/exactness.md)."""
+CPU = {"backends.cpu": "cpu", **UNROUNDED}
+ROUNDING = 1e-4
+"""Of the largest logit: products of several tokens are added up in another order than one's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,3 +136,27 @@ def run_golden(
 def measure_error(found: F32, expected: F32) -> float:
     """Largest difference, of the largest expected magnitude."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def compute_decoded(plan: Path, ids: list[int], changes: Mapping[str, Any]) -> F32:
+    """Logits [n, vocab] of ``ids``, which come one by one, with ``changes`` of the plan."""
+    with pi2.load(plan, set=dict(changes)) as model:
+        return model.logits(ids, mode="decode")
+
+
+def check_sequences_together(plan: Path, changes: Mapping[str, Any]) -> None:
+    """Two sequences that take their steps together compute what each does alone."""
+    prompts = [[5, 9, 33, 60, 12, 7, 41], [8, 3, 77]]
+    found: list[list[F32]] = [[], []]
+    with pi2.load(plan, set={**changes, "decode.batch": 2}) as model:
+        forward = model._parts.forward
+        for place, prompt in enumerate(prompts):
+            forward.prefill(np.array(prompt, np.int32), sequence=place)
+        for step in range(4):
+            rows = forward.step([10 + step, 20 + step], [0, 1])
+            for own, row in zip(found, rows, strict=True):
+                own.append(row.copy())
+    for place, prompt in enumerate(prompts):
+        tokens = [10 * (place + 1) + step for step in range(4)]
+        alone = compute_decoded(plan, [*prompt, *tokens], changes)[-4:]
+        assert measure_error(np.array(found[place]), alone) <= ROUNDING

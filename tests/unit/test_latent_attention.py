@@ -13,16 +13,15 @@ import pi2
 from pi2.plan.arithmetic.sizes import compute_needs
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
+    CPU,
     EXACT,
+    ROUNDING,
     UNROUNDED,
     make_golden_plan,
     measure_error,
     read_golden,
 )
 
-CPU = {"backends.cpu": "cpu", **UNROUNDED}
-ROUNDING = 1e-4
-"""Of the largest logit, as for goldens."""
 INT8_ROUNDING = 1e-2
 """Both backends round what is kept to 8 bits; values that differ a little are rounded apart."""
 

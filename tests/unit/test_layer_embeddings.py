@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import pi2
-from pi2.arrays import F32
 from pi2.backends.gpu.alone.limits import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
@@ -21,8 +20,11 @@ from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan
 from pi2.store.tensors import list_tensors
 from tests.helpers.goldens import (
+    CPU,
     EXACT,
-    UNROUNDED,
+    ROUNDING,
+    check_sequences_together,
+    compute_decoded,
     convert_golden,
     copy_checkpoint,
     make_golden_plan,
@@ -31,20 +33,12 @@ from tests.helpers.goldens import (
     write_plan,
 )
 
-ROUNDING = 1e-4
-"""Of the largest logit: products of several tokens are added up in another order than one's."""
-CPU = {"backends.cpu": "cpu", **UNROUNDED}
 NAME = "gemma4-e2b"
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_golden_plan(NAME, tmp_path_factory.mktemp(NAME))
-
-
-def compute(plan: Path, ids: list[int], changes: dict[str, Any]) -> F32:
-    with pi2.load(plan, set=changes) as model:
-        return model.logits(ids, mode="decode")
 
 
 def test_layers_read_keys_and_values_of_the_last_one_that_is_like_them(plan: Path) -> None:
@@ -76,21 +70,17 @@ def _count_dense_bytes(model: Model) -> int:
 
 @pytest.mark.parametrize("backend", [{}, CPU])
 def test_sequences_together_compute_what_they_do_alone(plan: Path, backend: dict[str, Any]) -> None:
-    prompts = [[5, 9, 33, 60, 12, 7, 41], [8, 3, 77]]
-    found: list[list[F32]] = [[], []]
+    check_sequences_together(plan, backend)
+
+
+@pytest.mark.parametrize("backend", [{}, CPU])
+def test_what_was_kept_of_a_prefix_serves_another_sequence(
+    plan: Path, backend: dict[str, Any]
+) -> None:
     ids = np.random.default_rng(3).integers(3, 96, 20).tolist()
     with pi2.load(plan, set={**backend, "decode.batch": 2}) as model:
         forward, executor = model._parts.forward, model._parts.executor
-        for place, prompt in enumerate(prompts):
-            forward.prefill(np.array(prompt, np.int32), sequence=place)
-        for step in range(4):
-            rows = forward.step([10 + step, 20 + step], [0, 1])
-            for own, row in zip(found, rows, strict=True):
-                own.append(row.copy())
-        # What was kept of a prefix serves another sequence.
         assert isinstance(executor, ContextKeeper)
-        for place in (0, 1):
-            forward.reset(place)
         forward.prefill(np.array(ids, np.int32), sequence=0)
         expected = forward.step([7], [0]).copy()
         forward.prefill(np.array(ids[16:] * 5, np.int32), sequence=1)
@@ -99,10 +89,6 @@ def test_sequences_together_compute_what_they_do_alone(plan: Path, backend: dict
         for token in ids[16:]:
             forward.step([token], [1])
         assert measure_error(forward.step([7], [1]), expected) <= ROUNDING
-    for place, prompt in enumerate(prompts):
-        tokens = [10 * (place + 1) + step for step in range(4)]
-        alone = compute(plan, [*prompt, *tokens], backend)[-4:]
-        assert measure_error(np.array(found[place]), alone) <= ROUNDING
 
 
 @pytest.mark.parametrize("backend", [{}, CPU])
@@ -111,7 +97,7 @@ def test_neurons_may_come_from_flash_and_zeros_are_not_read(
 ) -> None:
     golden = read_golden(NAME)
     routed = {**backend, "decode.predictor": "router"}
-    expected = compute(plan, golden.prompt, routed | {"layers.hot": 1.0})
+    expected = compute_decoded(plan, golden.prompt, routed | {"layers.hot": 1.0})
     assert measure_error(expected, golden.logits) <= ROUNDING
     resolved = load_plan(plan, overrides=routed | {"layers.hot": 0.0})
     little = routed | {
@@ -148,7 +134,7 @@ def test_tokens_beyond_the_table_have_its_first_row(tmp_path: Path) -> None:
     save_file(tensors, file)
     change(checkpoint, vocab_size_per_layer_input=40)
     short = write_plan(tmp_path, convert_golden(checkpoint, tmp_path, EXACT), {})
-    found = compute(short, [5, 39, 70, 95], {})
+    found = compute_decoded(short, [5, 39, 70, 95], {})
     table[40:] = table[0]
     whole = copy_checkpoint(NAME, tmp_path / "whole")
     tensors["model.embed_tokens_per_layer.weight"] = table
@@ -156,7 +142,7 @@ def test_tokens_beyond_the_table_have_its_first_row(tmp_path: Path) -> None:
     folder = tmp_path / "other"
     folder.mkdir()
     plan = write_plan(folder, convert_golden(whole, folder, EXACT), {})
-    np.testing.assert_array_equal(found, compute(plan, [5, 39, 70, 95], {}))
+    np.testing.assert_array_equal(found, compute_decoded(plan, [5, 39, 70, 95], {}))
 
 
 def test_what_has_no_kernels_for_it_says_so(plan: Path) -> None:

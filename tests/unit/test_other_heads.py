@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.arrays import F32
 from pi2.backends.gpu.alone.limits import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
@@ -21,17 +20,16 @@ from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
 from pi2.plan.arithmetic.mixers import count_projection_bytes
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
+    CPU,
     FOLDER,
-    UNROUNDED,
+    ROUNDING,
+    check_sequences_together,
+    compute_decoded,
     copy_checkpoint,
     make_golden_plan,
     measure_error,
     read_golden,
 )
-
-ROUNDING = 1e-4
-"""Of the largest logit: products of several tokens are added up in another order than one's."""
-CPU = {"backends.cpu": "cpu", **UNROUNDED}
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +40,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixture_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_golden_plan("gemma4-moe", tmp_path_factory.mktemp("gemma4-moe"))
-
-
-def compute(plan: Path, ids: list[int], changes: dict[str, Any]) -> F32:
-    with pi2.load(plan, set=changes) as model:
-        return model.logits(ids, mode="decode")
 
 
 def test_a_plan_counts_keys_values_and_projections_of_each_layers_heads(plan: Path) -> None:
@@ -65,20 +58,7 @@ def test_a_plan_counts_keys_values_and_projections_of_each_layers_heads(plan: Pa
 
 @pytest.mark.parametrize("backend", [{}, CPU])
 def test_sequences_together_compute_what_they_do_alone(plan: Path, backend: dict[str, Any]) -> None:
-    prompts = [[5, 9, 33, 60, 12, 7, 41], [8, 3, 77]]
-    found: list[list[F32]] = [[], []]
-    with pi2.load(plan, set={**backend, "decode.batch": 2}) as model:
-        forward = model._parts.forward
-        for place, prompt in enumerate(prompts):
-            forward.prefill(np.array(prompt, np.int32), sequence=place)
-        for step in range(4):
-            rows = forward.step([10 + step, 20 + step], [0, 1])
-            for own, row in zip(found, rows, strict=True):
-                own.append(row.copy())
-    for place, prompt in enumerate(prompts):
-        tokens = [10 * (place + 1) + step for step in range(4)]
-        alone = compute(plan, [*prompt, *tokens], backend)[-4:]
-        assert measure_error(np.array(found[place]), alone) <= ROUNDING
+    check_sequences_together(plan, backend)
 
 
 @pytest.mark.parametrize("backend", [{}, CPU, {"kv.type": "int8"}])
@@ -113,7 +93,7 @@ def test_experts_beside_an_ffn_may_come_from_flash(
 ) -> None:
     golden = read_golden("gemma4-moe")
     routed = {**backend, "decode.predictor": "router"}
-    expected = compute(mixture_plan, golden.prompt, routed | {"layers.hot": 1.0})
+    expected = compute_decoded(mixture_plan, golden.prompt, routed | {"layers.hot": 1.0})
     assert measure_error(expected, golden.logits) <= ROUNDING
     need = load_plan(mixture_plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
     little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}

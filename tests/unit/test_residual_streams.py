@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import pi2
-from pi2.arrays import F32
 from pi2.backends.gpu.alone.limits import find_alone_limits
 from pi2.backends.limits import list_unknown_weights
 from pi2.diagnostics import UserError
@@ -25,29 +24,25 @@ from pi2.plan.resolve import load_plan
 from pi2.statistics.texts import Window
 from pi2.store.reader import NeuronStore
 from tests.helpers.goldens import (
+    CPU,
     FOLDER,
-    UNROUNDED,
+    ROUNDING,
+    check_sequences_together,
+    compute_decoded,
     copy_checkpoint,
     make_golden_plan,
     measure_error,
     read_golden,
 )
 
-ROUNDING = 1e-4
-"""Of the largest logit: products of several tokens are added up in another order than one's."""
 TWO = {"decode.batch": 2}
-CPU = {"backends.cpu": "cpu", **UNROUNDED, **TWO}
+CPU_TWO = {**CPU, **TWO}
 NAME = "gemma3n"
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_golden_plan(NAME, tmp_path_factory.mktemp(NAME))
-
-
-def compute(plan: Path, ids: list[int], changes: dict[str, Any]) -> F32:
-    with pi2.load(plan, set=changes) as model:
-        return model.logits(ids, mode="decode")
 
 
 def test_a_matrix_tells_the_cutoff_without_gates(tmp_path: Path) -> None:
@@ -62,28 +57,15 @@ def test_a_matrix_tells_the_cutoff_without_gates(tmp_path: Path) -> None:
         assert found == pytest.approx(values.mean() - 1.5 * values.std(), rel=1e-4)
 
 
-@pytest.mark.parametrize("backend", [TWO, CPU])
+@pytest.mark.parametrize("backend", [TWO, CPU_TWO])
 def test_sequences_together_compute_what_they_do_alone(plan: Path, backend: dict[str, Any]) -> None:
-    prompts = [[5, 9, 33, 60, 12, 7, 41], [8, 3, 77]]
-    found: list[list[F32]] = [[], []]
-    with pi2.load(plan, set=backend) as model:
-        forward = model._parts.forward
-        for place, prompt in enumerate(prompts):
-            forward.prefill(np.array(prompt, np.int32), sequence=place)
-        for step in range(3):
-            rows = forward.step([10 + step, 20 + step], [0, 1])
-            for own, row in zip(found, rows, strict=True):
-                own.append(row.copy())
-    for place, prompt in enumerate(prompts):
-        tokens = [10 * (place + 1) + step for step in range(3)]
-        alone = compute(plan, [*prompt, *tokens], backend)[-3:]
-        assert measure_error(np.array(found[place]), alone) <= ROUNDING
+    check_sequences_together(plan, backend)
 
 
-@pytest.mark.parametrize("backend", [TWO, CPU])
+@pytest.mark.parametrize("backend", [TWO, CPU_TWO])
 def test_neurons_may_come_from_flash(plan: Path, backend: dict[str, Any]) -> None:
     golden = read_golden(NAME)
-    expected = compute(plan, golden.prompt, backend | {"layers.hot": 1.0})
+    expected = compute_decoded(plan, golden.prompt, backend | {"layers.hot": 1.0})
     assert measure_error(expected, golden.logits) <= ROUNDING
     little = backend | {
         "layers.hot": 0.0,
@@ -104,7 +86,7 @@ def test_text_is_scored_layer_by_layer_as_the_engine_computes_it(
 ) -> None:
     ids = read_golden(NAME).prompt
     window = Window(tokens=tuple(ids), first_scored=1)
-    logits = compute(plan, ids, {})[:-1].astype(np.float64)
+    logits = compute_decoded(plan, ids, {})[:-1].astype(np.float64)
     sums = np.log(np.exp(logits).sum(axis=1))
     expected = sums - logits[np.arange(len(ids) - 1), ids[1:]]
     model = load_plan(plan).model

@@ -21,8 +21,9 @@ from pi2.importing.leftovers import describe_other_parts
 from pi2.plan.arithmetic.sizes import compute_needs
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
+    CPU,
     EXACT,
-    UNROUNDED,
+    ROUNDING,
     convert_golden,
     copy_checkpoint,
     make_golden_plan,
@@ -30,13 +31,9 @@ from tests.helpers.goldens import (
     read_golden,
 )
 
-ROUNDING = 1e-4
-"""Of the largest logit, as for goldens: products of several tokens are added up in another order
-than one's, and states carry the differences on."""
 NAMES = ("qwen3-next", "granite-hybrid", "lfm2", "nemotron-h-moe")
 """A golden model of every kind of state, and one with layers that have attention, too, or two
 states."""
-CPU = {"backends.cpu": "cpu", **UNROUNDED}
 
 
 @pytest.fixture(scope="module", params=NAMES)

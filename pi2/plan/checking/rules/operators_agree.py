@@ -15,7 +15,7 @@ Fix: take the options from the checkpoint's configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
 from pi2.plan.documents.model import Model
@@ -168,13 +168,7 @@ def _check_layer_embedding(model: Model) -> Iterator[Finding]:
         "a smooth activation, such as gelu_tanh": model.is_smooth,
         f"no more rows than the {model.shape.vocab} tokens": (own.vocab or 0) <= model.shape.vocab,
     }
-    for reason in (reason for reason, is_there in reasons.items() if not is_there):
-        yield Finding(
-            document="model",
-            path=("layer_embedding",),
-            message=f"embeddings of layers need {reason}",
-            help="take the options from the checkpoint's configuration",
-        )
+    yield from _list_missing(("layer_embedding",), "embeddings of layers need", reasons)
 
 
 def _check_altup(model: Model) -> Iterator[Finding]:
@@ -188,13 +182,7 @@ def _check_altup(model: Model) -> Iterator[Finding]:
         "no layer_scale": not model.layer_scale,
         "no FFN beside experts": model.side_ffn is None,
     }
-    for reason in (reason for reason, is_there in reasons.items() if not is_there):
-        yield Finding(
-            document="model",
-            path=("altup",),
-            message=f"several residual streams need {reason}",
-            help="take the options from the checkpoint's configuration",
-        )
+    yield from _list_missing(("altup",), "several residual streams need", reasons)
 
 
 def _check_cutoffs(model: Model) -> Iterator[Finding]:
@@ -209,13 +197,7 @@ def _check_cutoffs(model: Model) -> Iterator[Finding]:
         "a smooth activation, such as gelu_tanh": model.is_smooth,
         "no norm of activations": not model.ffn.sub_norm,
     }
-    for reason in (reason for reason, is_there in reasons.items() if not is_there):
-        yield Finding(
-            document="model",
-            path=("ffn", "gate_sparsity"),
-            message=f"cutoffs of gates need {reason}",
-            help="take the options from the checkpoint's configuration",
-        )
+    yield from _list_missing(("ffn", "gate_sparsity"), "cutoffs of gates need", reasons)
 
 
 def _check_side_ffn(model: Model) -> Iterator[Finding]:
@@ -231,13 +213,7 @@ def _check_side_ffn(model: Model) -> Iterator[Finding]:
         "a sequential residual with the factor 1": model.residual == "sequential"
         and model.multipliers.residual == 1.0,
     }
-    for reason in (reason for reason, is_there in reasons.items() if not is_there):
-        yield Finding(
-            document="model",
-            path=("side_ffn",),
-            message=f"an FFN beside experts needs {reason}",
-            help="take the options from the checkpoint's configuration",
-        )
+    yield from _list_missing(("side_ffn",), "an FFN beside experts needs", reasons)
 
 
 def _check_activation(model: Model) -> Iterator[Finding]:
@@ -328,4 +304,18 @@ def _find_missing(
             document="model",
             path=path,
             message=f"there is no layer {beyond[0]}: the model has {model.shape.layers}, from 0 on",
+        )
+
+
+def _list_missing(
+    path: tuple[str, ...], needing: str, reasons: Mapping[str, bool]
+) -> Iterator[Finding]:
+    """Report each of the ``reasons``, and whether it holds, that does not; ``needing`` is a
+    sentence's beginning."""
+    for reason in (reason for reason, holds in reasons.items() if not holds):
+        yield Finding(
+            document="model",
+            path=path,
+            message=f"{needing} {reason}",
+            help="take the options from the checkpoint's configuration",
         )
