@@ -61,10 +61,6 @@ if TYPE_CHECKING:
     from pi2.progress import Progress
 
 
-MOST_STEP_TOKENS = 64
-"""Tokens of a step, at most: a number has a bit for each."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """A tensor of the store, in memory, not copied.
@@ -527,8 +523,9 @@ def add_one_by_one(
     # Whoever asks what a backend can do needs no numpy.
     import numpy as np
 
-    any_token = int(np.bitwise_or.reduce(named))
-    for token in range(MOST_STEP_TOKENS):
+    # Tokens of a step are 64 at most: a number has a bit for each.
+    any_token = int(np.bitwise_or.reduce(named)) % 2**64
+    for token in range(any_token.bit_length()):
         if any_token >> token & 1:
             own = (named >> token & 1).astype(np.bool_)
             executor.select_token(token)

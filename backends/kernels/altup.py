@@ -23,10 +23,9 @@ from pi2.backends.kernels.quantize import emit_quantize
 from pi2.backends.kernels.rows import emit_scale
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.plan.documents.model_residual import SMALLEST_SQUARE
 from pi2.plan.weights.layout import fill_groups
 
-_SMALLEST_SQUARE = 1e-5
-"""Mean square below which a stream is not scaled up any further."""
 _LANES = 16
 
 
@@ -364,7 +363,7 @@ def emit_root(spec: KernelSpec, source: v.Buffer, base: v.Expr) -> v.Expr:
 
 def find_factor(spec: KernelSpec, wanted: v.Expr, source: v.Buffer, base: v.Expr) -> v.Expr:
     """What gives the vector that begins at ``base`` the root mean square ``wanted``."""
-    least = v.constant(_SMALLEST_SQUARE, "float32")
+    least = v.constant(SMALLEST_SQUARE, "float32")
     return v.let(wanted / T.sqrt(T.max(_average_squares(spec, source, base), least)))
 
 

@@ -10,10 +10,8 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.backends.reference.operators import normalize
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_residual import SMALLEST_SQUARE
 from pi2.plan.weights.tensor_names import STREAM_IN, STREAM_OUT, name_layer_tensor
-
-SMALLEST_SQUARE = 1e-5
-"""Mean square below which a stream is not scaled up any further."""
 
 
 class AltUp:

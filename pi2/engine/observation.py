@@ -16,9 +16,9 @@ import numpy as np
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
-from pi2.backends.reference.operators import activate
+from pi2.backends.reference import neurons
 from pi2.diagnostics import UserError
-from pi2.plan.weights.bundles import join_scales, slice_bias, slice_experts, unpack_part
+from pi2.plan.weights.bundles import join_scales, slice_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,6 @@ def compute_activations(
 ) -> F32:
     """Activations [T, n] of the neurons of ``bundles`` [n, .], as ``request.whole_bundle`` says,
     for ``inputs`` [T, hidden] and ``cutoffs`` [T, 1] of gates, where the layer has them."""
-    layout = request.whole_bundle
-    values = []
-    for index in range(2 if layout.is_gated else 1):
-        value = inputs @ unpack_part(bundles, layout, index).T
-        values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
-    return activate(request.model, values[0], values[1] if layout.is_gated else None, cutoffs)
+    return neurons.compute_activations(
+        request.model, request.whole_bundle, inputs, bundles, cutoffs=cutoffs
+    )

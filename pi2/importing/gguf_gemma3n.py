@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
-import numpy as np
-
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.safetensors_file import SourceTensor
 
@@ -58,22 +56,23 @@ def read_gemma3n(metadata: Metadata, layers: int) -> dict[str, Any]:
         "altup_num_inputs": count("{arch}.altup.num_inputs"),
         "rms_norm_eps": read("{arch}.attention.layer_norm_rms_epsilon", float),
         "final_logit_softcapping": read("{arch}.final_logit_softcapping", float, 30.0),
-        "activation_sparsity_pattern": _read_shares(metadata),
+        "activation_sparsity_pattern": read_shares(metadata, layers),
         "rope_theta": read("{arch}.rope.freq_base", float, 1_000_000.0),
         "rope_local_base_freq": read("{arch}.rope.freq_base_swa", float, 10_000.0),
     }
 
 
-def _read_shares(metadata: Metadata) -> list[float] | None:
+def read_shares(metadata: Metadata, layers: int) -> list[float] | None:
     """Shares of gates that cutoffs close: files state how many standard deviations above the mean
     the cutoffs are, and -infinity where there is none."""
     key = "{arch}.activation_sparsity_scale"
-    value = metadata.values.get(key.replace("{arch}", metadata.architecture))
-    if not isinstance(value, np.ndarray | list):
+    scales = metadata.read_numbers(key, layers)
+    if scales is None:
         return None
-    scales = [float(scale) for scale in value]
-    # Files have 32 bits of what people wrote in decimals.
-    return [round(NormalDist().cdf(scale), 6) if math.isfinite(scale) else 0.0 for scale in scales]
+    if not all(scale < math.inf for scale in scales):
+        raise metadata.refuse(f"{key} has a number that is no cutoff")
+    # Files have 32 bits of what people wrote in decimals; below -infinity lies nothing.
+    return [round(NormalDist().cdf(scale), 6) for scale in scales]
 
 
 def complete_gemma3n(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:

@@ -34,19 +34,19 @@ class Metadata:
                 # Layers that keep a state have no keys, and blocks that mix tokens no FFN.
                 value = value[value != 0]
             if not (value == value[0]).all():
-                raise self._refuse(f"{key} differs between layers, which pi2 cannot compute")
+                raise self.refuse(f"{key} differs between layers, which pi2 cannot compute")
             value = value[0].item()
         if value is None:
             if default is None:
-                raise self._refuse(f"it does not state {key}")
+                raise self.refuse(f"it does not state {key}")
             return default
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise self._refuse(f"{key} is {value!r}, expected {kind.__name__}")
+            raise self.refuse(f"{key} is {value!r}, expected {kind.__name__}")
         if isinstance(value, float):
             if not abs(value) <= _MOST_FLOAT32:
-                raise self._refuse(f"{key} is {value!r}")
+                raise self.refuse(f"{key} is {value!r}")
             # Files have 32 bits of what people wrote in decimals: 1e-5 and not 9.99999975e-6.
             value = float(str(np.float32(value)))
         return value
@@ -56,7 +56,7 @@ class Metadata:
         count: int = self.read(key, int, default)
         if count < 1:
             name = key.replace("{arch}", self.architecture)
-            raise self._refuse(f"{name} is {count}, expected 1 or more")
+            raise self.refuse(f"{name} is {count}, expected 1 or more")
         return count
 
     def read_counts(self, key: str, layers: int) -> list[int]:
@@ -66,7 +66,7 @@ class Metadata:
         if not isinstance(value, np.ndarray | list):
             return [self.read_count(key)] * layers
         if len(value) < layers or not all(int(count) >= 1 for count in value[:layers]):
-            raise self._refuse(f"{key} is no list of {layers} numbers of 1 or more")
+            raise self.refuse(f"{key} is no list of {layers} numbers of 1 or more")
         return [int(count) for count in value[:layers]]
 
     def read_flags(self, key: str, layers: int) -> list[bool] | None:
@@ -78,14 +78,27 @@ class Metadata:
         if not isinstance(value, np.ndarray | list):
             return None
         if len(value) < layers:
-            raise self._refuse(f"{key} is a list of {len(value)}, expected one of {layers}")
+            raise self.refuse(f"{key} is a list of {len(value)}, expected one of {layers}")
         return [bool(flag) for flag in value[:layers]]
+
+    def read_numbers(self, key: str, layers: int) -> list[float] | None:
+        """One number for each of ``layers`` layers; None where ``key`` is not stated.
+
+        `UserError` P532 for what is no list of numbers, or one of another length.
+        """
+        if not self.has(key):
+            return None
+        value = self.values[key.replace("{arch}", self.architecture)]
+        numbers = np.asarray(value)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iuf" or len(numbers) < layers:
+            raise self.refuse(f"{key} is not a list of {layers} numbers")
+        return [float(number) for number in numbers[:layers]]
 
     def has(self, key: str) -> bool:
         """Whether ``key`` is stated."""
         return key.replace("{arch}", self.architecture) in self.values
 
-    def _refuse(self, problem: str) -> UserError:
+    def refuse(self, problem: str) -> UserError:
         return UserError.of(
             "P532",
             f"cannot read {self.file}: {problem}",

@@ -173,7 +173,7 @@ def test_tokens_of_a_sequence_in_a_step_see_those_before_them(
     together.close()
 
 
-@pytest.mark.parametrize(("passes", "isa", "threads"), [(1, None, 3), (2, "avx2", 2)])
+@pytest.mark.parametrize(("passes", "isa", "threads"), [(1, None, 3), (2, None, 3), (2, "avx2", 2)])
 def test_neurons_that_tokens_share_give_each_token_the_bits_that_it_gets_alone(
     passes: Literal[1, 2], isa: str | None, threads: int
 ) -> None:

@@ -72,6 +72,12 @@ def copy_checkpoint(name: str, folder: Path) -> Path:
     return folder
 
 
+def change_config(checkpoint: Path, **values: Any) -> None:
+    """Set values of config.json."""
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 def convert_golden(checkpoint: Path, folder: Path, quantization: Mapping[str, str]) -> Model:
     """Convert a checkpoint into ``folder / "store"``, with a model file and a plan beside it."""
     made = describe_checkpoint(checkpoint, "golden").model

@@ -15,7 +15,7 @@ from pi2.arrays import F16
 from pi2.diagnostics import UserError
 from pi2.importing.config import Config
 from pi2.importing.convert import convert_checkpoint
-from pi2.importing.families import describe_family
+from pi2.importing.families import BASES, describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
 from tests.helpers.goldens import copy_checkpoint
@@ -36,6 +36,17 @@ COMMON: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "num_local_experts": 6,
 }
+
+
+def test_a_configuration_without_positions_has_those_of_its_family() -> None:
+    for kind, base in BASES.items():
+        if kind in ("helium", "solar_open", "hy_v3", "mixtral", "smollm3"):
+            assert describe(kind).rope.theta == base
+            assert describe(kind, rope_parameters={"rope_theta": 7.0}).rope.theta == 7
+    cwm = describe("cwm", rope_theta=3e5).rope
+    assert (cwm.theta, cwm.kind, cwm.factor, cwm.original_context) == (3e5, "llama3", 16, 8192)
+
+
 NO_POSITIONS = {"kind": "none", "layers": [3]}
 WINDOW = {"sliding_window": 7}
 

@@ -6,10 +6,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pi2.diagnostics import UserError
+from pi2.importing.gguf_gemma3n import read_shares
+from pi2.importing.gguf_metadata import Metadata
 from tests.helpers.gguf_files import read_checkpoint
 from tests.helpers.goldens import EXACT, copy_checkpoint
 from tests.unit.test_importing_gguf import convert, expect_same_weights, forget_names
@@ -73,3 +77,11 @@ def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path) -> None:
     found = convert(file, tmp_path / "b", tokenizer, EXACT)
     assert forget_names(found) == forget_names(expected)
     expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("value", [[0.5], ["a"] * 5, [float("nan")] * 5, [float("inf")] * 5, 1.0])
+def test_cutoffs_that_are_none_are_refused(value: Any) -> None:
+    values = {"general.architecture": "gemma3n", "gemma3n.activation_sparsity_scale": value}
+    metadata = Metadata(Path("tiny.gguf"), values)
+    with pytest.raises(UserError, match=r"P532.*activation_sparsity_scale"):
+        read_shares(metadata, 5)

@@ -3,7 +3,6 @@ values of their own, and FFNs of two widths."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.helpers.goldens import (
     CPU,
     EXACT,
     ROUNDING,
+    change_config,
     check_sequences_together,
     compute_decoded,
     convert_golden,
@@ -132,7 +132,7 @@ def test_tokens_beyond_the_table_have_its_first_row(tmp_path: Path) -> None:
     table = tensors["model.embed_tokens_per_layer.weight"]
     tensors["model.embed_tokens_per_layer.weight"] = table[:40].copy()
     save_file(tensors, file)
-    change(checkpoint, vocab_size_per_layer_input=40)
+    change_config(checkpoint, vocab_size_per_layer_input=40)
     short = write_plan(tmp_path, convert_golden(checkpoint, tmp_path, EXACT), {})
     found = compute_decoded(short, [5, 39, 70, 95], {})
     table[40:] = table[0]
@@ -162,12 +162,7 @@ def test_what_no_document_states_is_refused(
     tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
     checkpoint = copy_checkpoint(NAME, tmp_path / "checkpoint")
-    change(checkpoint, **changes)
+    change_config(checkpoint, **changes)
     with pytest.raises(UserError, match="P544") as caught:
         describe_checkpoint(checkpoint)
     assert problem in str(caught.value)
-
-
-def change(checkpoint: Path, **values: Any) -> None:
-    file = checkpoint / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))

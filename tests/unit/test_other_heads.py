@@ -23,6 +23,7 @@ from tests.helpers.goldens import (
     CPU,
     FOLDER,
     ROUNDING,
+    change_config,
     check_sequences_together,
     compute_decoded,
     copy_checkpoint,
@@ -117,7 +118,9 @@ def test_several_tokens_take_the_ffn_beside_their_experts(mixture_plan: Path) ->
 def test_first_releases_state_other_heads_once_for_all_layers(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("gemma4", tmp_path / "checkpoint")
     expected = describe_checkpoint(checkpoint).model
-    change(checkpoint, per_layer_config=None, global_head_dim=36, num_global_key_value_heads=1)
+    change_config(
+        checkpoint, per_layer_config=None, global_head_dim=36, num_global_key_value_heads=1
+    )
     assert describe_checkpoint(checkpoint).model == expected
     assert expected.other_heads is not None and expected.other_heads.layers == (1, 3)
 
@@ -142,12 +145,7 @@ def test_what_no_document_states_is_refused(
     tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
     checkpoint = copy_checkpoint("gemma4", tmp_path / "checkpoint")
-    change(checkpoint, **changes)
+    change_config(checkpoint, **changes)
     with pytest.raises(UserError, match="P544") as caught:
         describe_checkpoint(checkpoint)
     assert problem in str(caught.value)
-
-
-def change(checkpoint: Path, **values: Any) -> None:
-    file = checkpoint / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.helpers.goldens import (
     CPU,
     FOLDER,
     ROUNDING,
+    change_config,
     check_sequences_together,
     compute_decoded,
     copy_checkpoint,
@@ -118,7 +118,7 @@ def test_what_no_document_states_is_refused(
     tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
     checkpoint = copy_checkpoint(NAME, tmp_path / "checkpoint")
-    change(checkpoint, changes)
+    change_config(checkpoint, **changes)
     with pytest.raises(UserError, match="P544") as caught:
         describe_checkpoint(checkpoint)
     assert problem in str(caught.value)
@@ -126,10 +126,5 @@ def test_what_no_document_states_is_refused(
 
 def test_a_short_model_without_a_pattern_has_no_cutoffs(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint(NAME, tmp_path / "checkpoint")
-    change(checkpoint, {"activation_sparsity_pattern": None})
+    change_config(checkpoint, activation_sparsity_pattern=None)
     assert describe_checkpoint(checkpoint).model.cut_layers == ()
-
-
-def change(checkpoint: Path, values: dict[str, Any]) -> None:
-    file = checkpoint / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))

@@ -71,6 +71,26 @@ def find_nearest(kind: str) -> str:
     )
 
 
+BASES = {
+    "bitnet": 500_000.0,
+    "cohere": 500_000.0,
+    "cwm": 1_000_000.0,
+    "ernie4_5": 500_000.0,
+    "ernie4_5_moe": 500_000.0,
+    "flex_olmo": 500_000.0,
+    "gpt_oss": 150_000.0,
+    "helium": 100_000.0,
+    "hy_v3": 11_158_840.0,
+    "minimax_m2": 5_000_000.0,
+    "mixtral": 1_000_000.0,
+    "phimoe": 1_000_000.0,
+    "smollm3": 2_000_000.0,
+    "solar_open": 1_000_000.0,
+}
+"""Base of rotary positions where a configuration states none, of families that have not 10,000 (or
+say it where they are described)."""
+
+
 def describe_family(config: Config) -> Tables:
     """Tables of the model document; `UserError` P544 if the family or an option is unknown."""
     kind = config.read("model_type", str)
@@ -88,4 +108,4 @@ def describe_family(config: Config) -> Tables:
     for key, most in _LIMITS.items():
         if config.has(key) and not 1 <= config.read(key, int) <= most:
             raise config.refuse(f"{key} is {config.read(key, int)}, not in 1..{most}")
-    return family(config)
+    return family(config.set_default("rope_theta", BASES[kind]) if kind in BASES else config)

@@ -31,8 +31,14 @@ def describe_ministral(config: Config) -> Tables:
 def describe_cwm(config: Config) -> Tables:
     """Llama without biases of attention, with a window in three layers of four."""
     stated: dict[str, Any] = {"attention_bias": False}
-    if not config.has("rope_parameters") and not config.has("rope_theta"):
-        stated |= {"rope_theta": 1_000_000.0}
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        stated["rope_parameters"] = {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
     tables = describe_llama(config.change(stated))
     layers = tables["shape"]["layers"]
     tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
@@ -62,7 +68,7 @@ def describe_iquestcoder(config: Config) -> Tables:
 
 def describe_helium(config: Config) -> Tables:
     """Llama that turns neighbours, and whose output projection has no bias."""
-    tables = describe_llama(config.set_default("rope_theta", 100_000.0))
+    tables = describe_llama(config)
     tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-8)
     tables["rope"]["pairs"] = "neighbours"
     tables["attention"]["output_bias"] = False

@@ -85,8 +85,24 @@ def describe_deepseek_v3(config: Config) -> Tables:
     return tables
 
 
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""What is meant where a configuration states no positions."""
+
+
 def describe_mistral4(config: Config) -> Tables:
     """Mistral Small 4: latent attention, queries that grow, and experts that a softmax weights."""
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        config = config.change({"rope_parameters": _MISTRAL4_ROPE})
     scaling = dict(config.read_table("rope_parameters").values)
     # It is the share that qk_rope_head_dim has of a head.
     scaling.pop("partial_rotary_factor", None)

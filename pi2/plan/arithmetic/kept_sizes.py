@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.mixers import (
-    count_state_bytes,
-)
+from pi2.plan.arithmetic.mixers import count_state_bytes
+from pi2.plan.arithmetic.needs import Need
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import ALIGNMENT as ALIGNMENT
-from pi2.plan.weights.layout import (
-    round_up,
-)
+from pi2.plan.weights.layout import align_bytes, round_up
 from pi2.plan.weights.projections import list_kept_vectors
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import Plan
     from pi2.plan.documents.plan_memory import KvType
-from pi2.plan.arithmetic.needs import Need
-from pi2.plan.weights.layout import align_bytes
 
 KV_TOKENS = 16
 """The KV cache holds a multiple of this many tokens."""

@@ -34,6 +34,10 @@ class LayerEmbedding(Table):
         return fill_groups(self.width)
 
 
+SMALLEST_SQUARE = 1e-5
+"""What a mean square is taken for at least where `AltUp` gives a stream the first one's."""
+
+
 class AltUp(Table):
     """Residual streams that predict each other, and LAuReL (Gemma 3n; arXiv 2301.13310 and
     2411.07501).
