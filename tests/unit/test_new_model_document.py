@@ -94,7 +94,7 @@ def test_a_known_family_is_added_by_a_module_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "acorns.py").write_text(
-        "from pi2.importing.families.decoders import describe_llama\n"
+        "from pi2.importing.families.llama import describe_llama\n"
         'FAMILIES = {"acorn": describe_llama}\n'
     )
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])

@@ -28,6 +28,13 @@ def describe_gemma2(config: Config) -> Tables:
     return tables
 
 
+def describe_vaultgemma(config: Config) -> Tables:
+    """Gemma 2 without norms of outputs."""
+    tables = describe_gemma2(config)
+    tables["norm"]["outputs"] = False
+    return tables
+
+
 def describe_gemma3(config: Config) -> Tables:
     """Gemma with norms of heads and outputs, whose layers with a window have other positions."""
     tables = _describe_later(config, config.read("sliding_window_pattern", int, 6))
@@ -246,4 +253,5 @@ FAMILIES = {
     "gemma3_text": describe_gemma3,
     "gemma3n_text": describe_gemma3n,
     "gemma4_text": describe_gemma4,
+    "vaultgemma": describe_vaultgemma,
 }

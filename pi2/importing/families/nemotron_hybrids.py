@@ -7,13 +7,13 @@ import math
 from pi2.importing.blocks import describe_layers
 from pi2.importing.config import Config
 from pi2.importing.families.decoders import LAYER, Tables, describe_decoder
-from pi2.importing.families.hybrids import add_mamba
-from pi2.importing.families.sigmoid_mixtures import (
+from pi2.importing.families.experts import (
     SHARED,
     add_dense_layers,
     add_sigmoids,
     name_experts,
 )
+from pi2.importing.families.states import add_mamba
 
 
 def describe_nemotron_h(config: Config) -> Tables:
