@@ -53,15 +53,15 @@ def emit_dense(
     """Add ``count`` contiguous or ``chosen`` neurons to ``total`` (y [tokens, hidden], lane order).
 
     ``bundles`` are in stored order, and ``first`` is the first one's row of resident scales;
-    ``values`` float32 [tokens, PANEL] activations of a panel;
-    ``masks`` int32 [tokens, PARTS], a bit for each that is not zero; ``unpacked`` float32
-    [threads, UNPACKED + KEPT, 128]; ``routes`` float32 [tokens, experts] weights of a mixture's
-    experts; ``squares`` float32 [tokens] of activations, where they are normalised; ``cutoffs``
-    float32 [tokens] of gates, where layers have them.  Per panel of
-    neurons: first the activations, threads sharing the neurons, or their gates, and then the
-    activations where gates are open, threads sharing the tokens; then y, threads sharing the
-    elements, for active neurons only where some rest: the down vectors of those that fire for some
-    tokens are unpacked, and added for these.  So no sum depends on the number of threads.
+    ``values`` float32 [tokens, PANEL] activations of a panel; ``masks`` int32 [tokens, PARTS], a
+    bit for each that is not zero; ``unpacked`` float32 [threads, UNPACKED + KEPT, 128]; ``routes``
+    float32 [tokens, experts] weights of a mixture's experts; ``squares`` float32 [tokens] of
+    activations, where they are normalised; ``cutoffs`` float32 [tokens] of gates, where layers have
+    them.  Per panel of neurons: first the activations, threads sharing the neurons, or their gates,
+    and then the activations where gates are open, threads sharing the neurons of all tokens; then
+    y, threads sharing the elements, for active neurons only where some rest: the down vectors of
+    those that fire for some tokens are unpacked, and added for these.  So no sum depends on the
+    number of threads.
 
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
     is at: in y itself, those of one token after the other push each other out of the caches.
@@ -320,27 +320,42 @@ def _emit_open_values(
     masks: v.Buffer,
     squares: v.Buffer | None,
 ) -> None:
-    """Make a panel's gates into activations, for a thread's share of the tokens; set their masks
-    and squares."""
-    spec = panel.bundles.spec
-    sharing = count_sharing(isa, spec)
-    begin, end = emit_split(thread, spec.threads, T.floordiv(tokens + sharing - 1, sharing))
-    with T.serial(end - begin) as step:
-        first = v.let((begin + step) * sharing)
+    """Make a panel's gates into activations, for a thread's share of all tokens' neurons; set their
+    masks and squares.
+
+    Threads share parts of neurons with a mask, so that none idles where there are fewer tokens than
+    threads; where squares are added up, whole tokens, whose sums have one order."""
+    sharing = count_sharing(isa, panel.bundles.spec)
+    groups = T.floordiv(tokens + sharing - 1, sharing)
+    width = UNPACKED if squares is None else PANEL
+    each = v.let(T.floordiv(panel.size + width - 1, width))
+    begin, end = emit_split(thread, panel.bundles.spec.threads, v.let(groups * each))
+    top = v.let(T.floordiv(begin, each))
+    with T.serial(T.floordiv(end + each - 1, each) - top) as step:
+        group = v.let(top + step)
+        start = v.let(T.max(begin - group * each, 0) * width)
+        stop = v.let(T.min(T.min(end - group * each, each) * width, panel.size))
+        first = v.let(group * sharing)
         count = v.let(T.min(tokens - first, sharing))
-        opened = emit_open_values(isa, activations, panel, first, count, thread)
+        opened = emit_open_values(isa, activations, panel, start, stop, first, count, thread)
         with T.serial(count) as turn:
-            _emit_open_masks(panel, opened, v.let(first + turn), masks, squares)
+            _emit_open_masks(panel, opened, stop, v.let(first + turn), masks, squares)
 
 
 def _emit_open_masks(
-    panel: Panel, opened: Opened, token: v.Expr, masks: v.Buffer, squares: v.Buffer | None
+    panel: Panel,
+    opened: Opened,
+    stop: v.Expr,
+    token: v.Expr,
+    masks: v.Buffer,
+    squares: v.Buffer | None,
 ) -> None:
-    """Do what `_emit_masks` does where all activations that are not ``opened`` are zero, and not
-    kept."""
+    """Do what `_emit_masks` does for the neurons up to ``stop`` among which some are ``opened``:
+    all activations of others are zero, and not kept."""
     base = v.let(token * PARTS)
-    for part in range(PARTS):
-        v.store(masks, base + part, T.int32(0), 1)
+    first = v.let(T.floordiv(opened.start, UNPACKED))
+    with T.serial(T.floordiv(stop + UNPACKED - 1, UNPACKED) - first) as part:
+        v.store(masks, base + first + part, T.int32(0), 1)
     total = v.Cell(v.constant(0.0, "float32"))
     with T.serial(opened.count) as place:
         number = opened.read(place)

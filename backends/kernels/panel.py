@@ -4,7 +4,7 @@ Where a closed gate makes an activation zero whatever the up is (`KernelSpec.ski
 of all tokens come first, and then, token by token, the ups of the neurons whose gates are open: a
 few neurons share the loads of a token's input, as two tokens open different gates.  Tokens that are
 multiplied in pairs (`i8mm`) have a list in common.  A dot product has the same bits in every
-company, and so has an activation.
+company, and so has an activation: threads may share the neurons of a token as they like.
 """
 
 from __future__ import annotations
@@ -163,14 +163,16 @@ def _emit_products(
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Neurons of a panel whose gates are open: int16 ``numbers``, ascending."""
+    """Neurons of a panel whose gates are open: int16 ``numbers``, ascending, counted from the
+    panel's neuron ``start``."""
 
     numbers: v.Buffer
     count: v.Expr
+    start: v.Expr
 
     def read(self, place: v.Expr) -> v.Expr:
-        """Return the number at a place of the list."""
-        return v.let(v.cast(self.numbers[place], "int32", 1))
+        """Return the number in the panel of the neuron at a place of the list."""
+        return v.let(self.start + v.cast(self.numbers[place], "int32", 1))
 
 
 def count_sharing(isa: Isa, spec: KernelSpec) -> int:
@@ -182,24 +184,26 @@ def emit_open_values(
     isa: Isa,
     activations: Activations,
     panel: Panel,
+    start: v.Expr,
+    stop: v.Expr,
     token: v.Expr,
     tokens: v.Expr,
     thread: v.Expr,
 ) -> Opened:
     """Replace gates, which `emit_gates` has left, by activations, for ``tokens`` tokens from
-    ``token`` on (`count_sharing` at most): of the neurons whose gates are open for any of them;
-    return which these are."""
+    ``token`` on (`count_sharing` at most): of those among the panel's neurons ``start`` to ``stop``
+    whose gates are open for any of them; return which these are."""
     spec = panel.bundles.spec
-    rows = [v.let(token * PANEL)]
+    rows = [v.let(token * PANEL + start)]
     if count_sharing(isa, spec) > 1:
-        rows.append(v.let((token + tokens - 1) * PANEL))
+        rows.append(v.let((token + tokens - 1) * PANEL + start))
     numbers = T.alloc_buffer((PANEL,), "int16")
 
     def test(number: v.Expr, lanes: int) -> v.Expr:
         opens = [is_firing(spec, v.load(panel.values, row + number, lanes), lanes) for row in rows]
         return opens[0] if len(opens) == 1 else T.Or(*opens)
 
-    opened = Opened(numbers, emit_list(isa, panel.size, test, numbers))
+    opened = Opened(numbers, emit_list(isa, v.let(stop - start), test, numbers), start)
     if takes_pairs(isa, spec.ffn):
         _emit_paired_ups(activations, panel, opened, token, tokens, thread)
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -136,12 +137,23 @@ def compile_kernel(emit: Callable[[Any], None], isa: Isa) -> Callable[..., None]
     return call
 
 
+@functools.lru_cache(maxsize=256)
 def compile_program(name: str, spec: KernelSpec) -> Callable[..., None]:
-    """Compile one function of a spec."""
+    """Compile one function of a spec; see `compile_anew` where its emitter is replaced."""
     from pi2.backends.kernels.program import Program
 
     program = Program(spec)
     return compile_kernel(program.list_functions()[name], program.isa)
+
+
+@contextmanager
+def compile_anew() -> Iterator[None]:
+    """Use no kernels from before, and leave none behind: for tests that replace what emits them."""
+    compile_program.cache_clear()
+    try:
+        yield
+    finally:
+        compile_program.cache_clear()
 
 
 @functools.cache

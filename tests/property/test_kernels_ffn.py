@@ -19,6 +19,7 @@ from tests.helpers.kernels import (
     X86_FEATURES,
     align,
     allocate,
+    compile_anew,
     compile_program,
     list_runnable_isas,
     make_spec,
@@ -114,7 +115,8 @@ class Layer:
         return [scores, indices]
 
     def compute_dense(self, begin: int, end: int) -> F32:
-        """What ``add_dense`` makes of neurons ``begin`` to ``end``."""
+        """What ``add_dense`` makes of neurons ``begin`` to ``end``; ``left`` float32 [tokens,
+        PANEL] is what it keeps of the last panel."""
         spec = self.spec
         values = allocate("float32", self.tokens, PANEL)
         unpacked = allocate("float32", spec.threads, UNPACKED + KEPT, 128)
@@ -123,6 +125,7 @@ class Layer:
         bundles = self.bundles[begin:end].copy()
         masks = allocate("int32", self.tokens, PARTS)
         kernel(end - begin, self.tokens, bundles, *self.arrays, values, masks, unpacked, y)
+        self.left = values
         return leave_lane_order(spec, y)
 
 
@@ -220,17 +223,24 @@ def test_ups_of_open_gates_alone_give_the_bits_of_all_ups(
     isa: str, planes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features = tuple(sorted(X86_FEATURES[isa]))
-    spec = make_spec(hidden=544, features=features, planes=planes, chunk_planes=planes)
-    # A panel whose gates are all closed, one with a tenth of them open, and one with all.
-    shifts = np.repeat([-60.0, -7.0, 60.0], [PANEL, PANEL, 37])
-    layer = Layer(spec, len(shifts), 7, 8, shifts)
-    opened = layer.inputs @ layer.parts[0].T > 0
+    spec = make_spec(hidden=544, features=features, planes=planes, chunk_planes=planes, threads=3)
+    # A panel whose gates are all closed, one with all of them open, and one with a tenth.
+    shifts = np.repeat([-60.0, 60.0, -7.0], [PANEL, PANEL, 101])
+    # More tokens than threads, and fewer: threads share the neurons of a token.
+    layers = [Layer(spec, len(shifts), tokens, 8, shifts) for tokens in (7, 2)]
+    opened = layers[0].inputs @ layers[0].parts[0].T > 0
     shares = [part.mean() for part in np.split(opened, [PANEL, 2 * PANEL], axis=1)]
-    assert shares[0] == 0 and 0.05 < shares[1] < 0.15 and shares[2] == 1
-    found = layer.compute_dense(0, len(shifts))
-    assert measure_error(found, layer.compute(np.arange(len(shifts)))[0]) < 1e-5
-    monkeypatch.setattr(KernelSpec, "skips_ups", False)
-    assert np.array_equal(found, layer.compute_dense(0, len(shifts)))
+    assert shares[0] == 0 and shares[1] == 1 and 0.05 < shares[2] < 0.15
+    found = [layer.compute_dense(0, len(shifts)) for layer in layers]
+    for layer, own in zip(layers, found, strict=True):
+        assert measure_error(own, layer.compute(np.arange(len(shifts)))[0]) < 1e-5
+        # Of closed gates, no more than the gates was computed.
+        assert (layer.left[:, :101] < 0).any()
+    with compile_anew():
+        monkeypatch.setattr(KernelSpec, "skips_ups", False)
+        for layer, own in zip(layers, found, strict=True):
+            assert np.array_equal(own, layer.compute_dense(0, len(shifts)))
+            assert (layer.left >= 0).all()
 
 
 @pytest.mark.parametrize("precision", ["int4", "mxfp4"])
@@ -244,8 +254,9 @@ def test_blocks_of_a_few_lanes_have_the_bits_of_their_tiles(
     layer = Layer(make_spec(hidden=992, ffn=precision, features=features), 40, 1, 9)
     slots = np.arange(40, dtype=np.int32)
     found, _ = layer.gather(slots)
-    monkeypatch.setattr("pi2.backends.kernels.downs.can_widen", lambda *_: False)
-    assert found.any() and np.array_equal(found, layer.gather(slots)[0])
+    with compile_anew():
+        monkeypatch.setattr("pi2.backends.kernels.downs.can_widen", lambda *_: False)
+        assert found.any() and np.array_equal(found, layer.gather(slots)[0])
 
 
 def test_equal_input_gives_equal_bits() -> None:
