@@ -358,8 +358,10 @@ def _name_ffn_size(checkpoint: Checkpoint, model: Model) -> str:
 def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic]:
     """Compare ``config.json`` with the document where it states a value."""
     shape = model.shape
-    rope = checkpoint.config.get("rope_parameters")
-    stated = {**checkpoint.config, **(rope if isinstance(rope, Mapping) else {})}
+    stated = dict(checkpoint.config)
+    for table in ("rope_scaling", "rope_parameters"):  # as it was written before transformers 5
+        rope = checkpoint.config.get(table)
+        stated |= rope if isinstance(rope, Mapping) else {}
     document: dict[str, tuple[str, Any]] = {
         "num_hidden_layers": ("shape.layers", shape.layers),
         "hidden_size": ("shape.hidden", shape.hidden),

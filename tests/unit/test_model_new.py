@@ -136,6 +136,14 @@ def test_a_part_of_heads_is_rotated_where_the_family_does_so(
     assert describe_checkpoint(checkpoint).model.rope.share == share
 
 
+def test_a_base_that_alpha_changes_is_read_as_older_transformers_wrote_it(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("hunyuan-dense", tmp_path / "hunyuan")
+    theta = describe_checkpoint(checkpoint).model.rope.theta
+    scaling = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    change_config(checkpoint, rope_parameters=None, rope_theta=10000.0, rope_scaling=scaling)
+    assert describe_checkpoint(checkpoint).model.rope.theta == theta > 10000.0
+
+
 def test_a_part_of_a_head_and_a_scaling_do_not_go_together_in_llama(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("llama", tmp_path / "llama")
     rope = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
