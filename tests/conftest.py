@@ -1,4 +1,5 @@
-"""What all tests share: how hypothesis draws, quiet third parties, and the cores of a worker."""
+"""What all tests share: how hypothesis draws, quiet third parties, the cores of a worker, and a
+compiler that is at hand."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from pi2.backends.compiler import cache
+from tests.helpers.compiling import start_loaded_compiler
 
 # No deadline: other work on the machine makes single examples slow.  CI draws the same examples
 # every time, so that a change is to blame for a failure.
@@ -37,3 +41,11 @@ def every_core(request: pytest.FixtureRequest) -> Iterator[None]:
     if after != before:
         os.sched_setaffinity(0, before)
         warnings.warn(f"{request.node.nodeid} left its thread on {sorted(after)}", stacklevel=1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiler_at_hand() -> Iterator[None]:
+    """Kernels are compiled by processes that need not load TVM first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "start_compiler", start_loaded_compiler)
+        yield

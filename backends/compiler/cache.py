@@ -21,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 import pi2
 from pi2.backends.compiler.compilers import LIBRARIES, Compiler
@@ -158,6 +159,19 @@ def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> 
     shutil.copyfile(find_signatures(made), find_signatures(output))
 
 
+def start_compiler(
+    module: str, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    """Start ``python -m module arguments``, whose messages are lines of its ``stdout``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=dict(environment),
+    )
+
+
 def _compile(
     spec: Spec, output: Path, progress: Progress, compiler: Compiler, triple: str | None
 ) -> None:
@@ -170,21 +184,8 @@ def _compile(
         spec_path.write_text(spec.to_json())
         errors = Path(folder) / "errors.txt"
         with errors.open("w") as stream:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    compiler.module,
-                    spec.program,
-                    str(spec_path),
-                    str(output),
-                    *([] if triple is None else [triple]),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                text=True,
-                env=environment,
-            )
+            arguments = [spec.program, str(spec_path), str(output), *([triple] if triple else [])]
+            process = start_compiler(compiler.module, arguments, stream, environment)
             failures: list[str] = []
             missing: str | None = None
             assert process.stdout is not None

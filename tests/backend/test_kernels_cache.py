@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pi2.backends.compiler import cache
+from pi2.backends.compiler.cache import start_compiler
 from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.diagnostics import UserError
@@ -34,6 +35,7 @@ def folder(spec: KernelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PI2_CACHE_DIR", str(path))
+        patch.setattr(cache, "start_compiler", start_compiler)
         cache.load_or_compile(spec, ignore_progress)
     return path
 
@@ -41,6 +43,12 @@ def folder(spec: KernelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _use_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(folder))
+
+
+@pytest.fixture
+def _new_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling processes load TVM, as those of users do."""
+    monkeypatch.setattr(cache, "start_compiler", start_compiler)
 
 
 def forbid_compiling(label: str, share: float) -> None:
@@ -138,6 +146,7 @@ def test_a_machine_without_a_linker_is_told_so(
     assert not list((tmp_path / "kernels").iterdir())
 
 
+@pytest.mark.usefixtures("_new_compilers")
 def test_a_failing_compiler_is_reported(
     spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -152,6 +161,7 @@ def test_a_failing_compiler_is_reported(
     assert any("no compiler today" in note for note in caught.value.diagnostics[0].notes)
 
 
+@pytest.mark.usefixtures("_new_compilers")
 def test_a_compiler_without_memory_is_no_faulty_installation(
     spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
