@@ -139,9 +139,10 @@ class BuildRequest:
     passes: Literal[1, 2] | None = None
     """Passes of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves
     it to the backend."""
-    gate_rows: Sequence[tuple[U8, Scales | None]] | None
-    """Per layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
-    order, in a mixture expert by expert, resident; needed by ``predict_gate`` only."""
+    gate_rows: Mapping[int, tuple[U8, Scales | None]] | None
+    """By layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
+    order, in a mixture expert by expert, resident; of the layers that ``predict_gate`` will be
+    asked about."""
     gates: Gates | None = None
     """What ``predict_gate`` finds the gates of a mixture's experts in, instead of ``gate_rows``."""
     scales: Sequence[U8] | None = None

@@ -16,6 +16,7 @@ from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor, ExecutorBackend
 from pi2.diagnostics import UserError
 from pi2.engine.build_request import describe_build
+from pi2.engine.cut_gates import CutFeedForward
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
@@ -24,6 +25,7 @@ from pi2.engine.loading import (
     begin_neurons,
     count_neurons,
     group_by_expert,
+    list_filled_layers,
     load_gates,
     open_embedding,
     open_gates,
@@ -182,7 +184,7 @@ def build_parts(
         cleanup.callback(bulk.close)
         if store is not None:
             store.check_unchanged()
-        fill = resolved.plan.cache.fill and resolved.plan.decode.predictor != "none"
+        fill = list_filled_layers(resolved)
         if isinstance(reader, NullReader):
             count_neurons(reader, cache, fill=fill)
         else:
@@ -210,6 +212,8 @@ def build_parts(
         if resolved.plan.decode.predictor == "router":
             dials = make_plan_dials(resolved, request)
             make_feed_forward = partial(RoutedFeedForward, dials=dials, gates=gates)
+        elif resolved.names_by_cutoff:
+            make_feed_forward = partial(CutFeedForward, cut=resolved.named_layers)
         feed_forward = make_feed_forward(
             executor,
             cache,

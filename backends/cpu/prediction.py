@@ -66,7 +66,7 @@ class Prediction:
                     library.bind("predict_gate", given, gates, lists, views, layer=layer)
                     for gates in _wrap_gates(request, space, layer)
                 ]
-                for layer in range(layers if request.gate_rows is not None else 0)
+                for layer in range(layers if request.gate_rows else 0)
             ]
             self._gate_slots = [
                 library.bind("predict_gate", given, gates, lists, views)
@@ -183,6 +183,8 @@ class Prediction:
 def _wrap_gates(request: BuildRequest, space: Workspace, layer: int) -> list[Views]:
     """Return views of the gate rows, scales and biases of each of a layer's experts."""
     assert request.gate_rows is not None
+    if layer not in request.gate_rows:
+        return []
     rows, scales = request.gate_rows[layer]
     wrapped = []
     for expert in range(request.model.expert_count):

@@ -40,6 +40,13 @@ class NullExecutor(ObservableExecutor):
         active = sparsity.active if sparsity is not None else 1.0
         skew = sparsity.skew if sparsity is not None and sparsity.skew is not None else 0.26
         self._chances = compute_hotness(request.neurons, active, skew)
+        self._cut = {
+            layer: compute_hotness(
+                request.neurons, 1.0 - request.model.find_closed_share(layer), skew
+            )
+            for layer in request.model.cut_layers
+        }
+        """Chances of neurons to have open gates, by layer with a cutoff."""
         self._moe = request.model.moe
         self._experts = [np.empty(0, np.int32)]
         self._token = 0
@@ -100,21 +107,25 @@ class NullExecutor(ObservableExecutor):
 
     @noted
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
-        neurons = self._request.neurons
-        fires = self._random.random(neurons) < self._chances
+        return self._draw(self._chances, experts)
+
+    def _draw(self, chances: F64, experts: I32 | None) -> I32:
+        """Stored indices, ascending, of neurons that fire, of a mixture's chosen experts."""
+        fires = self._random.random(self._request.neurons) < chances
         if self._moe is not None:
             # Stored order is by hotness, so that a layer's experts lie mixed.
             chosen = np.zeros(self._request.model.expert_count, bool)
             chosen[self._experts[self._token] if experts is None else experts] = True
-            fires &= chosen[np.arange(neurons) % len(chosen)]
+            fires &= chosen[np.arange(len(fires)) % len(chosen)]
         return np.flatnonzero(fires).astype(np.int32)
 
     def read_scores(self) -> F32:
         # Whatever fires is worth a read: there are no scores to tell by.
         return np.full(self._request.neurons, np.inf, np.float32)
 
+    @noted
     def predict_gate(self, layer: int, experts: I32 | None = None, slots: I32 | None = None) -> I32:
-        return self.predict_low_rank(layer, 0.0, experts)
+        return self._draw(self._cut.get(layer, self._chances), experts)
 
     @noted
     def find_open(

@@ -49,7 +49,10 @@ def count_token_bytes(
             predictor, computed = 0.0, float(neurons * bundle.neuron_bytes)
         case "gate":
             assert active is not None
-            predictor, computed = float(neurons * part), neurons * active * 2 * part
+            # Of layers without a cutoff, beside some that have one, every neuron is computed.
+            whole = len(resolved.whole_layers) * model.token_neurons
+            predictor = float((neurons - whole) * part)
+            computed = (neurons * active - whole) * 2 * part + whole * bundle.neuron_bytes
         case _:
             assert active is not None
             predictor, computed = (

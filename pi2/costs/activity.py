@@ -267,6 +267,8 @@ def _describe_single(
     chosen = model.active_experts / model.expert_count
     if mode == "router":
         return _describe_routing(model, store, constants)
+    if mode == "gate" and model.is_smooth and model.cut_layers:
+        return _describe_cutoffs(model, constants)
     layers, source = model.shape.layers, "the store's statistics"
     known = find_statistics(model, store)
     if store is None or known is None or read_statistics(store, layers) is None:
@@ -321,6 +323,22 @@ def _describe_routing(
     )
     source = "a router's choices, all as likely" if synthetic else "published routing of experts"
     return (layer,) * model.shape.layers, source
+
+
+def _describe_cutoffs(model: Model, constants: Constants) -> tuple[tuple[LayerActivity, ...], str]:
+    """Neurons whose gates are open, of layers with a cutoff; of others all."""
+    _, spread = _read_model(model, "gate", constants)
+    made: dict[float, LayerActivity] = {}
+    shares = [model.find_closed_share(layer) for layer in range(model.shape.layers)]
+    for share in shares:
+        if share not in made:
+            made[share] = LayerActivity(
+                named=Hotness(active=1.0 - share, spread=spread if share else 0.0),
+                chosen=1.0,
+                neurons=model.layer_neurons,
+                again=constants.token_correlation if share else 0.0,
+            )
+    return tuple(made[share] for share in shares), "the model's cutoffs of gates"
 
 
 def _is_synthetic(store: Path) -> bool:

@@ -45,6 +45,8 @@ class LayerKind:
     """Share that the cache holds."""
     dense: float
     """Share that the dense unit computes."""
+    is_whole: bool = False
+    """Whether tokens compute all of their neurons."""
     layers: tuple[int, ...]
     """Their numbers."""
 
@@ -65,6 +67,8 @@ class Description:
     settings: Settings
     prompts: PromptSettings
     kinds: tuple[LayerKind, ...]
+    whole: tuple[Sizes, Settings] | None = None
+    """Those of layers that compute all neurons, where others compute named ones."""
     chosen: float = 1.0
     """Chance of an expert to compute a token of one sequence; 1 without experts."""
     is_smooth: bool = False
@@ -100,12 +104,19 @@ class Description:
         files are computed by the processor."""
         return 0.0 if self.settings.pipeline == "mmap" else min(kind.dense, kind.hot)
 
+    def choose(self, kind: LayerKind) -> tuple[Sizes, Settings]:
+        """Sizes and settings of layers of a kind."""
+        if kind.is_whole and self.whole is not None:
+            return self.whole
+        return self.sizes, self.settings
+
     def find_terms(self, kind: LayerKind) -> LayerTerms:
         """What the steps of a layer of this kind take."""
+        sizes, settings = self.choose(kind)
         return find_terms(
             self.rates,
-            self.sizes,
-            self.settings,
+            sizes,
+            settings,
             kind.activity,
             hot=kind.hot,
             dense=self.find_dense(kind),
@@ -151,6 +162,10 @@ def describe_plan(
     sizes = measure_sizes(
         model, mode, plan.kv.type, resolved.bundle, gates_first=resolved.reads_gates
     )
+    whole = None
+    if resolved.named_layers and resolved.whole_layers:
+        every = measure_sizes(model, "none", plan.kv.type, resolved.bundle)
+        whole = every, read_settings(resolved, rates, every, position, store, named=False)
     own = list(rates.figures)
     if model.sparsity is not None and mode not in ("none", "router"):
         sparsity = model.sparsity
@@ -165,6 +180,7 @@ def describe_plan(
         settings=read_settings(resolved, rates, sizes, position, store),
         prompts=read_prompt_settings(resolved, rates, sizes),
         kinds=_group_layers(resolved, uses, position),
+        whole=whole,
         chosen=model.active_experts / model.expert_count,
         is_smooth=model.is_smooth,
         embedding_s=count_read_rows(plan, model) * time_row(rates, model),
@@ -183,8 +199,16 @@ def _group_layers(
     for number, layer in enumerate(resolved.layers):
         key = (id(uses[number]), layer.hot, colds[number], layer.find_dense_share(batch))
         kinds.setdefault(key, []).append(number)
+    named = frozenset(resolved.named_layers)
     return tuple(
-        LayerKind(activity=uses[numbers[0]], hot=hot, cold=cold, dense=dense, layers=tuple(numbers))
+        LayerKind(
+            activity=uses[numbers[0]],
+            hot=hot,
+            cold=cold,
+            dense=dense,
+            is_whole=numbers[0] not in named,
+            layers=tuple(numbers),
+        )
         for (_, hot, cold, dense), numbers in kinds.items()
     )
 

@@ -75,11 +75,19 @@ def read_settings(
     sizes: Sizes,
     position: int = POSITION,
     store: Path | None = None,
+    *,
+    named: bool = True,
 ) -> Settings:
     """A plan's settings, with the time that reading a neuron takes; ``store``: its folder, whose
-    order of neurons says whether neighbours share a read."""
+    order of neurons says whether neighbours share a read.
+
+    Of the layers whose neurons are ``named``, or else of those that compute all of theirs.
+    """
     plan = resolved.plan
-    whole = all(layer.hot >= 1.0 for layer in resolved.layers)
+    predictor = plan.decode.predictor if named else "none"
+    numbers = resolved.named_layers if named else resolved.whole_layers
+    layers = [resolved.layers[number] for number in numbers] or resolved.layers
+    whole = all(layer.hot >= 1.0 for layer in layers)
     reads = stream = blocking = faults = None
     segments = plan.memory.segments
     pipeline = plan.pipeline.policy
@@ -105,7 +113,7 @@ def read_settings(
                 segments.hot + segments.cold + segments.attention + segments.predictor
             ),
         )
-    elif plan.decode.predictor == "none":
+    elif predictor == "none":
         # What does not stay streams by, whatever the cache has room for.
         stream = None if whole else find_stream(resolved, rates)
     elif not whole and not _fits_cache(resolved, position):
@@ -126,7 +134,7 @@ def read_settings(
     rows = plan.projections
     dense = None if rates.dense is None else rates.dense.name
     return Settings(
-        predictor=plan.decode.predictor,
+        predictor=predictor,
         kv=plan.kv.type,
         threads=plan.threads.compute or rates.cores,
         # Where nothing is read there is nothing to look ahead for; of thresholds, gates alone.
@@ -188,9 +196,11 @@ def _divide_bundle(resolved: ResolvedPlan, rates: Rates) -> Phases | None:
 
 def share_cold(resolved: ResolvedPlan, position: int = POSITION) -> list[float]:
     """Part of each layer's neurons that the cache holds, with ``position`` tokens of context: in
-    proportion to what is not hot."""
+    proportion to what is not hot, where neurons are named."""
     neurons = resolved.model.layer_neurons
     absent = [neurons - layer.hot_neurons for layer in resolved.layers]
+    for layer in resolved.whole_layers if resolved.named_layers else ():
+        absent[layer] = 0
     room = resolved.plan.memory.segments.cold + count_lent_bytes(resolved, position)
     slots = min(room // resolved.bundle.stride, sum(absent))
     return [count * slots / sum(absent) / neurons if sum(absent) else 0.0 for count in absent]
@@ -199,5 +209,6 @@ def share_cold(resolved: ResolvedPlan, position: int = POSITION) -> list[float]:
 def _fits_cache(resolved: ResolvedPlan, position: int) -> bool:
     colds = share_cold(resolved, position)
     return all(
-        layer.hot + cold >= 1.0 - 1e-9 for layer, cold in zip(resolved.layers, colds, strict=True)
+        resolved.layers[number].hot + colds[number] >= 1.0 - 1e-9
+        for number in resolved.named_layers
     )

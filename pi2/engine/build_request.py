@@ -47,7 +47,7 @@ def describe_build(
         scales = begin_scales(resolved, store, budget, batch)
     gate_rows = gate_biases = None
     if mode == "gate" and store is not None:
-        gate_rows = [allocate_gate_rows(resolved, budget) for _ in resolved.layers]
+        gate_rows = {layer: allocate_gate_rows(resolved, budget) for layer in resolved.named_layers}
         if resolved.bundle.biases:
             size = 4 * resolved.model.layer_neurons
             gate_biases = [
@@ -72,7 +72,7 @@ def make_request(
 ) -> BuildRequest:
     """Everything that a plan and a machine say of a build: all but what memory is given out for.
 
-    With ``decode.predictor = "gate"`` it has an empty list of gate rows.
+    With ``decode.predictor = "gate"`` it has gate rows of no layer.
     """
     unit = resolved.device.units[resolved.sparse_unit]
     features = unit.features if unit.features is not None else machine.features
@@ -93,7 +93,7 @@ def make_request(
         step_type=resolved.plan.decode.batch_activations,
         chunk_type=resolved.plan.prefill.activations,
         passes=resolved.plan.decode.passes,
-        gate_rows=[] if resolved.plan.decode.predictor == "gate" else None,
+        gate_rows={} if resolved.plan.decode.predictor == "gate" else None,
         scales=None,
         gate_biases=None,
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,

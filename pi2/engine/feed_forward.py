@@ -56,6 +56,7 @@ class FeedForward(Waves):
         in_order: bool = False,
         experts: ExpertNeurons | None = None,
         twins: TwinNeurons | None = None,
+        keeps_bits: bool = False,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
 
@@ -66,7 +67,8 @@ class FeedForward(Waves):
         ``separate_scales``: scales lie beside bundles, by stored index.  ``shares``: what units
         beside the executor compute.  ``in_order``: dense layers are computed as a whole and in
         stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
-        mixture.  ``twins`` compute what the plan's dials would leave out.
+        mixture.  ``twins`` compute what the plan's dials would leave out.  ``keeps_bits``:
+        what is in memory changes no bit of layers that are computed as a whole.
         """
         super().__init__(
             executor,
@@ -84,10 +86,13 @@ class FeedForward(Waves):
         self._leaves_out = experts is not None and not in_order
         """Whether experts that no token of a prompt has chosen are left out."""
         order: PieceOrder = "stored" if in_order else "any"
-        piece = None
-        if experts is not None and not in_order and decode.predictor in ("none", "router"):
+        size = self._neurons if keeps_bits else None
+        if experts is not None and decode.predictor in ("none", "router"):
             # What is computed of chosen experts does not depend on what is in memory.
-            order, piece = "spread", find_granule(experts.size, staging.shape[2])
+            size = experts.size
+        piece = None
+        if size is not None and not in_order:
+            order, piece = "spread", find_granule(size, staging.shape[2])
         self._stream = NeuronStream(
             self._single,
             reader,
@@ -114,9 +119,14 @@ class FeedForward(Waves):
         """Neurons of ``layer`` that another unit computes of what is computed now."""
         return self.shares.count_owned(layer, self._sequences)
 
-    def decode_is_dense(self) -> bool:
-        """Whether a generated token computes every neuron."""
+    def decode_is_dense(self, layer: int) -> bool:
+        """Whether a generated token computes every neuron of ``layer``."""
         return self._predictor == "none"
+
+    def _count_following(self, layer: int) -> int | None:
+        """Layers after ``layer`` of which all neurons are computed, too, now; None stands for all
+        that follow."""
+        return None
 
     def begin_step(self, tokens: int) -> None:
         """Let what follows be about so many tokens of one or more sequences."""
@@ -138,8 +148,9 @@ class FeedForward(Waves):
         others meanwhile.
         """
         executor, shares = self._executor, self.shares
+        following = self._count_following(layer)
         if not self._leaves_out or self._is_whole:
-            self._stream.begin(layer, reads_on=0 if self._leaves_out else None)
+            self._stream.begin(layer, reads_on=0 if self._leaves_out else following)
         owned = self._count_owned(layer)
         others = range(owned, self._neurons)
         for chunk in range(chunks):
@@ -147,7 +158,7 @@ class FeedForward(Waves):
             executor.begin_ffn(layer)
             self._jobs.append(shares.start(layer, owned, self._sequences))
         wanted = self._list_wanted(layer, others, chunks)
-        reads_on = int(self._is_whole) if self._leaves_out else None
+        reads_on = int(self._is_whole) if self._leaves_out else following
         is_step = self._sequences > 0
         self.counters.touched += owned * is_step
         for stretch in self._stream.give(layer, wanted, reads_on=reads_on):

@@ -250,7 +250,6 @@ class Forward(Sequences):
         executor, feed_forward = self._executor, self._feed_forward
         positions = self._find_positions(sequences)
         self._expect(max(positions) + 1)
-        is_dense = feed_forward.decode_is_dense()
         try:
             if self._is_single:
                 executor.select_chunk(0)
@@ -258,7 +257,10 @@ class Forward(Sequences):
             else:
                 executor.begin_step(self._find_rows(tokens), sequences, positions)
             feed_forward.begin_step(len(tokens))
+            names = False
             for layer in range(self._layers):
+                is_dense = feed_forward.decode_is_dense(layer)
+                names |= not is_dense
                 if not is_dense:
                     feed_forward.prepare_sparse(layer)
                 if self._is_single:
@@ -270,7 +272,7 @@ class Forward(Sequences):
                         pass
                 else:
                     feed_forward.run_sparse(layer)
-            if not is_dense:
+            if names:
                 feed_forward.end_token()
         except BaseException:
             self._interrupt(sequences)

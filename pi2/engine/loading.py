@@ -316,13 +316,22 @@ def _choose_settings(resolved: ResolvedPlan, *, granules: bool = False) -> ReadS
     )
 
 
-def begin_neurons(reader: FlashReader, cache: NeuronCache, batch: Batch, *, fill: bool) -> None:
-    """Begin to fill the hot region in stored order, and the cold one where the plan says so."""
+def list_filled_layers(resolved: ResolvedPlan) -> Sequence[int]:
+    """Layers of which neurons fill the cold region to begin with; those that stream by as a whole
+    are never looked for there."""
+    return resolved.named_layers if resolved.plan.cache.fill else ()
+
+
+def begin_neurons(
+    reader: FlashReader, cache: NeuronCache, batch: Batch, *, fill: Sequence[int]
+) -> None:
+    """Begin to fill the hot region in stored order, and the cold one with neurons of the layers
+    ``fill``."""
     single, size = SingleNeurons(cache), cache.granule
     runs: list[list[tuple[int, U8]]] = [[] for _ in cache.hot_slots]
     for layer, hot in enumerate(single.hot_slots):
         runs[layer].append((single.hot_range(layer).start, single.arena[hot.start : hot.stop]))
-    for filling in cache.fill() if fill else ():
+    for filling in cache.fill(fill) if fill else ():
         arena = single.arena[filling.slots.start * size : filling.slots.stop * size]
         runs[filling.layer].append((filling.first * size, arena))
     jobs = []
@@ -335,11 +344,11 @@ def begin_neurons(reader: FlashReader, cache: NeuronCache, batch: Batch, *, fill
     batch.add(jobs)
 
 
-def count_neurons(reader: NullReader, cache: NeuronCache, *, fill: bool) -> None:
+def count_neurons(reader: NullReader, cache: NeuronCache, *, fill: Sequence[int]) -> None:
     """Count what `begin_neurons` reads, where no store is."""
     stride = cache.arena.shape[1]
     slots = sum(len(hot) for hot in cache.hot_slots)
-    slots += sum(len(filling.slots) for filling in cache.fill()) if fill else 0
+    slots += sum(len(filling.slots) for filling in cache.fill(fill)) if fill else 0
     reader.read_bytes += slots * stride
 
 
@@ -352,7 +361,7 @@ def load_gates(
 ) -> None:
     """Read the gate rows, where decoding needs them."""
     single = SingleNeurons(cache)
-    for layer, (weights, scales) in enumerate(request.gate_rows or ()):
+    for layer, (weights, scales) in (request.gate_rows or {}).items():
         step = staging.shape[1]
         places = np.arange(single.neurons)
         if request.expert_neurons is not None:

@@ -49,5 +49,5 @@ def count_dense_bytes(resolved: ResolvedPlan) -> int:
     )
     if resolved.plan.decode.predictor == "gate":
         row = vector_bytes(resolved.bundle.hidden, resolved.bundle.precision)
-        total += model.shape.layers * model.layer_neurons * row
+        total += len(resolved.named_layers) * model.layer_neurons * row
     return total

@@ -114,8 +114,9 @@ def count_spare_slots(resolved: ResolvedPlan) -> int:
     pages = round_up(2 * layers * PAGE, resolved.bundle.stride) // resolved.bundle.stride
     spare = max(1, neurons // BANDS) + pages
     wanted = resolved.plan.cache.rebalance is not None
-    sparse = resolved.plan.decode.predictor != "none"
-    return spare if wanted and sparse and cold_slots >= spare + _count_least_cold(resolved) else 0
+    # Nobody counts which neurons are used of a layer that computes all of them.
+    named = not resolved.whole_layers
+    return spare if wanted and named and cold_slots >= spare + _count_least_cold(resolved) else 0
 
 
 def _count_least_cold(resolved: ResolvedPlan) -> int:
@@ -154,12 +155,22 @@ def count_neurons_at_risk(resolved: ResolvedPlan) -> int:
     )
 
 
+def _count_streamed(resolved: ResolvedPlan) -> int:
+    """Neurons that stream by in whole layers, beside layers whose named neurons are cached: no slot
+    is for them."""
+    if not resolved.named_layers:
+        return 0
+    layers = (resolved.layers[number] for number in resolved.whole_layers)
+    return sum(resolved.model.layer_neurons - layer.hot_neurons for layer in layers)
+
+
 def count_cold_slots(resolved: ResolvedPlan, granule: int = 1) -> tuple[int, int]:
     """Cold slots of the segment, each for ``granule`` neurons, and with what the context lends
     while it is empty."""
     neurons = resolved.model.layer_neurons
     absent = sum(neurons - layer.hot_neurons for layer in resolved.layers)
-    absent = (absent + count_neurons_at_risk(resolved)) // granule
+    absent += count_neurons_at_risk(resolved) - _count_streamed(resolved)
+    absent //= granule
     stride = resolved.bundle.stride * granule
     cold = min(resolved.plan.memory.segments.cold // stride, absent)
     if not resolved.plan.kv.lend:
@@ -182,6 +193,7 @@ def make_loan(
         release=partial(budget.release, "kv"),
         balance=balance,
         never_wanted=sum(layer.own_hot.start for layer in resolved.layers)
+        + _count_streamed(resolved)
         - count_neurons_at_risk(resolved),
     )
 

@@ -13,7 +13,7 @@ granules, and `pi2.memory.granules` tells those who ask for single neurons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -252,7 +252,7 @@ class NeuronCache:
             found.skipped += skipped
             return found
         # Hot ones come first, and are in memory; below them lie those of a unit that is lost.
-        taken = self._count_taken(layer, indices)
+        taken = self.count_taken(layer, indices)
         indices, rest = indices[:taken], indices[taken:].copy()
         below, above = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
         own, others = indices[below:above], np.concatenate([indices[:below], indices[above:]])
@@ -273,9 +273,9 @@ class NeuronCache:
             skipped=skipped,
         )
 
-    def _count_taken(self, layer: int, indices: I32) -> int:
-        """How many of ``indices`` [n] (ascending) are looked for, so that no more are cold than
-        slots are free."""
+    def count_taken(self, layer: int, indices: I32) -> int:
+        """Return how many of ``indices`` [n] (ascending) are looked for, so that no more are cold
+        than slots are free."""
         end, free = len(indices), self.free_capacity
         if end <= free:
             return end
@@ -466,12 +466,15 @@ class NeuronCache:
         self._slot_of[layer, missing] = ABSENT
         self._policy.drop(slots)
 
-    def fill(self) -> Iterator[Filling]:
+    def fill(self, layers: Collection[int] | None = None) -> Iterator[Filling]:
         """Give the cold slots to the neurons that follow the hot ones in stored order, the same
-        share of every layer; the caller reads them.  Only for a cache that is empty."""
+        share of each of ``layers``, by default of all; the caller reads them.  Only for a cache
+        that is empty."""
         assert (self._owner == ABSENT).all(), "only an empty cache is filled"
         firsts = np.array([self.hot_range(layer).stop for layer in range(len(self.hot_slots))])
         rest = self.neurons - firsts
+        if layers is not None:
+            rest[[layer for layer in range(len(rest)) if layer not in layers]] = 0
         room = min(self.cold_capacity, int(rest.sum()))
         ends = np.cumsum(rest) * room // max(1, int(rest.sum()))
         places = np.full(self.cold_capacity, self.neurons, np.int64)

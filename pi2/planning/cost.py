@@ -152,10 +152,11 @@ def cost_description(
     rates, settings = description.rates, description.settings
     costs: dict[int, LayerCost] = {}
     for kind in description.kinds:
+        sizes, own = description.choose(kind)
         cost = cost_layer(
             rates,
-            description.sizes,
-            settings,
+            sizes,
+            own,
             kind.activity,
             hot=kind.hot,
             cold=kind.cold,

@@ -29,11 +29,13 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
         # What is more than needed keeps gates.
         fixed += segments.predictor - needs["predictor"].bytes
     stride = resolved.bundle.stride
-    absent = sum(resolved.model.layer_neurons - layer.hot_neurons for layer in resolved.layers)
+    absent = sum(
+        resolved.model.layer_neurons - resolved.layers[number].hot_neurons
+        for number in resolved.named_layers
+    )
     lent = count_lent_bytes(resolved, tokens)
+    # Nothing is put there of layers that stream by.
     cold = min(segments.cold + lent, absent * stride)
-    if resolved.plan.decode.predictor == "none":
-        cold = 0  # everything streams by; nothing is put there
     share = min(1.0, tokens / resolved.plan.kv.context)
     untouched = needs["kv"].bytes * (1.0 - share)
     libraries = count_libraries(resolved.model, _measure_tokenizer(resolved))

@@ -298,11 +298,11 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
         values["kv"]["lend"] = True
     hots = [0.0] * wish.model.shape.layers
     denses = [0.0] * wish.model.shape.layers
-    for group, resident, dense in zip(
-        problem.groups, solution.resident, solution.dense, strict=True
+    for group, resident, dense, cached in zip(
+        problem.groups, solution.resident, solution.dense, mode.cache_shares, strict=True
     ):
         whole = mode.cache_share == 0.0 or resident >= 1.0 - 1e-6
-        hot = 1.0 if whole else round_share(resident * (1.0 - mode.cache_share))
+        hot = 1.0 if whole else round_share(resident * (1.0 - cached))
         for layer in group.layers:
             hots[layer] = hot
             denses[layer] = round_share(min(dense, hot))

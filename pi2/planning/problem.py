@@ -84,8 +84,11 @@ class Mode:
     """What a missing neuron costs besides reading: its place in the cache."""
     ahead_s: float
     """Norms and predictor of a layer: reads that begin a layer ahead are hidden behind them."""
-    neuron_s: float
-    """Reading where neurons stream by, whatever the engine; 0 where the engine's choice counts."""
+    neuron_s: tuple[float, ...]
+    """Per group: reading where neurons stream by, whatever the engine; 0 where the engine's choice
+    counts."""
+    cache_shares: tuple[float, ...]
+    """Per group: part of its resident neurons that is a cache; none of layers that stream by."""
 
     @property
     def lends(self) -> bool:
@@ -258,11 +261,12 @@ def list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, .
     modes: list[PredictorMode] = []
     if model.predictor is not None and not wish.exact:
         modes.append("low-rank")
-    if not model.is_smooth:
+    if not model.is_smooth or model.cut_layers:
         modes.append("gate")
     if exact == "router" and "low-rank" not in modes:
         modes.append(exact)
-    if not modes:
+    if not modes or model.cut_layers:
+        # With everything in memory, gates may take more of it than they save time.
         modes.append(exact)
     return modes, AHEAD if LOOK_AHEAD_MODES.intersection(modes) else ("none",)
 
@@ -359,15 +363,25 @@ def _pose_mode(
     bundle: BundleLayout,
 ) -> Mode:
     model = wish.model
-    sizes = measure_sizes(model, mode, "fp16", bundle)
     rates = rates.choose(kv)
-    settings = _make_settings(wish, mode, rates, kv)
-    cheap = measure_sizes(model, mode, settings.kv, bundle)
     resolved = _resolve(wish, mode, "fp16", SHORT_CHUNK, bundle)
     lines, fixed, compute, dense = [], [], [], []
+    neuron_s, shares = [], []
+    stream_s = 0.0 if rates.flash is None else bundle.stride / find_stream_rate(rates.flash)
     ahead_s = 0.0
     for group in groups:
-        activity = activities[group.layers[len(group.layers) // 2]]
+        middle = group.layers[len(group.layers) // 2]
+        # Layers whose neurons nobody names stream by.
+        is_named = middle in resolved.named_layers
+        own: PredictorMode = mode if is_named else "none"
+        streams = cache_share > 0.0 and not is_named
+        part = STREAM_SHARE if streams else cache_share
+        neuron_s.append(stream_s if streams else 0.0)
+        shares.append(part)
+        settings = _make_settings(wish, own, rates, kv)
+        sizes = measure_sizes(model, own, "fp16", bundle)
+        cheap = measure_sizes(model, own, settings.kv, bundle)
+        activity = activities[middle]
         # With a dense unit, attention is divided between both, whatever its share of neurons.
         helped = _LEAST_DENSE if rates.dense is not None and model.moe is None else 0.0
         all_hot = cost_layer(rates, cheap, settings, activity, hot=1.0, cold=0.0, dense=helped)
@@ -382,14 +396,13 @@ def _pose_mode(
                 sizes,
                 settings,
                 activity,
-                hot=float(share) * (1.0 - cache_share),
-                cold=float(share) * cache_share,
+                hot=float(share) * (1.0 - part),
+                cold=float(share) * part,
             ).missing
             for share in _GRID
         ]
         lines.append(_draw_lines(_GRID.tolist(), missing))
         dense.append(_draw_dense_lines(rates, sizes, settings, activity, model))
-    stream = mode == "none" and cache_share > 0.0 and rates.flash is not None
     return Mode(
         predictor=mode,
         cache_share=cache_share,
@@ -401,7 +414,8 @@ def _pose_mode(
         dense_lines=tuple(dense),
         missing_s=0.0 if mode == "none" else 1.0 / rates.look_up.bytes_s,
         ahead_s=ahead_s,
-        neuron_s=bundle.stride / find_stream_rate(rates.flash) if stream and rates.flash else 0.0,
+        neuron_s=tuple(neuron_s),
+        cache_shares=tuple(shares),
     )
 
 

@@ -296,8 +296,8 @@ class Program:
             return
         layer = problem.neurons * problem.stride
         terms = {
-            r: group.count * mode.cache_share * layer / _MIB
-            for group, r in zip(problem.groups, self._r, strict=True)
+            r: group.count * share * layer / _MIB
+            for group, r, share in zip(problem.groups, self._r, mode.cache_shares, strict=True)
         }
         # Once the context is full, the cache has to work with what is its own.
         needed = mode.least_cold_bytes / _MIB + most
@@ -329,9 +329,9 @@ class Program:
         for number, (m, b, w) in enumerate(zip(self._m, self._b, self._w, strict=True)):
             most = max((offset for _, offset in mode.lines[number]), default=0.0)
             for io, io_place in zip(problem.ios, self._ios, strict=True):
-                neuron_s = mode.neuron_s or io.neuron_s
+                neuron_s = mode.neuron_s[number] or io.neuron_s
                 overlap = problem.rates.overlap if io.overlap is None else io.overlap
-                if mode.neuron_s:
+                if mode.neuron_s[number]:
                     overlap = find_stream_overlap(problem.rates)
                 large = most * neuron_s + io.call_s
                 # What the cores are needed for while reading goes on cannot be hidden.

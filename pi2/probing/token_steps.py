@@ -36,9 +36,9 @@ class Variety:
     has_gates: bool = False
 
     def choose_types(self, request: BuildRequest) -> BuildRequest:
-        """``request`` with this variety's types, and an empty list of gates where it has them:
-        all that kernels depend on."""
-        gates: list[tuple[U8, Scales | None]] | None = [] if self.has_gates else None
+        """``request`` with this variety's types, and gates of no layer where it has gates: all that
+        kernels depend on."""
+        gates: dict[int, tuple[U8, Scales | None]] | None = {} if self.has_gates else None
         return replace(request, kv_type=self.kv, token_type=self.activations, gate_rows=gates)
 
     def apply(self, request: BuildRequest, layers: int) -> BuildRequest:
@@ -49,7 +49,7 @@ class Variety:
             return chosen
         rows = synthetic.make_gate_rows(request.model, layers)
         # Only the first layers run; the others' gates are never read.
-        gates = [rows[min(layer, layers - 1)] for layer in range(request.model.shape.layers)]
+        gates = {layer: rows[min(layer, layers - 1)] for layer in range(request.model.shape.layers)}
         return replace(chosen, gate_rows=gates)
 
 

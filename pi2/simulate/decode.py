@@ -120,7 +120,7 @@ def draw_work(
     random: np.random.Generator,
 ) -> TokenWork:
     """Draw the work of the layers of one kind."""
-    settings, activity = description.settings, kind.activity
+    settings, activity = simulation.plan.settings, kind.activity
     possible = activity.neurons * activity.chosen
     every = np.full((len(shifts), kind.count), possible)
     none = np.zeros_like(every)

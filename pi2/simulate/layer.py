@@ -27,7 +27,8 @@ class LayerSimulation:
 
     def __init__(self, description: Description, kind: LayerKind) -> None:
         self.terms: LayerTerms = description.find_terms(kind)
-        settings, activity = description.settings, kind.activity
+        sizes, settings = description.choose(kind)
+        activity = kind.activity
         reads = settings.reads
         possible = activity.neurons * activity.chosen
         merged = ALONE
@@ -36,8 +37,8 @@ class LayerSimulation:
         self.plan = LayerPlan(
             terms=self.terms,
             settings=settings,
-            stride=description.sizes.stride,
-            neuron_bytes=description.sizes.whole_neuron,
+            stride=sizes.stride,
+            neuron_bytes=sizes.whole_neuron,
             cluster=64 if reads is None else reads.cluster,
             absent=possible * (1.0 - kind.hot),
             possible=possible,

@@ -374,7 +374,7 @@ class RandomModel:
             kv_type=kv_type,
             chunk_type=chunk_type,
             token_type=token_type,
-            gate_rows=gates,
+            gate_rows=dict(enumerate(gates)),
             limits=None if limits is None else [limits] * layers,
             threads=threads,
             features=find_own_features() if features is None else features,

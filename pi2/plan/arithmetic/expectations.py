@@ -15,14 +15,17 @@ SKEWED_PART = 0.8
 
 
 def find_active_share(resolved: ResolvedPlan) -> float | None:
-    """Share of a layer's neurons, of its active experts', that a token takes; None where nothing is
-    known."""
+    """Share of a layer's neurons, of its active experts', that a token takes where neurons are
+    named; None where nothing is known."""
     plan, model = resolved.plan, resolved.model
     if plan.decode.predictor == "none":
         return None
     if plan.decode.predictor == "router":
         known = resolved.reads_gates and resolved.thresholds is not None
         return resolved.thresholds.computed if known and resolved.thresholds else 1.0
+    if resolved.names_by_cutoff:
+        layers = resolved.named_layers
+        return 1.0 - sum(map(model.find_closed_share, layers)) / len(layers)
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
         if model.predictor.active is not None:
             return model.predictor.active

@@ -126,6 +126,29 @@ class ResolvedPlan:
         return find_text_backend(self.name_backend(self.sparse_unit)) is not None
 
     @property
+    def names_by_cutoff(self) -> bool:
+        """Whether gates name neurons in the layers where a cutoff closes most of them, and the
+        other layers, whose activation is never zero, compute all of theirs."""
+        exact = self.plan.decode.predictor == "gate" and self.plan.sparsity is None
+        return exact and self.model.is_smooth and bool(self.model.cut_layers)
+
+    @cached_property
+    def named_layers(self) -> tuple[int, ...]:
+        """Layers of which a token computes the neurons that somebody has named; in the others it
+        computes all of them, and those that are not hot stream by."""
+        if self.plan.decode.predictor == "none":
+            return ()
+        if self.names_by_cutoff:
+            return self.model.cut_layers
+        return tuple(range(self.model.shape.layers))
+
+    @cached_property
+    def whole_layers(self) -> tuple[int, ...]:
+        """Layers of which a token computes all neurons."""
+        named = frozenset(self.named_layers)
+        return tuple(layer for layer in range(self.model.shape.layers) if layer not in named)
+
+    @property
     def reads_gates(self) -> bool:
         """Whether the gates of a mixture's chosen experts are read before their neurons, of which
         thresholds then leave out some."""

@@ -61,6 +61,9 @@ MIN_COLD_NEURONS = 64
 """Fewest cold neurons that a layer's decode step can work with."""
 TOKENS_TOGETHER = 512
 """Most tokens of a prompt that go through a layer before the next, with ``layers-first``."""
+PART_NEURONS = 256
+"""Named neurons that are computed together where what is in memory changes no bit: enough for one
+call's fixed time not to matter, and few enough to be computed while others are read."""
 LOGIT_ROWS = 16
 """Most tokens whose logits are computed at once: those of a whole chunk would take much memory."""
 PIECE_BYTES = 4 << 20
@@ -239,7 +242,8 @@ def _need_predictor(resolved: ResolvedPlan) -> Need:
 
     low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice where those of
     an expert are not a multiple of 64 bytes); gate: weights and scales of all gate rows (of the up
-    rows where neurons have no gate), and f floats where they have biases; both, where there are
+    rows where neurons have no gate), and f floats where they have biases, of the layers with a
+    cutoff alone where gates are closed by one; both, where there are
     experts, and router: e f integers, which say whose neurons are whose; router with thresholds:
     also the gates of as many experts as compute a token in a layer, each in whole pages; none:
     nothing.
@@ -252,10 +256,8 @@ def _need_predictor(resolved: ResolvedPlan) -> Need:
         layer += align_bytes(model.layer_neurons * scale_bytes(shape.stored_hidden, precision))
         for there in (model.ffn.bias, model.moe is not None):
             layer += align_bytes(4 * model.layer_neurons) if there else 0
-        return Need(
-            shape.layers * layer,
-            f"gate rows of {shape.layers} layers of {approximate_bytes(layer)}",
-        )
+        count = len(resolved.named_layers)
+        return Need(count * layer, f"gate rows of {count} layers of {approximate_bytes(layer)}")
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
         precision, rank = model.quantization.predictor, model.predictor.rank
         layer = align_bytes(matrix_bytes(rank, shape.stored_hidden, precision))
@@ -302,8 +304,8 @@ def _need_cold(resolved: ResolvedPlan) -> Need:
     """Smallest cache: the neurons that one layer computes for one token, at least 64 of them.
 
     Of a router all of the chosen experts; else expected actives, from calibrated thresholds, from
-    the predictor's or the model's statistics, else a quarter of the layer; never more than the
-    layer's neurons that are not hot.
+    the cutoffs of gates, from the predictor's or the model's statistics, else a quarter of the
+    layer; never more than the layer's neurons that are not hot.
     Dense decoding streams through the workspace and needs none.
     """
     plan, model = resolved.plan, resolved.model
@@ -311,9 +313,11 @@ def _need_cold(resolved: ResolvedPlan) -> Need:
         return Need(0, "nothing, the predictor is none: cold neurons stream through the workspace")
     share = _expect_active(resolved)
     computed = model.token_neurons
-    wanted = max(MIN_COLD_NEURONS, ceil(share * computed))
+    least = PART_NEURONS if resolved.names_by_cutoff else MIN_COLD_NEURONS
+    wanted = max(least, ceil(share * computed))
     absent = max(
-        model.layer_neurons - _count_resident(resolved, layer) for layer in resolved.layers
+        model.layer_neurons - _count_resident(resolved, resolved.layers[layer])
+        for layer in resolved.named_layers
     )
     neurons = min(absent, wanted)
     stride = resolved.bundle.stride
@@ -351,6 +355,8 @@ def _expect_active(resolved: ResolvedPlan) -> float:
         return 1.0
     if plan.decode.predictor == "gate" and resolved.thresholds is not None:
         return max(layer.computed for layer in resolved.thresholds.layers)
+    if resolved.names_by_cutoff:
+        return max(1.0 - model.find_closed_share(layer) for layer in resolved.named_layers)
     predictor = model.predictor if plan.decode.predictor == "low-rank" else None
     if predictor is not None and predictor.active is not None:
         return predictor.active
@@ -383,8 +389,12 @@ def _need_workspace(resolved: ResolvedPlan) -> Need:
 
 def count_staged_neurons(resolved: ResolvedPlan) -> int:
     """Neurons of one staging buffer: min(f, 512), or as many as some granules of an expert have,
-    where a router names whole experts."""
+    where a router names whole experts; or of a layer, where gates with a cutoff name neurons and
+    what is in memory changes no bit."""
     neurons = STAGED_NEURONS
+    if resolved.names_by_cutoff:
+        most = max(1, MOST_GRANULE_BYTES // resolved.bundle.stride)
+        return min(resolved.model.layer_neurons, max(neurons, most))
     is_routed = resolved.model.moe is not None and resolved.plan.decode.predictor == "router"
     if is_routed and not resolved.has_whole_unit:
         granule = min(resolved.model.shape.ffn, MOST_GRANULE_BYTES // resolved.bundle.stride)

@@ -166,7 +166,7 @@ def choose_predictor(model: Model) -> str:
         return "low-rank"
     if model.moe is not None:
         return "router"
-    return "none" if model.is_smooth else "gate"
+    return "none" if model.is_smooth and not model.cut_layers else "gate"
 
 
 SEGMENT_REMARKS = {

@@ -304,9 +304,13 @@ class Model(Document):
     def find_cutoff(self, layer: int) -> float | None:
         """Standard deviations that the cutoff of a layer's gates is above their mean; None where
         there is none."""
-        shares = self.ffn.gate_sparsity
-        share = shares[layer] if layer < len(shares) else 0.0
+        share = self.find_closed_share(layer)
         return find_normal_quantile(share) if share > 0.0 else None
+
+    def find_closed_share(self, layer: int) -> float:
+        """Share of a layer's gates that a cutoff closes; 0 where there is none."""
+        shares = self.ffn.gate_sparsity
+        return shares[layer] if layer < len(shares) else 0.0
 
     @property
     def cut_layers(self) -> tuple[int, ...]:

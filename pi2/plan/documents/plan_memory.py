@@ -20,8 +20,8 @@ class Segments(Table):
     kv: Bytes
     """KV cache of the context."""
     predictor: Bytes
-    """Activation predictors, or all gate rows with ``decode.predictor = "gate"``; in a mixture
-    also which neurons are whose."""
+    """Activation predictors, or all gate rows with ``decode.predictor = "gate"``, those of layers
+    with a cutoff alone where some have one; in a mixture also which neurons are whose."""
     hot: Bytes
     """Hot neurons: loaded at start and kept."""
     cold: Bytes
@@ -94,7 +94,8 @@ class Cache(Table):
     layer becomes cold if it is used less than the average cold slot (as when the text differs
     from the statistics); the next 64th becomes hot if it is used twice as often and is in memory
     already, and cold again when the context takes back what it lent. What stays in memory is not
-    read again. Absent keeps the hot neurons of the plan."""
+    read again. Absent keeps the hot neurons of the plan, and so do models some of whose layers
+    compute all of their neurons (Gemma 3n)."""
 
 
 KvType = Literal["fp16", "int8", "fp32"]

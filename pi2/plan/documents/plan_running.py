@@ -91,7 +91,8 @@ class Decode(Table):
 
     predictor: PredictorMode = "low-rank"
     """``none`` computes every neuron; ``gate`` computes all gates first and is lossless for the
-    ReLU family, while other models need ``[sparsity]``; ``low-rank`` uses trained predictors;
+    ReLU family, and for layers whose gates have a cutoff (Gemma 3n), beside which the others
+    compute all of theirs; other models need ``[sparsity]``; ``low-rank`` uses trained predictors;
     ``router``, for mixtures of experts, computes the neurons of the experts that the router
     chooses, all of them and no others, so that nothing is lost, and keeps them in the cache.  In a
     mixture ``none`` computes the chosen experts, too, but keeps nothing of what it reads."""

@@ -34,10 +34,11 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Compare the segment with the absent active neurons of all layers."""
     resolved = facts.resolved
     stride = resolved.bundle.stride
-    counts = [count_absent(resolved, layer) for layer in resolved.layers]
+    layers = [resolved.layers[number] for number in resolved.named_layers]
+    counts = [count_absent(resolved, layer) for layer in layers]
     wanted_bytes = round(sum(count or 0.0 for count in counts)) * stride
     neurons = resolved.model.layer_neurons
-    absent_bytes = sum(neurons - layer.hot_neurons for layer in resolved.layers) * stride
+    absent_bytes = sum(neurons - layer.hot_neurons for layer in layers) * stride
     wanted_bytes = min(wanted_bytes, absent_bytes)
     size = resolved.plan.memory.segments.cold
     policy = resolved.plan.cache.policy

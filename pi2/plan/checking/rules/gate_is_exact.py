@@ -1,10 +1,10 @@
 """``decode.predictor = "gate"`` needs an activation that is zero for some gates, or ``[sparsity]``.
 
 Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds nothing,
-so that it may be left out; SiLU and GELU are zero nowhere, and something must say what counts as
-zero. With ``"router"``, a ``[sparsity]`` needs thresholds, too. A plan that computes nothing, with
-the backend ``null`` for every unit, may state ``sparsity.target`` alone: it is simulated with that
-share.
+so that it may be left out, and so may one that a cutoff closes (``ffn.gate_sparsity``); else SiLU
+and GELU are zero nowhere, and something must say what counts as zero.  With ``"router"``, a
+``[sparsity]`` needs thresholds, too.  A plan that computes nothing, with the backend ``null`` for
+every unit, may state ``sparsity.target`` alone: it is simulated with that share.
 
 Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
 
@@ -40,7 +40,7 @@ def check(facts: Facts) -> Iterator[Finding]:
                 at="key",
             )
         return
-    if plan.decode.predictor == "router":
+    if plan.decode.predictor == "router" or facts.model.cut_layers:
         return
     name = facts.model.ffn.activation
     exact = "none" if facts.model.moe is None else "router"

@@ -3,7 +3,8 @@
 Why: tokens that were guessed go through the model together, and those that are not kept are taken
 back; a unit that has the whole model in its own memory takes one token of each sequence at a time.
 Guesses of what is in memory (``drafts = "resident"``) leave out neurons that a predictor or a
-router names and that are missing; without one, every neuron computes.
+router names and that are missing; without one, every neuron computes, and so it does in layers
+without a cutoff, where gates with cutoffs name those of others.
 
 Example: ``decode.speculation = {}`` with ``layers.split = { gpu = 1.0 }``, or with
 ``drafts = "resident"`` and ``decode.predictor = "none"``.
@@ -29,13 +30,18 @@ def check(facts: Facts) -> Iterator[Finding]:
     decode = resolved.plan.decode
     if decode.speculation is None:
         return
-    if decode.speculation.drafts == "resident" and decode.predictor == "none":
+    if decode.speculation.drafts == "resident" and resolved.whole_layers:
         yield Finding(
             path=("decode", "speculation", "drafts"),
-            message="guesses leave nothing out: every neuron computes",
+            message="guesses leave nothing out: every neuron computes"
+            + (f" in {len(resolved.whole_layers)} layers" if resolved.named_layers else ""),
             help='write drafts = "prompt", or choose another decode.predictor',
             origins=(
-                Origin(document="plan", path=("decode", "predictor"), text='predictor = "none"'),
+                Origin(
+                    document="plan",
+                    path=("decode", "predictor"),
+                    text=f'predictor = "{decode.predictor}"',
+                ),
             ),
         )
     if not resolved.has_whole_unit:
