@@ -45,16 +45,20 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_golden_plan(NAME, tmp_path_factory.mktemp(NAME))
 
 
-def test_a_matrix_tells_the_cutoff_without_gates(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "alike"), [(50, 0), (50, 20), (20, 0), (9000, 0)])
+def test_a_matrix_tells_the_cutoff_without_gates(tmp_path: Path, count: int, alike: int) -> None:
     drawn = np.random.default_rng(1)
-    gates = drawn.normal(0.1, 1.0, (50, 32)).astype(np.float32)
+    gates = drawn.normal(0.1, 1.0, (count, 32)).astype(np.float32)
+    # Inputs that add the same to all gates leave no triangle of full rank.
+    gates[:, :alike] = 0.5
     save_file({"gates": gates}, tmp_path / "gates.safetensors")
     stored = list_tensors(tmp_path / "gates.safetensors")["gates"]
     mean, *rows = CutoffMaker(Rows(tensor=stored), -1.5, False).make()
+    assert len(rows) == min(count, 32)
     for inputs in drawn.normal(size=(4, 32)).astype(np.float32):
         values = gates @ inputs
         found = mean @ inputs - np.linalg.norm(rows @ inputs)
-        assert found == pytest.approx(values.mean() - 1.5 * values.std(), rel=1e-4)
+        assert found == pytest.approx(values.mean() - 1.5 * values.std(), rel=1e-5)
 
 
 @pytest.mark.parametrize("backend", [TWO, CPU_TWO])

@@ -2,7 +2,7 @@
 
 The cutoff is mean + d deviation of the gates G u of all n neurons, with d of the model document.
 Their mean is g u, g the mean of the rows of G; and their variance is that of (G - g) u, which is
-|R u|^2 / n, where R is the triangular factor of G - g (QR decomposition).  So a matrix of at most
+|R u|^2 / n, where R is a triangular factor: R^T R = (G - g)^T (G - g).  So a matrix of at most
 1 + hidden rows gives both: g, then the rows of R times |d| / sqrt(n).  It is exact, it is smaller
 than the gates, and it does not matter which neurons are in memory.
 """
