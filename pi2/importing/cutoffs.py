@@ -74,7 +74,8 @@ def _factor_products(gates: Rows) -> tuple[F64, F64]:
     rest = sums / gates.count
     products -= gates.count * np.outer(rest, rest)
     try:
-        return shift + rest, np.linalg.cholesky(products).T
+        factor: F64 = np.linalg.cholesky(products).astype(np.float64, copy=False)
+        return shift + rest, factor.T
     except np.linalg.LinAlgError:
         # Some input adds nothing to any gate, or the same to all.
         return _factor_rows(gates)
