@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,8 +45,12 @@ def every_core(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiler_at_hand() -> Iterator[None]:
-    """Kernels are compiled by processes that need not load TVM first."""
+def compiler_at_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels are compiled by processes that need not load TVM first, each function once for all
+    workers."""
+    folder = tmp_path_factory.getbasetemp()
+    objects = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "objects"
+    objects.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "start_compiler", start_loaded_compiler)
+        patch.setattr(cache, "start_compiler", partial(start_loaded_compiler, objects))
         yield

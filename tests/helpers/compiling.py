@@ -1,17 +1,26 @@
-"""Compiling processes that begin with TVM loaded: loading it takes as long as compiling a small
-program, and tests compile a hundred."""
+"""Compilers for tests, which make more than a hundred libraries of much fewer different functions.
+
+They are processes that begin with TVM loaded, and they take the machine code of a function that
+another library has from there.  Code is kept for one session, by its target and by the structural
+hash of what it is generated from.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cache
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
+from unittest.mock import patch
 
 from pi2.backends.compiler.cache import start_compiler
 from pi2.backends.compiler.compilers import LIBRARIES
@@ -22,12 +31,17 @@ class LoadedCompiler:
     of a `subprocess.Popen`."""
 
     def __init__(
-        self, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str]
+        self,
+        arguments: Sequence[str],
+        errors: TextIO,
+        environment: Mapping[str, str],
+        objects: Path,
     ) -> None:
         context = _start_server(environment["PYTHONPATH"])
         reader, writer = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_compile, args=(list(arguments), dict(environment), writer, errors.name)
+            target=_compile,
+            args=(list(arguments), dict(environment), writer, errors.name, objects),
         )
         self._process.start()
         writer.close()
@@ -76,25 +90,65 @@ def _do_nothing() -> None:
 
 
 def _compile(
-    arguments: list[str], environment: dict[str, str], output: Connection, errors: str
+    arguments: list[str],
+    environment: dict[str, str],
+    output: Connection,
+    errors: str,
+    objects: Path,
 ) -> None:
-    """What the new process does: the same as ``python -m`` of the compiler's module."""
-    from pi2.backends.compiler.compile import main
+    """What the new process does: the same as ``python -m`` of the compiler's module, but that it
+    takes the code of functions from ``objects`` where it is there."""
+    from pi2.backends.compiler import compile as compiler
 
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(output.fileno(), 1)
     with open(errors, "a") as stream:
         os.dup2(stream.fileno(), 2)
-    status = main(arguments)
+    with patch.object(compiler, "generate", partial(_generate_once, objects, compiler.generate)):
+        status = compiler.main(arguments)
     sys.stdout.flush()
     os._exit(status)
 
 
+class _Code:
+    """Machine code in a file, with what `compile_library` uses of a module of TVM."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def write_to_file(self, name: str, kind: str) -> None:
+        assert kind == "o"
+        shutil.copyfile(self.file, name)
+
+
+def _generate_once(
+    objects: Path, generate: Callable[[Any, Any], Any], module: Any, target: Any
+) -> _Code:
+    """Return the machine code of a module that has one function, generated unless it is there."""
+    from tvm_ffi import structural_hash
+
+    ((_, function),) = module.functions.items()
+    number = structural_hash(function) & (1 << 64) - 1
+    name = hashlib.sha256(f"{number} {target}".encode()).hexdigest()
+    file = objects / f"{name}.o"
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=objects) as folder:
+            made = Path(folder) / file.name
+            generate(module, target).write_to_file(str(made), "o")
+            made.replace(file)
+    return _Code(file)
+
+
 def start_loaded_compiler(
-    module: str, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str]
+    objects: Path,
+    module: str,
+    arguments: Sequence[str],
+    errors: TextIO,
+    environment: Mapping[str, str],
 ) -> object:
-    """Start the compiler of libraries by forking, and others as ever."""
+    """Start the compiler of libraries by forking, and others as ever; ``objects``: a folder for
+    the code of functions."""
     if module != LIBRARIES.module:
         return start_compiler(module, arguments, errors, environment)
-    return LoadedCompiler(arguments, errors, environment)
+    return LoadedCompiler(arguments, errors, environment, objects)
