@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +18,17 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs OpenAI's client")
 anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
 
-import httpx2  # noqa: E402
-
 import pi2  # noqa: E402
+from pi2.engine.forward import Forward  # noqa: E402
 from pi2.serving.calls import Limits  # noqa: E402
 from tests.helpers.servers import (  # noqa: E402
     HELLO,
     SCHEMA,
     TOOLS,
     describe_plan,
+    get,
     make_chat_plan,
+    post,
     serve,
     wait_until_idle,
 )
@@ -81,7 +83,7 @@ def test_a_chat_is_answered_whole_and_in_pieces(client: Any, plan: Path) -> None
 
 def test_events_are_written_to_the_byte(address: str) -> None:
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "temperature": 0, "stream": True}
-    answer = httpx2.post(f"{address}/v1/chat/completions", json=body)
+    answer = post(f"{address}/v1/chat/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = answer.content.split(b"\n\n")
     assert events[-2:] == [b"data: [DONE]", b""]
@@ -92,7 +94,7 @@ def test_events_are_written_to_the_byte(address: str) -> None:
         assert chunk["object"] == "chat.completion.chunk"
         assert list(chunk["choices"][0]) == ["index", "delta", "logprobs", "finish_reason"]
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "stream": True}
-    answer = httpx2.post(f"{address}/v1/messages", json=body)
+    answer = post(f"{address}/v1/messages", json=body)
     for event in answer.content.split(b"\n\n")[:-1]:
         found = re.fullmatch(rb"event: (\w+)\ndata: (\{.*\})", event)
         assert found, event
@@ -109,7 +111,7 @@ def test_a_client_learns_of_a_template_and_nothing_of_this_machine(
             body = {"model": "tiny", "messages": HELLO, "max_tokens": 3}
             if path == "/api/chat":
                 del body["max_tokens"]
-            answer = httpx2.post(f"{address}{path}", json=body)
+            answer = post(f"{address}{path}", json=body)
             assert answer.status_code == 400, answer.text
             assert "chat template" in answer.text
             assert str(tmp_path) not in answer.text
@@ -160,7 +162,7 @@ def test_tokens_are_drawn_as_it_is_asked(client: Any, address: str) -> None:
     asked = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0}
     plain = client.completions.create(**asked).choices[0].text
     question = {"prompt": plain[0], "add_special_tokens": False}
-    (token,) = httpx2.post(f"{address}/tokenize", json=question).json()["tokens"]
+    (token,) = post(f"{address}/tokenize", json=question).json()["tokens"]
     bias = {str(token): -100}
     forbidden = client.completions.create(**asked, logit_bias=bias).choices[0].text
     assert plain[0] not in forbidden
@@ -181,7 +183,7 @@ def test_tokens_are_drawn_as_it_is_asked(client: Any, address: str) -> None:
     read = wait_until_idle(address)["rounds"]["prompt_tokens"] - before
     assert read == usage.prompt_tokens, "once for all three"
     ids = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
-    back = httpx2.post(f"{address}/detokenize", json={"tokens": ids.token_ids}).json()
+    back = post(f"{address}/detokenize", json={"tokens": ids.token_ids}).json()
     assert back["prompt"] == ids.text == plain
 
 
@@ -436,17 +438,26 @@ def test_models_are_loaded_when_they_are_asked_for(tmp_path: Path) -> None:
     with serve(plans, memory_bytes=3 << 30) as address:
 
         def list_loaded() -> list[str]:
-            found = httpx2.get(f"{address}/v1/models").json()["data"]
+            found = get(f"{address}/v1/models").json()["data"]
             return [item["id"] for item in found if item["loaded"]]
 
         assert list_loaded() == ["one"]
         for name in ("two", "one"):
             body = {"model": name, "prompt": "a", "max_tokens": 2}
-            assert httpx2.post(f"{address}/v1/completions", json=body, timeout=60).is_success
+            assert post(f"{address}/v1/completions", json=body, timeout=60).is_success
             assert list_loaded() == [name]
 
 
-def test_whoever_wants_another_model_waits_his_turn(tmp_path: Path) -> None:
+def test_whoever_wants_another_model_waits_his_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_step, step = threading.Event(), Forward.step
+
+    def step_when_all_have_asked(self: Forward, *arguments: Any) -> Any:
+        assert may_step.wait(60)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Forward, "step", step_when_all_have_asked)
     plans = [
         describe_plan(make_chat_plan(tmp_path / name, context=1024), name)
         for name in ("one", "two")
@@ -456,22 +467,22 @@ def test_whoever_wants_another_model_waits_his_turn(tmp_path: Path) -> None:
     with serve(plans, memory_bytes=memory, limits=limits) as address, ThreadPoolExecutor() as pool:
         url = f"{address}/v1/completions"
 
-        def ask(name: str, prompts: int = 1, count: int = 2) -> tuple[int, float]:
-            body = {"model": name, "prompt": ["a"] * prompts, "max_tokens": count}
-            answer = httpx2.post(url, json={**body, "ignore_eos": True}, timeout=600)
+        def ask(name: str) -> tuple[int, float]:
+            body = {"model": name, "prompt": "a", "max_tokens": 2}
+            answer = post(url, json={**body, "ignore_eos": True}, timeout=600)
             assert "retry-after" in answer.headers or answer.is_success, answer.text
             return answer.status_code, time.monotonic()
 
         def wait_for(number: int, key: str, value: int) -> None:
             deadline = time.monotonic() + 300
             while time.monotonic() < deadline:
-                state = httpx2.get(f"{address}/api/state", timeout=300).json()["models"][number]
+                state = get(f"{address}/api/state", timeout=300).json()["models"][number]
                 if state.get(key) == value:
                     return
                 time.sleep(0.005)
             raise AssertionError(f"{key} is not {value}")
 
-        long = pool.submit(ask, "one", 6, 900)
+        first = pool.submit(ask, "one")
         wait_for(0, "running", 1)
         # Whoever hangs up while he waits gives his place in line up.
         gone = http.client.HTTPConnection(address.removeprefix("http://"))
@@ -483,14 +494,16 @@ def test_whoever_wants_another_model_waits_his_turn(tmp_path: Path) -> None:
         wait_for(1, "waiting", 1)
         assert ask("two")[0] == 429
         late = pool.submit(ask, "one")
-        found = [future.result() for future in (long, other, late)]
+        wait_for(0, "waiting", 1)
+        may_step.set()
+        found = [future.result() for future in (first, other, late)]
         assert [status for status, _ in found] == [200] * 3
         assert [at for _, at in found] == sorted(at for _, at in found)
 
 
 def test_numbers_for_prometheus_have_their_usual_names(address: str, client: Any) -> None:
     client.completions.create(model="tiny", prompt="a", max_tokens=2)
-    text = httpx2.get(f"{address}/metrics").text
+    text = get(f"{address}/metrics").text
     for name in (
         'vllm:num_requests_running{model_name="tiny"} 0.0',
         "vllm:generation_tokens_total",
@@ -503,22 +516,22 @@ def test_numbers_for_prometheus_have_their_usual_names(address: str, client: Any
 
 
 def test_clients_of_ollama_can_chat(address: str) -> None:
-    assert httpx2.get(f"{address}/api/tags").json()["models"][0]["name"] == "tiny:latest"
+    assert get(f"{address}/api/tags").json()["models"][0]["name"] == "tiny:latest"
     body = {"model": "tiny:latest", "messages": HELLO, "options": {"num_predict": 4, "seed": 1}}
-    lines = httpx2.post(f"{address}/api/chat", json=body).text.splitlines()
+    lines = post(f"{address}/api/chat", json=body).text.splitlines()
     pieces = [json.loads(line) for line in lines]
     assert [piece["done"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    whole = httpx2.post(f"{address}/api/chat", json={**body, "stream": False}).json()
+    whole = post(f"{address}/api/chat", json={**body, "stream": False}).json()
     text = "".join(piece["message"]["content"] for piece in pieces)
     assert whole["message"]["content"] == text
     assert whole["eval_count"] == 4
 
 
 def test_texts_become_tokens_and_tokens_texts(address: str) -> None:
-    found = httpx2.post(f"{address}/tokenize", json={"prompt": "häh"}).json()
+    found = post(f"{address}/tokenize", json={"prompt": "häh"}).json()
     assert found["count"] == len(found["tokens"]) == 5
-    back = httpx2.post(f"{address}/detokenize", json={"tokens": found["tokens"][1:]}).json()
+    back = post(f"{address}/detokenize", json={"tokens": found["tokens"][1:]}).json()
     assert back["prompt"] == "häh"
-    chat = httpx2.post(f"{address}/tokenize", json={"messages": HELLO}).json()
+    chat = post(f"{address}/tokenize", json={"messages": HELLO}).json()
     assert chat["count"] > 5
-    assert httpx2.post(f"{address}/tokenize", json={}).status_code == 400
+    assert post(f"{address}/tokenize", json={}).status_code == 400

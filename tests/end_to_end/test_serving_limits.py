@@ -31,7 +31,10 @@ from tests.helpers.servers import (
     HELLO,
     TOOLS,
     describe_plan,
+    get,
     make_chat_plan,
+    options,
+    post,
     serve,
     wait_until_idle,
 )
@@ -66,11 +69,11 @@ def test_an_answered_request_leaves_nothing_behind(address: str) -> None:
     gc.disable()  # what two objects keep for each other stays, and is counted
     try:
         for path, body in asked:
-            answer = httpx2.post(f"{address}{path}", json={"model": "tiny", **body})
+            answer = post(f"{address}{path}", json={"model": "tiny", **body})
             assert answer.is_success, answer.text
         body = {"model": "tiny", "prompt": "go on", "max_tokens": 900, "ignore_eos": True}
         with pytest.raises(httpx2.TimeoutException):
-            httpx2.post(f"{address}/v1/completions", json=body, timeout=0.1)
+            post(f"{address}/v1/completions", json=body, timeout=0.1)
         wait_until_idle(address)
         # The last one goes when its connection does.
         deadline = time.monotonic() + 10
@@ -94,7 +97,7 @@ def test_a_client_that_goes_frees_its_place(address: str, streams: bool) -> None
             f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
         )
-        while not httpx2.get(f"{address}/api/state").json()["models"][0]["running"]:
+        while not get(f"{address}/api/state").json()["models"][0]["running"]:
             time.sleep(0.01)
     after = wait_until_idle(address)["rounds"]["stepped_tokens"]
     assert after - before < 4 * 899
@@ -108,41 +111,41 @@ def test_bodies_and_headers_have_limits(plan: Path) -> None:
     }
     with serve([describe_plan(plan)], **settings) as address:
         url, head = f"{address}/v1/completions", {"Authorization": "Bearer secret"}
-        assert httpx2.get(f"{address}/health").status_code == 200
-        assert httpx2.get(f"{address}/v1/models").status_code == 401
-        assert httpx2.get(f"{address}/v1/models", headers={"x-api-key": "sec"}).status_code == 401
-        assert httpx2.get(f"{address}/v1/models", headers={"x-api-key": "secret"}).is_success
-        large = httpx2.post(url, headers=head, content=b"x" * 5000)
+        assert get(f"{address}/health").status_code == 200
+        assert get(f"{address}/v1/models").status_code == 401
+        assert get(f"{address}/v1/models", headers={"x-api-key": "sec"}).status_code == 401
+        assert get(f"{address}/v1/models", headers={"x-api-key": "secret"}).is_success
+        large = post(url, headers=head, content=b"x" * 5000)
         assert large.status_code == 413
-        chunked = httpx2.post(url, headers=head, content=iter([b"x" * 3000] * 3))
+        chunked = post(url, headers=head, content=iter([b"x" * 3000] * 3))
         assert chunked.status_code == 413
         for broken in (b"", b"{", b"\xff", b"[]", b"1" * 4000, b"[" * 4000):
-            answer = httpx2.post(url, headers=head, content=broken)
+            answer = post(url, headers=head, content=broken)
             assert answer.status_code == 400, broken[:10]
             assert answer.json()["error"]["type"] == "invalid_request_error"
         flood = {f"x-{number}": "y" * 900 for number in range(90)}
-        assert httpx2.get(f"{address}/health", headers=flood).status_code == 431
+        assert get(f"{address}/health", headers=flood).status_code == 431
         with contextlib.suppress(httpx2.TransportError):
             endless = {f"x-{number}": "y" * 9000 for number in range(900)}
-            assert httpx2.get(f"{address}/health", headers=endless).status_code in (400, 431)
-        assert httpx2.get(f"{address}/nothing", headers=head).status_code == 404
-        assert httpx2.get(url, headers=head).status_code == 405
+            assert get(f"{address}/health", headers=endless).status_code in (400, 431)
+        assert get(f"{address}/nothing", headers=head).status_code == 404
+        assert get(url, headers=head).status_code == 405
         # One has the place, and nobody may wait, not even one.
         long = {"model": "tiny", "prompt": "a", "max_tokens": 150, "ignore_eos": True}
         thread = threading.Thread(
-            target=httpx2.post, args=(url,), kwargs={"headers": head, "json": long, "timeout": 60}
+            target=post, args=(url,), kwargs={"headers": head, "json": long, "timeout": 60}
         )
         thread.start()
-        while not httpx2.get(f"{address}/api/state", headers=head).json()["models"][0]["running"]:
+        while not get(f"{address}/api/state", headers=head).json()["models"][0]["running"]:
             time.sleep(0.01)
         second = threading.Thread(
-            target=httpx2.post, args=(url,), kwargs={"headers": head, "json": long, "timeout": 60}
+            target=post, args=(url,), kwargs={"headers": head, "json": long, "timeout": 60}
         )
         second.start()
         refused = None
         deadline = time.monotonic() + 30
         while refused is None and time.monotonic() < deadline:
-            answer = httpx2.post(url, headers=head, json=long, timeout=60)
+            answer = post(url, headers=head, json=long, timeout=60)
             refused = answer if answer.status_code == 429 else None
         thread.join()
         second.join()
@@ -170,7 +173,7 @@ def test_whoever_does_not_send_headers_in_time_is_cut_off(plan: Path) -> None:
                     assert connection.recv(1) == b"", "it is open still"
         # An answer may take longer.
         body = {"model": "tiny", "prompt": "go on", "max_tokens": 300, "ignore_eos": True}
-        answer = httpx2.post(f"{address}/v1/completions", json=body, timeout=60)
+        answer = post(f"{address}/v1/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 300
 
 
@@ -178,11 +181,9 @@ def test_an_answer_that_takes_too_long_is_given_up(plan: Path) -> None:
     with serve([describe_plan(plan)], limits=Limits(time_s=0.2)) as address:
         body = {"model": "tiny", "prompt": "go on", "max_tokens": 900, "ignore_eos": True}
         url = f"{address}/v1/completions"
-        assert httpx2.post(url, json=body, timeout=60).status_code == 504
+        assert post(url, json=body, timeout=60).status_code == 504
         made = wait_until_idle(address)["rounds"]["stepped_tokens"]
-        *pieces, last, _ = httpx2.post(url, json={**body, "stream": True}, timeout=60).text.split(
-            "\n\n"
-        )
+        *pieces, last, _ = post(url, json={**body, "stream": True}, timeout=60).text.split("\n\n")
         assert len(pieces) > 1, "it had begun"
         assert "took more than 0.2 s" in last
         assert wait_until_idle(address)["rounds"]["stepped_tokens"] - made < 899
@@ -282,23 +283,23 @@ def test_pages_of_other_origins_may_not_ask_unless_they_are_let(plan: Path) -> N
     with serve([describe_plan(plan)]) as address:
         url = f"{address}/v1/completions"
         for origin in (own, "null", "http://localhost:1"):
-            answer = httpx2.post(url, content=body, headers={**simple, "Origin": origin})
+            answer = post(url, content=body, headers={**simple, "Origin": origin})
             assert answer.status_code == 403
             assert answer.json()["error"]["type"] == "permission_error"
-            asked = httpx2.options(url, headers={**preflight, "Origin": origin})
+            asked = options(url, headers={**preflight, "Origin": origin})
             assert not asked.is_success
             for found in (answer, asked):
                 assert not any(name.startswith("access-control") for name in found.headers)
         for fine in ({"Origin": address}, {"Origin": own, "Sec-Fetch-Site": "same-origin"}, {}):
-            assert httpx2.post(url, content=body, headers=fine).is_success
+            assert post(url, content=body, headers=fine).is_success
     with serve([describe_plan(plan)], origins=[own]) as address:
         url = f"{address}/v1/completions"
-        asked = httpx2.options(url, headers={**preflight, "Origin": own})
+        asked = options(url, headers={**preflight, "Origin": own})
         assert asked.headers["access-control-allow-origin"] == own
-        answer = httpx2.post(url, content=body, headers={"Origin": own})
+        answer = post(url, content=body, headers={"Origin": own})
         assert answer.is_success and answer.headers["access-control-allow-origin"] == own
         other = {"Origin": "http://other.example"}
-        assert httpx2.post(url, content=body, headers=other).status_code == 403
+        assert post(url, content=body, headers=other).status_code == 403
 
 
 def test_pages_whose_name_stands_for_this_machine_may_not_ask(plan: Path) -> None:
@@ -310,12 +311,12 @@ def test_pages_whose_name_stands_for_this_machine_may_not_ask(plan: Path) -> Non
         same = {"Host": rebound, "Origin": f"http://{rebound}", "Sec-Fetch-Site": "same-origin"}
         for path, kind in (("completions", "openai"), ("messages", "anthropic")):
             for headers in (same, {"Host": rebound}):
-                answer = httpx2.post(f"{address}/v1/{path}", json=body, headers=headers)
+                answer = post(f"{address}/v1/{path}", json=body, headers=headers)
                 assert answer.status_code == 403
                 assert answer.json()["error"]["type"] == "permission_error"
                 assert ("type" in answer.json()) == (kind == "anthropic")
-        assert httpx2.get(f"{address}/v1/models", headers={"Host": rebound}).status_code == 403
-        assert httpx2.get(f"{address}/", headers={"Host": rebound}).status_code == 403
+        assert get(f"{address}/v1/models", headers={"Host": rebound}).status_code == 403
+        assert get(f"{address}/", headers={"Host": rebound}).status_code == 403
         for name in ("localhost", "127.0.0.1", "[::1]"):
             head = {"Host": f"{name}:{port}"}
-            assert httpx2.post(f"{address}/v1/completions", json=body, headers=head).is_success
+            assert post(f"{address}/v1/completions", json=body, headers=head).is_success
