@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pi2.importing.config import SPLIT_EXPERTS
+from pi2.importing.gguf_architecture import Architecture
+from pi2.importing.gguf_decoders import (
+    complete_llama,
+    complete_opt,
+    read_cohere,
+    read_falcon,
+    read_gpt_oss,
+    read_llama,
+    read_mixture,
+    read_olmo2,
+    read_opt,
+)
+from pi2.importing.gguf_gemma import read_gemma2, read_gemma3
+from pi2.importing.gguf_gemma3n import complete_gemma3n, read_gemma3n
+from pi2.importing.gguf_gemma4 import complete_gemma4, read_gemma4, scale_gemma4
+from pi2.importing.gguf_granite import read_granite, read_granite_hybrid
+from pi2.importing.gguf_latent import complete_latent
 from pi2.importing.gguf_names import (
-    DECODER,
     ERNIE_MIXTURE,
     FALCON,
     FALCON_40B,
@@ -39,29 +55,13 @@ from pi2.importing.gguf_names import (
     STARCODER2,
     Names,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A family as GGUF files know it."""
-
-    model_type: str
-    """The family's name in ``config.json``."""
-    names: Names = field(default_factory=lambda: DECODER)
-    activation: str = "silu"
-    """Activation of the models of this family, which their files do not state."""
-    permutes: bool = False
-    """Whether rows of queries and keys are in the order of pairs that follow each other."""
-    norm_offset: float = 0.0
-    """Number that the file has added to the weights of norms."""
-    tiles_values: bool = False
-    """Whether value heads that share a key head are apart (`pi2.importing.gguf_states`)."""
-    settings: dict[str, object] = field(default_factory=dict)
-    """Further keys of the configuration, which files of this family do not state."""
-
+from pi2.importing.gguf_nemotron import join_blocks, read_nemotron_hybrid
+from pi2.importing.gguf_states import list_kinds, read_lfm2, read_qwen_hybrid
 
 ARCHITECTURES = {
-    "llama": Architecture(model_type="llama", permutes=True),
+    "llama": Architecture(
+        model_type="llama", permutes=True, read=read_llama, complete=complete_llama
+    ),
     "bamboo": Architecture(model_type="bamboo", permutes=True, activation="relu"),
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
@@ -73,15 +73,34 @@ ARCHITECTURES = {
         model_type="starcoder2", names=STARCODER2, activation="gelu_pytorch_tanh"
     ),
     "gemma2": Architecture(
-        model_type="gemma2", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
+        model_type="gemma2",
+        names=GEMMA2,
+        activation="gelu_pytorch_tanh",
+        norm_offset=1.0,
+        read=read_gemma2,
     ),
     "gemma3": Architecture(
-        model_type="gemma3_text", names=GEMMA2, activation="gelu_pytorch_tanh", norm_offset=1.0
+        model_type="gemma3_text",
+        names=GEMMA2,
+        activation="gelu_pytorch_tanh",
+        norm_offset=1.0,
+        read=read_gemma3,
     ),
     "gemma3n": Architecture(
-        model_type="gemma3n_text", names=GEMMA3N, activation="gelu_pytorch_tanh"
+        model_type="gemma3n_text",
+        names=GEMMA3N,
+        activation="gelu_pytorch_tanh",
+        read=read_gemma3n,
+        complete=complete_gemma3n,
     ),
-    "gemma4": Architecture(model_type="gemma4_text", names=GEMMA4, activation="gelu_pytorch_tanh"),
+    "gemma4": Architecture(
+        model_type="gemma4_text",
+        names=GEMMA4,
+        activation="gelu_pytorch_tanh",
+        read=read_gemma4,
+        complete=complete_gemma4,
+        scale=scale_gemma4,
+    ),
     "qwen2moe": Architecture(
         model_type="qwen2_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
     ),
@@ -89,64 +108,102 @@ ARCHITECTURES = {
         model_type="qwen3_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": True}
     ),
     "qwen35": Architecture(
-        model_type="qwen3_5_text", names=QWEN_HYBRID, norm_offset=1.0, tiles_values=True
+        model_type="qwen3_5_text",
+        names=QWEN_HYBRID,
+        norm_offset=1.0,
+        tiles_values=True,
+        read=read_qwen_hybrid,
+        complete=list_kinds,
     ),
     "qwen35moe": Architecture(
         model_type="qwen3_5_moe_text",
         names=QWEN_HYBRID_MIXTURE,
         norm_offset=1.0,
         tiles_values=True,
+        read=read_qwen_hybrid,
+        complete=list_kinds,
     ),
     # Its projections are apart in a file, as those of Qwen3.5 are; nothing else differs.
     "qwen3next": Architecture(
-        model_type="qwen3_5_moe_text", names=QWEN_HYBRID_MIXTURE, norm_offset=1.0
+        model_type="qwen3_5_moe_text",
+        names=QWEN_HYBRID_MIXTURE,
+        norm_offset=1.0,
+        read=read_qwen_hybrid,
+        complete=list_kinds,
     ),
     "lfm2": Architecture(
-        model_type="lfm2", names=LFM2, settings={"block_auto_adjust_ff_dim": False}
+        model_type="lfm2",
+        names=LFM2,
+        settings={"block_auto_adjust_ff_dim": False},
+        read=read_lfm2,
+        complete=list_kinds,
     ),
     "arcee": Architecture(model_type="arcee", permutes=True, activation="relu2"),
     "seed_oss": Architecture(model_type="seed_oss", names=SEED_OSS),
     "smollm3": Architecture(model_type="smollm3", permutes=True),
-    "granite": Architecture(model_type="granite", permutes=True),
+    "granite": Architecture(model_type="granite", permutes=True, read=read_granite),
     "granitemoe": Architecture(
         model_type="granitemoeshared",
         names=GRANITE,
         permutes=True,
         settings={SPLIT_EXPERTS: True},
+        read=read_granite,
     ),
-    "olmo2": Architecture(model_type="olmo2", names=OLMO2),
-    "deepseek2": Architecture(model_type="deepseek_v2", names=LATENT),
+    "olmo2": Architecture(model_type="olmo2", names=OLMO2, read=read_olmo2),
+    "deepseek2": Architecture(model_type="deepseek_v2", names=LATENT, complete=complete_latent),
     "glm4moe": Architecture(model_type="glm4_moe", names=GLM_MIXTURE),
     "dots1": Architecture(model_type="dots1", names=SIGMOID_MIXTURE),
     "ernie4_5": Architecture(model_type="ernie4_5"),
     "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", names=ERNIE_MIXTURE),
-    "minimax-m2": Architecture(model_type="minimax_m2", names=MINIMAX),
+    "minimax-m2": Architecture(model_type="minimax_m2", names=MINIMAX, read=read_mixture),
     "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", names=HUNYUAN),
-    "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", names=HUNYUAN_MIXTURE),
-    "command-r": Architecture(model_type="cohere"),
-    "cohere2": Architecture(model_type="cohere2"),
+    "hunyuan-moe": Architecture(
+        model_type="hunyuan_v1_moe", names=HUNYUAN_MIXTURE, read=read_mixture
+    ),
+    "command-r": Architecture(model_type="cohere", read=read_cohere),
+    "cohere2": Architecture(model_type="cohere2", read=read_cohere),
     "nemotron": Architecture(model_type="nemotron", activation="relu2", norm_offset=1.0),
     "nemotron_h": Architecture(
-        model_type="nemotron_h", names=NEMOTRON_HYBRID, activation="relu2", permutes=True
+        model_type="nemotron_h",
+        names=NEMOTRON_HYBRID,
+        activation="relu2",
+        permutes=True,
+        read=read_nemotron_hybrid,
+        complete=join_blocks,
     ),
     "nemotron_h_moe": Architecture(
-        model_type="nemotron_h", names=NEMOTRON_HYBRID, activation="relu2", permutes=True
+        model_type="nemotron_h",
+        names=NEMOTRON_HYBRID,
+        activation="relu2",
+        permutes=True,
+        read=read_nemotron_hybrid,
+        complete=join_blocks,
     ),
     "olmoe": Architecture(
         model_type="olmoe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
     ),
     "lfm2moe": Architecture(
-        model_type="lfm2_moe", names=LFM2_MIXTURE, settings={"norm_topk_prob": True}
+        model_type="lfm2_moe",
+        names=LFM2_MIXTURE,
+        settings={"norm_topk_prob": True},
+        read=read_lfm2,
+        complete=list_kinds,
     ),
-    "gpt-oss": Architecture(model_type="gpt_oss", names=GPT_OSS, settings={SPLIT_EXPERTS: True}),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss", names=GPT_OSS, settings={SPLIT_EXPERTS: True}, read=read_gpt_oss
+    ),
     "granitehybrid": Architecture(
         model_type="granitemoehybrid",
         names=GRANITE_HYBRID,
         permutes=True,
         settings={SPLIT_EXPERTS: True},
+        read=read_granite_hybrid,
+        complete=list_kinds,
     ),
-    "falcon": Architecture(model_type="falcon", names=FALCON, activation="gelu"),
-    "opt": Architecture(model_type="opt", names=OPT, activation="relu"),
+    "falcon": Architecture(model_type="falcon", names=FALCON, activation="gelu", read=read_falcon),
+    "opt": Architecture(
+        model_type="opt", names=OPT, activation="relu", read=read_opt, complete=complete_opt
+    ),
 }
 """Families by ``general.architecture``."""
 

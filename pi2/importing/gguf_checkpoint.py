@@ -20,24 +20,20 @@ from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
 from pi2.importing.generation_config import make_generation_config
+from pi2.importing.gguf_architecture import Architecture
 from pi2.importing.gguf_architectures import (
     ARCHITECTURES,
-    Architecture,
     choose_names,
     find_place,
     name_in_file,
 )
 from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
-from pi2.importing.gguf_config import list_kinds, make_config, read_delta_heads
+from pi2.importing.gguf_config import make_config
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
-from pi2.importing.gguf_gemma3n import complete_gemma3n
-from pi2.importing.gguf_gemma4 import complete_gemma4
-from pi2.importing.gguf_latent import join_heads
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_names import Names
-from pi2.importing.gguf_nemotron import join_blocks
 from pi2.importing.gguf_positions import scale_positions
-from pi2.importing.gguf_states import restore_mamba, restore_state
+from pi2.importing.gguf_states import read_delta_heads, restore_mamba, restore_state
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
@@ -140,7 +136,6 @@ def open_gguf(path: Path) -> GgufCheckpoint:
                         help="download or export the file again",
                     )
                 tensors[name] = tensor
-    join_heads(tensors)
     embedding = tensors.get(names["token_embd.weight"])
     if embedding is None:
         raise UserError.of("P533", f"{path} has no tensor 'token_embd.weight'")
@@ -152,20 +147,10 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         tied=names["output.weight"] not in tensors,
         sparse=sparse,
     )
-    if architecture.model_type == "nemotron_h":
-        tensors = join_blocks(config, tensors)
-    elif metadata.has("{arch}.ssm.group_count") or metadata.has("{arch}.shortconv.l_cache"):
-        config["layer_types"] = list_kinds(config["num_hidden_layers"], tensors)
-    positions = tensors.get("model.decoder.embed_positions.weight")
-    if positions is not None:
-        # PowerInfer counts the two rows before position 0 too.
-        config["max_position_embeddings"] = positions.shape[0] - 2
+    if architecture.complete is not None:
+        architecture.complete(config, tensors)
     _describe_biases(config, tensors)
-    if architecture.model_type == "gemma4_text":
-        complete_gemma4(config, tensors)
-    elif architecture.model_type == "gemma3n_text":
-        complete_gemma3n(config, tensors)
-    scale_positions(config, metadata, partial(_read_vector, files))
+    scale_positions(config, metadata, architecture.scale, partial(_read_vector, files))
     _fold_norms(tensors)
     return GgufCheckpoint(
         folder=path,
@@ -299,31 +284,25 @@ def _restore_order(
 
 
 def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
-    """State the biases that a family may have or not."""
-    # Not every layer has attention.
-    has_qkv = any(name.endswith(".self_attn.q_proj.bias") for name in tensors)
-    has_output = any(name.endswith(".self_attn.o_proj.bias") for name in tensors)
-    if config["model_type"] == "llama" and has_qkv and not has_output:
-        config["model_type"] = "qwen2"  # which is just that
-    if config["model_type"] == "deepseek_v2":
-        # Files of GLM 4.7 Flash do not say how they route; only sigmoids have this bias.
-        if any(name.endswith(".e_score_correction_bias") for name in tensors):
-            config["model_type"] = "deepseek_v3"
-        elif config.get("n_group", 1) > 1:
-            config["topk_method"] = "group_limited_greedy"
-    for key in ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"):
-        config[key] = has_qkv
-    config["attention_out_bias"] = has_output
-    config["lm_head_bias"] = "lm_head.bias" in tensors
-    config["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in tensors
-    config["bias"] = "transformer.h.0.self_attention.query_key_value.bias" in tensors
-    config["new_decoder_architecture"] = "transformer.h.0.ln_mlp.weight" in tensors
-    for key, part in (("mamba_conv_bias", "conv1d"), ("mamba_proj_bias", "in_proj")):
-        config[key] = any(name.endswith(f".{part}.bias") for name in tensors)
-    if config["model_type"] == "nemotron_h":
-        config["use_conv_bias"] = config["mamba_conv_bias"]
-        config["use_bias"] = config["mamba_proj_bias"]
-    config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in tensors
+    """State the biases that a family may have or not, but for what its own reader has stated."""
+
+    def has(end: str) -> bool:
+        # Not every layer has attention, or a state.
+        return any(name.endswith(end) for name in tensors)
+
+    keys = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
+    found = dict.fromkeys(keys, has(".self_attn.q_proj.bias")) | {
+        "attention_out_bias": has(".self_attn.o_proj.bias"),
+        "lm_head_bias": "lm_head.bias" in tensors,
+        "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in tensors,
+        "bias": "transformer.h.0.self_attention.query_key_value.bias" in tensors,
+        "new_decoder_architecture": "transformer.h.0.ln_mlp.weight" in tensors,
+        "mamba_conv_bias": has(".conv1d.bias"),
+        "mamba_proj_bias": has(".in_proj.bias"),
+        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in tensors,
+    }
+    for key, value in found.items():
+        config.setdefault(key, value)
 
 
 def _read_vector(files: list[GgufFile], name: str) -> F32 | None:

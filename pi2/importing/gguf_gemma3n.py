@@ -39,12 +39,13 @@ GEMMA3N_NAMES = {
 """Names of transformers by those of files, beside those that earlier families have."""
 
 
-def read_gemma3n(metadata: Metadata, layers: int) -> dict[str, Any]:
+def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """The configuration, but for what tensors alone tell.  `UserError` P532 as `Metadata.read`."""
-    read, count = metadata.read, metadata.read_count
+    read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
     narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
     narrow = [(layer + 1) % 5 != 0 for layer in range(layers)] if narrow is None else narrow
     return {
+        "hidden_activation": activation,
         "num_key_value_heads": count("{arch}.attention.head_count_kv"),
         "head_dim": count("{arch}.attention.key_length"),
         "intermediate_size": count("{arch}.feed_forward_length"),

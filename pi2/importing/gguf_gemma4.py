@@ -35,9 +35,9 @@ GEMMA4_NAMES = {
 """Names of transformers by those of files, beside those that earlier families have."""
 
 
-def read_gemma4(metadata: Metadata, layers: int) -> dict[str, Any]:
+def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """The configuration, but for what tensors alone tell.  `UserError` P532 as `Metadata.read`."""
-    read, count = metadata.read, metadata.read_count
+    read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
     narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
     narrow = [(layer + 1) % 6 != 0 for layer in range(layers)] if narrow is None else narrow
     kinds = ["sliding_attention" if flag else "full_attention" for flag in narrow]
@@ -52,6 +52,7 @@ def read_gemma4(metadata: Metadata, layers: int) -> dict[str, Any]:
     experts = read("{arch}.expert_count", int, 0)
     softcap = "{arch}.final_logit_softcapping"
     return {
+        "hidden_activation": activation,
         "intermediate_size": ffn[0],
         "use_double_wide_mlp": 0 < shared < layers and ffn[-1] == 2 * ffn[0],
         "num_key_value_heads": own,
@@ -101,11 +102,13 @@ def complete_gemma4(config: dict[str, Any], tensors: Mapping[str, SourceTensor])
         config["vocab_size_per_layer_input"] = table.shape[0]
 
 
-def find_turned_share(divisors: F32) -> float | None:
-    """The part of a head that turns, by divisors of its pairs' frequencies; None where they say
-    something else."""
+def scale_gemma4(config: dict[str, Any], divisors: F32) -> bool:
+    """State the part of a head that turns, by divisors of its pairs' frequencies; whether they say
+    that and nothing else."""
     turning = int(np.count_nonzero(divisors == 1.0))
     is_known = turning > 0 and (divisors[:turning] == 1.0).all()
     if not is_known or not (divisors[turning:] >= _STILL).all():
-        return None
-    return turning / len(divisors)
+        return False
+    share = turning / len(divisors)
+    config["rope_parameters"]["full_attention"]["partial_rotary_factor"] = share
+    return True

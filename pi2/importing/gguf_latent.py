@@ -94,3 +94,13 @@ def join_heads(tensors: dict[str, SourceTensor]) -> None:
             keys=replace(keys, shape=(heads * rank, plain)),
             values=replace(values, shape=(heads * value, rank)),
         )
+
+
+def complete_latent(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
+    """Put matrices together, and state how experts are chosen.  Raises as `join_heads`."""
+    join_heads(tensors)
+    # Files of GLM 4.7 Flash do not say how they route; only sigmoids have this bias.
+    if any(name.endswith(".e_score_correction_bias") for name in tensors):
+        config["model_type"] = "deepseek_v3"
+    elif config.get("n_group", 1) > 1:
+        config["topk_method"] = "group_limited_greedy"

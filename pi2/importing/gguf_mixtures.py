@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pi2.importing.gguf_architectures import Architecture
 from pi2.importing.gguf_metadata import Metadata
 
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -35,29 +34,21 @@ _ABSENT: dict[str, int | float | bool] = {
 """What counts where a file does not state a key."""
 
 
-def read_experts(metadata: Metadata, architecture: Architecture, ffn: int) -> dict[str, Any]:
+def read_experts(metadata: Metadata, ffn: int) -> dict[str, Any]:
     """Numbers and sizes of experts; ``ffn``: the size of dense layers.
 
     Raises `UserError` P532 as `Metadata.read`.
     """
-    family, read = architecture.model_type, metadata.read
+    read = metadata.read
     config: dict[str, Any] = {}
     for key, names in _NAMES.items():
         default = _ABSENT.get(key)
         kind = int if default is None else type(default)
         value = read(f"{{arch}}.{key}", kind, default)
         config |= dict.fromkeys(names, value)
-    # A setting of the family says what its files do not.
-    config |= architecture.settings
-    own = read("{arch}.expert_feed_forward_length", int, ffn)
     shared = read("{arch}.expert_shared_feed_forward_length", int, 0)
-    config |= {
-        "moe_intermediate_size": own,
+    return config | {
+        "moe_intermediate_size": read("{arch}.expert_feed_forward_length", int, ffn),
         "shared_expert_intermediate_size": shared,
         "shared_intermediate_size": shared,
     }
-    if family == "llama":
-        config["model_type"] = "mixtral"
-    if family in ("gpt_oss", "hunyuan_v1_moe", "minimax_m2"):
-        config["intermediate_size"] = own
-    return config

@@ -3,10 +3,10 @@ have them (`pi2.importing.blocks`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from pi2.importing.blocks import list_beginnings, rename_tensors
+from pi2.importing.gguf_decoders import read_decoder
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.safetensors_file import SourceTensor
 
@@ -57,12 +57,17 @@ _OWN = {
 """Tensors that tell what a block is."""
 
 
-def read_nemotron_hybrid(metadata: Metadata) -> dict[str, Any]:
-    """Sizes of Mamba-2 and of shared experts.  `UserError` P532 as `Metadata.read`."""
+def read_nemotron_hybrid(
+    metadata: Metadata, config: dict[str, Any], activation: str
+) -> dict[str, Any]:
+    """A decoder with sizes of Mamba-2 and of shared experts.
+
+    Raises `UserError` P532 as `Metadata.read`.
+    """
     count = metadata.read_count
     heads = count("{arch}.ssm.time_step_rank")
     epsilon = "{arch}.attention.layer_norm_rms_epsilon"
-    found: dict[str, Any] = {
+    found = read_decoder(metadata, config, activation) | {
         "layer_norm_epsilon": metadata.read(epsilon, float, 1e-5),
         "mamba_num_heads": heads,
         "mamba_head_dim": max(1, count("{arch}.ssm.inner_size") // heads),
@@ -76,11 +81,11 @@ def read_nemotron_hybrid(metadata: Metadata) -> dict[str, Any]:
     return found
 
 
-def join_blocks(
-    config: dict[str, Any], tensors: Mapping[str, SourceTensor]
-) -> dict[str, SourceTensor]:
-    """State the kinds of blocks, as their tensors tell them; return the tensors by the names of the
-    layers that the blocks are."""
+def join_blocks(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
+    """State the kinds of blocks, as their tensors tell them, and biases; give tensors the names of
+    the layers that the blocks are."""
+    for key, part in (("use_conv_bias", "conv1d"), ("use_bias", "in_proj")):
+        config[key] = any(name.endswith(f".{part}.bias") for name in tensors)
     kinds, blocks = [], config["num_hidden_layers"]
     for block in range(blocks):
         start = f"backbone.layers.{block}"
@@ -92,4 +97,5 @@ def join_blocks(
     # Blocks are counted in a file, and become fewer layers.
     config |= {"layers_block_type": kinds, "num_hidden_layers": None}
     whole = {name.replace(".mamba.", ".mixer."): tensor for name, tensor in tensors.items()}
-    return rename_tensors(whole, list_beginnings(config))
+    tensors.clear()
+    tensors |= rename_tensors(whole, list_beginnings(config))

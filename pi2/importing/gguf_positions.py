@@ -6,23 +6,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.importing.gguf_config import recover_llama3
-from pi2.importing.gguf_gemma4 import find_turned_share
 from pi2.importing.gguf_metadata import Metadata
 
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
+Scale = Callable[[dict[str, Any], F32], bool]
+"""States in a configuration what divisors of frequencies [pairs] say; whether that is known."""
+
+
 def scale_positions(
-    config: dict[str, Any], metadata: Metadata, read: Callable[[str], F32 | None]
+    config: dict[str, Any],
+    metadata: Metadata,
+    scale: Scale,
+    read: Callable[[str], F32 | None],
 ) -> None:
-    """State it in ``config``; ``read`` gives a tensor of the file [pairs], None where it has none.
-    Raises `UserError` P544 where the scaling is unknown, P532 as `Metadata.read`."""
+    """State it in ``config``; ``scale`` is that of the family, ``read`` gives a tensor of the file
+    [pairs], None where it has none.
+
+    Raises `UserError` P544 where the scaling is unknown, P532 as `Metadata.read`.
+    """
     divisors = read(_FREQUENCIES)
-    if divisors is not None and not _scale_frequencies(config, divisors):
+    if divisors is not None and not scale(config, divisors):
         raise _refuse(metadata.file, _FREQUENCIES)
     long, short = read(_LONG), read(_SHORT)
     if long is None and short is None:
@@ -43,17 +53,40 @@ def scale_positions(
     config |= {"rope_scaling": scaling, "original_max_position_embeddings": context}
 
 
-def _scale_frequencies(config: dict[str, Any], divisors: F32) -> bool:
-    """State what divisors of frequencies say; whether it is known."""
-    if config["model_type"] == "gemma4_text":
-        share = find_turned_share(divisors)
-        config["rope_parameters"]["full_attention"]["partial_rotary_factor"] = share
-        return share is not None
+def scale_llama3(config: dict[str, Any], divisors: F32) -> bool:
+    """State the llama3 scaling; whether it is one."""
     theta, size = config.get("rope_theta", 10000.0), config.get("head_dim", 1)
-    scaling = recover_llama3(divisors, theta, size)
+    scaling = _recover_llama3(divisors, theta, size)
     if scaling:
         config["rope_scaling"] = scaling
     return scaling is not None
+
+
+def _recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """The llama3 scaling whose frequency divisors are ``factors`` [head_dim / 2].
+
+    Files have these numbers (``rope_freqs.weight``) instead of what they were computed from.  {}
+    where nothing is scaled; None if no such scaling is known.
+    """
+    if (factors == 1.0).all():
+        return {}
+    if theta <= 1.0 or not (np.isfinite(factors) & (factors >= 1.0)).all():
+        return None
+    factor = float(factors.max())
+    wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) * 2 / head_dim)
+    low, high = 1.0, 4.0
+    for original in (2**power for power in range(4, 20)):
+        smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        if np.allclose(expected, factors, rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    return None
 
 
 def _refuse(file: Path, name: str) -> UserError:

@@ -1,4 +1,5 @@
-"""Layers with a state in GGUF files: what llama.cpp's converter does to Qwen's DeltaNet, undone.
+"""Layers with a state in GGUF files: their sizes, and what llama.cpp's converter does to Qwen's
+DeltaNet, undone.
 
 Value heads that share a key head follow each other in the original; files of Qwen3.5 (not those of
 Qwen3-Next) have the first of every key head, then the second, so that keys can be repeated as a
@@ -7,16 +8,22 @@ whole.  ``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from pi2.arrays import F32, I64, Raw
 from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded
+from pi2.importing.gguf_decoders import read_decoder
+from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
 
+MOST_CHANNELS = 2**20
+"""Most elements of all heads together."""
 _LAYER = "model.layers.{layer}.linear_attn"
 STATE_NAMES = {
     "blk.{layer}.attn_qkv.weight": f"{_LAYER}.in_proj_qkv.weight",
@@ -79,6 +86,58 @@ class DeltaHeads:
         together = self.values // self.keys
         rows = np.arange(2 * self.values).reshape(self.keys, 2, together)
         return np.ascontiguousarray(rows[:, int(second)]).reshape(-1)
+
+
+def read_delta_heads(metadata: Metadata, is_tiled: bool) -> DeltaHeads | None:
+    """Heads of Qwen's layers with a state; None of a file that has none."""
+    if not metadata.has("{arch}.ssm.group_count"):
+        return None
+    sizes = _read_states(metadata)
+    heads = DeltaHeads(
+        keys=sizes["linear_num_key_heads"],
+        values=sizes["linear_num_value_heads"],
+        key_dim=sizes["linear_key_head_dim"],
+        value_dim=sizes["linear_value_head_dim"],
+        is_tiled=is_tiled,
+    )
+    wide = max(heads.keys, heads.values) * max(heads.key_dim, heads.value_dim)
+    return None if heads.values % heads.keys or wide > MOST_CHANNELS else heads
+
+
+def read_qwen_hybrid(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """Qwen's models that have layers with a state."""
+    found = read_decoder(metadata, config, activation)
+    return found | (_read_states(metadata) if metadata.has("{arch}.ssm.group_count") else {})
+
+
+def _read_states(metadata: Metadata) -> dict[str, Any]:
+    """Sizes of Qwen's layers with a state."""
+    values = metadata.read_count("{arch}.ssm.time_step_rank")
+    return {
+        "linear_num_key_heads": metadata.read_count("{arch}.ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": metadata.read_count("{arch}.ssm.state_size"),
+        "linear_value_head_dim": max(1, metadata.read_count("{arch}.ssm.inner_size") // values),
+        "linear_conv_kernel_dim": metadata.read_count("{arch}.ssm.conv_kernel"),
+    }
+
+
+def read_lfm2(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """LFM2, with short convolutions."""
+    found = read_decoder(metadata, config, activation)
+    if metadata.has("{arch}.shortconv.l_cache"):
+        found["conv_L_cache"] = metadata.read_count("{arch}.shortconv.l_cache")
+    return found | {"norm_eps": found.get("rms_norm_eps", found.get("norm_eps"))}
+
+
+def list_kinds(config: dict[str, Any], tensors: Container[str]) -> None:
+    """State the kinds of layers, by the tensors that they have."""
+    config["layer_types"] = [
+        "full_attention"
+        if f"model.layers.{layer}.self_attn.k_proj.weight" in tensors
+        else "linear_attention"
+        for layer in range(config["num_hidden_layers"])
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
