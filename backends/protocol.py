@@ -136,6 +136,8 @@ class BuildRequest:
     """What they are rounded to where several tokens go through a layer together."""
     step_type: Literal["int8"] | None = None
     """What they are rounded to where several tokens of a step share weights; None as of one."""
+    looks_ahead: bool = False
+    """Whether layers' neurons are predicted before their own input is known (`Foreseer`)."""
     passes: Literal[1, 2] | None = None
     """Passes of ``add_neurons`` over its neurons: one for everything, or gates first; None leaves
     it to the backend."""
@@ -332,6 +334,25 @@ class InputReader(Protocol):
     def read_cutoffs(self) -> F32 | None:
         """Cutoffs [T, 1] of the gates in the last ``begin_ffn``, valid until the next call; None
         where the layer has none."""
+
+
+@runtime_checkable
+class Foreseer(Protocol):
+    """An executor that predicts a layer's neurons before the layer's own input is known and begins
+    the present layer's FFN, in one call; a backend need not have it."""
+
+    @property
+    def foresees(self) -> bool:
+        """Whether it does so for the model that it was built for."""
+
+    def foresee(self, following: int, layer: int, threshold: float) -> None:
+        """Predict for every token as ``begin_ffn(following)`` and ``predict_low_rank(following,
+        threshold)`` would, then ``begin_ffn(layer)``: with the same bits."""
+
+    def list_foreseen(self) -> I32:
+        """What the last ``foresee`` has predicted for the selected token: stored indices,
+        ascending.  They and what ``read_scores`` gives of them are valid until the next
+        prediction."""
 
 
 @runtime_checkable

@@ -96,6 +96,10 @@ class CpuExecutor:
             )
             for layer in layers
         ]
+        # With parallel residuals, the FFN reads the layer's input.
+        self._read_by_ffn = "before" if spec.parallel else "x"
+        read = {"x": views[self._read_by_ffn]}
+        self._prediction.bind_foresight(library, self._norms, read, views)
         self._signs = [_find_sign(model, layer) for layer in layers]
         """By layer, the side of their mean on which gates have a cutoff; nothing without one."""
         self._has_cutoffs = False
@@ -184,8 +188,7 @@ class CpuExecutor:
 
     def _bind_begin(self, what: str, views: Views) -> list[BoundCall]:
         """Return the calls that begin the FFN of each layer, in a chunk (``ffn``) or a step."""
-        # With parallel residuals, the FFN reads the layer's input.
-        read = {"x": views["before" if self._spec.parallel else "x"]}
+        read = {"x": views[self._read_by_ffn]}
         calls = []
         for layer, own in enumerate(self._norms):
             arrays, name = (read, own, self._cutoff_room, views), f"begin_{what}"
@@ -359,6 +362,22 @@ class CpuExecutor:
             self._route(layer, self._moe)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
+
+    @property
+    def foresees(self) -> bool:
+        """See `pi2.backends.protocol.Foreseer`."""
+        return self._spec.foresees
+
+    def foresee(self, following: int, layer: int, threshold: float) -> None:
+        """See `pi2.backends.protocol.Foreseer`."""
+        self._prediction.begin(self._now.tokens)
+        self._prediction.foresee(following, layer, threshold)
+        if self._observer is not None:
+            self._observer.begin_ffn(layer)
+
+    def list_foreseen(self) -> I32:
+        """See `pi2.backends.protocol.Foreseer`."""
+        return self._prediction.list_foreseen()
 
     def _route(self, layer: int, moe: Moe) -> None:
         """Set the weights of the experts, and add their biases."""

@@ -79,23 +79,59 @@ class Prediction:
             rank: space.make_activations("middle", rows, rank, spec.planes, upper=spec.upper_steps)
             for rank in spec.ranks
         }
+        predictors = [
+            [
+                (rank, (weights, middle[rank], lists))
+                for rank, weights in _wrap_predictors(request, space, layer)
+            ]
+            for layer in range(layers if spec.ranks else 0)
+        ]
+        """By layer and expert: ranks, and the arrays of predictions."""
         self._low_rank = [
             [
                 library.bind(
                     f"predict_low_rank_{rank}",
                     f"neurons threshold {several}",
-                    weights,
-                    middle[rank],
-                    lists,
+                    *arrays,
                     views,
                     layer=layer,
                     name="predict_low_rank",
                 )
-                for rank, weights in _wrap_predictors(request, space, layer)
+                for rank, arrays in own
             ]
-            for layer in range(layers if spec.ranks else 0)
+            for layer, own in enumerate(predictors)
         ]
         """By layer and expert."""
+        self._predictors = predictors if spec.foresees else []
+        self._foresee: dict[tuple[int, int], BoundCall] = {}
+        """By the layer that is predicted and the one that is begun."""
+
+    def bind_foresight(self, library: Library, norms: list[Views], *views: Views) -> None:
+        """Bind the calls that predict a layer and begin the one before it, or itself; ``norms``:
+        what the FFN of each layer normalises its input with, ``views``: what it begins with."""
+        tokens = "tokens" if self._is_several else ""
+        for following, ((rank, arrays),) in enumerate(self._predictors):
+            ahead = {f"next_{name}": view for name, view in norms[following].items()}
+            for layer in {max(0, following - 1), following}:
+                self._foresee[following, layer] = library.bind(
+                    f"foresee_{rank}",
+                    f"neurons threshold {tokens}",
+                    ahead,
+                    *arrays,
+                    norms[layer],
+                    *views,
+                    layer=layer,
+                    name="foresee",
+                )
+
+    def foresee(self, following: int, layer: int, threshold: float) -> None:
+        """Predict the neurons of ``following`` for all tokens, and begin ``layer``."""
+        tokens = (self._tokens,) if self._is_several else ()
+        self._foresee[following, layer](self._neurons, float(threshold), *tokens)
+
+    def list_foreseen(self) -> I32:
+        """Return the neurons that `foresee` has found for the selected token."""
+        return self._list_found(self._token)
 
     @property
     def has_gates(self) -> bool:

@@ -56,6 +56,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         threads=request.threads,
         planes=PLANES[request.token_type],
         sequences=request.step_tokens > 1,
+        looks_ahead=request.looks_ahead and len(ranks) > 0,
         other_qkv=0 if request.rows is None else request.rows.qkv,
         other_output=0 if request.rows is None else request.rows.output,
         other_head=0 if request.rows is None else request.rows.head,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
@@ -14,10 +16,12 @@ from pi2.backends.kernels.gathered import Run, Scratch, emit_gathered
 from pi2.backends.kernels.layer_inputs import take_layer_input
 from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import (
+    NormWeights,
     emit_add_normalized,
     emit_normalize,
     take_sub_norm_factor,
 )
+from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.plain import emit_plain_gathered
 from pi2.backends.kernels.router import RouterArrays, emit_route_tokens
@@ -48,22 +52,40 @@ def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> No
     x = schedule.take_rows(take, "x")
     norm = schedule.take_input_norm(take)
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
+    begin = take_beginning(schedule, take, x, norm, hidden)
+
+    def prepare(token: v.Expr) -> None:
+        if cutoffs is not None:
+            v.store(cutoffs, token, v.constant(NO_CUTOFF, "float32"), 1)
+        begin(token)
+
+    emit_each_token(tokens, prepare)
+    if finding is not None:
+        finding.emit(hidden, tokens)
+
+
+def take_beginning(
+    schedule: Schedule,
+    take: Parameters,
+    x: v.Buffer,
+    norm: NormWeights | None,
+    hidden: Activations,
+) -> Callable[[v.Expr], None]:
+    """Declare what else the FFN of a layer begins with; return what normalises and quantises ``x``
+    of a token, and sets its y to zero."""
+    spec = schedule.spec
     y = schedule.take_rows(take, "y")
     squares = _take_squares(schedule, take)
 
-    def prepare(token: v.Expr) -> None:
+    def begin(token: v.Expr) -> None:
         if squares is not None:
             v.store(squares, token, v.constant(0.0, "float32"), 1)
-        if cutoffs is not None:
-            v.store(cutoffs, token, v.constant(NO_CUTOFF, "float32"), 1)
         emit_normalize(spec, x, token, norm, hidden, token)
         with T.serial(spec.hidden // 16) as step:
             place = token * spec.hidden + step * 16
             v.store(y, place, v.constant(0.0, "float32", 16), 16)
 
-    emit_each_token(tokens, prepare)
-    if finding is not None:
-        finding.emit(hidden, tokens)
+    return begin
 
 
 def emit_route(schedule: Schedule, take: Parameters) -> None:

@@ -24,6 +24,9 @@ experts, or layers have embeddings of their own, and ``embed_layers_step``, whic
 activations are often zero, ``add_shared_neurons`` adds gathered neurons to all tokens that have
 ``named`` them.
 
+Where the plan looks ahead (`KernelSpec.foresees`), ``foresee`` predicts with the input that a later
+layer's norm makes of x, and then does what ``begin_ffn`` does for the present layer.
+
 Layers whose gates have a cutoff begin with ``begin_cut_ffn``, or ``begin_cut_step``.
 
 Layers of attention with another shape (`KernelSpec.others`) have functions of their own where it
@@ -62,6 +65,7 @@ from pi2.backends.kernels.ffn_block import (
     emit_find_gates,
     emit_route,
 )
+from pi2.backends.kernels.foresight import emit_foresee
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.latent_block import (
     emit_latent_attend,
@@ -157,6 +161,8 @@ class Program:
         named = step if spec.sequences else schedule
         for rank in spec.ranks:
             bound[f"predict_low_rank_{rank}"] = partial(emit_predict_low_rank, named, rank)
+            if spec.foresees:
+                bound[f"foresee_{rank}"] = partial(emit_foresee, named, rank)
         if spec.gate_rows is not None:
             bound["predict_gate"] = partial(emit_predict_gate, named)
         if spec.state is not None:

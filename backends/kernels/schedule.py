@@ -97,13 +97,13 @@ class Schedule:
             return None
         return take.take_array("routes", "float32", "tokens", self.spec.experts)
 
-    def take_input_norm(self, take: Parameters) -> NormWeights | None:
+    def take_input_norm(self, take: Parameters, name: str = "norm") -> NormWeights | None:
         """Declare the norm of what attention or the FFN reads."""
-        return self.take_norm(take) if self.spec.norm_inputs else None
+        return self.take_norm(take, name) if self.spec.norm_inputs else None
 
-    def take_norm(self, take: Parameters) -> NormWeights:
+    def take_norm(self, take: Parameters, name: str = "norm") -> NormWeights:
         """Declare weight and bias of a norm of the model's width."""
         width = self.spec.hidden
-        weight = take.take_array("norm", "float32", width)
-        bias = take.take_array("norm_bias", "float32", width) if self.spec.norm_bias else None
+        weight = take.take_array(name, "float32", width)
+        bias = take.take_array(f"{name}_bias", "float32", width) if self.spec.norm_bias else None
         return NormWeights(weight=weight, bias=bias)

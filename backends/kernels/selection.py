@@ -11,6 +11,7 @@ from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.cutoffs import take_cutoffs
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
 from pi2.backends.kernels.neurons import NO_CUTOFF
+from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import (
     emit_each_token,
     take_activations,
@@ -27,28 +28,43 @@ SMALLEST = 1e-37
 def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> None:
     """Compute the scores of a layer's neurons, or of an expert's, and list those that reach a
     threshold."""
-    spec = schedule.spec
-    precision = spec.predictor
-    assert precision is not None
     neurons = take.take_number("neurons")
     threshold = take.take_number("threshold", "float32")
     several = _take_several(schedule, take)
+    hidden = schedule.take_hidden(take, neurons)
+    take_low_rank(schedule, rank, take, neurons, threshold, hidden)(several)
+
+
+def take_low_rank(
+    schedule: Schedule,
+    rank: int,
+    take: Parameters,
+    neurons: v.Expr,
+    threshold: v.Expr,
+    hidden: Activations,
+) -> Callable[[tuple[v.Expr, v.Expr] | None], None]:
+    """Declare what else a prediction takes; return what makes it of ``hidden``: of several tokens,
+    given the first and their number, or of the only one."""
+    spec, isa = schedule.spec, schedule.isa
+    precision = spec.predictor
+    assert precision is not None
     inner = take_matrix(take, "inner", rank, spec.hidden, precision)
     weights, scales = take_rows(take, "outer", "expert", rank, precision)
     bias = take.take_array("bias", "float32", "expert")
-    hidden = schedule.take_hidden(take, neurons)
     middle = take_activations(
         take, "middle", rank, spec.planes, neurons, rows="sequences", upper=schedule.upper
     )
     scores, indices, found = _take_lists(take)
     outer = Matrix(weights=weights, scales=scales, rows=neurons, length=rank, precision=precision)
-    isa = schedule.isa
-    emit_low_rank(isa, spec.threads, inner, outer, bias, hidden, middle, scores, several)
 
     def emit_list(token: v.Expr | None) -> None:
         emit_compact(isa, scores, neurons, threshold, False, indices, found, token=token)
 
-    _emit_lists(several, emit_list)
+    def predict(several: tuple[v.Expr, v.Expr] | None) -> None:
+        emit_low_rank(isa, spec.threads, inner, outer, bias, hidden, middle, scores, several)
+        _emit_lists(several, emit_list)
+
+    return predict
 
 
 def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:

@@ -179,6 +179,8 @@ class KernelSpec:
     """First rows of the head that another unit computes."""
     sequences: bool = False
     """Whether tokens of several sequences are decoded together: there are functions for it."""
+    looks_ahead: bool = False
+    """Whether predictions are made before the layer's own input is known."""
     passes: Literal[1, 2] = 1
     """Passes over gathered neurons: one for everything, or gates first (`kernels.gathered`)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -345,6 +347,12 @@ class KernelSpec:
     def has_other_chunks(self) -> bool:
         """Whether the tokens of a chunk are computed otherwise than one alone."""
         return self.chunk_planes != self.planes or self.isa.pairs or self.upper_steps
+
+    @property
+    def foresees(self) -> bool:
+        """Whether a function predicts for a layer to come and begins the present one: not where
+        experts have to be known before, or gates have cutoffs."""
+        return self.looks_ahead and not self.experts and not self.cutoff_rows
 
     @property
     def is_smooth(self) -> bool:

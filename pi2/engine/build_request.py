@@ -92,6 +92,7 @@ def make_request(
         token_type=resolved.plan.decode.activations,
         step_type=resolved.plan.decode.batch_activations,
         chunk_type=resolved.plan.prefill.activations,
+        looks_ahead=resolved.plan.decode.look_ahead != "none",
         passes=resolved.plan.decode.passes,
         gate_rows={} if resolved.plan.decode.predictor == "gate" else None,
         scales=None,

@@ -14,12 +14,14 @@ token computes what its own prediction named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from pi2.arrays import I32, I64, U8
+from pi2.arrays import F32, I32, I64, U8
 from pi2.backends.protocol import Executor
 from pi2.engine.dense_shares import DenseShares, Jobs
 from pi2.engine.experts import ExpertNeurons, mark_experts, unite_experts
+from pi2.engine.foresight import Foresight
 from pi2.engine.neuron_stream import NeuronStream, PieceOrder
 from pi2.engine.routing_dials import DialCounters
 from pi2.engine.twins import TwinNeurons
@@ -31,6 +33,10 @@ from pi2.memory.granules import find_granule
 from pi2.memory.naming import unite_named
 from pi2.memory.null_reader import NullReader
 from pi2.plan.documents.plan_running import Decode
+
+Namer = Callable[[int], tuple[I32, F32 | None]]
+"""Tells what is predicted for a token, which is selected: stored indices, and scores [neurons]
+where they are needed."""
 
 MOST_EXPERTS = 0.9
 """Share of a layer's experts from which the next layer of a prompt is read as a whole, before its
@@ -108,6 +114,13 @@ class FeedForward(Waves):
         """Jobs of units under way, of each chunk."""
         self._layers = layers
         self._threshold = decode.threshold
+        self._foresight = Foresight(
+            executor,
+            decode.threshold,
+            select_tokens=self._select_tokens,
+            has_experts=experts is not None,
+            needs_scores=self.sieve is not None,
+        )
         self._look_ahead = decode.look_ahead
         self._token_neurons = self._neurons if token_neurons is None else token_neurons
         self._wave: Wave | None = None
@@ -198,7 +211,7 @@ class FeedForward(Waves):
         """Predict before ``layer``'s attention, from its input, and begin to read what is missing;
         does nothing unless the plan looks ahead."""
         if self._look_ahead != "none" and self._wave is None:
-            self._wave = self._begin_ahead(layer)
+            self._wave = self._begin_ahead(layer, layer)
         # Whatever takes its time is preceded by this: the drive has a queue, and it would run dry.
         self._reader.advance()
 
@@ -217,8 +230,10 @@ class FeedForward(Waves):
                         # Their ups and downs are needed before the next layer's gates.
                         executor.begin_ffn(layer)
                         self._open_gates(wave)
-                    self._wave = self._begin_ahead(layer + 1)
-                owned = self._begin_layer(layer)
+                    self._wave = self._begin_ahead(layer + 1, layer)
+                else:
+                    self._begin_ffn(layer)
+                owned = self._start_share(layer)
                 late = self._list_unforeseen(wave)
                 if any(map(len, late)):
                     waves.append(self._find_named(layer, owned, late))
@@ -239,6 +254,11 @@ class FeedForward(Waves):
         """Begin the FFN of ``layer`` with its own input, and let its unit begin; return how many
         neurons that has."""
         self._begin_ffn(layer)
+        return self._start_share(layer)
+
+    def _start_share(self, layer: int) -> int:
+        """Let the unit of ``layer``, which has its input, begin; return how many neurons that
+        has."""
         owned = self._count_owned(layer)
         self.counters.touched += owned
         self._jobs.append(self.shares.start(layer, owned, self._sequences))
@@ -249,15 +269,21 @@ class FeedForward(Waves):
         self._executor.begin_ffn(layer)
 
     def _find_named(
-        self, layer: int, owned: int, late: list[I32] | None = None, end: int | None = None
+        self,
+        layer: int,
+        owned: int,
+        late: list[I32] | None = None,
+        end: int | None = None,
+        *,
+        is_foreseen: bool = False,
     ) -> Wave:
         """Begin with the neurons that the predictor names from the first that is not ``owned`` on,
-        before ``end`` if it is given, and of experts that were found ``late``, if any."""
+        before ``end`` if it is given, and of experts that were found ``late``, if any.
+        ``is_foreseen``: whether they have been predicted."""
         if self.twins is not None and late is None and end is None:
             self.twins.forget(layer)
-        indices, by_token = self._predict(layer, owned, late, end)
-        sieves = self.sieve is not None and not self._sieves_apart
-        scores = self._executor.read_scores() if sieves else None
+        name = self._foresight.read if is_foreseen else partial(self._name, layer, late)
+        indices, by_token, scores = self._predict(layer, (owned, end), late, name)
         return self._begin_wave(layer, owned, indices, by_token, scores)
 
     @property
@@ -265,12 +291,13 @@ class FeedForward(Waves):
         """Whether somebody has to know what is left out, so that a look-up must not do it."""
         return self._tokens > 1 or self._only_resident or self.twins is not None
 
-    def _begin_ahead(self, layer: int) -> Wave:
-        """Predict and begin to read before the layer's own input is known."""
-        self._executor.begin_ffn(layer)
-        experts = self._list_experts()
-        wave = self._find_named(layer, self._count_owned(layer))
-        wave.experts = experts
+    def _begin_ahead(self, following: int, layer: int) -> Wave:
+        """Predict the layer ``following`` before its own input is known and begin the FFN of
+        ``layer``; begin to read."""
+        self._reader.advance()
+        self._foresight.predict(following, layer, self._tokens)
+        wave = self._find_named(following, self._count_owned(following), is_foreseen=True)
+        wave.experts = self._foresight.experts
         return wave
 
     def _list_experts(self) -> list[I32]:
@@ -318,46 +345,61 @@ class FeedForward(Waves):
             self.balance.end_token()
 
     def _predict(
-        self, layer: int, owned: int, late: list[I32] | None, end: int | None
-    ) -> tuple[I32, I64 | None]:
-        """Neurons that any token uses, of its experts or of those that were found ``late``, and
-        which of them are whose, if there are several (`unite_named`)."""
+        self,
+        layer: int,
+        bounds: tuple[int, int | None],
+        late: list[I32] | None,
+        name: Namer,
+    ) -> tuple[I32, I64 | None, F32 | None]:
+        """Neurons within ``bounds`` that any token uses by what ``name`` tells of it, which of them
+        are whose, if there are several (`unite_named`), and scores to leave some out by."""
         self._reader.advance()
-        bounds = (owned, end)
         if self._tokens == 1:
-            own = None if late is None else late[0]
-            return self._predict_token(layer, 0, bounds, own), None
+            indices, scores = self._take_named(layer, 0, bounds, late is None, name)
+            return indices, None, None if self._sieves_apart else scores
         lists = []
         for token in self._select_tokens():
             if late is not None and not len(late[token]):
                 lists.append(late[token])
                 continue
-            own = None if late is None else late[token]
             # What a prediction returns is valid until the next one.
-            lists.append(self._predict_token(layer, token, bounds, own).copy())
-        return unite_named(lists, self._cache.neurons, self._cache.loops)
+            indices, _ = self._take_named(layer, token, bounds, late is None, name)
+            lists.append(indices.copy())
+        return (*unite_named(lists, self._cache.neurons, self._cache.loops), None)
 
-    def _predict_token(
-        self, layer: int, token: int, bounds: tuple[int, int | None], late: I32 | None
-    ) -> I32:
-        owned, end = bounds
+    def _name(self, layer: int, late: list[I32] | None, token: int) -> tuple[I32, F32 | None]:
+        """What the predictor names for ``token``, of its experts or of those that were found
+        ``late``, and its scores, where they are needed."""
         if self._predictor == "gate":
-            indices = _cut(self._executor.predict_gate(layer), owned, end)
-        else:
-            indices = self._executor.predict_low_rank(layer, self._threshold, late)
-            indices = _cut(indices, owned, end)
-            if self.sieve is not None and self._sieves_apart and not self._only_resident:
-                scores, named = self._executor.read_scores(), indices
-                indices = self._cache.leave_out(layer, named, scores, self.sieve)
-                if self.twins is not None:
-                    indices = self.twins.take_left_out(layer, token, named, indices)
+            return self._executor.predict_gate(layer), None
+        own = None if late is None else late[token]
+        named = self._executor.predict_low_rank(layer, self._threshold, own)
+        return named, None if self.sieve is None else self._executor.read_scores()
+
+    def _take_named(
+        self,
+        layer: int,
+        token: int,
+        bounds: tuple[int, int | None],
+        is_whole: bool,
+        name: Namer,
+    ) -> tuple[I32, F32 | None]:
+        """Those neurons of ``token`` that ``name`` tells and that are computed, and their scores;
+        ``is_whole``: whether all of its experts are asked for."""
+        named, scores = name(token)
+        indices = named = _cut(named, *bounds)
+        is_sieved = self.sieve is not None and self._sieves_apart and not self._only_resident
+        if is_sieved and scores is not None and self.sieve is not None:
+            indices = self._cache.leave_out(layer, named, scores, self.sieve)
+            if self.twins is not None:
+                indices = self.twins.take_left_out(layer, token, named, indices)
         if self._only_resident:
             named, indices = indices, self._keep_resident(layer, indices)
             if self.twins is not None:
                 indices = self.twins.take_left_out(layer, token, named, indices)
         self.counters.predicted += len(indices)
-        self.counters.possible += self._token_neurons if late is None and end is None else 0
-        return indices
+        self.counters.possible += self._token_neurons if is_whole and bounds[1] is None else 0
+        return indices, scores
 
     def abandon(self) -> None:
         """Forget reads and jobs that are under way, after an error or an interrupt."""

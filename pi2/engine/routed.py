@@ -125,9 +125,11 @@ class RoutedFeedForward(FeedForward):
             return False
         return not self._cache.is_whole(layer)
 
-    def _begin_ahead(self, layer: int) -> Wave:
-        self._begin_ffn(layer, is_guess=True)
-        return self._prefetch(layer, self._list_experts())
+    def _begin_ahead(self, following: int, layer: int) -> Wave:
+        """Begin to read what the router of ``following`` would choose now; the FFN of ``layer``
+        begins when its own input is known."""
+        self._begin_ffn(following, is_guess=True)
+        return self._prefetch(following, self._list_experts())
 
     def _prefetch(self, layer: int, guessed: list[I32]) -> Wave:
         """Begin to read what experts miss, of each token, as far as the cache has room."""

@@ -44,7 +44,7 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
         for weights, scales in (inner, outer)
         for part in (weights, scales)
     ]
-    kernel(neurons, 3.0, *parts, bias, *arrays, *middle, scores, indices, found)
+    kernel(neurons, 3.0, *arrays, *parts, bias, *middle, scores, indices, found)
     plain = [dequantize(*pair, size, precision) for pair, size in ((inner, hidden), (outer, rank))]
     expected = plain[1] @ np.maximum(plain[0] @ u[0], 0) + bias
     assert np.allclose(scores[:neurons], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())

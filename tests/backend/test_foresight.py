@@ -1,0 +1,114 @@
+"""Neurons of a layer to come are predicted, and the present layer is begun, in one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.arrays import F32, I32
+from pi2.backends.cpu import backend as cpu
+from pi2.backends.protocol import Executor, Foreseer
+from pi2.benchmarks.profile import KernelTimes, ReadWaits, observe_parts
+from pi2.engine.foresight import Foresight
+from pi2.orchestrator import load
+from tests.helpers.kernels import DEMO_LIKE, RandomModel
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Keep compiled kernels of tests out of the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("PI2_CACHE_DIR")
+    os.environ.setdefault("PI2_CACHE_DIR", str(folder))
+    yield
+    if before is None:
+        del os.environ["PI2_CACHE_DIR"]
+
+
+class InParts:
+    """An executor that shows nobody that it foresees."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("foresees", "foresee", "list_foreseen"):
+            raise AttributeError(name)
+        return getattr(self._executor, name)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(tokens: int) -> None:
+    model = RandomModel(**DEMO_LIKE)
+    request = dataclasses.replace(
+        model.request, looks_ahead=True, sequences=tokens, step_tokens=tokens
+    )
+    executor = cpu.build(request)
+    assert isinstance(executor, Foreseer) and executor.foresees
+    every = np.arange(len(model.bundles[0]), dtype=np.int32)
+
+    def select_tokens() -> Any:
+        for token in range(tokens):
+            executor.select_token(token)
+            yield token
+        executor.select_token(0)
+
+    def run(seen: Any) -> tuple[list[tuple[I32, F32]], F32]:
+        assert isinstance(seen, Foreseer) == (seen is executor)
+        foresight = Foresight(
+            seen, 0.2, select_tokens=select_tokens, has_experts=False, needs_scores=True
+        )
+        ids = np.arange(5, 5 + tokens, dtype=np.int32)
+        if tokens == 1:
+            executor.embed(ids)
+            executor.attend(0, 0)
+        else:
+            executor.begin_step(ids, range(tokens), [0] * tokens)
+            executor.attend_step(0)
+        foresight.predict(1, 0, tokens)
+        found = []
+        for token in select_tokens():
+            named, scores = foresight.read(token)
+            assert scores is not None
+            found.append((named.copy(), scores[: len(every)].copy()))
+        for _ in select_tokens():
+            executor.add_neurons(0, model.bundles[0], every)
+        executor.end_ffn(0)
+        return found, executor.logits(0).copy()
+
+    (found, logits), (expected, expected_logits) = run(executor), run(InParts(executor))
+    for (named, scores), (own, own_scores) in zip(found, expected, strict=True):
+        assert 0 < len(named) < len(every)
+        np.testing.assert_array_equal(named, own)
+        np.testing.assert_array_equal(scores, own_scores)
+    np.testing.assert_array_equal(logits, expected_logits)
+    assert (logits != 0).any()
+    executor.close()
+
+
+@pytest.mark.parametrize("look_ahead", ["attention", "layer"])
+def test_a_layer_beyond_memory_takes_six_calls_at_most(tmp_path: Path, look_ahead: str) -> None:
+    plan = write_plan(tmp_path, make_tiny(tmp_path))
+    settings: dict[str, Any] = {"layers.hot": 0.25, "backends.cpu": "cpu", "cache.fill": False}
+    # Missing neurons of a layer are one cluster, and there is room for all of them.
+    settings |= {"pipeline.cluster": 1 << 20, "memory.segments.cold": "1 MiB"}
+    with load(plan, set={**settings, "decode.look_ahead": look_ahead}) as model:
+        parts, times = model._parts, KernelTimes()
+        parts.forward.prefill(np.array([5, 6, 7], np.int32))
+        with observe_parts(parts, times, ReadWaits()):
+            parts.forward.decode(8)
+        layers = len(model.plan.layers)
+        assert all(own.misses > 0 for own in parts.cache.counters)
+    calls = Counter({name: count for name, (count, _) in times.calls.items()})
+    # What is in memory, and what has arrived.
+    assert calls["add_neurons"] == 2 * layers
+    assert calls["foresee"] == layers and "predict_low_rank" not in calls
+    assert sum(calls.values()) - calls["embed"] - calls["logits"] <= 6 * layers
