@@ -7,11 +7,15 @@ A bundle (`pi2 build`) has `pi2.phone.replacements.functions` in this module's p
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy.typing as npt
@@ -24,6 +28,32 @@ _SPIN_COUNT = "2000"
 """How often an idle thread looks for work before it sleeps.  TVM's own 300,000 keep a core from
 reading flash for most of a millisecond: 2.8 instead of 4.0 tokens/s of a 7B with half of its
 neurons on flash, and nothing is gained in memory."""
+
+
+class _WithoutTorch(MetaPathFinder):
+    """Refuses to find PyTorch for the thread that made it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        """Leave all modules but PyTorch, and all other threads, to the finders that follow."""
+        if name == "torch" and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"{name} is of no use here", name=name)
+
+
+def import_ffi() -> ModuleType:
+    """Import tvm_ffi, and no PyTorch with it.
+
+    tvm_ffi imports PyTorch wherever that is installed, for tensors that nobody passes here: 180 MiB
+    that no plan's budget has.  Where the process has imported it before, tvm_ffi sees it.
+    """
+    finder = _WithoutTorch()
+    sys.meta_path.insert(0, finder)
+    try:
+        return importlib.import_module("tvm_ffi")
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def find_obstacles() -> list[str]:
@@ -51,14 +81,12 @@ def _start_threads(count: int, cores: Sequence[int]) -> None:
     # The pool reads it when the runtime library starts it: it cannot be changed afterwards.
     os.environ["TVM_NUM_THREADS"] = str(count)
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPIN_COUNT)
-    import tvm_ffi
-
     runtime = find_runtime_library()
     assert runtime is not None, "find_obstacles says so first"
     # Functions look the pool's up among the global symbols.
     ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     # Another executor of this process may have started the pool with another number.
-    configure = tvm_ffi.get_global_func("runtime.config_threadpool")
+    configure = import_ffi().get_global_func("runtime.config_threadpool")
     if cores:
         configure(_ONE_CORE_EACH, count, [str(core) for core in cores])
     else:
@@ -74,13 +102,11 @@ class CompiledFunctions:
 
         ``cores``: one for each thread to be bound to, the first for the caller, who binds itself.
         """
-        import tvm_ffi
-
         if threads is not None:
             # A library looks for the pool when it is loaded.
             _start_threads(threads, cores)
-        self._ffi = tvm_ffi
-        self._module = tvm_ffi.load_module(str(path))
+        self._ffi = import_ffi()
+        self._module = self._ffi.load_module(str(path))
         self._found: dict[str, Callable[..., object]] = {}
 
     def bind(
