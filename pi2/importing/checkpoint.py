@@ -20,6 +20,7 @@ from pi2.importing.places import check_place, read_place
 from pi2.importing.quantized import decode_weights
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 from pi2.importing.shards import Shards, StreamedTensor, list_streamed
+from pi2.importing.text_parts import unwrap_config
 
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 """Weight files that are a whole checkpoint; safetensors files are preferred."""
@@ -173,48 +174,6 @@ def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
     )
 
 
-_WRAPPED: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "vocab_size": 262208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "gemma3n": {
-        "model_type": "gemma3n_text",
-        "vocab_size": 262400,
-        "vocab_size_per_layer_input": 262144,
-        "hidden_size": 2048,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 35,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "gemma4": {
-        "model_type": "gemma4_text",
-        "vocab_size": 262144,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "mistral3": {"model_type": "mistral"},
-    "qwen3_5": {"model_type": "qwen3_5_text"},
-    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
-}
-"""Families of models of text and pictures, and what their configurations leave out of the text's
-because it is the family's default."""
-
-
 _PLAIN = (SourceTensor, StreamedTensor)
 """Tensors that lie in their file as plain numbers."""
 
@@ -242,16 +201,6 @@ def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor
                 size_bytes=size_bytes,
             )
     return divided
-
-
-def unwrap_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the part that reads text, of a model that reads pictures too."""
-    kind, text = config.get("model_type"), config.get("text_config")
-    if not isinstance(kind, str) or kind not in _WRAPPED or not isinstance(text, dict):
-        return config
-    outer = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "_name_or_path")
-    shared = {key: config[key] for key in outer if key in config}
-    return {**_WRAPPED[kind], **shared, **text}
 
 
 def find_weight_files(folder: Path) -> list[Path]:

@@ -185,7 +185,8 @@ def scale_rope(
     rope: dict[str, Any] = {"theta": theta}
     if stated not in (None, 1.0):
         rope["share"] = stated
-    if kind == "default":
+    if kind in ("default", "mrope"):
+        # Of text, the three numbers of a position of `mrope` are the same.
         return rope
     original = scaling.read(
         "original_max_position_embeddings",

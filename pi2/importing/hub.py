@@ -14,9 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pi2.diagnostics import UserError
-from pi2.importing.checkpoint import PICKLED, read_json, unwrap_config
+from pi2.importing.checkpoint import PICKLED, read_json
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
+from pi2.importing.text_parts import unwrap_config
 from pi2.progress import Progress, ignore_progress
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"

@@ -38,7 +38,7 @@ def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[
 
 _OTHER_PARTS = {
     "read pictures": re.compile(
-        r"(^|\.)(visual|vision_\w+|embed_vision|multi_modal_projector|mm_\w+)\."
+        r"(^|\.)(visual|vision_\w+|embed_vision|multi_modal_projector|mm_\w+|connector)\."
     ),
     "read sound": re.compile(r"(^|\.)(audio_\w+|embed_audio)\."),
     "choose keys in long contexts": re.compile(r"\.self_attn\.indexer\."),

@@ -30,7 +30,7 @@ from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
 
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 """Prefixes of names that some checkpoints leave out."""
-_LONGER = ("language_model.model.", "model.language_model.")
+_LONGER = ("language_model.model.", "model.language_model.", "model.text_model.")
 """Prefixes that stand for ``model.`` in models that read pictures too."""
 _SINGLE_EXPERT = ".{expert}.gate_proj.weight"
 """End of the name of one expert's gates."""
@@ -213,7 +213,15 @@ def _match_stacks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     for layer in range(tables["shape"]["layers"]):
         if fill_name(pattern, layer) in checkpoint.tensors:
             return
-        if f"{fill_name(base, layer)}.gate_up_proj.0" in checkpoint.tensors:
+        first = fill_name(base, layer)
+        fused = checkpoint.tensors.get(f"{first}.gate_up_proj.0")
+        if fused is not None:
+            hidden, ffn = tables["shape"]["hidden"], tables["shape"]["ffn"]
+            down = checkpoint.tensors.get(f"{first}.down_proj.0")
+            # Both shapes of one order are never both shapes of the other.
+            sizes = [(fused.shape, (hidden, 2 * ffn)), (down and down.shape, (ffn, hidden))]
+            if all(has == turned for has, turned in sizes):
+                names["experts_turned"] = True
             names["fused_gate_up"] = f"{base}.gate_up_proj.{{expert}}"
             names["down"] = f"{base}.down_proj.{{expert}}"
             del names["gate"], names["up"]

@@ -13,6 +13,7 @@ import pi2
 from pi2.cli.main import run
 from pi2.importing import families
 from pi2.importing.families import FAMILIES
+from pi2.importing.text_parts import TEXT_PARTS
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
 from tests.helpers.goldens import FOLDER, make_small_tokenizer, measure_error, read_golden
@@ -76,6 +77,9 @@ def test_the_document_lists_the_families() -> None:
     listed = re.search(r"\(`model_type`\): (.*?)\.", TEXT, re.DOTALL)
     assert listed is not None
     assert re.split(r",\s+", listed[1]) == sorted(FAMILIES)
+    wrapped = re.search(r"read\s+pictures\s+too\s+\((.*?)\)", TEXT, re.DOTALL)
+    assert wrapped is not None
+    assert re.split(r",\s+", wrapped[1]) == sorted(TEXT_PARTS)
 
 
 def test_every_table_is_listed() -> None:

@@ -119,5 +119,6 @@ def describe_with_dense_layers(config: Config, first: int) -> Tables:
 FAMILIES = {
     "deepseek_v2": describe_deepseek_v2,
     "deepseek_v3": describe_deepseek_v3,
+    "kimi_k2": describe_deepseek_v3,
     "deepseek_v32": describe_deepseek_v32,
 }

@@ -28,6 +28,11 @@ def describe_glm4(config: Config) -> Tables:
     return tables
 
 
+def describe_glm4v(config: Config) -> Tables:
+    """The text of GLM-4V: GLM 4, whose queries, keys and values have biases whatever it says."""
+    return describe_glm4(config.change({"attention_bias": True}))
+
+
 def describe_glm4_moe(config: Config) -> Tables:
     """GLM 4.5: half of each head is rotated."""
     tables = describe_glm(config)
@@ -60,6 +65,8 @@ FAMILIES = {
     "glm": describe_glm,
     "glm4": describe_glm4,
     "glm4_moe": describe_glm4_moe,
+    "glm4v_moe_text": describe_glm4_moe,
+    "glm4v_text": describe_glm4v,
     "glm4_moe_lite": describe_glm4_moe_lite,
     "glm_moe_dsa": describe_glm_moe_dsa,
 }

@@ -67,6 +67,13 @@ def describe_qwen3_moe(config: Config) -> Tables:
     return tables
 
 
+def describe_qwen3_vl_moe(config: Config) -> Tables:
+    """The text of Qwen3-VL with experts, whose weights always add up to 1."""
+    tables = describe_qwen3_moe(config)
+    tables["moe"]["normalise_weights"] = True
+    return tables
+
+
 def add_qwen_experts(config: Config, tables: Tables) -> None:
     """The table ``[moe]``, names and sizes of Qwen's experts."""
     dense, layers = tables["shape"]["ffn"], tables["shape"]["layers"]
@@ -148,10 +155,14 @@ def _describe_hybrid(config: Config) -> Tables:
 
 FAMILIES = {
     "qwen2": describe_qwen2,
+    "qwen2_5_vl_text": describe_qwen2,
     "qwen2_moe": describe_qwen2_moe,
+    "qwen2_vl_text": describe_qwen2,
     "qwen3": describe_qwen3,
     "qwen3_5_moe_text": describe_qwen3_5_moe,
     "qwen3_5_text": describe_qwen3_5,
     "qwen3_moe": describe_qwen3_moe,
     "qwen3_next": describe_qwen3_next,
+    "qwen3_vl_moe_text": describe_qwen3_vl_moe,
+    "qwen3_vl_text": describe_qwen3,
 }

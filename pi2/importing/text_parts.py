@@ -1,0 +1,81 @@
+"""Models that read pictures, sound or video too: the configuration of the part that reads text.
+
+That part is one of the families of `pi2.importing.families`.  Where positions have three numbers
+(of time, height and width), those of text are the same, so that heads turn as in plain models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TEXT_PARTS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "vocab_size": 262400,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "glm4v": {"model_type": "glm4v_text"},
+    "glm4v_moe": {"model_type": "glm4v_moe_text"},
+    "internvl": {"model_type": "qwen2"},
+    "kimi_k25": {"model_type": "kimi_k2"},
+    "lfm2_vl": {"model_type": "lfm2"},
+    "lfm3_vl": {"model_type": "lfm3"},
+    "llava": {"model_type": "llama"},
+    "mistral3": {"model_type": "mistral"},
+    "qwen2_5_vl": {"model_type": "qwen2_5_vl_text"},
+    "qwen2_vl": {"model_type": "qwen2_vl_text"},
+    "qwen3_5": {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
+    "qwen3_vl": {"model_type": "qwen3_vl_text"},
+    "qwen3_vl_moe": {"model_type": "qwen3_vl_moe_text"},
+    "smolvlm": {"model_type": "llama"},
+}
+"""Families of such models, and what their configurations leave out of the text's because it is the
+family's default."""
+
+_FLAT = ("qwen2_5_vl", "qwen2_vl")
+"""Families whose configurations have no ``text_config`` where older transformers wrote them: what
+they say of the text stands beside ``vision_config``."""
+_OUTER = ("bos_token_id", "eos_token_id", "_name_or_path")
+"""Keys of the whole model that count where the text's configuration does not state them."""
+
+
+def unwrap_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the part that reads text; ``config`` itself for models of text alone."""
+    kind, text = config.get("model_type"), config.get("text_config")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        return config
+    if isinstance(text, dict):
+        shared = {key: config[key] for key in _OUTER if key in config}
+        # The head is the whole model's: what the text's part says of it, transformers leaves alone.
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        return {**TEXT_PARTS[kind], **shared, **text, **tied}
+    return {**config, **TEXT_PARTS[kind]} if kind in _FLAT else config

@@ -1,0 +1,117 @@
+"""Of models that read pictures too, the part that reads text is one of the known families."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.leftovers import describe_other_parts
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.documents.model import Model
+from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint
+
+Tensors = dict[str, npt.NDArray[Any]]
+
+
+def wrap(checkpoint: Path, kind: str, text_kind: str, prefix: str) -> None:
+    """Make ``checkpoint`` the text part, of ``text_kind``, of a model of ``kind``, whose names have
+    ``prefix`` in place of ``model.``."""
+    file = checkpoint / "config.json"
+    text = json.loads(file.read_text())
+    # Text parts say of the head what they like; the whole model's word counts.
+    tied = text.pop("tie_word_embeddings", False)
+    text |= {"model_type": text_kind, "tie_word_embeddings": not tied}
+    config = {"model_type": kind, "text_config": text, "tie_word_embeddings": tied}
+    file.write_text(json.dumps(config))
+    weights = load_file(checkpoint / "model.safetensors")
+    named = {name.replace("model.", prefix, 1): values for name, values in weights.items()}
+    named["model.visual.merger.weight"] = np.ones((2, 2), np.float16)
+    save_file(named, checkpoint / "model.safetensors")
+
+
+def describe(model: Model) -> dict[str, Any]:
+    """What a document says, but for names."""
+    return model.model_dump(exclude={"name", "id", "tensors"})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text_kind", "prefix"),
+    [
+        ("deepseek-v3", "kimi_k25", "kimi_k2", "language_model.model."),
+        ("glm4-moe", "glm4v_moe", "glm4v_moe_text", "model.language_model."),
+        ("lfm2", "lfm2_vl", "lfm2", "model.language_model."),
+        ("llama", "llava", "llama", "language_model.model."),
+        ("llama", "smolvlm", "llama", "model.text_model."),
+        ("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "model.language_model."),
+        ("qwen3", "internvl", "qwen3", "language_model.model."),
+        ("qwen3", "qwen3_vl", "qwen3_vl_text", "model.language_model."),
+    ],
+)
+def test_the_text_part_is_described_as_a_model_of_text_alone(
+    tmp_path: Path, name: str, kind: str, text_kind: str, prefix: str
+) -> None:
+    plain = copy_checkpoint(name, tmp_path / "plain")
+    wrapped = copy_checkpoint(name, tmp_path / "wrapped")
+    wrap(wrapped, kind, text_kind, prefix)
+    found = describe_checkpoint(wrapped).model
+    assert describe(found) == describe(describe_checkpoint(plain).model)
+    assert found.tensors.query.startswith(prefix) or found.tensors.query == ""
+    left_out = describe_other_parts(open_checkpoint(wrapped))
+    assert left_out == ["left out: 1 tensor to read pictures"]
+
+
+def test_positions_of_three_numbers_are_plain_where_there_is_text_alone(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("qwen2", tmp_path / "qwen2")
+    plain = describe_checkpoint(checkpoint).model
+    file = checkpoint / "config.json"
+    config = json.loads(file.read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    scaling = {"type": "mrope", "mrope_section": [2, 1, 1]}
+    # As older transformers wrote it: nothing says which keys are those of the text.
+    config |= {"model_type": "qwen2_5_vl", "rope_theta": theta, "rope_scaling": scaling}
+    file.write_text(json.dumps(config))
+    assert describe(describe_checkpoint(checkpoint).model) == describe(plain)
+
+
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_experts_of_qwen3_vl_in_either_order_give_the_store_of_qwen3(
+    tmp_path: Path, is_turned: bool
+) -> None:
+    plain = copy_checkpoint("qwen3-moe", tmp_path / "plain")
+    wrapped = copy_checkpoint("qwen3-moe", tmp_path / "wrapped")
+    file = plain / "config.json"
+    config = json.loads(file.read_text())
+    # The part of Qwen3-VL that reads text has no such choice.
+    file.write_text(json.dumps(config | {"norm_topk_prob": True}))
+    wrap(wrapped, "qwen3_vl_moe", "qwen3_vl_moe_text", "model.language_model.")
+    weights = load_file(wrapped / "model.safetensors")
+    stacked: Tensors = {name: value for name, value in weights.items() if ".experts." not in name}
+    bases = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
+    for base in bases:
+        gates, ups, downs = (
+            np.stack(
+                [
+                    weights[f"{base}.experts.{expert}.{part}_proj.weight"]
+                    for expert in range(config.get("num_experts", config.get("num_local_experts")))
+                ]
+            )
+            for part in ("gate", "up", "down")
+        )
+        gate_ups = np.concatenate([gates, ups], axis=1)
+        if is_turned:
+            gate_ups, downs = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (gate_ups, downs))
+        stacked |= {f"{base}.experts.gate_up_proj": gate_ups, f"{base}.experts.down_proj": downs}
+    save_file(stacked, wrapped / "model.safetensors")
+    for checkpoint in (plain, wrapped):
+        convert_golden(checkpoint, checkpoint, EXACT)
+    files = [path.relative_to(plain) for path in sorted(plain.rglob("*.arrow"))]
+    assert len(files) > 1
+    for each in files:
+        assert (plain / each).read_bytes() == (wrapped / each).read_bytes(), each
