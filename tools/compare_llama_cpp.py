@@ -36,6 +36,7 @@ from pi2.backends.reference.operators import activate
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model, Quantization, find_normal_quantile
+from suited_goldens import suit_checkpoint
 from tests.helpers.gguf_files import read_checkpoint, translate, write_gguf
 from tests.helpers.goldens import (
     EXACT,
@@ -255,6 +256,7 @@ def compare(name: str) -> str:
         else:
             golden = read_golden(name)
             copy_checkpoint(name, checkpoint)
+            suit_checkpoint(checkpoint)
         file = WRITERS[name](folder / "tiny.gguf", checkpoint)
         vocab = golden.logits.shape[1]
         whole = add_vocabulary(file, folder / "whole.gguf", vocab)

@@ -3,7 +3,8 @@ DeltaNet, undone.
 
 Value heads that share a key head follow each other in the original; files of Qwen3.5 (not those of
 Qwen3-Next) have the first of every key head, then the second, so that keys can be repeated as a
-whole.  ``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and step sizes.
+whole.  ``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and step sizes, and
+``ssm_in``, of the first files of Qwen3-Next, queries, keys, values and gates of outputs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _LAYER = "model.layers.{layer}.linear_attn"
 STATE_NAMES = {
     "blk.{layer}.attn_qkv.weight": f"{_LAYER}.in_proj_qkv.weight",
     "blk.{layer}.attn_gate.weight": f"{_LAYER}.in_proj_z.weight",
+    "blk.{layer}.ssm_in.weight": f"{_LAYER}.in_proj_qkvz.weight",
     "blk.{layer}.ssm_beta.weight": f"{_LAYER}.in_proj_b.weight",
     "blk.{layer}.ssm_alpha.weight": f"{_LAYER}.in_proj_a.weight",
     "blk.{layer}.ssm_ba.weight": f"{_LAYER}.in_proj_ba.weight",
@@ -86,6 +88,13 @@ class DeltaHeads:
         together = self.values // self.keys
         rows = np.arange(2 * self.values).reshape(self.keys, 2, together)
         return np.ascontiguousarray(rows[:, int(second)]).reshape(-1)
+
+    def order_joined(self) -> tuple[I64, I64]:
+        """Rows of ``ssm_in`` that are queries, keys and values; and gates of outputs."""
+        key, value = self.key_dim, self.values // self.keys * self.value_dim
+        rows = np.arange(2 * self.keys * (key + value)).reshape(self.keys, -1)
+        *channels, gates = np.split(rows, [key, 2 * key, 2 * key + value], axis=1)
+        return np.concatenate([part.reshape(-1) for part in channels]), gates.reshape(-1)
 
 
 def read_delta_heads(metadata: Metadata, is_tiled: bool) -> DeltaHeads | None:
@@ -218,5 +227,13 @@ def restore_state(
             name.replace("_ba", "_a"): replace(
                 tensor, shape=shape, order=heads.order_pairs(second=True)
             ),
+        }
+    joined = dict(zip(("_qkv", "_z"), heads.order_joined(), strict=True))
+    if part == "in_proj_qkvz.weight" and count == sum(map(len, joined.values())):
+        return {
+            name.replace("_qkvz", end): replace(
+                tensor, shape=(len(order), *tensor.shape[1:]), order=order
+            )
+            for end, order in joined.items()
         }
     return None

@@ -342,6 +342,13 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+        whole = config["layer_types"].index("full_attention")
+        writer.add_full_attention_interval(whole + 1)
+        if config["model_type"].startswith("qwen3_5"):
+            # A third of the pairs is turned by time, height and width each: in texts all the same.
+            pairs = int(scaling["partial_rotary_factor"] * head_dim) // 2
+            parts = [pairs - pairs // 3 * 2, pairs // 3, pairs // 3, 0]
+            writer.add_rope_dimension_sections(parts)
     if "conv_L_cache" in config:
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     writer.add_head_count(heads)

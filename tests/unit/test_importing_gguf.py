@@ -209,6 +209,25 @@ def test_keys_and_values_of_latent_attention_may_be_in_one_matrix(tmp_path: Path
     expect_same_weights(tmp_path / "a", tmp_path / "b")
 
 
+def test_projections_of_a_state_may_be_in_one_matrix(tmp_path: Path) -> None:
+    """As the first files of Qwen3-Next have them, head by head."""
+    checkpoint = copy_checkpoint("qwen3-next", tmp_path / "checkpoint")
+    config, weights = read_checkpoint(checkpoint)
+    tensors = translate(weights, config)
+    newer = write_gguf(tmp_path / "newer.gguf", config, tensors)
+    for name, values in weights.items():
+        if name.endswith("in_proj_qkvz.weight"):
+            block = f"blk.{name.split('.')[2]}"
+            del tensors[f"{block}.attn_qkv.weight"], tensors[f"{block}.attn_gate.weight"]
+            tensors[f"{block}.ssm_in.weight"] = values
+    older = write_gguf(tmp_path / "older.gguf", config, tensors)
+    tokenizer = checkpoint / "tokenizer.json"
+    one = convert(newer, tmp_path / "a", tokenizer, EXACT)
+    other = convert(older, tmp_path / "b", tokenizer, EXACT)
+    assert forget_names(one) == forget_names(other)
+    expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_matrices_of_heads_that_do_not_belong_together(tmp_path: Path, part: str) -> None:
     checkpoint = copy_checkpoint("deepseek-v3", tmp_path / "checkpoint")
