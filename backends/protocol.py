@@ -296,11 +296,13 @@ class Executor(Protocol):
         the stored index of the first."""
 
     def share_input(self) -> tuple[F32, F32 | None]:
-        """What the FFN reads since the last ``begin_ffn``, in main memory: u [T, hidden], and in a
-        mixture the weights [T, experts] of its experts, else None; valid until ``end_ffn``."""
+        """What neurons read since the last ``begin_ffn``, in main memory: u [T, hidden], or what
+        is made of it for experts of another width [T, width], and in a mixture the weights
+        [T, experts] of its experts, else None; valid until ``end_ffn``."""
 
     def add_sum(self, values: F32) -> None:
-        """Add ``values`` [T, hidden], which another unit has computed, to the FFN's sum."""
+        """Add ``values`` [T, hidden], or as wide as what neurons read, which another unit has
+        computed, to the FFN's sum."""
 
     def end_ffn(self, layer: int) -> None:
         """Add the FFN's sum to x."""
@@ -322,10 +324,12 @@ class Executor(Protocol):
 
 @runtime_checkable
 class InputReader(Protocol):
-    """An executor that shows what its FFNs read, for statistics; a backend need not have it."""
+    """An executor that shows what its FFNs read, and how it has routed, for statistics; a backend
+    need not have it."""
 
     def read_ffn_input(self) -> F32:
-        """u [T, hidden] of the last ``begin_ffn``; valid until the next call."""
+        """u [T, hidden] of the last ``begin_ffn``, which routers read; valid until the next
+        call."""
 
     def read_routes(self) -> F32:
         """Weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to experts that do

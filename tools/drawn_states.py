@@ -196,7 +196,9 @@ def draw_nemotron_h(draw: random.Random) -> Options:
         blocks += [*draw.choice(mixers), draw.choice(ffn)]
     groups, experts = draw.choice([1, 1, 2]), draw.randint(2, 8)
     size = draw.choice([8, 12, 24])
+    latent = draw.choice([None, 12, 40]) if ffn == ["moe"] else None
     return options | {
+        "moe_latent_size": latent,
         "layers_block_type": blocks,
         "tie_word_embeddings": False,
         "head_dim": draw.choice([8, 12, 16]),

@@ -776,6 +776,25 @@ MODELS: dict[str, tuple[str, Options]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "nemotron-h-latent": (
+        "NemotronH",
+        {
+            "layers_block_type": [
+                *("linear_attention", "moe", "linear_attention", "full_attention", "moe"),
+                *("full_attention", "moe"),
+            ],
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 20,
+            "moe_latent_size": 40,
+            "moe_shared_expert_intermediate_size": 36,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {

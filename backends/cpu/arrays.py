@@ -21,9 +21,11 @@ class Arrays:
     x: F32
     """The residual stream [chunk, hidden]."""
     total: F32
-    """The FFN's sum [chunk, hidden]."""
+    """The sum of the FFN's neurons [chunk, neuron width]."""
     normalized: F32
     """What the FFN reads [chunk, hidden], before it is rounded."""
+    neuron_input: F32
+    """What its neurons read [chunk, neuron width], before it is rounded."""
     layer_input: F32 | None
     """What attention reads, where the FFN or a router reads it too."""
     routes: F32
@@ -33,12 +35,23 @@ class Arrays:
     cutoffs: F32
     """Cutoffs of a layer's gates [chunk], where layers have them."""
     views: Views
-    """All of them, and the activations ``hidden``, by the kernels' names."""
+    """All of them, and the activations ``hidden``, by the kernels' names; those of experts of
+    another width are ``experts``."""
+
+    @property
+    def neuron_views(self) -> Views:
+        """Views for functions that know what neurons read and give, whatever its width is."""
+        of_experts = [name for name in self.views if name.startswith("experts_")]
+        renamed = {
+            f"hidden_{name.removeprefix('experts_')}": self.views[name] for name in of_experts
+        }
+        return self.views | renamed
 
 
 def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
     """Make the arrays of a chunk."""
-    x, total, normalized = (space.make("float32", chunk, spec.hidden) for _ in range(3))
+    x, normalized = (space.make("float32", chunk, spec.hidden) for _ in range(2))
+    total = space.make("float32", chunk, spec.neuron_width)
     layer_input = space.make("float32", chunk, spec.hidden) if spec.keeps_input else None
     routes = space.make("float32", chunk, max(1, spec.experts))
     views = {"x": space.wrap(x), "y": space.wrap(total), "routes": space.wrap(routes)}
@@ -53,6 +66,18 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
         pairs=spec.isa.pairs,
         upper=spec.upper_steps,
     )
+    neuron_input = normalized
+    if spec.latent_experts:
+        neuron_input = space.make("float32", chunk, spec.neuron_width)
+        views |= space.make_activations(
+            "experts",
+            chunk,
+            spec.neuron_width,
+            spec.most_planes,
+            neuron_input,
+            pairs=spec.isa.pairs,
+            upper=spec.upper_steps,
+        )
     if layer_input is not None:
         views["before"] = space.wrap(layer_input)
     if spec.altup is not None:
@@ -70,6 +95,7 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
         x=x,
         total=total,
         normalized=normalized,
+        neuron_input=neuron_input,
         layer_input=layer_input,
         routes=routes,
         layer_inputs=layer_inputs,
@@ -89,7 +115,9 @@ def make_side_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
     )
     if pairs:
         room |= space.make_tiles("side_inner", spec.threads, length)
-    for name, size in (("side_terms", 2 * spec.side_ffn), ("side_output", spec.hidden)):
+    sizes = {"side_terms": (1 + spec.gated) * spec.side_ffn}
+    sizes |= {"side_output": spec.hidden} if spec.side_norms else {}
+    for name, size in sizes.items():
         room[name] = space.wrap(space.make("float32", chunk, size))
     return room
 

@@ -47,8 +47,11 @@ from pi2.plan.weights.tensor_names import (
     name_layer_tensor,
 )
 
-_SIDE = ("side_norm", "side_in", "side_down", "side_output_norm", "experts_output_norm")
-"""Tensors of an FFN beside a layer's experts."""
+_SIDE = (
+    *("side_norm", "side_in", "side_down", "side_output_norm", "experts_output_norm"),
+    "experts_out",
+)
+"""Tensors of an FFN beside a layer's experts, and of what is behind these."""
 _OWN = (
     *("layer_input_gate", "layer_input_output", "layer_input_norm"),
     *("altup_router", "altup_router_norm", "altup_correct", "altup_scale"),
@@ -68,19 +71,21 @@ class CpuExecutor:
         self._space = space
         self._spec = spec
         self._library = library
-        self._lanes = order_by_lanes(spec.hidden, spec.ffn)
+        self._lanes = order_by_lanes(spec.neuron_width, spec.ffn)
         self._ends = DividedEnds(request)
         self._ids = space.make("int32", chunk)
         self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.vocab)
         arrays = [make_arrays(space, spec, chunk) for _ in range(request.chunks)]
         if spec.isa.pairs:
             tiles = space.make_tiles("hidden", spec.threads, spec.hidden)
+            if spec.latent_experts:
+                tiles |= space.make_tiles("experts", spec.threads, spec.neuron_width)
             for own in arrays:
                 own.views.update(tiles)
-        views = arrays[0].views
-        self._prediction = Prediction(request, space, spec, library, views)
+        views, read = arrays[0].views, arrays[0].neuron_views
+        self._prediction = Prediction(request, space, spec, library, read)
         scratch = Scratch(space, spec)
-        self._neurons = Neurons(request, space, spec, library, views, self._prediction, scratch)
+        self._neurons = Neurons(request, space, spec, library, read, self._prediction, scratch)
         self._attention = Attention(request, space, spec, library, scratch)
         self._moe = model.moe
         self._routers = make_routers(model, lambda name: _read_rows(request, name))
@@ -92,6 +97,7 @@ class CpuExecutor:
             space.wrap_tensors(
                 norm=name_layer_tensor(layer, "ffn_norm"),
                 norm_bias=name_layer_tensor(layer, "ffn_norm_bias"),
+                experts_in=name_layer_tensor(layer, "experts_in"),
                 gate_cutoff=name_layer_tensor(layer, GATE_CUTOFF),
             )
             for layer in layers
@@ -146,7 +152,7 @@ class CpuExecutor:
         if spec.sequences and spec.has_other_chunks:
             self._begin_step = self._bind_begin("step", views)
             self._embed_layers_step = self._bind_embed_layers("embed_layers_step", views)
-            if spec.side_ffn or spec.layer_input is not None:
+            if spec.multiplies_at_end:
                 self._end_step = self._bind_end("end_step", arrays[0])
         self._step_positions: list[BoundCall] = []
         """Calls for the positions of a step's tokens, one for each."""
@@ -180,7 +186,8 @@ class CpuExecutor:
             begin=self._bind_begin("ffn", views),
             route=self._bind_routers(views),
             neighbours=[
-                self._neurons.bind_chunk(layer, views) for layer in range(len(self._outputs))
+                self._neurons.bind_chunk(layer, arrays.neuron_views)
+                for layer in range(len(self._outputs))
             ],
             end=self._bind_end("end_ffn", arrays),
             head=bind("logits", "first tokens", vocabulary, views),
@@ -470,8 +477,9 @@ class CpuExecutor:
         )
 
     def share_input(self) -> tuple[F32, F32 | None]:
-        """Return what the FFN reads, before it was rounded to integers, and the routes."""
-        return self.read_ffn_input(), None if self._moe is None else self.read_routes()
+        """Return what neurons read, before it was rounded to integers, and the routes."""
+        read = self._now.arrays.neuron_input[: self._now.tokens]
+        return read, None if self._moe is None else self.read_routes()
 
     def add_sum(self, values: F32) -> None:
         """Add what another unit has computed."""

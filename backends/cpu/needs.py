@@ -56,7 +56,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     more, and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
     10 (d + h w) bytes per thread, and the inputs of an even number of tokens. For layers with a
     state, an input as wide as what they mix, their projections, and two floats for each value head.
-    For an FFN beside experts, its input, gates and ups, and d floats.  Where activations are
+    For an FFN beside experts, its input, gates and ups, and d floats; for experts of another width,
+    what they read and give, and as many floats of each thread instead of d.  Where activations are
     normalised, a float, and one for each thread.  For embeddings of layers, two floats for each
     element that all layers have of a token, and the input of an output.  For n residual streams,
     n d floats and the input of LAuReL's output, and (n - 1) d floats for each row of logits.  Where
@@ -82,6 +83,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         each = fill_groups(model.side_ffn.width)
         own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
         activations += (chunk + 1) * (own + 8 * model.side_ffn.width + 4 * shape.stored_hidden)
+    activations += (chunk + 1) * _count_latent_experts(plan, model)
     if model.ffn.sub_norm:
         activations += 4 * chunk + ALIGNMENT
     if model.layer_embedding is not None:
@@ -128,18 +130,19 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
             for view in views
         ]
         scratch = max(THREAD_BYTES, *rooms)
-    tables += threads * (4 * shape.stored_hidden + scratch) + SMALL_BYTES
+    tables += threads * (4 * model.stored_neuron_width + scratch) + SMALL_BYTES
     if model.ffn.sub_norm:
         tables += 4 * threads * (1 + plan.decode.step_tokens) + 2 * ALIGNMENT
     if plan.decode.step_tokens > 1 and not model.is_smooth:
         # What several tokens share: a sum for each of them, and lists of a block of neurons.
-        each = 4 * shape.stored_hidden + SHARED_TOKEN_BYTES
+        each = 4 * model.stored_neuron_width + SHARED_TOKEN_BYTES
         tables += threads * (plan.decode.step_tokens * each + SHARED_BYTES)
     if _may_pair_tokens(resolved.device):
         activations += chunk % 2 * inputs
         length = shape.stored_hidden + queries
         length += 0 if state is None else state.stored_width
         length += 0 if model.side_ffn is None else fill_groups(model.side_ffn.width)
+        length += 0 if not _count_latent_experts(plan, model) else model.stored_neuron_width
         length += 0 if latent is None else fill_groups(latent.query_rank or 0)
         length += 0 if model.layer_embedding is None else model.layer_embedding.stored_width
         if model.altup is not None:
@@ -173,10 +176,12 @@ def count_chunk_bytes(resolved: ResolvedPlan) -> int:
         own += 4 * model.expert_count
     own += 4 * model.ffn.sub_norm
     own += _count_layer_inputs(model)
+    own += _count_latent_experts(plan, model)
     own += 0 if model.altup is None else _count_streams(model)
     own += 4 * (len(model.cut_layers) > 0)
     # Every array is rounded up.
-    return (count_chunk_tokens(plan) + 1) * own + 9 * ALIGNMENT
+    arrays = 9 + 4 * (_count_latent_experts(plan, model) > 0)
+    return (count_chunk_tokens(plan) + 1) * own + arrays * ALIGNMENT
 
 
 def _keeps_input(model: Model) -> bool:
@@ -188,6 +193,14 @@ def _count_streams(model: Model) -> int:
     """Bytes of the residual streams of a token beside x."""
     assert model.altup is not None
     return 4 * (model.altup.streams - 1) * model.shape.stored_hidden
+
+
+def _count_latent_experts(plan: Plan, model: Model) -> int:
+    """Bytes that a token takes of what experts of another width read and give."""
+    if model.moe is None or model.moe.latent is None:
+        return 0
+    width = model.stored_neuron_width
+    return width * (8 + _count_planes(plan)) + width // GROUP * _count_group_bytes(plan)
 
 
 def _count_layer_inputs(model: Model) -> int:

@@ -76,7 +76,7 @@ class Neurons:
             "gates": space.wrap(self._gates),
             "values": space.wrap(space.make("float32", neurons)),
             "firing": space.wrap(space.make("int32", neurons)),
-            "partial": space.wrap(space.make("float32", spec.threads, spec.hidden)),
+            "partial": space.wrap(space.make("float32", spec.threads, spec.neuron_width)),
             "counts": space.wrap(self._counts),
         }
         """What gathered neurons are computed in."""
@@ -176,7 +176,7 @@ class Neurons:
             )
             for name, kind in kinds.items()
         }
-        sums = space.make("float32", tokens, threads, self._spec.hidden)
+        sums = space.make("float32", tokens, threads, self._spec.neuron_width)
         if self._spec.sub_norm:
             room["token_squares"] = space.wrap(space.make("float32", tokens, threads))
         return room | {"partials": space.wrap(sums), "named": space.wrap(self._named)}

@@ -13,6 +13,7 @@ from pi2.backends.kernels.cutoffs import take_cutoffs, take_finding
 from pi2.backends.kernels.ffn import emit_dense
 from pi2.backends.kernels.gates import emit_gathered_gates
 from pi2.backends.kernels.gathered import Run, Scratch, emit_gathered
+from pi2.backends.kernels.latent_experts import take_latent_experts
 from pi2.backends.kernels.layer_inputs import take_layer_input
 from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import (
@@ -52,6 +53,7 @@ def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> No
     x = schedule.take_rows(take, "x")
     norm = schedule.take_input_norm(take)
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
+    latent = take_latent_experts(schedule, take, tokens, "experts_in")
     begin = take_beginning(schedule, take, x, norm, hidden)
 
     def prepare(token: v.Expr) -> None:
@@ -62,6 +64,8 @@ def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> No
     emit_each_token(tokens, prepare)
     if finding is not None:
         finding.emit(hidden, tokens)
+    if latent is not None:
+        latent.emit_lead(hidden, tokens)
 
 
 def take_beginning(
@@ -73,16 +77,16 @@ def take_beginning(
 ) -> Callable[[v.Expr], None]:
     """Declare what else the FFN of a layer begins with; return what normalises and quantises ``x``
     of a token, and sets its y to zero."""
-    spec = schedule.spec
-    y = schedule.take_rows(take, "y")
+    spec, width = schedule.spec, schedule.spec.neuron_width
+    y = take.take_array("y", "float32", "tokens", width)
     squares = _take_squares(schedule, take)
 
     def begin(token: v.Expr) -> None:
         if squares is not None:
             v.store(squares, token, v.constant(0.0, "float32"), 1)
         emit_normalize(spec, x, token, norm, hidden, token)
-        with T.serial(spec.hidden // 16) as step:
-            place = token * spec.hidden + step * 16
+        with T.serial(width // 16) as step:
+            place = token * width + step * 16
             v.store(y, place, v.constant(0.0, "float32", 16), 16)
 
     return begin
@@ -330,7 +334,7 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     spec = schedule.spec
     tokens = take.take_number("tokens")
     x = schedule.take_rows(take, "x")
-    y = schedule.take_rows(take, "y")
+    y = take.take_array("y", "float32", "tokens", spec.neuron_width)
     # Those of experts are added where tokens are routed.
     has_bias = spec.ffn_bias and not spec.experts
     bias = take.take_array("down_bias", "float32", spec.hidden) if has_bias else None
@@ -340,14 +344,18 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     squares = _take_squares(schedule, take)
     side = take_side_ffn(schedule, take, tokens)
     own = take_layer_input(schedule, take, tokens)
+    latent = take_latent_experts(schedule, take, tokens, "experts_out")
     if side is not None:
         side.emit(x, tokens)
+    if latent is not None:
+        latent.emit_back(y, x, tokens)
 
     def finish(token: v.Expr) -> None:
         base = v.let(token * spec.hidden)
         if squares is not None:
             emit_scale(y, base, spec.hidden, take_sub_norm_factor(spec, squares[token]))
-        add_sum(token, base)
+        if latent is None:
+            add_sum(token, base)
         if own is None:
             scale_all(token)
 
@@ -362,8 +370,8 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
             if bias is not None:
                 emit_add_scaled(bias, whole, base, spec.hidden, 1.0)
             once, given = T.min(tokens, 1), whole
-            if side is not None:
-                side.emit_join(whole, y, token, once)
+            if side is not None and side.norms is not None:
+                side.norms.emit_join(whole, y, token, once)
                 given = y
             emit_add_normalized(spec, given, x, norm, once, token)
             return

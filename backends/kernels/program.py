@@ -20,14 +20,17 @@ whose they are, predictions the ``first`` token and how many there are; ``attend
 besides, ``attend_project``, ``attend_mix`` (of one token) and ``attend_output``; and where chunks
 are computed otherwise than a token alone, ``begin_step`` and ``add_dense_step`` are as
 ``begin_ffn`` and ``add_dense`` but for that, and so is ``end_step`` where a dense FFN is beside the
-experts, or layers have embeddings of their own, and ``embed_layers_step``, which makes these. Where
-activations are often zero, ``add_shared_neurons`` adds gathered neurons to all tokens that have
-``named`` them.
+experts, these have a width of their own, or layers have embeddings of their own, and
+``embed_layers_step``, which makes these. Where activations are often zero, ``add_shared_neurons``
+adds gathered neurons to all tokens that have ``named`` them.
 
 Where the plan looks ahead (`KernelSpec.foresees`), ``foresee`` predicts with the input that a later
 layer's norm makes of x, and then does what ``begin_ffn`` does for the present layer.
 
 Layers whose gates have a cutoff begin with ``begin_cut_ffn``, or ``begin_cut_step``.
+
+Where experts have a width of their own, functions of neurons take activations of that width as
+``hidden``, and such a ``y``; functions of the residual stream know them as ``experts``.
 
 Layers of attention with another shape (`KernelSpec.others`) have functions of their own where it
 makes a difference, whose names end with its number.
@@ -107,27 +110,30 @@ class Program:
         """Return what emits each function, by name."""
         spec = self.spec
         schedule = Schedule(spec, self.isa)
+        neurons = Schedule(spec.describe_neurons(), self.isa)
         functions: dict[str, Callable[[Schedule, Parameters], None]] = {
             "embed": emit_embed,
             "begin_ffn": emit_begin_ffn,
-            "add_dense": emit_add_dense,
             "end_ffn": emit_end_ffn,
             "logits": emit_logits,
+        }
+        of_neurons: dict[str, Callable[[Schedule, Parameters], None]] = {
+            "add_dense": emit_add_dense
         }
         if spec.latent is not None:
             functions["attend"] = emit_latent_attend
         elif not spec.divides_attention:
             functions["attend"] = emit_attend
         if spec.takes_stretches:
-            functions["add_neurons"] = emit_add_stretches
+            of_neurons["add_neurons"] = emit_add_stretches
         elif spec.has_gathered_ffn:
-            functions["add_neurons"] = emit_add_neurons
+            of_neurons["add_neurons"] = emit_add_neurons
         if spec.router is not None:
             functions["route"] = emit_route
         if spec.closes_gates:
-            functions["find_gates"] = emit_find_gates
+            of_neurons["find_gates"] = emit_find_gates
         if spec.has_plain_ffn:
-            functions["add_plain_neurons"] = emit_add_plain_neurons
+            of_neurons["add_plain_neurons"] = emit_add_plain_neurons
         if spec.layer_input is not None:
             functions["embed_layers"] = emit_embed_layers
         if spec.cutoff_rows:
@@ -135,14 +141,15 @@ class Program:
         if spec.positions:
             functions["add_positions"] = emit_add_positions
         if spec.uses_known_gates:
-            functions["add_open_neurons"] = emit_add_open_neurons
+            of_neurons["add_open_neurons"] = emit_add_open_neurons
         bound: dict[str, Callable[[Parameters], None]] = {
             name: partial(emit, schedule) for name, emit in functions.items()
         }
+        bound |= {name: partial(emit, neurons) for name, emit in of_neurons.items()}
         if spec.twin is not None:
             twins = Schedule(spec.describe_twins(), self.isa)
-            name = "add_plain_neurons" if "add_neurons" not in functions else "add_neurons"
-            bound["add_twins"] = partial(functions[name], twins)
+            name = "add_plain_neurons" if "add_neurons" not in of_neurons else "add_neurons"
+            bound["add_twins"] = partial(of_neurons[name], twins)
         others = {
             number: Schedule(spec.take_other(number), self.isa)
             for number in range(1, len(spec.others) + 1)
@@ -158,7 +165,8 @@ class Program:
                 bound[f"attend_{number}"] = partial(emit_attend, other)
         # Of several sequences, every token is computed as it would be alone.
         step = schedule.for_step()
-        named = step if spec.sequences else schedule
+        neurons_of_step = neurons.for_step()
+        named = neurons_of_step if spec.sequences else neurons
         for rank in spec.ranks:
             bound[f"predict_low_rank_{rank}"] = partial(emit_predict_low_rank, named, rank)
             if spec.foresees:
@@ -188,13 +196,13 @@ class Program:
                 bound[f"attend_project_{number}"] = partial(emit_attend_project, other)
                 bound[f"attend_output_{number}"] = partial(emit_attend_output, other)
         if spec.shares_neurons:
-            bound["add_shared_neurons"] = partial(emit_add_shared_neurons, step)
+            bound["add_shared_neurons"] = partial(emit_add_shared_neurons, neurons_of_step)
         if spec.has_other_chunks:
             bound["begin_step"] = partial(emit_begin_ffn, step)
             if spec.cutoff_rows:
                 bound["begin_cut_step"] = partial(emit_begin_cut_ffn, step)
-            bound["add_dense_step"] = partial(emit_add_dense, step)
-            if spec.side_ffn or spec.layer_input is not None:
+            bound["add_dense_step"] = partial(emit_add_dense, neurons_of_step)
+            if spec.multiplies_at_end:
                 bound["end_step"] = partial(emit_end_ffn, step)
             if spec.layer_input is not None:
                 bound["embed_layers_step"] = partial(emit_embed_layers, step)

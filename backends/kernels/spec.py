@@ -234,6 +234,10 @@ class KernelSpec:
     """Experts of a mixture, shared ones included; 0 where the model is none."""
     side_ffn: int = 0
     """Neurons of a dense FFN beside the experts; 0 without it."""
+    side_norms: bool = True
+    """Whether that has norms of its own."""
+    latent_experts: int = 0
+    """Elements that experts read and give; 0 where it is the residual stream's."""
     layer_input: LayerInputShape | None = None
     """Embeddings that layers have of their own, if there are some."""
     altup: AltUpShape | None = None
@@ -313,10 +317,22 @@ class KernelSpec:
         return (self.heads + own + gates) * self.head_dim
 
     @property
+    def neuron_width(self) -> int:
+        """Length of what neurons read and add to."""
+        return fill_groups(self.latent_experts) or self.hidden
+
+    def describe_neurons(self) -> KernelSpec:
+        """The spec of functions that know neurons and what these read, and nothing of the residual
+        stream: ``hidden`` is the neurons' width."""
+        if not self.latent_experts:
+            return self
+        return dataclasses.replace(self, hidden=self.neuron_width, latent_experts=0, norm_width=0)
+
+    @property
     def bundle(self) -> BundleLayout:
         """Layout of a neuron."""
         return lay_out_bundle(
-            self.hidden,
+            self.neuron_width,
             self.ffn,
             self.stride,
             gated=self.gated,
@@ -329,8 +345,9 @@ class KernelSpec:
     def describe_twins(self) -> KernelSpec:
         """The spec of functions that compute twins."""
         assert self.twin is not None
-        layout = lay_out_twin(self.bundle, self.twin)
-        return dataclasses.replace(self, ffn=self.twin, stride=layout.stride, scales="inline")
+        own = self.describe_neurons()
+        layout = lay_out_twin(own.bundle, self.twin)
+        return dataclasses.replace(own, ffn=self.twin, stride=layout.stride, scales="inline")
 
     @property
     def most_planes(self) -> int:
@@ -353,6 +370,11 @@ class KernelSpec:
         """Whether a function predicts for a layer to come and begins the present one: not where
         experts have to be known before, or gates have cutoffs."""
         return self.looks_ahead and not self.experts and not self.cutoff_rows
+
+    @property
+    def multiplies_at_end(self) -> bool:
+        """Whether an FFN ends with projections."""
+        return bool(self.side_ffn or self.latent_experts) or self.layer_input is not None
 
     @property
     def is_smooth(self) -> bool:

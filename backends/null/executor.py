@@ -172,8 +172,8 @@ class NullExecutor(ObservableExecutor):
     def share_input(
         self,
     ) -> tuple[F32, F32 | None]:
-        count, hidden = self._tokens[self._chunk], self._request.model.shape.stored_hidden
-        return np.zeros((count, hidden), np.float32), None
+        count, width = self._tokens[self._chunk], self._request.model.stored_neuron_width
+        return np.zeros((count, width), np.float32), None
 
     def add_sum(self, values: F32) -> None:
         pass

@@ -23,6 +23,7 @@ from pi2.backends.reference.states import States
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.rows import DividedRows, name_head
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.documents.model_experts import SideFfn
 from pi2.plan.documents.model_states import Mixer
 from pi2.plan.weights.bundles import join_scales, unpack_part
 from pi2.plan.weights.cutoffs import GATE_CUTOFF, count_cutoff_rows
@@ -68,6 +69,8 @@ class ReferenceExecutor(ObservableExecutor):
         self._cutoffs: F32 | None = None
         """Of the layer's gates [T, 1], where it has them."""
         self._u = self._x
+        self._v = self._x
+        """What neurons read: u, or what is made of it for experts of another width."""
         self._routes = self._x
         self._y = self._x
         self._squares = np.zeros(0, np.float32)
@@ -117,14 +120,14 @@ class ReferenceExecutor(ObservableExecutor):
 
     def select_chunk(self, number: int) -> None:
         self._others[self._chunk] = (
-            *(self._x, self._input, self._u, self._routes, self._y),
+            *(self._x, self._input, self._u, self._v, self._routes, self._y),
             *(self._squares, self._added, self._streams, self._cutoffs),
         )
         self._chunk = number
-        none = (np.zeros((0, self._model.shape.stored_hidden), np.float32),) * 6
+        none = (np.zeros((0, self._model.shape.stored_hidden), np.float32),) * 7
         others = (self._layer_inputs.make_none(), self._altup.make_none(), None)
         kept = self._others.get(number, (*none, *others))
-        self._x, self._input, self._u, self._routes, self._y, *rest = kept
+        self._x, self._input, self._u, self._v, self._routes, self._y, *rest = kept
         self._squares, self._added, self._streams, self._cutoffs = rest
         if self._observer is not None:
             self._observer.select_chunk(number)
@@ -285,7 +288,8 @@ class ReferenceExecutor(ObservableExecutor):
     def begin_ffn(self, layer: int) -> None:
         x = self._input if self._model.residual == "parallel" else self._x
         self._u = self._normalize_input(x, layer, "ffn_norm")
-        self._y = np.zeros_like(self._x)
+        self._v = self._read_experts(layer)
+        self._y = np.zeros_like(self._v)
         self._squares = np.zeros(len(self._x), np.float32)
         self._cutoffs = self._find_cutoffs(layer)
         moe, has_bias = self._model.moe, self._model.ffn.bias
@@ -298,6 +302,14 @@ class ReferenceExecutor(ObservableExecutor):
                 self._y += self._routers[layer].add_biases(self._routes)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
+
+    def _read_experts(self, layer: int) -> F32:
+        """What neurons read [T, neuron width], of what the FFN reads."""
+        width = self._model.stored_neuron_width
+        if self._model.moe is None or self._model.moe.latent is None:
+            return self._u
+        made = self._u @ self._layer(layer, "experts_in").T
+        return np.pad(made, ((0, 0), (0, width - made.shape[1])))
 
     def _find_cutoffs(self, layer: int) -> F32 | None:
         """Cutoffs of a layer's gates [T, 1]; None where it has none."""
@@ -323,12 +335,12 @@ class ReferenceExecutor(ObservableExecutor):
         return self._prediction.find_named(layer, threshold, self._get_input(), chosen)
 
     def _get_input(self) -> F32:
-        """What the FFN reads of the selected token [1, hidden]."""
-        return self._u[self._token : self._token + 1]
+        """What neurons read of the selected token [1, neuron width]."""
+        return self._v[self._token : self._token + 1]
 
     def score_low_rank(self, layer: int, expert: int, u: F32) -> F32:
         """Predictor scores [T, ffn] of the neurons of an expert (0 without experts) at inputs
-        ``u`` [T, hidden]."""
+        ``u`` [T, neuron width]."""
         return self._prediction.score(layer, expert, u)
 
     def read_scores(self) -> F32:
@@ -345,7 +357,7 @@ class ReferenceExecutor(ObservableExecutor):
         """Activations [T, n] of the neurons of ``bundles`` [n, .], which have their scales, for
         ``tokens``."""
         routes = None if self._model.moe is None else self._routes[tokens]
-        read, cutoffs = self._u[tokens], self._select_cutoffs(tokens)
+        read, cutoffs = self._v[tokens], self._select_cutoffs(tokens)
         return compute_activations(self._model, self._layout, read, bundles, routes, cutoffs)
 
     def _select_cutoffs(self, tokens: slice) -> F32 | None:
@@ -373,7 +385,7 @@ class ReferenceExecutor(ObservableExecutor):
         indices: I32 | None = None,
     ) -> Bits:
         bundles = self._join(layer, arena[slots], indices)
-        gates = self._u[self._token] @ unpack_part(bundles, self._layout, 0).T
+        gates = self._v[self._token] @ unpack_part(bundles, self._layout, 0).T
         return self._prediction.is_open(gates)
 
     def add_named_neurons(
@@ -417,7 +429,7 @@ class ReferenceExecutor(ObservableExecutor):
         bundles = own[indices - (self._request.neurons - len(own))]
         token = slice(self._token, self._token + 1)
         routes = None if self._model.moe is None else self._routes[token]
-        read, cutoffs = self._u[token], self._select_cutoffs(token)
+        read, cutoffs = self._v[token], self._select_cutoffs(token)
         active = compute_activations(self._model, layout, read, bundles, routes, cutoffs)
         self._active += int(np.count_nonzero(active))
         self._add(active, bundles, token, layout)
@@ -437,7 +449,7 @@ class ReferenceExecutor(ObservableExecutor):
         self._y[tokens] += multiply_down(layout or self._layout, active, bundles)
 
     def share_input(self) -> tuple[F32, F32 | None]:
-        return self._u, None if self._model.moe is None else self._routes
+        return self._v, None if self._model.moe is None else self._routes
 
     def add_sum(self, values: F32) -> None:
         self._y += values
@@ -449,9 +461,13 @@ class ReferenceExecutor(ObservableExecutor):
         if self._model.ffn.sub_norm:
             mean = self._squares / np.float32(self._model.layer_neurons)
             self._y = self._y / np.sqrt(mean + np.float32(self._model.norm.epsilon))[:, None]
-        if self._model.side_ffn is not None:
+        moe, side = self._model.moe, self._model.side_ffn
+        if moe is not None and moe.latent is not None:
+            self._y = self._y @ self._layer(layer, "experts_out").T
+        if side is not None and side.norms:
             self._y = self._normalize(self._y, name_layer_tensor(layer, "experts_output_norm"))
-            self._y = self._y + self._compute_side(layer)
+        if side is not None:
+            self._y = self._y + self._compute_side(layer, side)
         self._add_output(self._y, name_layer_tensor(layer, "ffn_output_norm"))
         if self._model.altup is not None:
             self._correct_streams(layer)
@@ -467,13 +483,18 @@ class ReferenceExecutor(ObservableExecutor):
         read = altup.scale_gate_input(layer, self._x)
         self._streams = self._streams + self._layer_inputs.mix(layer, read, self._added[layer])
 
-    def _compute_side(self, layer: int) -> F32:
-        """What the FFN beside the experts gives, normalised."""
-        u = self._normalize(self._x, name_layer_tensor(layer, "side_norm"))
-        gate, up = np.split(u @ self._layer(layer, "side_in").T, 2, axis=1)
-        value, down = activate(self._model, gate, up), self._layer(layer, "side_down")
+    def _compute_side(self, layer: int, side: SideFfn) -> F32:
+        """What the FFN beside the experts gives."""
+        u = self._u
+        if side.norms:
+            u = self._normalize(self._x, name_layer_tensor(layer, "side_norm"))
+        terms = np.split(u @ self._layer(layer, "side_in").T, 1 + self._model.ffn.gated, axis=1)
+        value = activate(self._model, terms[0], terms[1] if self._model.ffn.gated else None)
+        down = self._layer(layer, "side_down")
         padding = ((0, 0), (0, down.shape[1] - value.shape[1]))
         output = np.pad(value, padding) @ down.T
+        if not side.norms:
+            return np.asarray(output)
         return self._normalize(output, name_layer_tensor(layer, "side_output_norm"))
 
     def expect(self, end: int) -> None:

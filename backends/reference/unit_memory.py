@@ -37,7 +37,7 @@ def count_unit_memory(facts: UnitFacts) -> Need:
     if resolved.bundle.scales == "resident":
         stride = resolved.bundle.inline.stride
     tokens = count_chunk_tokens(resolved.plan)
-    inputs = results = tokens * model.shape.stored_hidden
+    inputs = results = tokens * model.stored_neuron_width
     for name, (count, length, _) in matrices.items():
         together = tokens if name.startswith("layers.") else min(tokens, LOGIT_ROWS)
         inputs, results = max(inputs, together * length), max(results, together * count)

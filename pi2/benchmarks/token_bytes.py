@@ -78,7 +78,7 @@ def count_dense_bytes(model: Model, *, position: float) -> TokenBytes:
     sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, None)}
     embedding = sizes.pop(EMBEDDING)
     head = embedding if model.tied_head else sizes.pop(HEAD)
-    part = vector_bytes(shape.stored_hidden, model.quantization.ffn)
+    part = vector_bytes(model.stored_neuron_width, model.quantization.ffn)
     return TokenBytes(
         attention=sum(sizes.values()) + embedding / shape.vocab,
         head=head,

@@ -54,22 +54,22 @@ def measure_sizes(
 ) -> Sizes:
     """Bytes of a layer: of its active experts, where it has experts.  ``gates_first``: a router's
     experts have their gates computed before their neurons, and again with these."""
-    shape, precision = model.shape, model.quantization
+    shape, precision, width = model.shape, model.quantization, model.stored_neuron_width
     active = model.active_experts
     projections = count_mixer_bytes(model) + count_state_traffic(model)
     neuron = bundle.neuron_bytes
     predictor = predictor_weights = 0
     if mode == "gate" or gates_first:
-        predictor = active * matrix_bytes(shape.ffn, shape.stored_hidden, precision.ffn)
-        predictor_weights = active * shape.ffn * shape.stored_hidden
+        predictor = active * matrix_bytes(shape.ffn, width, precision.ffn)
+        predictor_weights = active * shape.ffn * width
         if not gates_first:
             neuron -= neuron // len(bundle.parts)  # gates are known then
     elif mode == "low-rank" and model.predictor is not None:
         rank = model.predictor.rank
-        predictor = matrix_bytes(rank, shape.stored_hidden, precision.predictor)
+        predictor = matrix_bytes(rank, width, precision.predictor)
         predictor += matrix_bytes(shape.ffn, rank, precision.predictor)
         predictor *= active
-        predictor_weights = active * rank * (shape.stored_hidden + shape.ffn)
+        predictor_weights = active * rank * (width + shape.ffn)
     head = precision.embedding if model.tied_head else precision.head
     return Sizes(
         projections=projections,
@@ -79,12 +79,12 @@ def measure_sizes(
         experts=0 if model.moe is None else model.moe.experts,
         neuron=neuron,
         whole_neuron=bundle.neuron_bytes,
-        dense_neuron=len(bundle.parts) * weight_bytes(shape.stored_hidden, precision.ffn),
+        dense_neuron=len(bundle.parts) * weight_bytes(width, precision.ffn),
         stride=bundle.stride,
         head=matrix_bytes(shape.vocab, shape.stored_hidden, head),
         head_weights=shape.vocab * shape.stored_hidden,
         predictor_weights=predictor_weights,
-        neuron_weights=len(bundle.parts) * shape.stored_hidden,
+        neuron_weights=len(bundle.parts) * width,
         projection_weights=count_mixer_weights(model),
         hidden=shape.stored_hidden,
         is_gated=bundle.is_gated,

@@ -58,6 +58,7 @@ class DenseObserver(ExecutorObserver):
                 help="use the cpu or the reference backend: --set 'backends.cpu=\"reference\"'",
             )
         self._input: InputReader = executor
+        self._share_input = executor.share_input
         self._request = request
         self._observer = observer
         self._compute = compute or compute_activations
@@ -99,7 +100,7 @@ class DenseObserver(ExecutorObserver):
             self._observer(layer, self._read_input(), values, routing)
 
     def _read_input(self) -> F32:
-        return self._input.read_ffn_input()
+        return self._share_input()[0]
 
     def _find_computing(self) -> Bits:
         """Whether an expert computes a token [T, experts]."""

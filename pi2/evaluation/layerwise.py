@@ -96,10 +96,12 @@ class State:
     """What attention of the layer reads [T, hidden]."""
     u: F32
     """What the FFN reads [T, hidden]."""
+    v: F32
+    """What its neurons read [T, neuron width]."""
     routes: F32
     """Weights of experts [T, experts]."""
     y: F32
-    """The FFN's sum [T, hidden]."""
+    """The sum of its neurons [T, neuron width]."""
     squares: F32
     """Sums of the squares of the FFN's activations [T]."""
     added: F32
@@ -150,6 +152,7 @@ class _LayerExecutor(ReferenceExecutor):
             x=x,
             input=x,
             u=x,
+            v=x,
             routes=x,
             y=x,
             squares=x,
@@ -169,7 +172,7 @@ class _LayerExecutor(ReferenceExecutor):
     def add_piece(self, piece: NeuronPiece, state: State) -> State:
         """Add some neurons to the FFN's sum."""
         self._restore(state)
-        values = [self._u @ rows.T for rows in piece.rows]
+        values = [self._v @ rows.T for rows in piece.rows]
         if piece.biases:
             values = [value + bias for value, bias in zip(values, piece.biases, strict=True)]
         up = values[1] if len(values) > 1 else None
@@ -191,7 +194,8 @@ class _LayerExecutor(ReferenceExecutor):
         return self._normalize(self.join_streams(state.x, state.streams), FINAL_NORM)
 
     def _restore(self, state: State) -> None:
-        self._x, self._input, self._u, self._routes = state.x, state.input, state.u, state.routes
+        self._x, self._input, self._routes = state.x, state.input, state.routes
+        self._u, self._v = state.u, state.v
         self._y, self._squares, self._added = state.y, state.squares, state.added
         self._streams, self._cutoffs = state.streams, state.cutoffs
         if state.kept is not None:
@@ -203,6 +207,7 @@ class _LayerExecutor(ReferenceExecutor):
             x=self._x,
             input=self._input,
             u=self._u,
+            v=self._v,
             routes=self._routes,
             y=self._y,
             squares=self._squares,

@@ -388,7 +388,7 @@ class _Conversion:
         self, raw: Raw, source: SourceTensor, layer: int, part: Part
     ) -> tuple[Raw, Raw | None]:
         """Rows of a part of neurons, packed."""
-        precision, length = self._model.quantization.ffn, self._model.shape.stored_hidden
+        precision, length = self._model.quantization.ffn, self._model.stored_neuron_width
         if precision != "mxfp4":
             # The rows of gate and up meet the FFN's input; those of down do not.
             ffn_layer = None if part.name == "down" else layer

@@ -43,6 +43,8 @@ def find_dense_rows(
         name = fill_name(model.tensors.latent_out, layer)
         return [Rows(tensor=_turn_keys(tensors[name], model))]
     keys: tuple[str, ...] = _FUSED.get(kind, (kind,))
+    if kind == "side_in" and not model.ffn.gated:
+        keys = keys[1:]
     if kind in ("qkv", "qkv_bias") and not model.view_layer(layer).has_keys:
         keys = keys[:1]
     if kind in ("qkv", "qkv_bias") and model.attention.output_gate:

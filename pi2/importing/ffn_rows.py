@@ -92,5 +92,5 @@ def _take_part(
 
 
 def _make_zeros(model: Model, key: str, count: int) -> SourceTensor:
-    hidden = model.shape.hidden
+    hidden = model.neuron_width
     return make_zeros(hidden, count) if key == "down" else make_zeros(count, hidden)

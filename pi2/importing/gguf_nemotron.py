@@ -40,6 +40,8 @@ NEMOTRON_HYBRID_NAMES = {
     "blk.{layer}.ssm_d": f"{_MAMBA}.D",
     "blk.{layer}.ffn_gate_inp.weight": f"{_MIXER}.gate.weight",
     "blk.{layer}.exp_probs_b.bias": f"{_MIXER}.gate.e_score_correction_bias",
+    "blk.{layer}.ffn_latent_down.weight": f"{_MIXER}.fc1_latent_proj.weight",
+    "blk.{layer}.ffn_latent_up.weight": f"{_MIXER}.fc2_latent_proj.weight",
     "blk.{layer}.ffn_up_exps.weight": f"{_MIXER}.experts.{{expert}}.up_proj.weight",
     "blk.{layer}.ffn_down_exps.weight": f"{_MIXER}.experts.{{expert}}.down_proj.weight",
     "blk.{layer}.ffn_up_shexp.weight": f"{_MIXER}.shared_experts.up_proj.weight",
@@ -78,6 +80,8 @@ def read_nemotron_hybrid(
     if metadata.read("{arch}.expert_count", int, 0):
         shared = "{arch}.expert_shared_feed_forward_length"
         found["moe_shared_expert_intermediate_size"] = count(shared)
+        latent = metadata.read("{arch}.moe_latent_size", int, 0)
+        found |= {"moe_latent_size": latent} if latent else {}
     return found
 
 

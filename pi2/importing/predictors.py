@@ -162,7 +162,7 @@ def _find_expert(
     inner, outer, bias = tensors[inner_name], tensors[outer_name], tensors.get(bias_name)
     rank = inner.shape[0] if inner.shape else 0
     shapes: list[tuple[str, SourceTensor | None, tuple[int, ...]]] = [
-        ("predictor_in", inner, (max(rank, 1), shape.hidden)),
+        ("predictor_in", inner, (max(rank, 1), model.neuron_width)),
         ("predictor_out", outer, (shape.ffn, rank)),
         ("predictor_bias", bias, (shape.ffn,)),
     ]

@@ -224,12 +224,14 @@ def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
         needs["router_norm"] = (hidden,)
     if moe.expert_scale:
         needs["expert_scale"] = (moe.experts,)
+    if moe.latent is not None:
+        needs |= {"experts_in": (moe.latent, hidden), "experts_out": (hidden, moe.latent)}
     if model.side_ffn is not None:
         width = model.side_ffn.width
-        needs |= {"side_gate": (width, hidden), "side_up": (width, hidden)}
-        needs["side_down"] = (hidden, width)
+        needs |= {"side_gate": (width, hidden)} if model.ffn.gated else {}
+        needs |= {"side_up": (width, hidden), "side_down": (hidden, width)}
         norms = ("side_norm", "side_output_norm", "experts_output_norm")
-        needs |= dict.fromkeys(norms, (hidden,))
+        needs |= dict.fromkeys(norms if model.side_ffn.norms else (), (hidden,))
     shared = moe.shared_ffn or moe.shared_experts * model.shape.ffn
     if shared and model.tensors.fused_shared is not None:
         needs |= {"fused_shared": (2 * shared, hidden), "shared_down": (hidden, shared)}
@@ -243,7 +245,7 @@ def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
 
 def _list_experts(model: Model) -> dict[str, tuple[int, ...]]:
     """Shapes of an expert, or of the FFN of a layer without experts."""
-    hidden, ffn = model.shape.hidden, model.shape.ffn
+    hidden, ffn = model.neuron_width, model.shape.ffn
     sizes: dict[str, tuple[int, ...]] = {}
     for part in ("gate", "up") if model.ffn.gated else ("up",):
         source = name_ffn_source(model, part)

@@ -215,7 +215,7 @@ class Program:
         """Seconds of a neuron on the dense unit, beside the processor."""
         problem, rates = self._problem, self._problem.rates
         assert rates.dense is not None
-        hidden = problem.wish.model.shape.stored_hidden
+        hidden = problem.wish.model.stored_neuron_width
         # 4 bits, one scale for a row; main memory is shared with the processor.
         slow = 1.0
         if not rates.dense.has_memory:

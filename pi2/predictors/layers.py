@@ -113,7 +113,7 @@ def fit_experts(
 
 def choose_rank(samples: LayerSamples, resolved: ResolvedPlan, recipe: Recipe) -> int:
     """The rank at which a token's bytes weigh least: ranks grow while they become less."""
-    hidden, precision = resolved.model.shape.stored_hidden, resolved.model.quantization.predictor
+    hidden, precision = resolved.model.stored_neuron_width, resolved.model.quantization.predictor
     _, active = samples.read(slice(0, min(len(samples), 8192)))
     current = start_rank(float(active.mean()), measure_skew(active.sum(axis=0)), hidden)
     best, fewest = current, math.inf
@@ -131,7 +131,7 @@ def choose_rank(samples: LayerSamples, resolved: ResolvedPlan, recipe: Recipe) -
 def count_token_bytes(fit: Fit, resolved: ResolvedPlan, precision: Precision) -> float:
     """Bytes that a token takes from a layer, or from one of its experts: the predictor's, and those
     of the named neurons, of which the plan's share that is not in memory weighs more."""
-    hidden, neurons = resolved.model.shape.stored_hidden, resolved.model.shape.ffn
+    hidden, neurons = resolved.model.stored_neuron_width, resolved.model.shape.ffn
     rank = fit.weights.rank
     own = matrix_bytes(rank, hidden, precision) + matrix_bytes(neurons, rank, precision)
     segments = resolved.plan.memory.segments

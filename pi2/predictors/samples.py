@@ -51,7 +51,7 @@ class SampleRecorder:
 
     def make_room(self, model: Model, tokens: int) -> None:
         """Make the files for ``tokens`` tokens; what is never filled takes no disk."""
-        hidden, neurons = model.shape.stored_hidden, model.shape.ffn
+        hidden, neurons = model.stored_neuron_width, model.shape.ffn
         width = -(-neurons // 8)
         for layer in range(model.shape.layers):
             experts = []

@@ -101,5 +101,5 @@ def train_predictors(
 
 def count_workers(resolved: ResolvedPlan) -> int:
     """Layers that are trained side by side: the products of small ones keep one core busy."""
-    is_small = resolved.model.shape.stored_hidden * resolved.model.shape.ffn <= _SMALL_WEIGHTS
+    is_small = resolved.model.stored_neuron_width * resolved.model.shape.ffn <= _SMALL_WEIGHTS
     return max(1, os.cpu_count() or 1) if is_small else 1

@@ -187,7 +187,7 @@ def make_arena(model: Model, neurons: int) -> U8:
 def make_gate_rows(model: Model, layers: int) -> list[tuple[U8, F16]]:
     """Gates of ``layers`` layers, weights [neurons, weight_bytes] and scales [neurons, width / 32],
     all of them open for an input of ones."""
-    width, precision = model.shape.stored_hidden, model.quantization.ffn
+    width, precision = model.stored_neuron_width, model.quantization.ffn
     size = scale_bytes(width, precision) // 2
     found = []
     for _ in range(layers):

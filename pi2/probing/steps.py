@@ -123,7 +123,7 @@ class Steps:
                 executor.begin_ffn(0)
             executor.add_dense(0, pieces[index % VARIANTS])
 
-        operations = 2.0 * 3 * neurons * self._model.shape.stored_hidden * tokens
+        operations = 2.0 * 3 * neurons * self._model.stored_neuron_width * tokens
         size = neurons * self._used_bytes
         return Step(kernel="dense", size=tokens, read_bytes=size, operations=operations, run=run)
 

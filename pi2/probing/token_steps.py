@@ -118,7 +118,8 @@ class TokenSteps:
             self._state("attend", sizes.context, context),
         ]
         if self._variety.has_gates:
-            facts.append(self._state("predict-gate", ffn, matrix_bytes(ffn, width, precision.ffn)))
+            gates = matrix_bytes(ffn, self._model.stored_neuron_width, precision.ffn)
+            facts.append(self._state("predict-gate", ffn, gates))
             # Gates are known: up and down are read.
             part = 2 * self._used_bytes // 3
             facts += [self._state("gather-open", n, n * part) for n in sizes.gathered]

@@ -120,7 +120,7 @@ def record_activations(
                 help="use --largest 0.5 to count the larger half of a token's neurons as active",
             )
         shape = request.model.shape
-        width = shape.stored_hidden if chosen.moments else 0
+        width = request.model.stored_neuron_width if chosen.moments else 0
         counts = Counts.make(shape.layers, request.neurons, chosen.samples, width)
         counter = ActivationCounter(counts, chosen.largest)
         return DenseObserver(executor, request, counter)

@@ -326,7 +326,7 @@ class Manifest(Table):
         if self.layers != model.shape.layers:
             raise ValueError(f"{self.layers} layer files for {model.shape.layers} layers")
         bundle = self.bundle
-        if (bundle.hidden, bundle.precision) != (model.shape.stored_hidden, model.quantization.ffn):
+        if (bundle.hidden, bundle.precision) != (model.stored_neuron_width, model.quantization.ffn):
             raise ValueError("the bundles do not fit the model's shape or precision")
         ranks = None if self.predictor is None else self.predictor.rank
         if ranks is not None and len(ranks) != model.shape.layers:

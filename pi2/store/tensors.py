@@ -133,7 +133,7 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
         if ranks is not None:
             rank, kind, neurons = ranks[layer], precision.predictor, model.layer_neurons
             rows = rank * model.expert_count
-            tensors.append(_quantized(name("predictor_in"), kind, rows, shape.stored_hidden))
+            tensors.append(_quantized(name("predictor_in"), kind, rows, model.stored_neuron_width))
             tensors.append(_quantized(name("predictor_out"), kind, neurons, rank))
             tensors.append(_vector(name("predictor_bias"), neurons))
     tensors.append(_vector(FINAL_NORM, shape.stored_hidden))

@@ -113,8 +113,8 @@ def add_twin(
 
 def _check_neurons(store: NeuronStore, precision: TwinPrecision) -> None:
     """UserError P105 if neurons like those of ``store`` can have no twin of ``precision``."""
-    shape = store.manifest.describe_model().shape
-    problem = find_twin_obstacle(store.bundle, shape.hidden, precision)
+    width = store.manifest.describe_model().neuron_width
+    problem = find_twin_obstacle(store.bundle, width, precision)
     if problem is not None:
         raise UserError.of(
             "P105",

@@ -53,6 +53,8 @@ def write_nemotron(file: Path, config: dict[str, Any], weights: dict[str, F32]) 
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_group_count(config["n_group"])
+        if config["moe_latent_size"]:
+            writer.add_moe_latent_size(config["moe_latent_size"])
     for key in ("bos", "eos"):
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
     experts: dict[str, list[F32]] = {}
@@ -96,7 +98,7 @@ def change_tensor(config: dict[str, Any], name: str, values: F32) -> tuple[str, 
     return name, values
 
 
-@pytest.mark.parametrize("name", ["nemotron-h", "nemotron-h-moe"])
+@pytest.mark.parametrize("name", ["nemotron-h", "nemotron-h-moe", "nemotron-h-latent"])
 def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path, name: str) -> None:
     checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
     config, weights = read_checkpoint(checkpoint)

@@ -93,5 +93,6 @@ def _list_unknown_layers(model: Model) -> list[str]:
         named['moe.router_input = "stream"'] = moe.router_input == "stream"
         named["moe.expert_scale"] = moe.expert_scale
         named["moe.shared_factor"] = moe.shared_factor != 1.0
+        named["moe.latent"] = moe.latent is not None
         named["side_ffn"] = model.side_ffn is not None
     return [f"does not know {name}" for name, is_there in named.items() if is_there]

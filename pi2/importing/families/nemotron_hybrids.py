@@ -55,8 +55,6 @@ def describe_nemotron_h(config: Config) -> Tables:
 
 def _add_experts(config: Config, tables: Tables, dense: list[int]) -> None:
     """Experts without gates; ``dense``: layers that have one FFN instead."""
-    if config.has("moe_latent_size"):
-        raise config.refuse("moe_latent_size is stated: experts would read another width")
     ffn, size = config.read("moe_intermediate_size", int), tables["shape"]["ffn"]
     shared = config.read("moe_shared_expert_intermediate_size", int)
     if ffn < 1 or shared < 1:
@@ -65,14 +63,23 @@ def _add_experts(config: Config, tables: Tables, dense: list[int]) -> None:
     tables["moe"] = {
         "experts": config.read_first(("n_routed_experts", "num_local_experts"), int),
         "active_experts": config.read("num_experts_per_tok", int),
-        "shared_experts": -(-shared // ffn),
         "scaling": config.read("routed_scaling_factor", float, 1.0),
     }
-    tables["moe"] |= {"shared_ffn": shared} if shared % ffn else {}
     add_sigmoids(config, tables, 1, 1)
-    add_dense_layers(tables, size, dense)
     names = name_experts(f"{LAYER}.mlp", shared=SHARED.rpartition(".")[2])
-    tables["tensors"] |= {key: name for key, name in names.items() if "gate_proj" not in name}
+    names = {key: name for key, name in names.items() if "gate_proj" not in name}
+    if config.has("moe_latent_size"):
+        if dense:
+            raise config.refuse("moe_latent_size is stated, and blocks that are no mixture")
+        tables["moe"]["latent"] = config.read("moe_latent_size", int)
+        tables["side_ffn"] = {"width": shared, "norms": False}
+        for part in ("up", "down"):
+            names[f"side_{part}"] = names.pop(f"shared_{part}")
+    else:
+        tables["moe"]["shared_experts"] = -(-shared // ffn)
+        tables["moe"] |= {"shared_ffn": shared} if shared % ffn else {}
+        add_dense_layers(tables, size, dense)
+    tables["tensors"] |= names
 
 
 FAMILIES = {"nemotron_h": describe_nemotron_h}

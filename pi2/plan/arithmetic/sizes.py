@@ -249,18 +249,18 @@ def _need_predictor(resolved: ResolvedPlan) -> Need:
     nothing.
     """
     plan, model = resolved.plan, resolved.model
-    shape = model.shape
+    shape, width = model.shape, model.stored_neuron_width
     if plan.decode.predictor == "gate":
         precision = model.quantization.ffn
-        layer = align_bytes(model.layer_neurons * weight_bytes(shape.stored_hidden, precision))
-        layer += align_bytes(model.layer_neurons * scale_bytes(shape.stored_hidden, precision))
+        layer = align_bytes(model.layer_neurons * weight_bytes(width, precision))
+        layer += align_bytes(model.layer_neurons * scale_bytes(width, precision))
         for there in (model.ffn.bias, model.moe is not None):
             layer += align_bytes(4 * model.layer_neurons) if there else 0
         count = len(resolved.named_layers)
         return Need(count * layer, f"gate rows of {count} layers of {approximate_bytes(layer)}")
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
         precision, rank = model.quantization.predictor, model.predictor.rank
-        layer = align_bytes(matrix_bytes(rank, shape.stored_hidden, precision))
+        layer = align_bytes(matrix_bytes(rank, width, precision))
         layer += align_bytes(matrix_bytes(shape.ffn, rank, precision)) + align_bytes(4 * shape.ffn)
         if model.moe is not None and 4 * shape.ffn % ALIGNMENT:
             layer += align_bytes(4 * shape.ffn)

@@ -297,6 +297,18 @@ class Model(Document):
         return self.shape.ffn * self.active_experts
 
     @property
+    def neuron_width(self) -> int:
+        """Elements of what neurons read and add to: those of the residual stream, but for experts
+        that have a width of their own."""
+        latent = None if self.moe is None else self.moe.latent
+        return self.shape.hidden if latent is None else latent
+
+    @property
+    def stored_neuron_width(self) -> int:
+        """Length of a neuron's vectors in stores and backends: zeros fill it up."""
+        return fill_groups(self.neuron_width)
+
+    @property
     def is_smooth(self) -> bool:
         """Whether no activation is ever exactly zero."""
         return self.ffn.activation in SMOOTH_ACTIVATIONS
@@ -390,7 +402,7 @@ class Model(Document):
         if self.quantization.ffn == "mxfp4":
             scales = "resident"
         return lay_out_bundle(
-            self.shape.stored_hidden,
+            self.stored_neuron_width,
             self.quantization.ffn,
             stride,
             gated=ffn.gated,

@@ -59,6 +59,10 @@ class Moe(Table):
     experts, as many as it takes, which then compute every token."""
     dense_ffn: Count | None = Field(default=None, examples=[10944])
     """Neurons of the FFN of ``dense_layers``."""
+    latent: Annotated[int, Field(ge=1, le=2**20)] | None = Field(default=None, examples=[1024])
+    """Width of what experts read and give, where it is not that of the residual stream: a
+    projection makes it of the FFN's input, and another one brings what they give back (Nemotron
+    3).  What is shared is a ``side_ffn`` then."""
 
     def has_router(self, layer: int) -> bool:
         """Whether a router chooses among the experts of ``layer``."""
@@ -83,12 +87,14 @@ class Moe(Table):
 
 
 class SideFfn(Table):
-    """A dense FFN beside the experts of every layer (Gemma 4): it has a norm of its own before it,
-    what it and the experts give is normalised apart, and added.
+    """A dense FFN beside the experts of every layer: what it and the experts give is added.
 
     It is kept with the weights of attention, in their precision, and computes every token.  The
-    activation is that of ``ffn``.
+    activation is that of ``ffn``, and so is whether neurons have gates.
     """
 
     width: Annotated[int, Field(ge=1, le=2**22, examples=[2112])]
     """Neurons."""
+    norms: bool = True
+    """Whether it has a norm of its own before it, and what it and the experts give is normalised
+    apart (Gemma 4); else it reads what the router reads (Nemotron 3)."""

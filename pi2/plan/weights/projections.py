@@ -55,11 +55,16 @@ def list_projection_vectors(model: Model) -> Mapping[str, int]:
 
 
 def list_side_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
-    """Rows and length of the matrices of an FFN beside a layer's experts; none without it."""
-    side, hidden = model.side_ffn, model.shape.stored_hidden
-    if side is None:
-        return {}
-    return {"side_in": (2 * side.width, hidden), "side_down": (hidden, fill_groups(side.width))}
+    """Rows and length of the matrices of an FFN beside a layer's experts, and of those that lead to
+    experts of another width and back; none without them."""
+    side, hidden, found = model.side_ffn, model.shape.stored_hidden, dict[str, tuple[int, int]]()
+    if side is not None:
+        found["side_in"] = ((1 + model.ffn.gated) * side.width, hidden)
+        found["side_down"] = (hidden, fill_groups(side.width))
+    if model.moe is not None and model.moe.latent is not None:
+        found["experts_in"] = (model.moe.latent, hidden)
+        found["experts_out"] = (hidden, fill_groups(model.moe.latent))
+    return found
 
 
 def list_layer_input_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
@@ -132,7 +137,7 @@ def list_routing_vectors(model: Model) -> Mapping[str, int]:
         found["router_norm"] = hidden
     if moe is not None and moe.expert_scale:
         found["expert_scale"] = moe.experts
-    if model.side_ffn is not None:
+    if model.side_ffn is not None and model.side_ffn.norms:
         norms = ("side_norm", "side_output_norm", "experts_output_norm")
         found |= dict.fromkeys(norms, hidden)
     return found

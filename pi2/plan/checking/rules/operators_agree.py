@@ -5,7 +5,8 @@ window need its width; layers that are named must exist; shared experts with bia
 stored, and norms of outputs have none; what weights shared experts needs some; experts fall into
 groups of equal size; latent attention has norms, biases and heads of its own; layers that share
 keys and values need an earlier one that is like them; several residual streams go with embeddings
-of layers, and cutoffs of gates are stated for each layer; a norm of activations is that of one FFN
+of layers, and cutoffs of gates are stated for each layer; experts of another width than the
+residual stream's have what they share beside them; a norm of activations is that of one FFN
 without biases.
 
 Example: ``activation = "drelu"`` with ``gated = false``.
@@ -69,6 +70,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     yield from _check_altup(model)
     yield from _check_cutoffs(model)
     yield from _check_side_ffn(model)
+    yield from _check_latent_experts(model)
     yield from _check_activation(model)
     yield from _check_mixture(model)
     if model.quantization.ffn == "mxfp4" and model.shape.ffn % GROUP:
@@ -206,14 +208,32 @@ def _check_side_ffn(model: Model) -> Iterator[Finding]:
         return
     reasons = {
         "experts beside it, a table [moe]": model.moe is not None,
-        "norms of outputs, norm.outputs = true": model.norm.outputs,
+        "norms of outputs, norm.outputs = true, or norms = false": model.norm.outputs
+        or not model.side_ffn.norms,
+        "norms of its own, where norm.outputs = true": model.side_ffn.norms
+        or not model.norm.outputs,
         "experts in every layer, no moe.dense_layers": model.moe is None
         or not (model.moe.dense_layers or model.moe.router == "none"),
-        "neurons with gates and without biases": model.ffn.gated and not model.ffn.bias,
+        "neurons without biases": not model.ffn.bias,
         "a sequential residual with the factor 1": model.residual == "sequential"
         and model.multipliers.residual == 1.0,
     }
     yield from _list_missing(("side_ffn",), "an FFN beside experts needs", reasons)
+
+
+def _check_latent_experts(model: Model) -> Iterator[Finding]:
+    """Look for what experts of another width than the residual stream's need."""
+    moe = model.moe
+    if moe is None or moe.latent is None:
+        return
+    reasons = {
+        "experts in every layer, no dense_layers": not moe.dense_layers and moe.router != "none",
+        "what is shared in a table [side_ffn], no shared_experts": not moe.shared_experts,
+        "neurons without biases": not model.ffn.bias,
+        "no norms of outputs": not model.norm.outputs,
+        "no embeddings of layers": model.layer_embedding is None,
+    }
+    yield from _list_missing(("moe", "latent"), "experts of another width need", reasons)
 
 
 def _check_activation(model: Model) -> Iterator[Finding]:

@@ -42,7 +42,7 @@ def check(facts: Facts) -> Iterator[Finding]:
             ),
         )
         return
-    problem = find_twin_obstacle(resolved.bundle, facts.model.shape.hidden, plan.twin.precision)
+    problem = find_twin_obstacle(resolved.bundle, facts.model.neuron_width, plan.twin.precision)
     if problem is None and resolved.has_whole_unit:
         problem = f"`{resolved.sparse_unit}` has the whole model"
     if problem is not None:
