@@ -83,7 +83,7 @@ def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
         def find(kind: str, is_there: bool, layer: int = layer) -> F32 | None:
             return read(name_layer_tensor(layer, kind)) if is_there else None
 
-        mixed = moe.has_router(layer)
+        mixed = model.has_router(layer)
         routers.append(
             Router(
                 moe=moe,
@@ -97,7 +97,7 @@ def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
                 shared=find("shared_router", mixed and moe.shared_gate),
                 down_biases=find("down_bias", model.ffn.bias),
                 experts=model.expert_count,
-                dense_experts=0 if mixed else moe.count_unrouted(layer, model.shape.ffn),
+                dense_experts=0 if mixed else model.count_unrouted(layer),
             )
         )
     return routers

@@ -190,13 +190,14 @@ def draw_nemotron_h(draw: random.Random) -> Options:
     options = draw_common(draw)
     ffn = draw.choice([["mlp"], ["moe"], ["mlp", "moe"]])
     state, attention = "linear_attention", "full_attention"
-    mixers = [[state], [attention], [state, attention], [state, state]]
     blocks: list[str] = []
     for _ in range(options.pop("num_hidden_layers")):
-        blocks += [*draw.choice(mixers), draw.choice(ffn)]
+        blocks += [*draw.choices([state, state, attention], k=draw.choice([0, 1, 1, 2, 3]))]
+        blocks.append(draw.choice(ffn))
+    blocks += draw.choice([[], [], [state], [attention, state]])
     groups, experts = draw.choice([1, 1, 2]), draw.randint(2, 8)
     size = draw.choice([8, 12, 24])
-    latent = draw.choice([None, 12, 40]) if ffn == ["moe"] else None
+    latent = draw.choice([None, 12, 40])
     return options | {
         "moe_latent_size": latent,
         "layers_block_type": blocks,

@@ -795,6 +795,26 @@ MODELS: dict[str, tuple[str, Options]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "nemotron-h-blocks": (
+        "NemotronH",
+        {
+            "layers_block_type": [
+                *("full_attention", "linear_attention", "full_attention", "mlp", "moe"),
+                *("linear_attention", "linear_attention", "linear_attention", "moe"),
+                "linear_attention",
+            ],
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "intermediate_size": 44,
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 20,
+            "moe_latent_size": 12,
+            "moe_shared_expert_intermediate_size": 36,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {

@@ -19,7 +19,7 @@ from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
 from pi2.backends.rope import RopeTables, compute_growth
 from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import fill_groups, round_up
-from pi2.plan.weights.tensor_names import name_layer_tensor
+from pi2.plan.weights.tensor_names import name_layer_tensor, name_mixer_norm
 
 _WEIGHTS = {
     "norm": "attention_norm",
@@ -103,8 +103,8 @@ class Attention:
                 continue
             self._shapes.append(shapes.index(find_attention_shape(model, layer)))
             names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
-            if self._mixers[layer][0] != "attention":
-                names["norm"] = name_layer_tensor(layer, "inner_norm")
+            number = self._mixers[layer].index("attention")
+            names["norm"] = name_layer_tensor(layer, name_mixer_norm(number))
             turned = tables[model.find_turn(layer)]
             own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
             own |= space.wrap_own_rows("output", names["output"], spec.other_output)

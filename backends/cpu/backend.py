@@ -41,9 +41,11 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute of a plan."""
-    if facts.resolved.divided_rows is not None and facts.resolved.model.state_layers:
-        return ["cannot divide projections and the head of a model whose layers keep a state"]
     rows, model = facts.resolved.divided_rows, facts.resolved.model
+    if rows is not None and model.state_layers:
+        return ["cannot divide projections and the head of a model whose layers keep a state"]
+    if rows is not None and model.uneven_layers:
+        return ["cannot divide projections and the head of a model with layers without attention"]
     limits = []
     if rows is not None and rows.output and model.norm.outputs:
         limits.append("cannot divide projections whose results are normalised (norm.outputs)")

@@ -80,9 +80,9 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
         activations += (chunk + 1) * (own + 4 * state.rows + 8 * state.value_heads)
     if model.side_ffn is not None:
-        each = fill_groups(model.side_ffn.width)
+        each = fill_groups(model.side_width)
         own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
-        activations += (chunk + 1) * (own + 8 * model.side_ffn.width + 4 * shape.stored_hidden)
+        activations += (chunk + 1) * (own + 8 * model.side_width + 4 * shape.stored_hidden)
     activations += (chunk + 1) * _count_latent_experts(plan, model)
     if model.ffn.sub_norm:
         activations += 4 * chunk + ALIGNMENT
@@ -141,7 +141,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         activations += chunk % 2 * inputs
         length = shape.stored_hidden + queries
         length += 0 if state is None else state.stored_width
-        length += 0 if model.side_ffn is None else fill_groups(model.side_ffn.width)
+        length += 0 if model.side_ffn is None else fill_groups(model.side_width)
         length += 0 if not _count_latent_experts(plan, model) else model.stored_neuron_width
         length += 0 if latent is None else fill_groups(latent.query_rank or 0)
         length += 0 if model.layer_embedding is None else model.layer_embedding.stored_width

@@ -76,7 +76,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         or _routes_by_input(model)
         or model.altup is not None,
         experts=0 if model.moe is None else model.expert_count,
-        side_ffn=0 if model.side_ffn is None else model.side_ffn.width,
+        side_ffn=model.side_width,
         side_norms=model.side_ffn is None or model.side_ffn.norms,
         latent_experts=0 if model.moe is None else model.moe.latent or 0,
         layer_input=_describe_layer_input(model),

@@ -12,7 +12,11 @@ from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.states import StateShape, list_state_tensors
-from pi2.plan.weights.tensor_names import name_layer_tensor, name_state_tensor
+from pi2.plan.weights.tensor_names import (
+    name_layer_tensor,
+    name_mixer_norm,
+    name_state_tensor,
+)
 
 
 class States:
@@ -70,7 +74,7 @@ class States:
 def _name_tensors(layer: int, number: int, kinds: Sequence[str]) -> dict[str, str]:
     """Return the names of a mixer's tensors, by the kernels' names for them."""
     return {kind: name_state_tensor(layer, number, kind) for kind in kinds} | {
-        "norm": name_layer_tensor(layer, "inner_norm" if number else "attention_norm"),
+        "norm": name_layer_tensor(layer, name_mixer_norm(number)),
         "norm_bias": name_layer_tensor(layer, "attention_norm_bias"),
         "output_norm": name_layer_tensor(layer, "attention_output_norm"),
     }

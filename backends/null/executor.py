@@ -83,8 +83,8 @@ class NullExecutor(ObservableExecutor):
         if self._moe is not None:
             first, self._experts = self._moe.experts, []
             shared = np.arange(first, first + self._moe.shared_experts)
-            if not self._moe.has_router(layer):
-                count = self._moe.count_unrouted(layer, self._request.model.shape.ffn)
+            if not self._request.model.has_router(layer):
+                count = self._request.model.count_unrouted(layer)
                 self._experts = [np.arange(count, dtype=np.int32)] * self._request.step_tokens
                 return
             for _ in range(min(self._tokens[self._chunk], self._request.step_tokens)):

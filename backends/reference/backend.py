@@ -51,6 +51,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
     model = facts.resolved.model
     if facts.resolved.divided_rows is not None and model.state_layers:
         return ["cannot divide projections and the head of a model whose layers keep a state"]
+    if facts.resolved.divided_rows is not None and model.uneven_layers:
+        return ["cannot divide projections and the head of a model with layers without attention"]
     limits = []
     if facts.resolved.divided_rows is not None and model.other_heads is not None:
         limits.append("cannot divide projections of layers whose heads differ (other_heads)")

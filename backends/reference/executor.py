@@ -37,6 +37,7 @@ from pi2.plan.weights.tensor_names import (
     LAYER_EMBEDDING,
     POSITIONS,
     name_layer_tensor,
+    name_mixer_norm,
     name_state_tensor,
 )
 
@@ -176,7 +177,7 @@ class ReferenceExecutor(ObservableExecutor):
         for number, mixer in enumerate(self._model.list_mixers(layer)):
             self._mixer, self._number = mixer, number
             if number:
-                self._read = self._normalize_input(self._x, layer, "inner_norm")
+                self._read = self._normalize_input(self._x, layer, name_mixer_norm(number))
             self.project(layer)
             self.mix(layer, position)
             self.project_output(layer)
@@ -200,8 +201,10 @@ class ReferenceExecutor(ObservableExecutor):
         if self._model.altup is not None:
             self._x, self._streams = self._altup.predict(layer, self._x, self._streams)
         self._input = self._x
-        self._mixer, self._number = self._model.list_mixers(layer)[0], 0
-        self._read = self._normalize_input(self._x, layer, "attention_norm")
+        mixers = self._model.list_mixers(layer)
+        if mixers:
+            self._mixer, self._number = mixers[0], 0
+            self._read = self._normalize_input(self._x, layer, "attention_norm")
         return self._read
 
     def project(self, layer: int) -> None:

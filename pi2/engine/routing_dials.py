@@ -61,6 +61,7 @@ class RoutingDials:
         assert model.moe is not None
         self._settings = experts
         self._moe = model.moe
+        self._routed = frozenset(filter(model.has_router, range(model.shape.layers)))
         self._routers = routers
         self._has_twins = has_twins
         self._read_best = experts.list_read_best(model.shape.layers)
@@ -80,7 +81,7 @@ class RoutingDials:
         ``begun`` how many of these are being read for it.  Return the experts of each token whose
         twins are to compute; empty where there are none.
         """
-        if not self._moe.has_router(layer):
+        if layer not in self._routed:
             return []
         by_twins = []
         own, there = routes[:, : self._moe.experts], there[: self._moe.experts]
@@ -153,7 +154,7 @@ def make_dials(
         return None
     routers = None
     if experts.prefer_cached:
-        layers = filter(model.moe.has_router, range(model.shape.layers))
+        layers = filter(model.has_router, range(model.shape.layers))
         routers = {layer: _read_router(model, tensors, layer) for layer in layers}
     return RoutingDials(experts, model, routers, has_twins=has_twins)
 

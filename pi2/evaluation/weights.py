@@ -22,7 +22,7 @@ from pi2.importing.state_rows import find_state_rows, read_state_vector
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
 from pi2.plan.weights.rounding import dequantize
-from pi2.plan.weights.tensor_names import STATE_PREFIXES
+from pi2.plan.weights.tensor_names import is_state_kind
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import list_tensors
 
@@ -106,9 +106,9 @@ class CheckpointWeights:
         parts = name.split(".")
         kind, layer = (parts[2], int(parts[1])) if len(parts) == 3 else (name, 0)
         tensors, model = self._checkpoint.tensors, self._model
-        if kind.startswith(STATE_PREFIXES) and self._stored[name].precision == "fp32":
+        if is_state_kind(kind) and self._stored[name].precision == "fp32":
             return read_state_vector(tensors, model, kind, layer)[0]
-        find = find_state_rows if kind.startswith(STATE_PREFIXES) else find_dense_rows
+        find = find_state_rows if is_state_kind(kind) else find_dense_rows
         sources = find(tensors, model, kind, layer)
         if len(sources[0].tensor.shape) == 1:
             offset = self._model.norm.weight_offset if name.endswith("_norm") else 0.0

@@ -1,8 +1,9 @@
 """Checkpoints whose layers are single blocks: Nemotron-H has attention, Mamba-2 or an FFN in each.
 
-A block is normalised, mixed and added to the residual stream alone, so that a block or two that mix
-tokens and the FFN that follows them are a layer as all other models have it.  Tensors are renamed
-by these layers; `describe_layers` says what they are.
+A block is normalised, mixed and added to the residual stream alone, so that blocks that mix tokens
+and the FFN that follows them are a layer.  A layer may have no mixer, where FFNs follow each other,
+and no FFN, at the end of the model or where attention comes a second time.  Tensors are renamed by
+these layers; `describe_layers` says what they are.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ _KINDS = {
     "E": "moe",
 }
 """Kinds of blocks by their names in configurations, old and new, and in patterns."""
-_MIXERS = (("mamba",), ("attention",), ("mamba", "attention"), ("mamba", "mamba"))
-"""What may mix the tokens of a layer."""
 _OWNERS = {"mamba": "mamba.{mixer}", "attention": "self_attn", "mlp": "mlp", "moe": "mlp"}
 _FIXED = (("backbone.embeddings.", "model.embed_tokens."), ("backbone.norm_f.", "model.norm."))
 _NUMBERED = re.compile(r"(backbone\.layers\.\d{1,9}\.(?:mixer|norm)\.)(.+)")
@@ -42,7 +41,7 @@ class Layer:
     first: int
     """Number of the first block; the others follow it."""
     ffn: str
-    """``mlp`` or ``moe``."""
+    """``mlp`` or ``moe``; nothing where there is none."""
 
 
 def describe_layers(config: Mapping[str, Any]) -> list[Layer] | str:
@@ -58,24 +57,18 @@ def describe_layers(config: Mapping[str, Any]) -> list[Layer] | str:
     return _group(kinds)
 
 
-def _group(kinds: Sequence[str]) -> list[Layer] | str:
-    layers, first = [], 0
+def _group(kinds: Sequence[str]) -> list[Layer]:
+    layers, mixers, first = [], list[str](), 0
     for number, kind in enumerate(kinds):
-        if kind not in ("mlp", "moe"):
+        if kind in ("mlp", "moe"):
+            layers.append(Layer(tuple(mixers), first, kind))
+            mixers, first = [], number + 1
             continue
-        mixers = tuple(kinds[first:number])
-        if mixers not in _MIXERS:
-            return _refuse(first, kinds[first : number + 1])
-        layers.append(Layer(mixers, first, kind))
-        first = number + 1
-    return _refuse(first, kinds[first:]) if first < len(kinds) else layers
-
-
-def _refuse(first: int, kinds: Sequence[str]) -> str:
-    return (
-        f"the blocks from {first} on ({', '.join(kinds)}) are no layer that pi2 computes, which is "
-        "Mamba-2, attention, or Mamba-2 and one of both, and then an FFN"
-    )
+        if kind == "attention" and kind in mixers:
+            layers.append(Layer(tuple(mixers), first, ""))
+            mixers, first = [], number
+        mixers.append(kind)
+    return [*layers, Layer(tuple(mixers), first, "")] if mixers else layers
 
 
 def list_beginnings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -88,8 +81,12 @@ def list_beginnings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     found = list(_FIXED)
     for number, layer in enumerate(layers):
-        norms = ("input_layernorm", "inner_layernorm")[: len(layer.mixers)]
-        parts = zip((*layer.mixers, layer.ffn), (*norms, "post_attention_layernorm"), strict=True)
+        norms = [
+            f"inner_layernorm.{n}" if n else "input_layernorm" for n in range(len(layer.mixers))
+        ]
+        parts = list(zip(layer.mixers, norms, strict=True))
+        if layer.ffn:
+            parts.append((layer.ffn, "post_attention_layernorm"))
         for block, (kind, norm) in enumerate(parts, start=layer.first):
             old, new = f"backbone.layers.{block}", f"model.layers.{number}"
             owner = _OWNERS[kind].format(mixer=block - layer.first)

@@ -44,7 +44,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import assemble_bundles
 from pi2.plan.weights.layout import GROUP, BundleLayout, Part, ScalesPlace, round_up
 from pi2.plan.weights.rounding import dequantize, quantize
-from pi2.plan.weights.tensor_names import STATE_PREFIXES
+from pi2.plan.weights.tensor_names import is_state_kind
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
@@ -195,9 +195,9 @@ class _Conversion:
         tensors, model = self._source.tensors, self._model
         if kind.startswith("predictor_"):
             return list_files([] if self._predictors is None else self._predictors[layer])
-        if kind.startswith(STATE_PREFIXES) and tensor.precision == "fp32":
+        if is_state_kind(kind) and tensor.precision == "fp32":
             return list_files(list_vector_sources(tensors, model, kind, layer))
-        if kind.startswith(STATE_PREFIXES):
+        if is_state_kind(kind):
             return list_files(find_state_rows(tensors, model, kind, layer))
         return list_files(find_dense_rows(tensors, model, kind, layer))
 
@@ -232,7 +232,7 @@ class _Conversion:
         kind, layer = _split_name(tensor)
         if kind.startswith("predictor_"):
             return self._quantize_predictors(tensor, layer, kind)
-        if kind.startswith(STATE_PREFIXES):
+        if is_state_kind(kind):
             return self._quantize_state(tensor, layer, kind, pool)
         sources = find_dense_rows(self._source.tensors, self._model, kind, layer)
         return self._quantize_rows(tensor, sources, pool)

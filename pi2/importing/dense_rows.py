@@ -15,7 +15,8 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.virtual_tensor import make_ones, make_zeros
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.cutoffs import GATE_CUTOFF
-from pi2.plan.weights.tensor_names import STREAM_IN, STREAM_OUT
+from pi2.plan.weights.projections import list_side_matrices
+from pi2.plan.weights.tensor_names import STREAM_IN, STREAM_OUT, split_mixer_kind
 
 _FUSED = {
     "qkv": ("query", "key", "value"),
@@ -42,6 +43,14 @@ def find_dense_rows(
     if latent is not None and kind == "latent_key":
         name = fill_name(model.tensors.latent_out, layer)
         return [Rows(tensor=_turn_keys(tensors[name], model))]
+    if kind == "ffn_norm" and layer in model.ffn.absent_layers:
+        return [Rows(tensor=make_ones(model.shape.hidden))]
+    own, mixer = split_mixer_kind(kind)
+    if own == "inner_norm":
+        return [Rows(tensor=tensors[fill_name(model.tensors.inner_norm, layer, mixer=mixer)])]
+    beside = list_side_matrices(model)
+    if kind in beside and not model.has_router(layer):
+        return _find_beside(tensors, model, kind, layer, beside[kind])
     keys: tuple[str, ...] = _FUSED.get(kind, (kind,))
     if kind == "side_in" and not model.ffn.gated:
         keys = keys[1:]
@@ -58,7 +67,34 @@ def find_dense_rows(
     if keys[-1] == "query_gate_bias" and model.tensors.query_gate is not None:
         found = [find_rows(tensors, model, key, layer) for key in keys[:-1]]
         return [*found, Rows(tensor=make_zeros(model.shape.query))]
-    return [find_rows(tensors, model, key, layer) for key in keys]
+    found = [find_rows(tensors, model, key, layer) for key in keys]
+    if kind == "side_in":
+        assert model.side_ffn is not None
+        return [_fill_side(rows.tensor, model, model.side_ffn.width) for rows in found]
+    return found
+
+
+def _find_beside(
+    tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int, size: tuple[int, int]
+) -> list[Rows]:
+    """Rows of a matrix beside the experts of a layer that has none of these: its FFN, if it has
+    one, or zeros."""
+    moe = model.moe
+    assert moe is not None
+    names = {"side_in": ("dense_gate", "dense_up"), "side_down": ("dense_down",)}.get(kind, ())
+    if not names or layer in model.ffn.absent_layers:
+        return [Rows(tensor=make_zeros(*size))]
+    wanted = names if model.ffn.gated else names[-1:]
+    sources = [tensors[fill_name(getattr(model.tensors, name), layer)] for name in wanted]
+    if kind == "side_down":
+        return [Rows(tensor=source) for source in sources]
+    return [_fill_side(source, model, moe.dense_ffn or 0) for source in sources]
+
+
+def _fill_side(source: SourceTensor, model: Model, count: int) -> Rows:
+    """``count`` gates or ups of an FFN beside experts, and zeros up to what stores keep."""
+    missing = model.side_width - count
+    return Rows(tensor=source, index=np.arange(count) if missing else None, missing=missing)
 
 
 def _find_streams(tensors: Mapping[str, SourceTensor], model: Model, kind: str) -> list[Rows]:

@@ -41,7 +41,11 @@ def find_ffn_rows(
     """Rows of a part of an FFN, one of `FFN_KEYS`, in a checkpoint that was checked; of ``down``
     the columns."""
     ffn, moe, names = model.shape.ffn, model.moe, model.tensors
-    if moe is not None and not moe.has_router(layer):
+    if layer in model.ffn.absent_layers or (
+        moe is not None and moe.latent is not None and not model.has_router(layer)
+    ):
+        return Rows(tensor=_make_zeros(model, key, ffn))
+    if moe is not None and not model.has_router(layer):
         source = fill_name(getattr(names, f"dense_{key}"), layer)
         return _take_part(tensors[source], model, key, moe.find_dense_width(layer, ffn), expert)
     if moe is not None and expert >= moe.experts + moe.shared_experts:
@@ -93,4 +97,6 @@ def _take_part(
 
 def _make_zeros(model: Model, key: str, count: int) -> SourceTensor:
     hidden = model.neuron_width
+    if key.endswith("_bias"):
+        return make_zeros(hidden if key == "down_bias" else count)
     return make_zeros(hidden, count) if key == "down" else make_zeros(count, hidden)

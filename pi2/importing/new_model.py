@@ -88,7 +88,7 @@ def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> New
 def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
     """Whether the checkpoint's neurons, but for layers that are no mixture, are MXFP4."""
     moe, layers = model.moe, range(model.shape.layers)
-    layer = next((layer for layer in layers if moe is None or moe.has_router(layer)), None)
+    layer = next((layer for layer in layers if moe is None or model.has_router(layer)), None)
     if layer is None:
         return False
     keys = [name_ffn_source(model, part) for part in ("up", "down")]

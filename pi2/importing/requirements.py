@@ -42,14 +42,18 @@ def list_requirements(model: Model) -> Iterator[Requirement]:
     for layer in range(model.shape.layers):
         # Parallel residuals may share a norm, and experts share all but their own: asked for once.
         asked = set()
-        needed = norms_of_layers | _list_ffn(model, layer)
-        mixers = model.list_mixers(layer)
+        needed, mixers = norms_of_layers.copy(), model.list_mixers(layer)
+        if layer in model.ffn.absent_layers:
+            needed.pop("ffn_norm", None)
+        else:
+            needed |= _list_ffn(model, layer)
         if "attention" in mixers:
             needed |= _list_attention(model, layer)
-        if layer in model.double_layers:
-            needed["inner_norm"] = (hidden,)
+        if not mixers:
+            needed.pop("attention_norm", None)
         for number, mixer in enumerate(mixers):
-            for key, size in states.items() if mixer != "attention" else ():
+            own = states if mixer != "attention" else {}
+            for key, size in (own | ({"inner_norm": (hidden,)} if number else {})).items():
                 yield _require(model, key, size, layer, mixer=number)
         for key, size in needed.items():
             for expert in range(_count_named(model, key)):
@@ -212,7 +216,7 @@ def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     if moe is None:
         return _list_experts(model)
     needs: dict[str, tuple[int, ...]] = {}
-    if not moe.has_router(layer):
+    if not model.has_router(layer):
         width = moe.find_dense_width(layer, model.shape.ffn)
         needs |= {"dense_gate": (width, hidden)} if model.ffn.gated else {}
         return needs | {"dense_up": (width, hidden), "dense_down": (hidden, width)}

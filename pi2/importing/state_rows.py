@@ -15,7 +15,7 @@ from pi2.importing.rows import Rows, fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.states import StateShape, describe_state
-from pi2.plan.weights.tensor_names import split_state_kind
+from pi2.plan.weights.tensor_names import split_mixer_kind
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes in the checkpoint by key of ``model.tensors``."""
@@ -53,7 +53,7 @@ def find_state_rows(
     """Rows of a matrix of the store, ``state_in``, ``state_gates`` or ``state_output``, and of
     ``state_in_bias``, one after the other; ``inner_state_in`` is that of the layer's second mixer,
     and so on."""
-    kind, mixer = split_state_kind(kind)
+    kind, mixer = split_mixer_kind(kind)
 
     def take(key: str, index: I64 | None = None) -> Rows:
         name = fill_name(getattr(model.tensors, key), layer, mixer=mixer)
@@ -108,7 +108,7 @@ def read_state_vector(
 ) -> tuple[F32, SourceTensor]:
     """A float32 tensor [rows, length] of the store, and where it comes from."""
     shape = _describe(model)
-    kind, mixer = split_state_kind(kind)
+    kind, mixer = split_mixer_kind(kind)
     tensor = tensors[fill_name(getattr(model.tensors, kind), layer, mixer=mixer)]
     is_rate = isinstance(tensor, RateLogarithms)
     values = tensor.source.read() if isinstance(tensor, RateLogarithms) else tensor.read()
@@ -133,7 +133,7 @@ def list_vector_sources(
     tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int
 ) -> list[SourceTensor]:
     """What `read_state_vector` reads."""
-    kind, mixer = split_state_kind(kind)
+    kind, mixer = split_mixer_kind(kind)
     keys = [kind]
     if kind == "state_step" and _has_step_bias(model):
         keys.append("state_in_bias")

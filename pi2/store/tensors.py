@@ -31,6 +31,7 @@ from pi2.plan.weights.tensor_names import (
     LAYER_PROJECTION_NORM,
     POSITIONS,
     name_layer_tensor,
+    name_mixer_norm,
     name_state_tensor,
 )
 
@@ -80,13 +81,11 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
         def name(kind: str, layer: int = layer) -> str:
             return name_layer_tensor(layer, kind)
 
-        if model.norm.inputs:
-            tensors.append(_vector(name("attention_norm"), shape.stored_hidden))
-        if model.norm.inputs and model.norm.bias:
-            tensors.append(_vector(name("attention_norm_bias"), shape.stored_hidden))
         for number, mixer in enumerate(model.list_mixers(layer)):
-            if number:
-                tensors.append(_vector(name("inner_norm"), shape.stored_hidden))
+            if model.norm.inputs:
+                tensors.append(_vector(name(name_mixer_norm(number)), shape.stored_hidden))
+            if model.norm.inputs and model.norm.bias:
+                tensors.append(_vector(name("attention_norm_bias"), shape.stored_hidden))
             if state is not None and mixer != "attention":
                 tensors += _list_state(model, state, layer, number)
             else:
@@ -114,7 +113,7 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
         if layer in cutoffs:
             own = find_cutoff_precision(model)
             tensors.append(_quantized(name(GATE_CUTOFF), own, *cutoffs[layer]))
-        if model.moe is not None and model.moe.has_router(layer):
+        if model.moe is not None and model.has_router(layer):
             rows, length = model.moe.experts, shape.stored_hidden
             tensors.append(
                 DenseTensor(name=name("router"), precision="fp32", rows=rows, length=length)

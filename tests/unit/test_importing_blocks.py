@@ -46,12 +46,26 @@ def test_the_blocks_of_nemotron_nano_9b_v2_are_25_layers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("M-MMM-", [(("mamba",), 0, "mlp"), (("mamba",) * 3, 2, "mlp")]),
+        ("M-*ME", [(("mamba",), 0, "mlp"), (("attention", "mamba"), 2, "moe")]),
+        ("M--", [(("mamba",), 0, "mlp"), ((), 2, "mlp")]),
+        ("M-M", [(("mamba",), 0, "mlp"), (("mamba",), 2, "")]),
+        ("*M*-", [(("attention", "mamba"), 0, ""), (("attention",), 2, "mlp")]),
+    ],
+)
+def test_any_order_of_blocks_is_some_layers(
+    pattern: str, expected: list[tuple[tuple[str, ...], int, str]]
+) -> None:
+    assert describe_layers({"hybrid_override_pattern": pattern}) == [
+        Layer(*own) for own in expected
+    ]
+
+
+@pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("M-MMM-", r"blocks from 2 on \(mamba, mamba, mamba, mlp\) are no layer"),
-        ("M-*ME", r"blocks from 2 on \(attention, mamba, moe\)"),
-        ("M--", r"blocks from 2 on \(mlp\)"),
-        ("M-M", r"blocks from 2 on \(mamba\)"),
         ("M-X", "'X' in layers_block_type is no kind of block"),
         ("", "does not state layers_block_type"),
         ([["M"]], "is no kind of block"),

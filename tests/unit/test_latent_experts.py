@@ -96,7 +96,7 @@ def test_a_gpu_does_not_have_such_a_model_alone(plan: Path) -> None:
     ("before", "after", "words"),
     [
         ("[moe]\n", "[moe]\nshared_experts = 1\n", "what is shared in a table"),
-        ("[moe]\n", "[moe]\ndense_layers = [0]\ndense_ffn = 20\n", "experts in every layer"),
+        ("[moe]\n", '[moe]\nrouter = "none"\n', "a router"),
         ("norms = false", "norms = true", "norms of outputs, norm.outputs = true, or"),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_goes_with_them_is_checked(
     plan: Path, tmp_path: Path, before: str, after: str, words: str
 ) -> None:
     document = (plan.parent / "golden.model.toml").read_text()
-    for line in ("shared_experts = 0\n", "dense_layers = []\n"):
+    for line in ("shared_experts = 0\n", 'router = "sigmoid"\n'):
         document = document.replace(line, "")
     assert document.count(before) == 1
     (tmp_path / "golden.model.toml").write_text(document.replace(before, after))

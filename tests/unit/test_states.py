@@ -31,9 +31,9 @@ from tests.helpers.goldens import (
     read_golden,
 )
 
-NAMES = ("qwen3-next", "granite-hybrid", "lfm2", "nemotron-h-moe")
-"""A golden model of every kind of state, and one with layers that have attention, too, or two
-states."""
+NAMES = ("qwen3-next", "granite-hybrid", "lfm2", "nemotron-h-moe", "nemotron-h-blocks")
+"""A golden model of every kind of state, one with layers that have attention, too, or two states,
+and one with layers that have three, no mixer, or no FFN."""
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -17,8 +17,7 @@ from pi2.plan.weights.tensor_names import (
     HEAD,
     HEAD_BIAS,
     POSITIONS,
-    STATE_PREFIXES,
-    split_state_kind,
+    split_mixer_kind,
 )
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import TensorPieces
@@ -73,9 +72,8 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
         # All alike: what a token adds to the stream decides what fires.
         return _quantize(tensor, lambda _, count: np.zeros((count, tensor.length), np.float32))
     _, number, kind = tensor.name.split(".")
-    layer, inner = int(number), 0
-    if kind.startswith(STATE_PREFIXES):
-        kind, inner = split_state_kind(kind)
+    layer = int(number)
+    kind, inner = split_mixer_kind(kind)
     match kind:
         case (
             "attention_norm"
@@ -106,7 +104,7 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             return [(np.zeros((tensor.rows, tensor.length), np.float32), None)]
         case "sinks" | "router_bias" | "choice_bias":
             return [(np.zeros((1, tensor.length), np.float32), None)]
-        case "state_in" | "state_output" | "side_in" | "side_down":
+        case "state_in" | "state_output" | "side_in" | "side_down" | "experts_in" | "experts_out":
             return _draw_projection(blueprint, tensor, layer, kind, inner * _INNER_STREAMS)
         case "state_gates":
             key = blueprint.key(ATTENTION, layer, 3 + inner * _INNER_STREAMS)

@@ -59,8 +59,10 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
     limits += list_unknown_weights(model)
     if not limits and resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
-    if model.double_layers:
-        limits.append("computes one mixer for each layer, not two")
+    if model.uneven_layers:
+        limits.append("computes one mixer for each layer, not two and not none")
+    if model.ffn.absent_layers:
+        limits.append("computes an FFN in every layer")
     limits += _list_unknown_layers(model)
     each = 4 if plan.kv.type == "int8" else 2
     if list_kept_vectors(model)[2] % each:

@@ -17,7 +17,7 @@ from pi2.importing.families.states import add_mamba
 
 
 def describe_nemotron_h(config: Config) -> Tables:
-    """Blocks as layers of one or two mixers and an FFN; no positions are turned."""
+    """Blocks as layers of some mixers and an FFN; no positions are turned."""
     layers = describe_layers(config.values)
     if isinstance(layers, str):
         raise config.refuse(layers)
@@ -29,7 +29,9 @@ def describe_nemotron_h(config: Config) -> Tables:
     tables = describe_decoder(config.change(own))
     tables["rope"] = {"kind": "none"}
     tables["ffn"] |= {"gated": False, "bias": config.read("mlp_bias", bool, False)}
-    tables["layers"] = {"kinds": ["+".join(layer.mixers) for layer in layers]}
+    tables["layers"] = {"kinds": ["+".join(layer.mixers) or "none" for layer in layers]}
+    absent = [number for number, layer in enumerate(layers) if not layer.ffn]
+    tables["ffn"] |= {"absent_layers": absent} if absent else {}
     heads, head_dim = config.read("mamba_num_heads", int), config.read("mamba_head_dim", int)
     sizes = {
         "mamba_n_heads": heads,
@@ -48,7 +50,7 @@ def describe_nemotron_h(config: Config) -> Tables:
         "down": f"{LAYER}.mlp.down_proj.weight",
     }
     dense = [number for number, layer in enumerate(layers) if layer.ffn == "mlp"]
-    if len(dense) < len(layers):
+    if any(layer.ffn == "moe" for layer in layers):
         _add_experts(config, tables, dense)
     return tables
 
@@ -69,8 +71,6 @@ def _add_experts(config: Config, tables: Tables, dense: list[int]) -> None:
     names = name_experts(f"{LAYER}.mlp", shared=SHARED.rpartition(".")[2])
     names = {key: name for key, name in names.items() if "gate_proj" not in name}
     if config.has("moe_latent_size"):
-        if dense:
-            raise config.refuse("moe_latent_size is stated, and blocks that are no mixture")
         tables["moe"]["latent"] = config.read("moe_latent_size", int)
         tables["side_ffn"] = {"width": shared, "norms": False}
         for part in ("up", "down"):
@@ -78,7 +78,7 @@ def _add_experts(config: Config, tables: Tables, dense: list[int]) -> None:
     else:
         tables["moe"]["shared_experts"] = -(-shared // ffn)
         tables["moe"] |= {"shared_ffn": shared} if shared % ffn else {}
-        add_dense_layers(tables, size, dense)
+    add_dense_layers(tables, size, dense)
     tables["tensors"] |= names
 
 

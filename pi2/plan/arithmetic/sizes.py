@@ -166,16 +166,16 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     embeddings, L d x L P of their projection, two matrices of d x P and d floats in each layer; for
     residual streams 2 (n - 1) d x d, and in each layer two matrices of d x LAuReL's rank and a few
     vectors; where gates have a cutoff, (1 + min(f, d)) x d; of layers with a state, what
-    `pi2.plan.weights.states` lists instead of qkv and output, or beside them and another norm of d
-    floats; final norm d floats; learned positions of 2 d bytes for each token of the model's
-    context; head V x d if untied, and V floats of its bias; per layer f rows of resident scales.
-    Every tensor is rounded up to 64 bytes.
+    `pi2.plan.weights.states` lists instead of qkv and output, or beside them, and a norm of d
+    floats for each mixer; final norm d floats; learned positions of 2 d bytes for each token of the
+    model's context; head V x d if untied, and V floats of its bias; per layer f rows of resident
+    scales.  Every tensor is rounded up to 64 bytes.
     """
     plan, model = resolved.plan, resolved.model
     shape, precision = model.shape, model.quantization
     norm = align_bytes(4 * shape.stored_hidden)
     norms = 1 + model.norm.bias
-    layer = 2 * norm * norms * model.norm.inputs
+    layer = norm * norms * model.norm.inputs
     if model.ffn.bias:
         layer += align_bytes(4 * shape.stored_hidden * model.expert_count)
     routers = 0
@@ -186,7 +186,7 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
         router += align_bytes(4 * model.moe.experts) * (
             model.moe.router_bias + model.moe.choice_bias
         )
-        routers = router * sum(map(model.moe.has_router, range(shape.layers)))
+        routers = router * sum(map(model.has_router, range(shape.layers)))
     layer += sum(align_bytes(4 * length) for length in list_routing_vectors(model).values())
     layer += count_side_bytes(model)
     layer += 2 * norm * model.norm.outputs + ALIGNMENT * model.layer_scale
@@ -204,7 +204,8 @@ def _need_attention(resolved: ResolvedPlan) -> Need:
     scales = shape.layers * align_bytes(model.layer_neurons * resolved.bundle.scales_stride)
     mixers = count_projection_bytes(model)
     mixers += len(model.states) * count_state_tensor_bytes(model)
-    mixers += len(model.double_layers) * norm + routers
+    count = sum(len(model.list_mixers(layer)) for layer in range(shape.layers))
+    mixers += count * norm * norms * model.norm.inputs + routers
     mixers += count_stream_bytes(model) + count_cutoff_bytes(model)
     total = embedding + positions + shape.layers * layer + mixers + norm * norms + head + scales
     total += own_embeddings

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import Field
 
-from pi2.plan.documents.common import Count, Document, FilePath, Identifier, Origin, Share, Table
+from pi2.plan.documents.common import (
+    Count,
+    Document,
+    FilePath,
+    Identifier,
+    LayerNumber,
+    Origin,
+    Share,
+    Table,
+)
 from pi2.plan.documents.model_attention import (
     Attention,
     OtherHeads,
@@ -116,6 +125,8 @@ class Ffn(Table):
     """Whether neurons have a gate."""
     bias: bool = False
     """Whether gate, up and down have biases."""
+    absent_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[51]])
+    """Layers that have no FFN; stores keep zeros for them, which add nothing."""
     sub_norm: bool = False
     """Whether the activations of all neurons go through an RMSNorm before they are multiplied with
     down vectors (BitNet)."""
@@ -281,7 +292,7 @@ class Model(Document):
         if self.moe is None:
             return 1
         mixed = self.moe.experts + self.moe.shared_experts
-        return max(mixed, self.moe.count_dense(self.shape.ffn))
+        return max(mixed, self._count_dense())
 
     @property
     def active_experts(self) -> int:
@@ -289,7 +300,12 @@ class Model(Document):
         if self.moe is None:
             return 1
         mixed = self.moe.active_experts + self.moe.shared_experts
-        return max(mixed, self.moe.count_dense(self.shape.ffn))
+        return max(mixed, self._count_dense())
+
+    def _count_dense(self) -> int:
+        """Experts that it takes to hold the FFN of a dense layer."""
+        moe = self.moe
+        return 0 if moe is None or moe.latent is not None else moe.count_dense(self.shape.ffn)
 
     @property
     def token_neurons(self) -> int:
@@ -358,9 +374,8 @@ class Model(Document):
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """Layers that keep a state, instead or beside, or two of them."""
-        layers = range(self.shape.layers)
-        return tuple(layer for layer in layers if self.find_kind(layer) != "attention")
+        """Layers that keep a state, instead or beside, or several of them."""
+        return tuple(dict.fromkeys(layer for layer, _ in self.states))
 
     @property
     def states(self) -> tuple[tuple[int, int], ...]:
@@ -373,10 +388,10 @@ class Model(Document):
         )
 
     @property
-    def double_layers(self) -> tuple[int, ...]:
-        """Layers that have two mixers."""
+    def uneven_layers(self) -> tuple[int, ...]:
+        """Layers that have no mixer, or several."""
         layers = range(self.shape.layers)
-        return tuple(layer for layer in layers if len(self.list_mixers(layer)) > 1)
+        return tuple(layer for layer in layers if len(self.list_mixers(layer)) != 1)
 
     def find_kind(self, layer: int) -> LayerKind:
         """What mixes the tokens of ``layer``."""
@@ -385,13 +400,32 @@ class Model(Document):
 
     def list_mixers(self, layer: int) -> tuple[Mixer, ...]:
         """What mixes the tokens of ``layer``, in this order."""
-        match self.find_kind(layer):
-            case "mamba+attention":
-                return "mamba", "attention"
-            case "mamba+mamba":
-                return "mamba", "mamba"
-            case kind:
-                return (kind,)
+        kind = self.find_kind(layer)
+        return () if kind == "none" else tuple(cast(Mixer, part) for part in kind.split("+"))
+
+    def has_router(self, layer: int) -> bool:
+        """Whether a router chooses among the experts of ``layer``."""
+        if self.moe is None or layer in self.ffn.absent_layers:
+            return False
+        return self.moe.has_router(layer)
+
+    def count_unrouted(self, layer: int) -> int:
+        """Experts that compute every token in a ``layer`` of a mixture that has no router: those
+        that hold its FFN, if it has one and that is not kept beside experts."""
+        assert self.moe is not None and not self.has_router(layer)
+        if layer in self.ffn.absent_layers or self.moe.latent is not None:
+            return 0
+        return self.moe.count_unrouted(layer, self.shape.ffn)
+
+    @property
+    def side_width(self) -> int:
+        """Neurons that stores keep beside a layer's experts: zeros fill up those of layers that
+        have fewer.  What experts of another width than the residual stream's have beside them is,
+        in dense layers, the layer's FFN."""
+        width = 0 if self.side_ffn is None else self.side_ffn.width
+        if self.moe is None or self.moe.latent is None:
+            return width
+        return max(width, self.moe.dense_ffn or 0)
 
     def lay_out_bundle(
         self, stride: int | None = None, scales: ScalesPlace = "inline"

@@ -12,9 +12,13 @@ Mixer = Literal["attention", "delta", "mamba", "convolution"]
 """What mixes tokens: softmax attention, a gated delta rule (Gated DeltaNet), Mamba-2, or a short
 gated convolution."""
 
-LayerKind = Literal["attention", "delta", "mamba", "convolution", "mamba+attention", "mamba+mamba"]
-"""What mixes the tokens of a layer; ``mamba+attention`` and ``mamba+mamba``: one after the other,
-each with a norm of its own and added to the residual stream (Nemotron-H)."""
+_MIXER = "(attention|delta|mamba|convolution)"
+
+LayerKind = Annotated[
+    str, Field(pattern=rf"^(none|{_MIXER}(\+{_MIXER}){{0,63}})$", examples=["mamba+attention"])
+]
+"""What mixes the tokens of a layer: a mixer, several with ``+`` between them, one after the other,
+each with a norm of its own and added to the residual stream (Nemotron-H), or ``none``."""
 
 StepLimit = Annotated[float, Field(ge=0.0, examples=[0.001])]
 """A limit of step sizes."""
@@ -29,7 +33,8 @@ class LayerKinds(Table):
     """One kind for every layer, the first first. ``delta``, ``mamba`` and ``convolution`` keep a
     state of fixed size for each sequence instead of keys and values; a model has at most one of
     them beside ``attention``. Layers of the kind ``mamba+attention`` have both, Mamba-2 first;
-    those of the kind ``mamba+mamba`` have two of Mamba-2, each with its own weights and state."""
+    those of the kind ``mamba+mamba+mamba`` have three of Mamba-2, each with its own weights and
+    state; those of the kind ``none`` have an FFN alone. No layer has attention twice."""
 
 
 class Recurrence(Table):

@@ -74,9 +74,9 @@ class Tensors(Table):
     """Norm of what keys and values are made of [rank]."""
     latent_out: str = "model.layers.{layer}.self_attn.kv_b_proj.weight"
     """Projection from that to keys and values, head by head [heads x (plain + head_dim), rank]."""
-    inner_norm: str = "model.layers.{layer}.inner_layernorm.weight"
-    """Norm before the second mixer in layers of the kinds ``mamba+attention`` and ``mamba+mamba``
-    [hidden], whose ``attention_norm`` is that before the first."""
+    inner_norm: str = "model.layers.{layer}.inner_layernorm.{mixer}.weight"
+    """Norm before another mixer than the first in layers that have several [hidden];
+    ``attention_norm`` is that before the first."""
     attention_norm_bias: str = "model.layers.{layer}.input_layernorm.bias"
     """Bias of the norm before attention."""
     layer_scale: str = "model.layers.{layer}.layer_scalar"
@@ -208,7 +208,7 @@ class Tensors(Table):
     """Router of the shared experts [1, hidden]."""
     state_in: str = "model.layers.{layer}.linear_attn.in_proj_qkv.weight"
     """Projection into a layer with a state: ``state_order`` says what its rows are. In this name
-    and those that follow, ``{mixer}`` is the number of the mixer in its layer, 0 or 1."""
+    and those that follow, ``{mixer}`` is the number of the mixer in its layer, from 0 on."""
     state_order: Literal["separate", "grouped", "mamba", "convolution"] = "separate"
     """``separate``: queries, keys and values in ``state_in``, their gates in ``state_gate``, and
     input gates and decays in ``state_beta`` and ``state_alpha``; ``grouped``: for every key head

@@ -59,8 +59,8 @@ def list_side_matrices(model: Model) -> Mapping[str, tuple[int, int]]:
     experts of another width and back; none without them."""
     side, hidden, found = model.side_ffn, model.shape.stored_hidden, dict[str, tuple[int, int]]()
     if side is not None:
-        found["side_in"] = ((1 + model.ffn.gated) * side.width, hidden)
-        found["side_down"] = (hidden, fill_groups(side.width))
+        found["side_in"] = ((1 + model.ffn.gated) * model.side_width, hidden)
+        found["side_down"] = (hidden, fill_groups(model.side_width))
     if model.moe is not None and model.moe.latent is not None:
         found["experts_in"] = (model.moe.latent, hidden)
         found["experts_out"] = (hidden, fill_groups(model.moe.latent))

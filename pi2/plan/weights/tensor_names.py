@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 EMBEDDING = "embedding"
 HEAD = "head"
 HEAD_BIAS = "head_bias"
@@ -52,8 +54,8 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     hidden], ``predictor_out`` [experts ffn, rank] and ``predictor_bias`` [1, experts ffn] are those
     of expert 0, 1, ... one after the other, each in stored order. Layers with a state have what
     `pi2.plan.weights.states.list_state_tensors` lists instead of ``qkv``, ``output`` and theirs;
-    layers with two mixers have what each of them needs, and ``inner_norm`` float32 [1, hidden]
-    before the second; `name_state_tensor` tells two states apart.
+    layers with several mixers have what each of them needs, and ``inner_norm`` float32 [1, hidden]
+    before the second, and so on; `name_state_tensor` tells states apart.
 
     With latent attention ``qkv`` has the rows of queries, or of what they are made of, then of what
     keys and values are made of, then of the rotated key.  ``latent_query_norm`` and ``latent_norm``
@@ -68,20 +70,35 @@ def name_layer_tensor(layer: int, kind: str) -> str:
     return f"layers.{layer}.{kind}"
 
 
-STATE_PREFIXES = ("state_", "inner_state_")
-"""Beginnings of kinds of tensors that belong to states, by the number of the mixer."""
+def name_mixer_norm(mixer: int) -> str:
+    """Kind of the tensor that is the norm before mixer number ``mixer`` of a layer."""
+    return "attention_norm" if mixer == 0 else f"{_name_inner(mixer)}norm"
 
 
 def name_state_tensor(layer: int, mixer: int, kind: str) -> str:
     """Name of the tensor ``kind`` of a state, which begins with ``state_``; ``mixer``: number of
     the mixer in its layer."""
-    return name_layer_tensor(layer, STATE_PREFIXES[mixer] + kind.removeprefix(STATE_PREFIXES[0]))
+    return name_layer_tensor(layer, kind if mixer == 0 else _name_inner(mixer) + kind)
 
 
-def split_state_kind(kind: str) -> tuple[str, int]:
-    """What `name_state_tensor` made ``kind`` of: a kind that begins with ``state_``, and the number
-    of the mixer."""
-    inner = STATE_PREFIXES[1]
-    if kind.startswith(inner):
-        return STATE_PREFIXES[0] + kind.removeprefix(inner), 1
-    return kind, 0
+def _name_inner(mixer: int) -> str:
+    """How kinds of tensors begin that belong to mixer number ``mixer``, which is not the first."""
+    return "inner_" if mixer == 1 else f"inner_{mixer}_"
+
+
+_INNER = re.compile(r"inner_(?:([0-9]+)_)?(norm|state_.+)")
+
+
+def split_mixer_kind(kind: str) -> tuple[str, int]:
+    """What `name_state_tensor` or `name_mixer_norm` made ``kind`` of: a kind that begins with
+    ``state_``, or ``inner_norm``, and the number of the mixer; others as they are, with 0."""
+    found = _INNER.fullmatch(kind)
+    if found is None:
+        return kind, 0
+    own = "inner_norm" if found[2] == "norm" else found[2]
+    return own, int(found[1] or 1)
+
+
+def is_state_kind(kind: str) -> bool:
+    """Whether a tensor of this kind belongs to a state."""
+    return split_mixer_kind(kind)[0].startswith("state_")

@@ -2,7 +2,8 @@
 
 Why: every layer has a kind; states of one kind have one shape, so that there is at most one kind
 beside attention; value heads share the keys of key heads evenly, and norms divide the output
-evenly; between two mixers of a layer there is one norm and nothing else.
+evenly; between two mixers of a layer there is one norm and nothing else, and none has attention
+twice.
 
 Example: ``kinds = ["delta", "attention"]`` without a table ``[recurrence]``.
 
@@ -64,9 +65,16 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _check_double(model: Model) -> Iterator[Finding]:
-    """Of two mixers in a layer, what comes between them is one norm of weights."""
-    if not model.double_layers:
+    """Of several mixers in a layer, what comes between them is one norm of weights."""
+    if not model.uneven_layers:
         return
+    twice = [n for n in model.uneven_layers if model.list_mixers(n).count("attention") > 1]
+    if twice:
+        yield _find(
+            ("layers", "kinds"),
+            f"layer {twice[0]} has attention twice, and room for one layer's keys and values",
+            "make two layers of it, the first of them without FFN (ffn.absent_layers)",
+        )
     norm, moe = model.norm, model.moe
     wrong = {
         ("norm", "inputs"): not norm.inputs,
@@ -79,8 +87,8 @@ def _check_double(model: Model) -> Iterator[Finding]:
         if is_wrong:
             yield _find(
                 path,
-                f"{'.'.join(path)} has another value than its default, which layers with two "
-                "mixers cannot be computed with",
+                f"{'.'.join(path)} has another value than its default, which layers with several "
+                "mixers, or none, cannot be computed with",
                 "remove it, or state one mixer for each layer",
             )
 

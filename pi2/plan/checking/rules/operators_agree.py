@@ -71,6 +71,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     yield from _check_cutoffs(model)
     yield from _check_side_ffn(model)
     yield from _check_latent_experts(model)
+    yield from _check_absent(model)
     yield from _check_activation(model)
     yield from _check_mixture(model)
     if model.quantization.ffn == "mxfp4" and model.shape.ffn % GROUP:
@@ -213,6 +214,7 @@ def _check_side_ffn(model: Model) -> Iterator[Finding]:
         "norms of its own, where norm.outputs = true": model.side_ffn.norms
         or not model.norm.outputs,
         "experts in every layer, no moe.dense_layers": model.moe is None
+        or model.moe.latent is not None
         or not (model.moe.dense_layers or model.moe.router == "none"),
         "neurons without biases": not model.ffn.bias,
         "a sequential residual with the factor 1": model.residual == "sequential"
@@ -221,13 +223,30 @@ def _check_side_ffn(model: Model) -> Iterator[Finding]:
     yield from _list_missing(("side_ffn",), "an FFN beside experts needs", reasons)
 
 
+def _check_absent(model: Model) -> Iterator[Finding]:
+    """Look for what layers without FFN need."""
+    if not model.ffn.absent_layers:
+        return
+    yield from _find_missing(model, ("ffn", "absent_layers"), model.ffn.absent_layers)
+    reasons = {
+        "no norms of outputs": not model.norm.outputs,
+        "a sequential residual": model.residual == "sequential",
+        "no norm of activations": not model.ffn.sub_norm,
+        "no embeddings of layers": model.layer_embedding is None,
+        'a router, not moe.router = "none"': model.moe is None or model.moe.router != "none",
+    }
+    yield from _list_missing(("ffn", "absent_layers"), "layers without FFN need", reasons)
+
+
 def _check_latent_experts(model: Model) -> Iterator[Finding]:
     """Look for what experts of another width than the residual stream's need."""
     moe = model.moe
     if moe is None or moe.latent is None:
         return
     reasons = {
-        "experts in every layer, no dense_layers": not moe.dense_layers and moe.router != "none",
+        "a router": moe.router != "none",
+        "an FFN beside them in dense layers, a table [side_ffn]": model.side_ffn is not None
+        or not moe.dense_layers,
         "what is shared in a table [side_ffn], no shared_experts": not moe.shared_experts,
         "neurons without biases": not model.ffn.bias,
         "no norms of outputs": not model.norm.outputs,

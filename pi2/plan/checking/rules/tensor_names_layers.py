@@ -3,7 +3,8 @@
 Why: ``{layer}`` stands for the layer's number and ``{expert}`` for the expert's; without them,
 all layers would get the same tensor, and all experts the same predictor.  A part of an FFN without
 ``{expert}`` is a tensor of all experts.  Names of tensors that belong to states may have
-``{mixer}``, the number of the mixer in its layer, and must where a layer has two states.
+``{mixer}``, the number of the mixer in its layer, and must where a layer has two states; so does
+that of the norms between mixers where there are several.
 
 Example: ``gate = "model.layers.0.mlp.gate_proj.weight"``.
 
@@ -59,7 +60,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         found = set(_PLACEHOLDER.findall(name))
         if model.moe is not None and key in _MAYBE_PER_EXPERT:
             wanted |= found & {"{expert}"}
-        if key.startswith("state_"):
+        if key.startswith("state_") or key == "inner_norm":
             wanted |= found & {"{mixer}"}
         for placeholder in sorted(found - wanted):
             yield Finding(
@@ -79,8 +80,11 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _list_numbered(model: Model) -> frozenset[str]:
-    """Keys of the names that two mixers of a layer must not share: they have a state each."""
-    shape = describe_state(model)
-    if shape is None or len(model.states) == len(model.state_layers):
-        return frozenset()
-    return frozenset(tensor.kind for tensor in list_state_tensors(model, shape))
+    """Keys of the names that mixers of a layer must not share: norms, and what belongs to the state
+    that each of them has."""
+    shape, found = describe_state(model), set[str]()
+    if any(len(model.list_mixers(layer)) > 2 for layer in model.uneven_layers):
+        found.add("inner_norm")
+    if shape is not None and len(model.states) > len(model.state_layers):
+        found |= {tensor.kind for tensor in list_state_tensors(model, shape)}
+    return frozenset(found)
