@@ -80,11 +80,15 @@ def compute_rope_tables(
     return cosines.astype(np.float32), sines.astype(np.float32)
 
 
-def compute_growth(model: Model, first: int, end: int) -> F32:
-    """Factors float32 [end - first] of queries at positions from ``first`` on, which grow with
-    every multiple of the original context."""
-    turns = np.floor(np.arange(first, end) / model.rope.original_context)
-    return (1 + model.attention.growth * np.log1p(turns)).astype(np.float32)
+def compute_growth(model: Model, layer: int, first: int, end: int) -> F32:
+    """Factors float32 [end - first] of queries of ``layer`` at positions from ``first`` on, which
+    grow with every interval; 1 in layers where they do not."""
+    attention = model.attention
+    if attention.growth_layers is not None and layer not in attention.growth_layers:
+        return np.ones(end - first, np.float32)
+    interval = attention.growth_interval or model.rope.original_context
+    turns = np.floor((np.arange(first, end) + attention.growth_offset) / interval)
+    return (1 + attention.growth * np.log1p(turns)).astype(np.float32)
 
 
 def _scale(rope: Rope, frequencies: F64, rotated: int, is_long: bool) -> F64:
@@ -100,7 +104,10 @@ def _scale(rope: Rope, frequencies: F64, rotated: int, is_long: bool) -> F64:
     if rope.kind == "llama3":
         wavelengths = 2 * math.pi / frequencies
         low, high = rope.low_frequency_factor, rope.high_frequency_factor
-        kept = np.clip((rope.original_context / wavelengths - low) / (high - low), 0.0, 1.0)
+        turns = rope.original_context / wavelengths
+        # Where both are the same, as in Llama 4, nothing is between them.
+        width = (high - low) or math.ulp(low)
+        kept = np.clip((turns - low) / width, 0.0, 1.0)
     elif rope.kind == "yarn":
         first = _find_pair(rope, rope.fast_rotations, rotated)
         last = _find_pair(rope, rope.slow_rotations, rotated)

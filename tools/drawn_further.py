@@ -282,6 +282,25 @@ def draw_olmo(drawn: random.Random) -> Drawn:
     return "Olmo", options
 
 
+def draw_llama4(drawn: random.Random) -> Drawn:
+    """Llama 4."""
+    options = draw_shape(drawn) | draw_rope(drawn)
+    layers, experts = options["num_hidden_layers"], drawn.randint(2, 7)
+    return "Llama4Text", options | flip(drawn, "attention_bias", "use_qk_norm") | {
+        "head_dim": drawn.choice([8, 12, 16]),
+        "intermediate_size": drawn.choice([8, 20, 24]),
+        "intermediate_size_mlp": drawn.choice([8, 33, 48]),
+        "num_local_experts": experts,
+        "num_experts_per_tok": drawn.randint(1, min(3, experts)),
+        "interleave_moe_layer_step": drawn.choice([1, 1, 2]),
+        "no_rope_layers": [drawn.choice([1, 1, 0]) for _ in range(layers)],
+        "attention_chunk_size": drawn.choice([3, 8, 64]),
+        "attn_temperature_tuning": drawn.random() < 0.7,
+        "floor_scale": drawn.choice([4, 9]),
+        "attn_scale": drawn.choice([0.1, 0.6]),
+    }
+
+
 FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "afmoe": draw_afmoe,
     "cohere2_moe": draw_cohere2_moe,
@@ -300,6 +319,7 @@ FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "internlm3": draw_internlm3,
     "iquestcoder": draw_iquestcoder,
     "jais2": draw_jais2,
+    "llama4_text": draw_llama4,
     "mellum": draw_mellum,
     "minicpm3": draw_minicpm3,
     "ministral": draw_ministral,

@@ -815,6 +815,42 @@ MODELS: dict[str, tuple[str, Options]] = {
             "moe_shared_expert_intermediate_size": 36,
         },
     ),
+    "llama4": (
+        "Llama4Text",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 12,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "intermediate_size_mlp": 44,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 1, 0, 1, 0],
+            "attention_chunk_size": 7,
+            "floor_scale": 5,
+            "attn_scale": 0.7,
+        },
+    ),
+    "llama4-top-one": (
+        "Llama4Text",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "intermediate_size": 24,
+            "no_rope_layers": [1, 0],
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {

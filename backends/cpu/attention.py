@@ -86,11 +86,7 @@ class Attention:
             turn: dict(zip(("cosines", "sines"), map(space.wrap, rope.arrays), strict=True))
             for turn, rope in self.ropes.items()
         }
-        growth: Views = {}
-        if spec.growth:
-            factors = space.make("float32", request.context)
-            factors[:] = compute_growth(model, 0, request.context)
-            growth["growth"] = space.wrap(factors)
+        growing: dict[bytes, Views] = {}
         self._weights: list[Views] = []
         shapes = list_attention_shapes(model)
         self._shapes: list[int] = []
@@ -108,7 +104,8 @@ class Attention:
             turned = tables[model.find_turn(layer)]
             own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
             own |= space.wrap_own_rows("output", names["output"], spec.other_output)
-            self._weights.append(space.wrap_tensors(**names) | own | turned | growth)
+            own |= self._wrap_growth(request, space, layer, growing) if spec.growth else {}
+            self._weights.append(space.wrap_tensors(**names) | own | turned)
         self.states = None if spec.state is None else States(request, space, spec)
         """What layers with a state have."""
         specs = [spec, *(spec.take_other(number) for number in range(1, len(shapes)))]
@@ -130,6 +127,18 @@ class Attention:
         """What the queries have mixed [tokens, width]."""
         self.qkv: F32 = room.qkv
         """Queries, keys and values [tokens, rows]."""
+
+    def _wrap_growth(
+        self, request: BuildRequest, space: Workspace, layer: int, known: dict[bytes, Views]
+    ) -> Views:
+        """Return the view of factors of a layer's queries; equal ones are made once."""
+        factors = compute_growth(self._model, layer, 0, request.context)
+        key = factors.tobytes()
+        if key not in known:
+            array = space.make("float32", request.context)
+            array[:] = factors
+            known[key] = {"growth": space.wrap(array)}
+        return known[key]
 
     def _make_cache(self, space: Workspace, layer: int, number: int, sequence: int) -> Views:
         """Return views of what mixer ``number`` of a layer keeps of a sequence: keys and values,

@@ -112,7 +112,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     if latent is not None:
         activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan), group_bytes)
     tables += (plan.decode.step_tokens - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
-    tables += 4 * plan.kv.context if model.attention.growth else 0
+    if model.attention.growth:
+        tables += 4 * plan.kv.context * (1 + (model.attention.growth_layers is not None))
     if model.predictor is not None:
         rank = model.predictor.rank
         inner = rank * (4 + _count_planes(plan)) + rank // GROUP * group_bytes

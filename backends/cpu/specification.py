@@ -75,6 +75,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         keeps_input=model.residual == "parallel"
         or _routes_by_input(model)
         or model.altup is not None,
+        weighs_input=model.moe is not None and model.moe.weighs == "input",
         experts=0 if model.moe is None else model.expert_count,
         side_ffn=model.side_width,
         side_norms=model.side_ffn is None or model.side_ffn.norms,
@@ -85,7 +86,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         router=_describe_router(model),
         positions=model.positions is not None,
         output_bias=model.attention.output_bias,
-        head_norm=model.attention.head_norm,
+        head_norm=first.head_norm,
         head_norm_of=model.attention.head_norm_of,
         head_norm_place=model.attention.head_norm_place,
         qkv_clip=model.attention.clip,
@@ -94,6 +95,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         growth=model.attention.growth > 0,
         score_scale=model.attention.scale,
         score_cap=model.attention.softcap,
+        chunked_windows=model.attention.window_kind == "chunked",
         others=tuple(others),
         layer_scale=model.layer_scale,
         gated=model.ffn.gated,
@@ -124,6 +126,7 @@ def find_attention_shape(model: Model, layer: int) -> AttentionShape:
         head_dim=view.shape.head_dim,
         window=model.find_window(layer),
         borrows_keys=not view.has_keys,
+        head_norm=model.has_head_norm(layer),
     )
 
 

@@ -67,6 +67,8 @@ def find_first(spec: KernelSpec, last: v.Expr) -> v.Expr:
     """Return the first token that the query at ``last`` sees."""
     if spec.window is None:
         return T.int32(0)
+    if spec.chunked_windows:
+        return v.let(last - T.floormod(last, spec.window))
     return v.let(T.max(last - (spec.window - 1), 0))
 
 

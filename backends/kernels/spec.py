@@ -62,6 +62,8 @@ class AttentionShape:
     """Tokens that a query looks back, itself included."""
     borrows_keys: bool = False
     """Whether keys and values are those that another layer has kept."""
+    head_norm: bool = False
+    """Whether queries and keys have a norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +218,8 @@ class KernelSpec:
     """Soft cap of attention scores."""
     borrows_keys: bool = False
     """Whether keys and values are those that another layer has kept."""
+    chunked_windows: bool = False
+    """Whether windows are chunks of so many tokens, counted from the first."""
     others: tuple[AttentionShape, ...] = ()
     """Shapes of attention that some layers have instead; their functions have numbers from 1 on."""
     gated: bool = True
@@ -230,6 +234,8 @@ class KernelSpec:
     """Neurons whose activations are normalised together; 0 where they are not."""
     attention_sub_norm: bool = False
     """Whether what the heads have mixed is normalised before it is projected."""
+    weighs_input: bool = False
+    """Whether weights of experts multiply what these read."""
     experts: int = 0
     """Experts of a mixture, shared ones included; 0 where the model is none."""
     side_ffn: int = 0
@@ -287,6 +293,7 @@ class KernelSpec:
             head_dim=shape.head_dim,
             window=shape.window,
             borrows_keys=shape.borrows_keys,
+            head_norm=shape.head_norm,
             others=(),
         )
 

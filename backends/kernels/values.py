@@ -62,11 +62,12 @@ def find_value(
     anything; ``cutoffs`` float32 [tokens] of gates, where layers have them."""
     if biases:
         terms = [v.let(term + bias) for term, bias in zip(terms, biases, strict=True)]
+    weight = None if routes is None else load_route(bundles, neuron, routes, token)
+    if weight is not None and bundles.spec.weighs_input:
+        terms, weight = [v.let(term * weight) for term in terms], None
     cutoff = None if cutoffs is None else v.let(cutoffs[token])
     value = activate(bundles.spec, terms[0], terms[1] if bundles.spec.gated else None, cutoff)
-    if routes is not None:
-        value = value * load_route(bundles, neuron, routes, token)
-    return value
+    return value if weight is None else value * weight
 
 
 def load_route(bundles: Bundles, neuron: Neuron, routes: v.Buffer, token: v.Expr) -> v.Expr:

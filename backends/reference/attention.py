@@ -48,15 +48,15 @@ class Attention:
         """Queries or keys [T, heads, head_dim] from ``position`` on as attention takes them: with
         their norm, cut and rotated."""
         attention = self._model.attention
-        is_first = attention.head_norm_place == "before"
-        if attention.head_norm and is_first:
+        has_norm, is_first = self._model.has_head_norm(layer), attention.head_norm_place == "before"
+        if has_norm and is_first:
             x = self._normalize_heads(x, layer, kind)
         if attention.clip is not None:
             x = np.clip(x, -attention.clip, attention.clip)
         rope = self._ropes[self._model.find_turn(layer)]
         cos, sin = (table[position : position + len(x)] for table in rope.arrays)
         x = rotate(x, cos, sin)
-        if attention.head_norm and not is_first:
+        if has_norm and not is_first:
             x = self._normalize_heads(x, layer, kind)
         return x
 
@@ -83,7 +83,7 @@ class Attention:
         query, key, value, gates = np.split(qkv, [shape.query, keys_end, values_end], axis=-1)
         query = query.reshape(count, shape.heads, shape.head_dim)
         query = self._turn(query, layer, "query_norm", position)
-        query = query * compute_growth(self._model, position, end)[:, None, None]
+        query = query * compute_growth(self._model, layer, position, end)[:, None, None]
         if view.has_keys:
             each = (count, shape.kv_heads, shape.head_dim)
             self._keep(layer, key.reshape(each), value.reshape(each), sequence, position)
@@ -95,7 +95,8 @@ class Attention:
         visible = seen <= now
         window = self._model.find_window(layer)
         if window is not None:
-            visible &= seen > now - window
+            is_chunked = attention.window_kind == "chunked"
+            visible &= seen >= now // window * window if is_chunked else seen > now - window
         scale = np.float32(attention.scale or 1 / math.sqrt(shape.head_dim))
         sinks = self._read(layer, "sinks")[0] if attention.sinks else None
         mixed = np.empty((count, shape.heads, shape.head_dim), np.float32)

@@ -71,7 +71,7 @@ class LatentAttention:
         by_head = self._read(layer, "latent_key").reshape(shape.heads, latent.rank, -1)
         absorbed = np.einsum("thp,hrp->thr", np.pad(plain, padding), by_head)
         query = np.concatenate([absorbed, turned], axis=-1)
-        query = query * compute_growth(self._model, position, end)[:, None, None]
+        query = query * compute_growth(self._model, layer, position, end)[:, None, None]
         vector = self._normalize(layer, vector, "latent_norm")
         kept = np.concatenate([vector, rotate(key[:, None], cos, sin)[:, 0]], axis=-1)
         self.kept.keep(sequence, 0, layer, position, kept[:, None])

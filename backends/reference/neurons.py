@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pi2.arrays import F32, U8
@@ -26,10 +28,20 @@ def compute_activations(
     for index in range(2 if layout.is_gated else 1):
         value = inputs @ unpack_part(bundles, layout, index).T
         values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
-    active = activate(model, values[0], values[1] if layout.is_gated else None, cutoffs)
     if layout.expert_offset is None or routes is None:
-        return active
-    return np.asarray(active * routes[:, slice_experts(bundles, layout)])
+        return activate(model, values[0], values[1] if layout.is_gated else None, cutoffs)
+    return weigh_activations(model, values, routes[:, slice_experts(bundles, layout)], cutoffs)
+
+
+def weigh_activations(
+    model: Model, values: Sequence[F32], weights: F32, cutoffs: F32 | None = None
+) -> F32:
+    """Activations float32 [T, n] of experts' neurons, of whose gates and ups, or ups alone, these
+    are the ``values`` [T, n], and ``weights`` [T, n] those of the experts."""
+    is_input = model.moe is not None and model.moe.weighs == "input"
+    gate, *up = [value * weights for value in values] if is_input else values
+    active = activate(model, gate, up[0] if up else None, cutoffs)
+    return active if is_input else np.asarray(active * weights)
 
 
 def multiply_down(layout: BundleLayout, active: F32, bundles: U8) -> F32:

@@ -15,6 +15,7 @@ import numpy as np
 from pi2.arrays import F32, I64, U8
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.executor import ReferenceExecutor
+from pi2.backends.reference.neurons import weigh_activations
 from pi2.backends.reference.operators import activate, cap
 from pi2.evaluation.scores import Scores
 from pi2.evaluation.weights import NeuronPiece, Weights
@@ -175,10 +176,11 @@ class _LayerExecutor(ReferenceExecutor):
         values = [self._v @ rows.T for rows in piece.rows]
         if piece.biases:
             values = [value + bias for value, bias in zip(values, piece.biases, strict=True)]
-        up = values[1] if len(values) > 1 else None
-        active = activate(self._model, values[0], up, self._cutoffs)
-        if piece.experts is not None:
-            active = active * self._routes[:, piece.experts]
+        if piece.experts is None:
+            up = values[1] if len(values) > 1 else None
+            active = activate(self._model, values[0], up, self._cutoffs)
+        else:
+            active = weigh_activations(self._model, values, self._routes[:, piece.experts])
         self._squares = self._squares + np.square(active).sum(axis=1)
         self._y = self._y + active @ piece.down
         return self._save()

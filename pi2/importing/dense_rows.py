@@ -38,6 +38,9 @@ def find_dense_rows(
         return [Rows(tensor=find_cutoff(tensors, model, layer))]
     if kind in ("attention_norm", "ffn_norm", "final_norm") and not model.norm.weights:
         return [Rows(tensor=make_ones(model.shape.hidden))]
+    if kind in ("query_norm", "key_norm") and not model.attention.head_norm_weights:
+        widths = dict(zip(("query_norm", "key_norm"), model.head_norm_widths, strict=True))
+        return [Rows(tensor=make_ones(widths[kind]))]
     if kind == "down_bias":
         return [_find_down_biases(tensors, model, layer)]
     if latent is not None and kind == "latent_key":

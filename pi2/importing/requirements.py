@@ -106,7 +106,7 @@ def _list_attention(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     elif attention.qkv_bias:
         needs["query_bias"] = (queries * (1 + _has_gate_rows(model)),)
         needs |= {"key_bias": (keys,), "value_bias": (keys,)} if model.has_keys else {}
-    if attention.head_norm:
+    if attention.head_norm and attention.head_norm_weights:
         of_queries, of_keys = model.head_norm_widths
         needs["query_norm"] = (of_queries,)
         needs |= {"key_norm": (of_keys,)} if model.has_keys else {}

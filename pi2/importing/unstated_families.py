@@ -4,10 +4,6 @@ states."""
 from __future__ import annotations
 
 _ALIBI = "scores that fall with the distance of tokens (ALiBi)"
-_LLAMA_4 = (
-    "experts that read what their weights have multiplied, norms of heads in layers with positions "
-    "alone, and attention in chunks of tokens"
-)
 _MAMBA = "the first Mamba, whose decays differ in every channel and element of its state"
 
 UNSTATED = {
@@ -20,8 +16,6 @@ UNSTATED = {
     "jamba": _MAMBA,
     "kimi_linear": "delta rules with a decay for every element of a key",
     "laguna": "layers that differ in the number of their query heads",
-    "llama4": _LLAMA_4,
-    "llama4_text": _LLAMA_4,
     "longcat_flash": "two times attention in a layer, and experts that compute nothing",
     "mamba": _MAMBA,
     "mamba2": "layers without FFN",

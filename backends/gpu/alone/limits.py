@@ -88,6 +88,8 @@ def _list_unknown_layers(model: Model) -> list[str]:
         'rope.kind = "proportional"': any(
             rope.kind == "proportional" for rope in model.list_turns().values()
         ),
+        "attention.head_norm_layers": attention.head_norm_layers is not None,
+        'attention.window_kind = "chunked"': attention.window_kind == "chunked",
         'attention.head_norm_place = "after"': attention.head_norm_place == "after",
     }
     if moe is not None:

@@ -451,6 +451,11 @@ class Model(Document):
         layers = self.attention.window_layers
         return self.attention.sliding_window if layers is None or layer in layers else None
 
+    def has_head_norm(self, layer: int) -> bool:
+        """Whether queries and keys of ``layer`` have a norm."""
+        layers = self.attention.head_norm_layers
+        return self.attention.head_norm and (layers is None or layer in layers)
+
     def view_layer(self, layer: int) -> Model:
         """The model as attention of ``layer`` sees it: ``shape`` has the heads of that layer, and
         `has_keys` says whether it has keys and values of its own."""

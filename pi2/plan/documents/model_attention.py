@@ -126,6 +126,10 @@ class Attention(Table):
     """Whether the output projection has a bias."""
     head_norm: bool = False
     """Whether queries and keys go through an RMSNorm."""
+    head_norm_weights: bool = True
+    """Whether checkpoints have weights of that norm; else all of them are 1 (Llama 4)."""
+    head_norm_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 1, 2]])
+    """Layers that have that norm; absent means all."""
     head_norm_of: Literal["head", "all"] = "head"
     """What that norm is taken of: every head, or all heads together (OLMo 2)."""
     head_norm_place: Literal["before", "after"] = "before"
@@ -147,8 +151,14 @@ class Attention(Table):
     """Whether every head has a score of its own beside those of the tokens, whose share of the
     attention goes nowhere (gpt-oss)."""
     growth: float = Field(default=0.0, ge=0.0)
-    """Queries at position p are multiplied by 1 + growth ln(1 + floor(p / rope.original_context))
-    (Ministral 3)."""
+    """Queries at position p are multiplied by 1 + growth ln(1 + floor((p + growth_offset) /
+    growth_interval)) (Ministral 3, Llama 4)."""
+    growth_interval: Count | None = Field(default=None, examples=[8192])
+    """Tokens after which queries grow; default: ``rope.original_context``."""
+    growth_offset: Annotated[int, Field(ge=0, le=1)] = 0
+    """What is added to positions before: 1 for Llama 4."""
+    growth_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[3, 7]])
+    """Layers whose queries grow; absent means all."""
     latent: Latent | None = None
     """Latent attention, if the model has it."""
     scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
@@ -157,6 +167,9 @@ class Attention(Table):
     """Scores s become c tanh(s / c), where it is stated."""
     sliding_window: Count | None = None
     """Sliding window in tokens, the query's own included; absent means the whole context."""
+    window_kind: Literal["sliding", "chunked"] = "sliding"
+    """Whether a query sees that many tokens before it, or those of its own chunk of so many tokens,
+    counted from the first (``chunked``; Llama 4)."""
     window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
     """Layers that have the sliding window; absent means all."""
     kv_shared_layers: Annotated[int, Field(ge=0, le=1024, examples=[20])] = 0

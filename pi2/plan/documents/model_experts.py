@@ -26,6 +26,8 @@ class Moe(Table):
     the FFN normalises, through an RMSNorm of the router's own (Gemma 4)."""
     input_scale: float = Field(default=1.0, gt=0.0, examples=[0.02])
     """Factor of what the router reads (``stream``)."""
+    weighs: Literal["output", "input"] = "output"
+    """Whether the weight of an expert multiplies what it gives, or what it reads (Llama 4)."""
     expert_scale: bool = False
     """Whether the weight of each active expert is multiplied by a number of the expert's own."""
     normalise_weights: bool = True

@@ -90,6 +90,9 @@ def check(facts: Facts) -> Iterator[Finding]:
             help="remove sub_norm = true",
         )
     yield from _check_latent(model)
+    for key in ("head_norm_layers", "growth_layers"):
+        chosen = getattr(model.attention, key)
+        yield from _find_missing(model, ("attention", key), chosen or ())
     layers = model.attention.window_layers
     if layers is None:
         return
@@ -294,6 +297,14 @@ def _check_mixture(model: Model) -> Iterator[Finding]:
             path=("moe", "active_groups"),
             message=f"{moe.active_groups} groups have fewer than {moe.active_experts} experts",
             help="take the numbers from the checkpoint's configuration",
+        )
+    if moe.weighs == "input" and not (model.is_smooth and model.ffn.gated and not model.ffn.bias):
+        yield Finding(
+            document="model",
+            path=("moe", "weighs"),
+            message="experts that read what their weights have multiplied need a smooth "
+            "activation, gates and no biases",
+            help="take the options from the checkpoint's configuration",
         )
     if moe.router == "none" and moe.active_experts + moe.shared_experts != moe.experts:
         yield Finding(

@@ -70,10 +70,10 @@ def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:
             path=(table, "original_context"),
             message="original_context is 1, expected 2 tokens or more",
         )
-    if rope.kind == "llama3" and rope.high_frequency_factor <= rope.low_frequency_factor:
+    if rope.kind == "llama3" and rope.high_frequency_factor < rope.low_frequency_factor:
         yield Finding(
             document="model",
             path=(table, "high_frequency_factor"),
-            message=f"high_frequency_factor is {rope.high_frequency_factor:g}, expected more than "
-            f"low_frequency_factor, {rope.low_frequency_factor:g}",
+            message=f"high_frequency_factor is {rope.high_frequency_factor:g}, expected no less "
+            f"than low_frequency_factor, {rope.low_frequency_factor:g}",
         )

@@ -1,0 +1,165 @@
+"""Llama 4: attention in chunks, layers without positions, experts that read what is weighed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import pi2
+from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.backends.limits import list_unknown_weights
+from pi2.backends.rope import compute_growth, compute_rope_tables
+from pi2.diagnostics import UserError
+from pi2.importing.config import Config
+from pi2.importing.families import describe_family
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.documents.model_attention import Rope
+from pi2.plan.resolve import load_plan
+from tests.helpers.goldens import (
+    CPU,
+    FOLDER,
+    ROUNDING,
+    check_sequences_together,
+    compute_decoded,
+    copy_checkpoint,
+    make_golden_plan,
+    measure_error,
+    read_golden,
+)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_golden_plan("llama4", tmp_path_factory.mktemp("llama4"))
+
+
+def describe(**options: Any) -> dict[str, Any]:
+    """Tables of the golden model with other options."""
+    values = json.loads((FOLDER / "llama4/config.json").read_text())
+    return describe_family(Config(Path("config.json"), {**values, **options}))
+
+
+def test_layers_have_chunks_and_norms_or_growing_queries(plan: Path) -> None:
+    model = load_plan(plan).model
+    layers = range(5)
+    assert [model.find_window(layer) for layer in layers] == [7, 7, None, 7, None]
+    assert [model.has_head_norm(layer) for layer in layers] == [True, True, False, True, False]
+    assert [model.find_rope(layer).kind == "none" for layer in layers] == [0, 0, 1, 0, 1]
+    assert [model.has_router(layer) for layer in layers] == [False, True, False, True, False]
+    assert compute_growth(model, 0, 0, 64).tolist() == [1.0] * 64
+    grown = compute_growth(model, 2, 0, 64)
+    assert np.flatnonzero(np.diff(grown)).tolist() == list(range(3, 63, 5))
+    assert grown[3] == 1.0 and grown[4] == pytest.approx(1 + 0.7 * np.log(2))
+
+
+def test_options_that_are_left_out_are_the_familys() -> None:
+    left_out = dict.fromkeys(("no_rope_layers", "layer_types", "moe_layers"))
+    tables = describe(**left_out, num_hidden_layers=8, interleave_moe_layer_step=1)
+    assert tables["other_rope"] == {"kind": "none", "layers": [3, 7]}
+    assert tables["attention"]["growth_layers"] == [3, 7]
+    assert tables["attention"]["window_layers"] == [0, 1, 2, 4, 5, 6]
+    assert "dense_layers" not in tables["moe"]
+    whole = describe(attention_chunk_size=None, attn_temperature_tuning=False, use_qk_norm=False)
+    assert whole["attention"] == {"qkv_bias": False, "output_bias": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers is not a list of 5 numbers"),
+        ({"layer_types": ["full_attention"]}, "layer_types is not a list of 5 kinds"),
+        ({"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ({"hidden_act": "relu"}, "smooth activations alone"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=rf"P544.*{words}"):
+        describe(**options)
+
+
+@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
+def test_what_is_in_memory_changes_no_bit(plan: Path, backend: dict[str, Any]) -> None:
+    golden = read_golden("llama4")
+    routed = {**backend, "decode.predictor": "router"}
+    expected = compute_decoded(plan, golden.prompt, routed | {"layers.hot": 1.0})
+    assert measure_error(expected, golden.logits) <= ROUNDING
+    need = load_plan(plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
+    little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
+    with pi2.load(plan, set=little | {"decode.look_ahead": "layer"}) as model:
+        np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)
+        assert model.stats.flash_read_bytes > 0
+
+
+@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
+def test_sequences_together_compute_what_they_do_alone(plan: Path, backend: dict[str, Any]) -> None:
+    check_sequences_together(plan, backend)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 24])
+def test_prompts_see_their_chunks_however_they_are_divided(plan: Path, chunk: int) -> None:
+    golden = read_golden("llama4")
+    with pi2.load(plan, set={**CPU, "prefill.chunk": chunk}) as model:
+        assert measure_error(model.logits(golden.prompt), golden.logits) <= ROUNDING
+
+
+def test_the_text_part_of_a_model_of_pictures_is_taken(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama4", tmp_path / "checkpoint")
+    expected = describe_checkpoint(checkpoint).model
+    text = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(
+        json.dumps({"model_type": "llama4", "text_config": text, "vision_config": {}})
+    )
+    weights = load_file(checkpoint / "model.safetensors")
+    renamed = {f"language_model.{name}": values for name, values in weights.items()}
+    save_file(renamed, checkpoint / "model.safetensors")
+    found = describe_checkpoint(checkpoint).model
+    assert found.tensors.router.startswith("language_model.model.layers")
+    assert found.model_copy(update={"tensors": expected.tensors}) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"decode.predictor": "gate"},
+        {"decode.predictor": "router", "sparsity": {"method": "cats", "target": 0.5}},
+    ],
+)
+def test_single_neurons_of_weighed_experts_are_not_named(
+    plan: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match=r"P268.*depends on the expert's weight"):
+        load_plan(plan, overrides=changes)
+
+
+def test_units_that_do_not_know_it_say_so(plan: Path) -> None:
+    resolved = load_plan(plan)
+    limits = [*find_alone_limits(resolved), *list_unknown_weights(resolved.model)]
+    for key in ("moe.weighs", "attention.growth", "attention.window_kind", "head_norm_layers"):
+        assert any(key in limit for limit in limits), key
+
+
+def test_nothing_is_between_two_factors_that_are_equal() -> None:
+    """Llama 4 states 1 for both; wavelengths from the original context on are divided."""
+    scaled = Rope(kind="llama3", theta=100.0, factor=16.0, original_context=16).model_copy(
+        update={"low_frequency_factor": 1.0, "high_frequency_factor": 1.0}
+    )
+    frequencies = 100.0 ** -(np.arange(0, 8, 2) / 8)
+    divided = np.where(2 * np.pi / frequencies > 16, frequencies / 16, frequencies)
+    expected = np.cos(np.outer(np.arange(32), divided)).astype(np.float32)
+    np.testing.assert_allclose(compute_rope_tables(scaled, 8, 32)[0], expected, atol=1e-6)
+
+
+def test_a_smooth_activation_is_asked_for(plan: Path, tmp_path: Path) -> None:
+    document = (plan.parent / "golden.model.toml").read_text()
+    assert document.count('activation = "silu"') == 1
+    changed = document.replace('activation = "silu"', 'activation = "relu"')
+    (tmp_path / "golden.model.toml").write_text(changed)
+    (tmp_path / "golden.plan.toml").write_text(plan.read_text())
+    with pytest.raises(UserError, match=r"P253.*need a smooth"):
+        load_plan(tmp_path / "golden.plan.toml")
