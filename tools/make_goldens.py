@@ -578,6 +578,21 @@ MODELS: dict[str, tuple[str, Options]] = {
             },
         },
     ),
+    "mistral4-scaled": (
+        "Mistral4",
+        LATENT
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "ministral3": (
         "Ministral3",
         {

@@ -65,20 +65,24 @@ class Metadata:
         value = self.values.get(key.replace("{arch}", self.architecture))
         if not isinstance(value, np.ndarray | list):
             return [self.read_count(key)] * layers
-        if len(value) < layers or not all(int(count) >= 1 for count in value[:layers]):
+        counts = np.asarray(value)
+        is_whole = counts.ndim == 1 and counts.dtype.kind in "iu" and len(counts) >= layers
+        if not is_whole or not (counts[:layers] >= 1).all():
             raise self.refuse(f"{key} is no list of {layers} numbers of 1 or more")
-        return [int(count) for count in value[:layers]]
+        return [int(count) for count in counts[:layers]]
 
     def read_flags(self, key: str, layers: int) -> list[bool] | None:
         """One flag for each of ``layers`` layers; None where ``key`` is not stated, or is no list.
 
-        `UserError` P532 for a list of another length.
+        `UserError` P532 for a list of another length, or of text.
         """
         value = self.values.get(key.replace("{arch}", self.architecture))
         if not isinstance(value, np.ndarray | list):
             return None
         if len(value) < layers:
             raise self.refuse(f"{key} is a list of {len(value)}, expected one of {layers}")
+        if np.asarray(value[:layers]).dtype.kind not in "biu":
+            raise self.refuse(f"{key} is a list of {value[0]!r} and the like, expected flags")
         return [bool(flag) for flag in value[:layers]]
 
     def read_numbers(self, key: str, layers: int) -> list[float] | None:

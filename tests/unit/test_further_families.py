@@ -143,6 +143,7 @@ def test_logits_are_divided_in_granite_and_multiplied_in_hyperclovax() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "problem"),
     [
+        ("internlm3", {"hidden_factor": 2.0}, "hidden_factor"),
         ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv"),
         ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window"),
         ("cohere2_moe", {"shared_expert_combination_strategy": "product"}, "product"),

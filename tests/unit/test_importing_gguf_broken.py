@@ -19,6 +19,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_file import read_gguf
+from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files
 from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.checkpoints import write_checkpoint
@@ -376,3 +377,19 @@ def test_tokens_that_are_lists(job: Job) -> None:
     assert read_chat_files(metadata)["tokenizer_config.json"] == b"{}"
     with pytest.raises(UserError, match="P543"):
         make_tokenizer(job.file, metadata)
+
+
+@pytest.mark.parametrize(
+    "value", [["many"] * 3, [], [4, 4], [4, 0, 4], [4.5] * 3, np.zeros((3, 3), np.int32)]
+)
+def test_numbers_of_layers_that_are_none_are_refused(value: Any) -> None:
+    metadata = Metadata(Path("tiny.gguf"), {"general.architecture": "llama", "llama.ffn": value})
+    with pytest.raises(UserError, match=r"P532.*ffn"):
+        metadata.read_counts("{arch}.ffn", 3)
+
+
+@pytest.mark.parametrize("value", [["yes"] * 3, [], [True], [0.5] * 3])
+def test_flags_of_layers_that_are_none_are_refused(value: Any) -> None:
+    metadata = Metadata(Path("tiny.gguf"), {"general.architecture": "llama", "llama.narrow": value})
+    with pytest.raises(UserError, match=r"P532.*narrow"):
+        metadata.read_flags("{arch}.narrow", 3)

@@ -65,6 +65,8 @@ def describe_helium(config: Config) -> Tables:
 
 def describe_internlm3(config: Config) -> Tables:
     """Llama with two keys for biases: ``bias`` is that of all others than query, key and value."""
+    # Its original code knew a factor that no released model uses.
+    config.demand("hidden_factor", 1, 1)
     bias = config.read("mlp_bias", bool, config.read("bias", bool, False))
     tables = describe_llama(config.change({"mlp_bias": bias}))
     tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
