@@ -41,12 +41,14 @@ class SourceTensor:
     size_bytes: int
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        """Rows ``start`` to ``stop`` as stored [rows, ...] (bfloat16 as uint16).
+        """Rows ``start`` to ``stop`` as stored [rows, ...] (bfloat16 as uint16); a tensor without
+        dimensions is one row [1].
 
         Raises `UserError` P535 for a type that is not a float, P532 if the bytes are missing.
         """
         storage = self.check_type()
-        stop = self.shape[0] if stop is None else stop
+        rows = self.shape[0] if self.shape else 1
+        stop = rows if stop is None else stop
         width = math.prod(self.shape[1:])
         skip = start * width * np.dtype(storage).itemsize
         flat = self.read_flat(self.offset + skip, (stop - start) * width, storage)

@@ -42,7 +42,8 @@ class TorchTensor(SourceTensor):
         self.check_type()
         import torch
 
-        rows = self.values[start:stop].contiguous()
+        values = self.values if self.shape else self.values.reshape(1)
+        rows = values[start:stop].contiguous()
         if rows.dtype == torch.bfloat16:
             found: Raw = rows.view(torch.int16).numpy().view(np.uint16)
             return found

@@ -113,11 +113,13 @@ def record_activations(
     def observe(executor: Executor, request: BuildRequest) -> DenseObserver:
         nonlocal counter
         if request.model.is_smooth and chosen.largest is None:
+            experts = "; --routing records its experts" if request.model.moe is not None else ""
             raise UserError.of(
                 "P665",
                 f"the neurons of model {request.model.id!r} ({request.model.ffn.activation}) are "
                 "never exactly zero",
-                help="use --largest 0.5 to count the larger half of a token's neurons as active",
+                help="use --largest 0.5 to count the larger half of a token's neurons as active"
+                + experts,
             )
         shape = request.model.shape
         width = request.model.stored_neuron_width if chosen.moments else 0

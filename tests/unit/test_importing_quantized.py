@@ -100,7 +100,7 @@ def pack_pairs(codes: Array) -> Array:
 
 
 @pytest.mark.parametrize("ending", ["_scale_inv", "_scale"])
-@pytest.mark.parametrize("kind", ["block", "odd block", "row", "tensor"])
+@pytest.mark.parametrize("kind", ["block", "odd block", "row", "tensor", "number"])
 def test_fp8_weights_are_multiplied_by_their_scales(kind: str, ending: str, tmp_path: Path) -> None:
     codes, numbers = draw_e4m3(ROWS, COLUMNS)
     high, wide = {"block": (8, 32), "odd block": (16, 48)}.get(kind, (128, 128))
@@ -116,7 +116,7 @@ def test_fp8_weights_are_multiplied_by_their_scales(kind: str, ending: str, tmp_
         scales = np.abs(draw(ROWS, 1))
         expected *= scales
     else:
-        scales = np.array([0.37], np.float32)
+        scales = np.full((1,) if kind == "tensor" else (), 0.37, np.float32)
         expected *= scales
     tensors: Stored = {"a.weight": ("F8_E4M3", codes), f"a.weight{ending}": ("F32", scales)}
     folder = write_folder(tmp_path / "model", settings, tensors)
@@ -193,13 +193,16 @@ def test_mxfp4_becomes_int8_exactly_where_exponents_of_a_group_differ_little(
     assert tensor.take_codes(raw, "int4") is None
 
 
+@pytest.mark.parametrize("shape", [(1,), ()])
 @pytest.mark.parametrize("exporter", ["compressed-tensors", "modelopt"])
-def test_nvfp4_has_scales_of_groups_and_of_the_tensor(exporter: str, tmp_path: Path) -> None:
+def test_nvfp4_has_scales_of_groups_and_of_the_tensor(
+    exporter: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     codes = draw_codes(16, ROWS, COLUMNS)
     scale_codes, scales = draw_e4m3(ROWS, COLUMNS // 16)
     numbers = np.vectorize(decode_fp4, otypes=[float])(codes).astype(np.float32)
     expected = numbers * np.repeat(scales, 16, axis=1)
-    whole = np.array([8.0], np.float32)
+    whole = np.full(shape, 8.0, np.float32)
     if exporter == "modelopt":
         expected = expected * 8
         names = ("a.weight", "a.weight_scale", "a.weight_scale_2")

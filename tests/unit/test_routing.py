@@ -162,6 +162,15 @@ def test_no_policy_is_better_than_knowing_what_comes(trace: RoutingTrace) -> Non
     assert replay_trace(trace, "lfu", 40).hit_rate > replay_trace(trace, "lfu", 20).hit_rate
 
 
+def test_neurons_that_never_rest_are_no_reason_not_to_count_experts(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 20)
+    assert run(["activations", str(plan), "--text", str(text), "-o", str(tmp_path / "stats")]) == 2
+    assert "--routing records its experts" in capsys.readouterr().err
+
+
 def test_commands_record_and_replay(plan: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words " * 20)

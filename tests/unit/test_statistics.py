@@ -161,6 +161,7 @@ def test_smooth_models_count_their_largest_neurons(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         record_activations(plan, [TEXT], tmp_path / "stats", options=OPTIONS)
     assert caught.value.diagnostics[0].code == "P665"
+    assert "routing" not in str(caught.value)
     half = RecordingOptions(context=32, windows=1, largest=0.25)
     found = record_activations(plan, [TEXT], tmp_path / "stats", options=half)
     assert all(layer.active == pytest.approx(0.25) for layer in found.layers)
