@@ -10,13 +10,10 @@ import pytest
 
 from pi2.backends.gpu.kernels.signature import Api
 from tests.helpers.goldens import (
-    EXACT,
-    convert_golden,
-    copy_checkpoint,
+    make_golden_plan,
     measure_error,
     read_golden,
     run_golden,
-    write_plan,
 )
 from tests.helpers.gpu import require_launcher
 
@@ -47,7 +44,6 @@ def test_golden_models_agree(
     api = "cuda" if on_cuda else api
     require_launcher(api)
     golden = read_golden(name)
-    model = convert_golden(copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path, EXACT)
     segments = {"runtime": "900 MiB", "workspace": "64 MiB", "predictor": "1 MiB"}
     changes: dict[str, Any] = {
         "device": f"host-{api}",
@@ -61,6 +57,6 @@ def test_golden_models_agree(
         "decode": {"predictor": predictor},
         "kv": {"context": 64, "type": kv},
     }
-    logits, greedy = run_golden(write_plan(tmp_path, model, changes), golden)
+    logits, greedy = run_golden(make_golden_plan(name, tmp_path, changes=changes), golden)
     assert measure_error(logits, golden.logits) <= limit
     assert greedy == golden.greedy

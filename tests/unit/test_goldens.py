@@ -5,32 +5,37 @@ The expected values are in tests/golden/models, written by tools/make_goldens.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.helpers.goldens import (
+    CPU,
     EXACT,
     UNROUNDED,
-    convert_golden,
-    copy_checkpoint,
     list_goldens,
+    make_golden_plan,
     measure_error,
     read_golden,
     run_golden,
-    write_plan,
 )
 
 REFERENCE_ERROR = 1e-4
 
 
+@pytest.fixture(scope="module")
+def make_plan(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Converts a golden model once for all tests."""
+    return cache(lambda name: make_golden_plan(name, tmp_path_factory.mktemp(name)))
+
+
 @pytest.mark.parametrize("name", list_goldens())
-def test_the_reference_backend_agrees(tmp_path: Path, name: str) -> None:
+def test_the_reference_backend_agrees(make_plan: Callable[[str], Path], name: str) -> None:
     golden = read_golden(name)
-    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
-    model = convert_golden(checkpoint, tmp_path, EXACT)
-    logits, greedy = run_golden(write_plan(tmp_path, model, {}), golden)
+    logits, greedy = run_golden(make_plan(name), golden)
     assert measure_error(logits, golden.logits) <= REFERENCE_ERROR
     np.testing.assert_array_equal(greedy, golden.greedy)
 
@@ -48,12 +53,9 @@ ROUNDED = (
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_the_cpu_backend_agrees(tmp_path: Path, name: str) -> None:
+def test_the_cpu_backend_agrees(make_plan: Callable[[str], Path], name: str) -> None:
     golden = read_golden(name)
-    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
-    model = convert_golden(checkpoint, tmp_path, EXACT)
-    plan = write_plan(tmp_path, model, {"backends": {"cpu": "cpu"}})
-    logits, greedy = run_golden(plan, golden)
+    logits, greedy = run_golden(make_plan(name), golden, settings={"backends.cpu": "cpu"})
     assert measure_error(logits, golden.logits) <= CPU_ERROR
     np.testing.assert_array_equal(greedy, golden.greedy)
 
@@ -70,13 +72,10 @@ COMPUTED_ALIKE = {
 
 @pytest.mark.parametrize("name", sorted({*list_goldens()} - COMPUTED_ALIKE))
 def test_the_cpu_backend_agrees_as_the_reference_does_where_nothing_is_rounded(
-    tmp_path: Path, name: str
+    make_plan: Callable[[str], Path], name: str
 ) -> None:
     golden = read_golden(name)
-    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
-    model = convert_golden(checkpoint, tmp_path, EXACT)
-    plan = write_plan(tmp_path, model, {"backends": {"cpu": "cpu"}})
-    logits, greedy = run_golden(plan, golden, settings=UNROUNDED)
+    logits, greedy = run_golden(make_plan(name), golden, settings=CPU)
     assert measure_error(logits, golden.logits) <= REFERENCE_ERROR
     np.testing.assert_array_equal(greedy, golden.greedy)
 
@@ -91,9 +90,7 @@ INT4_ERROR = 5e-3
 )
 def test_backends_agree_about_int4_weights(tmp_path: Path, name: str) -> None:
     golden = read_golden(name)
-    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
-    model = convert_golden(checkpoint, tmp_path, INT4)
-    plan = write_plan(tmp_path, model, {})
+    plan = make_golden_plan(name, tmp_path, INT4)
     expected, text = run_golden(plan, golden)
     for settings, limit in ((UNROUNDED, REFERENCE_ERROR), ({}, INT4_ERROR)):
         logits, greedy = run_golden(plan, golden, settings=settings | {"backends.cpu": "cpu"})

@@ -21,14 +21,7 @@ from pi2.engine.speculation import Speculation
 from pi2.engine.speculation_counters import SpeculationCounters
 from pi2.phone.target import Wish, aim_plan
 from pi2.plan.resolve import load_plan
-from tests.helpers.goldens import (
-    EXACT,
-    UNROUNDED,
-    convert_golden,
-    copy_checkpoint,
-    read_golden,
-)
-from tests.helpers.goldens import write_plan as write_golden_plan
+from tests.helpers.goldens import UNROUNDED, make_golden_plan, read_golden
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -85,10 +78,9 @@ def test_a_golden_model_says_what_its_reference_says(
     tmp_path: Path, name: str, backend: str
 ) -> None:
     golden = read_golden(name)
-    made = convert_golden(copy_checkpoint(name, tmp_path / "checkpoint"), tmp_path, EXACT)
-    plan = write_golden_plan(tmp_path, made, {"backends": {"cpu": backend}})
-    settings: dict[str, Any] = {**UNROUNDED, **ALWAYS}
-    if made.moe is not None:
+    plan = make_golden_plan(name, tmp_path)
+    settings: dict[str, Any] = {"backends.cpu": backend, **UNROUNDED, **ALWAYS}
+    if load_plan(plan).model.moe is not None:
         settings["decode.predictor"] = "router"
     with pi2.load(plan, set=settings) as model:
         foretell(model, [[*golden.prompt, *golden.greedy]])
