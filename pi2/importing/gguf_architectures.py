@@ -24,6 +24,7 @@ from pi2.importing.gguf_gemma3n import complete_gemma3n, read_gemma3n
 from pi2.importing.gguf_gemma4 import complete_gemma4, read_gemma4, scale_gemma4
 from pi2.importing.gguf_granite import read_granite, read_granite_hybrid
 from pi2.importing.gguf_latent import complete_latent
+from pi2.importing.gguf_llama4 import read_llama4
 from pi2.importing.gguf_names import (
     ERNIE_MIXTURE,
     FALCON,
@@ -40,6 +41,7 @@ from pi2.importing.gguf_names import (
     LATENT,
     LFM2,
     LFM2_MIXTURE,
+    LLAMA4,
     MINIMAX,
     MIXTURE,
     NEMOTRON_HYBRID,
@@ -61,6 +63,9 @@ from pi2.importing.gguf_states import list_kinds, read_lfm2, read_qwen_hybrid
 ARCHITECTURES = {
     "llama": Architecture(
         model_type="llama", permutes=True, read=read_llama, complete=complete_llama
+    ),
+    "llama4": Architecture(
+        model_type="llama4_text", names=LLAMA4, settings={SPLIT_EXPERTS: True}, read=read_llama4
     ),
     "bamboo": Architecture(model_type="bamboo", permutes=True, activation="relu"),
     "qwen2": Architecture(model_type="qwen2"),

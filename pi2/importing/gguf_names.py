@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pi2.importing.gguf_gemma3n import GEMMA3N_NAMES
 from pi2.importing.gguf_gemma4 import GEMMA4_NAMES
+from pi2.importing.gguf_llama4 import LLAMA4_NAMES
 from pi2.importing.gguf_nemotron import NEMOTRON_HYBRID_NAMES
 from pi2.importing.gguf_states import MAMBA_NAMES, STATE_NAMES
 
@@ -86,6 +87,8 @@ MINIMAX: Names = {
     **MIXTURE,
     "blk.{layer}.exp_probs_b.bias": f"{_SPARSE_BLOCK}.e_score_correction_bias",
 }
+
+LLAMA4: Names = {**_ENDS, **_ATTENTION, **LLAMA4_NAMES}
 
 _MLP = f"{_LAYER}.mlp"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,11 @@ def _recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any]
         return None
     factor = float(factors.max())
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) * 2 / head_dim)
-    low, high = 1.0, 4.0
-    for original in (2**power for power in range(4, 20)):
-        smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    low = 1.0
+    # Llama 4 has nothing between the two.
+    for original, high in product((2**power for power in range(4, 20)), (4.0, 1.0)):
+        turns = original / wavelengths
+        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else turns >= low
         expected = 1 / ((1 - smooth) / factor + smooth)
         if np.allclose(expected, factors, rtol=1e-4):
             return {

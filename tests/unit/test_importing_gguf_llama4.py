@@ -1,0 +1,120 @@
+"""GGUF files of Llama 4 give the stores of the checkpoints that they were made from; tensors have
+the names that the gguf package knows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.arrays import F32
+from pi2.importing.gguf_positions import scale_llama3
+from pi2.importing.new_model import describe_checkpoint
+from tests.helpers.gguf_files import read_checkpoint
+from tests.helpers.goldens import EXACT, copy_checkpoint
+from tests.unit.test_importing_gguf import convert, expect_same_weights, forget_names
+
+gguf = pytest.importorskip("gguf")
+
+FIXED: dict[str, Any] = {
+    "no_rope_layers": None,
+    "layer_types": None,
+    "moe_layers": None,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+}
+"""What files cannot say, as llama.cpp has it."""
+
+
+def write_llama4(
+    file: Path, config: dict[str, Any], weights: dict[str, F32], window: int | None = None
+) -> Path:
+    """A file as llama.cpp's converter writes it."""
+    arch = gguf.MODEL_ARCH.LLAMA4
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_name("Tiny")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if window is not None:
+        writer.add_sliding_window(window)
+    for key in ("bos", "eos"):
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", config[f"{key}_token_id"])
+    for original, values in weights.items():
+        for name, part in divide_experts(original, values):
+            found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert found is not None, name
+            writer.add_tensor(found, np.ascontiguousarray(part))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def divide_experts(name: str, values: F32) -> list[tuple[str, F32]]:
+    """Names and numbers as the converter has them: gates and ups apart, rows where checkpoints have
+    columns."""
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(values.swapaxes(1, 2), 2, axis=1)
+        start = name.removesuffix("gate_up_proj")
+        return [(f"{start}gate_proj.weight", gate), (f"{start}up_proj.weight", up)]
+    if name.endswith("experts.down_proj"):
+        return [(f"{name}.weight", values.swapaxes(1, 2))]
+    return [(name, values)]
+
+
+def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama4", tmp_path / "checkpoint")
+    config, weights = read_checkpoint(checkpoint)
+    config |= FIXED
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    file = write_llama4(tmp_path / "tiny.gguf", config, weights)
+    tokenizer = checkpoint / "tokenizer.json"
+    expected = convert(checkpoint, tmp_path / "a", tokenizer, EXACT)
+    found = convert(file, tmp_path / "b", tokenizer, EXACT)
+    assert forget_names(found) == forget_names(expected)
+    expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_window_of_no_tokens_means_that_all_layers_are_alike(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama4", tmp_path / "checkpoint")
+    config, weights = read_checkpoint(checkpoint)
+    file = write_llama4(tmp_path / "tiny.gguf", config, weights, window=0)
+    model = describe_checkpoint(file).model
+    assert model.attention.sliding_window is None and model.other_rope is None
+    assert model.attention.head_norm_layers is None and model.attention.growth == 0.0
+
+
+@pytest.mark.parametrize("high", [1.0, 4.0])
+def test_divisors_of_frequencies_tell_the_scaling_that_made_them(high: float) -> None:
+    theta, width, original, factor = 500_000.0, 128, 8192, 16.0
+    turns = original / (2 * np.pi * theta ** (np.arange(width // 2) * 2 / width))
+    kept = np.clip((turns - 1) / (high - 1), 0, 1) if high > 1 else turns >= 1
+    divisors = (1 / ((1 - kept) / factor + kept)).astype(np.float32)
+    config: dict[str, Any] = {"rope_theta": theta, "head_dim": width}
+    assert scale_llama3(config, divisors)
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
