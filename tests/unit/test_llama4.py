@@ -64,6 +64,7 @@ def test_options_that_are_left_out_are_the_familys() -> None:
     assert tables["attention"]["growth_layers"] == [3, 7]
     assert tables["attention"]["window_layers"] == [0, 1, 2, 4, 5, 6]
     assert "dense_layers" not in tables["moe"]
+    assert describe(attn_temperature_tuning=4) == describe(attn_temperature_tuning=True)
     whole = describe(attention_chunk_size=None, attn_temperature_tuning=False, use_qk_norm=False)
     assert whole["attention"] == {"qkv_bias": False, "output_bias": False}
 

@@ -33,7 +33,7 @@ def describe_llama4(config: Config) -> Tables:
         if len(turned) < layers:
             tables["attention"]["head_norm_layers"] = sorted(turned)
     growth = config.read("attn_scale", float, 0.1)
-    if config.read("attn_temperature_tuning", bool, True) and growth and len(turned) < layers:
+    if _has_tuning(config) and growth and len(turned) < layers:
         tables["attention"] |= {
             "growth": growth,
             "growth_interval": config.read("floor_scale", int, 8192),
@@ -42,6 +42,14 @@ def describe_llama4(config: Config) -> Tables:
         }
     _add_experts(config, tables)
     return tables
+
+
+def _has_tuning(config: Config) -> bool:
+    """Whether queries grow: the first releases say so by a number."""
+    stated = config.values.get("attn_temperature_tuning")
+    if type(stated) is int:
+        return stated != 0
+    return config.read("attn_temperature_tuning", bool, True)
 
 
 def _list_turned(config: Config, layers: int) -> set[int]:
