@@ -37,7 +37,11 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model, Quantization, find_normal_quantile
 from suited_goldens import suit_checkpoint
-from tests.helpers.gguf_files import read_checkpoint, translate, write_gguf
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_gemma import write_gemma3n, write_gemma4
+from tests.helpers.gguf_goldens import GOLDENS, UNNAMED, UNSAID
+from tests.helpers.gguf_nemotron import write_nemotron
+from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import (
     EXACT,
     UNROUNDED,
@@ -48,10 +52,6 @@ from tests.helpers.goldens import (
     read_golden,
     write_plan,
 )
-from tests.unit.test_importing_gguf import GOLDENS, UNNAMED, UNSAID
-from tests.unit.test_importing_gguf_gemma3n import write_gemma3n
-from tests.unit.test_importing_gguf_gemma4 import write_gemma4
-from tests.unit.test_importing_gguf_nemotron import write_nemotron
 
 ERROR, GELU_ERROR = 5e-5, 2.5e-3
 """Largest difference of a logit, of the largest; with GELU, the rounding of which deep models

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pi2.arrays import F32
-from tests.helpers.gguf_files import read_checkpoint
+from tests.helpers.gguf_tensors import read_checkpoint
 
 Weights = dict[str, F32]
 Config = dict[str, Any]

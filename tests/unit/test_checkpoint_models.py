@@ -19,7 +19,8 @@ from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.pulled_models import find_model, list_models
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.gguf_files import make_sentence_piece, translate, write_gguf
+from tests.helpers.gguf_files import make_sentence_piece, write_gguf
+from tests.helpers.gguf_tensors import translate
 from tests.helpers.models import draw_weights, make_model
 
 REFERENCE = ["--set", "backends.cpu=reference", "--max-tokens", "3"]

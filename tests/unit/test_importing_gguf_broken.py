@@ -23,7 +23,8 @@ from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files
 from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.gguf_files import translate, write_gguf
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_tensors import translate
 from tests.helpers.models import draw_weights, make_model
 
 pytest.importorskip("gguf")

@@ -17,7 +17,8 @@ from pi2.importing.gguf_checkpoint import open_gguf
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.gguf_files import SPACE, make_sentence_piece, translate, write_gguf
+from tests.helpers.gguf_files import SPACE, make_sentence_piece, write_gguf
+from tests.helpers.gguf_tensors import translate
 from tests.helpers.models import draw_weights, make_model
 
 TEXTS = (

@@ -17,7 +17,8 @@ from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Quantization
 from pi2.plan.weights.mxfp4 import find_codes
 from pi2.store.reader import NeuronStore
-from tests.helpers.gguf_files import add_config, read_checkpoint, translate
+from tests.helpers.gguf_metadata import add_config
+from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import (
     EXACT,
     FOLDER,

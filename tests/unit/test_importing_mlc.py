@@ -21,7 +21,7 @@ from pi2.plan.weights.bundles import unpack_part
 from pi2.plan.weights.codes import unpack_codes
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint, write_safetensors
-from tests.helpers.gguf_files import read_checkpoint
+from tests.helpers.gguf_tensors import read_checkpoint
 from tests.helpers.goldens import EXACT, copy_checkpoint
 from tests.helpers.mlc_folders import (
     dequantize,

@@ -13,7 +13,7 @@ from pi2.cli.main import run
 from pi2.importing import mlc_writer
 from pi2.importing.checkpoint import open_checkpoint
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.gguf_files import read_checkpoint
+from tests.helpers.gguf_tensors import read_checkpoint
 from tests.helpers.goldens import copy_checkpoint
 from tests.helpers.mlc_folders import dequantize, quantize
 from tests.helpers.models import draw_weights, make_model
