@@ -260,6 +260,13 @@ class TestModels:
         neurons = model.shape.layers * model.layer_neurons * 2 * model.shape.hidden
         assert dense + neurons == pytest.approx(weights, abs=0.05e9)
 
+    def test_llama_4_has_the_published_number_of_parameters(self) -> None:
+        """Published as 109e9, with less than 1e9 that read pictures."""
+        model = read_model("llama-4-scout")
+        dense = sum(tensor.rows * tensor.length for tensor in list_tensors(model, None))
+        neurons = model.shape.layers * model.layer_neurons * 3 * model.shape.hidden
+        assert dense + neurons == pytest.approx(108.3e9, abs=0.6e9)
+
     def test_smallthinker_fills_its_checkpoint(self) -> None:
         """Its 16-bit GGUF has 8.55 GB, with a head of its own beside the embedding."""
         model = read_model("smallthinker-4b")
