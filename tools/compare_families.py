@@ -24,7 +24,8 @@ import transformers
 from drawn_configurations import DRAWERS, Options
 from drawn_further import FURTHER_DRAWERS
 from drawn_states import STATE_DRAWERS
-from make_goldens import VOCAB, compute, make_model
+from golden_options import VOCAB
+from make_goldens import compute, make_model
 from pi2.diagnostics import UserError
 from tests.helpers.goldens import (
     EXACT,

@@ -29,7 +29,8 @@ import numpy as np
 from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
 import pi2
-from make_goldens import MODELS, VOCAB, make_model
+from golden_options import VOCAB
+from make_goldens import MODELS, make_model
 from pi2.arrays import F32
 from pi2.backends.reference import executor, layer_inputs, neurons, prediction
 from pi2.backends.reference.operators import activate
