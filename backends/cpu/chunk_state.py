@@ -27,8 +27,6 @@ class ChunkState:
     """By layer, where rows of the attention block are divided; else empty."""
     begin: list[BoundCall]
     """By layer."""
-    route: list[BoundCall | None]
-    """By layer; None where the router is not compiled."""
     neighbours: list[NeighbourCalls]
     """By layer."""
     end: list[BoundCall]

@@ -108,6 +108,9 @@ class CpuExecutor:
         self._prediction.bind_foresight(library, self._norms, read, views)
         self._signs = [_find_sign(model, layer) for layer in layers]
         """By layer, the side of their mean on which gates have a cutoff; nothing without one."""
+        self._begin_given = [(*self._tell_routed(layer), *self._signs[layer]) for layer in layers]
+        """By layer, what a call that begins its FFN is given beside the number of tokens."""
+        self._router_views = self._wrap_routers()
         self._has_cutoffs = False
         """Whether gates of the layer that is computed have one."""
         self._cutoff_room: Views = {}
@@ -184,7 +187,6 @@ class CpuExecutor:
             attend=[] if self._spec.divides_attention else self._attention.bind_chunk(views),
             parts=self._attention.bind_parts(views) if self._spec.divides_attention else [],
             begin=self._bind_begin("ffn", views),
-            route=self._bind_routers(views),
             neighbours=[
                 self._neurons.bind_chunk(layer, arrays.neuron_views)
                 for layer in range(len(self._outputs))
@@ -196,12 +198,12 @@ class CpuExecutor:
     def _bind_begin(self, what: str, views: Views) -> list[BoundCall]:
         """Return the calls that begin the FFN of each layer, in a chunk (``ffn``) or a step."""
         read = {"x": views[self._read_by_ffn]}
-        calls = []
+        calls, routed = [], "" if self._spec.router is None else "routed"
         for layer, own in enumerate(self._norms):
-            arrays, name = (read, own, self._cutoff_room, views), f"begin_{what}"
-            given = "tokens"
+            arrays = (read, own, self._router_views[layer], self._cutoff_room, views)
+            name, given = f"begin_{what}", f"tokens {routed}"
             if self._signs[layer]:
-                name, given = f"begin_cut_{what}", "tokens sign"
+                name, given = f"begin_cut_{what}", f"{given} sign"
             calls.append(self._library.bind(name, given, *arrays, layer=layer, name="begin_ffn"))
         return calls
 
@@ -225,20 +227,28 @@ class CpuExecutor:
             calls.append(bound)
         return calls
 
-    def _bind_routers(self, views: Views) -> list[BoundCall | None]:
-        """Return the calls that route, of each layer; None where the router is not compiled."""
+    def _tell_routed(self, layer: int) -> tuple[int, ...]:
+        """Return whether the compiled router is the layer's, where there is one."""
         if self._spec.router is None:
-            return [None] * len(self._outputs)
+            return ()
+        return (int(self._routers[layer].weights is not None),)
+
+    def _wrap_routers(self) -> list[Views]:
+        """Return views of the router of each layer that calls which begin FFNs take: where the
+        layer has none, those of another one, which are not used; nothing where the router is not
+        compiled."""
+        if self._spec.router is None:
+            return [{} for _ in self._norms]
         kinds = ("router", "router_bias", "choice_bias", "shared_router")
-        calls: list[BoundCall | None] = []
-        for layer, router in enumerate(self._routers):
-            if router.weights is None:
-                calls.append(None)
-                continue
-            own = {kind: name_layer_tensor(layer, kind) for kind in kinds}
-            tensors = self._space.wrap_tensors(**own)
-            calls.append(self._library.bind("route", "tokens", tensors, views, layer=layer))
-        return calls
+        found = {
+            layer: self._space.wrap_tensors(
+                **{kind: name_layer_tensor(layer, kind) for kind in kinds}
+            )
+            for layer, router in enumerate(self._routers)
+            if router.weights is not None
+        }
+        spare = next(iter(found.values()))
+        return [found.get(layer, spare) for layer in range(len(self._norms))]
 
     def _bind_positions(self, views: Views, tokens: int | None = None) -> BoundCall:
         """Return the call that adds learned position vectors, of a chunk or ``tokens``."""
@@ -362,7 +372,7 @@ class CpuExecutor:
         """Normalise x and clear the FFN's sum."""
         now = self._now
         begin = now.begin if self._step is None else self._begin_step
-        begin[layer](now.tokens, *self._signs[layer])
+        begin[layer](now.tokens, *self._begin_given[layer])
         self._has_cutoffs = bool(self._signs[layer])
         self._prediction.begin(now.tokens)
         if self._moe is not None:
@@ -387,12 +397,9 @@ class CpuExecutor:
         return self._prediction.list_foreseen()
 
     def _route(self, layer: int, moe: Moe) -> None:
-        """Set the weights of the experts, and add their biases."""
-        now, route = self._now, self._now.route[layer]
-        arrays, tokens = now.arrays, slice(0, now.tokens)
-        if route is not None:
-            route(now.tokens)
-        else:
+        """Set the weights of the experts, unless the compiled router has, and add their biases."""
+        arrays, tokens = self._now.arrays, slice(0, self._now.tokens)
+        if not any(self._tell_routed(layer)):
             read = arrays.x if moe.router_input == "stream" else arrays.normalized
             if moe.router_input == "layer" and arrays.layer_input is not None:
                 read = arrays.layer_input

@@ -36,7 +36,7 @@ from pi2.backends.kernels.thread_sums import Squares
 
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:
-    """Normalise and quantise x; set y to zero."""
+    """Normalise and quantise x; set y to zero; in a mixture, route."""
     _emit_begin(schedule, take, has_cutoff=False)
 
 
@@ -48,6 +48,7 @@ def emit_begin_cut_ffn(schedule: Schedule, take: Parameters) -> None:
 def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> None:
     spec = schedule.spec
     tokens = take.take_number("tokens")
+    routed = None if spec.router is None else take.take_number("routed")
     finding = take_finding(schedule, take) if has_cutoff else None
     cutoffs = None if has_cutoff else take_cutoffs(schedule, take)
     x = schedule.take_rows(take, "x")
@@ -55,6 +56,7 @@ def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> No
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
     latent = take_latent_experts(schedule, take, tokens, "experts_in")
     begin = take_beginning(schedule, take, x, norm, hidden)
+    router = None if routed is None else _take_router(schedule, take, hidden)
 
     def prepare(token: v.Expr) -> None:
         if cutoffs is not None:
@@ -66,6 +68,10 @@ def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> No
         finding.emit(hidden, tokens)
     if latent is not None:
         latent.emit_lead(hidden, tokens)
+    if routed is not None and router is not None:
+        # Some layers of a mixture have no router.
+        with T.If(routed > 0), T.Then():
+            emit_route_tokens(spec, router, tokens)
 
 
 def take_beginning(
@@ -92,25 +98,22 @@ def take_beginning(
     return begin
 
 
-def emit_route(schedule: Schedule, take: Parameters) -> None:
-    """Set the weights of a mixture's experts, by what the router reads."""
+def _take_router(schedule: Schedule, take: Parameters, hidden: Activations) -> RouterArrays:
+    """Declare what a mixture's router works with."""
     spec, router = schedule.spec, schedule.spec.router
     assert router is not None
-    tokens = take.take_number("tokens")
-    inputs = schedule.take_rows(take, "before" if router.reads_layer_input else "hidden_values")
 
     def take_row(name: str, is_there: bool, length: int) -> v.Buffer | None:
         return take.take_array(name, "float32", length) if is_there else None
 
-    arrays = RouterArrays(
-        inputs=inputs,
+    return RouterArrays(
+        inputs=schedule.take_rows(take, "before") if router.reads_layer_input else hidden.values,
         rows=take.take_array("router", "float32", router.experts, spec.hidden),
         bias=take_row("router_bias", router.has_bias, router.experts),
         choice_bias=take_row("choice_bias", router.has_choice_bias, router.experts),
         shared=take_row("shared_router", router.shared_gate, spec.hidden),
         routes=take.take_array("routes", "float32", "tokens", spec.experts),
     )
-    emit_route_tokens(spec, arrays, tokens)
 
 
 def emit_find_gates(schedule: Schedule, take: Parameters) -> None:

@@ -27,6 +27,9 @@ adds gathered neurons to all tokens that have ``named`` them.
 Where the plan looks ahead (`KernelSpec.foresees`), ``foresee`` predicts with the input that a later
 layer's norm makes of x, and then does what ``begin_ffn`` does for the present layer.
 
+Where a mixture's router is compiled, functions that begin FFNs are told whether the layer is
+``routed``, and set the weights of experts then.
+
 Layers whose gates have a cutoff begin with ``begin_cut_ffn``, or ``begin_cut_step``.
 
 Where experts have a width of their own, functions of neurons take activations of that width as
@@ -66,7 +69,6 @@ from pi2.backends.kernels.ffn_block import (
     emit_begin_ffn,
     emit_end_ffn,
     emit_find_gates,
-    emit_route,
 )
 from pi2.backends.kernels.foresight import emit_foresee
 from pi2.backends.kernels.isa import Isa
@@ -128,8 +130,6 @@ class Program:
             of_neurons["add_neurons"] = emit_add_stretches
         elif spec.has_gathered_ffn:
             of_neurons["add_neurons"] = emit_add_neurons
-        if spec.router is not None:
-            functions["route"] = emit_route
         if spec.closes_gates:
             of_neurons["find_gates"] = emit_find_gates
         if spec.has_plain_ffn:

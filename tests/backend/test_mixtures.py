@@ -18,6 +18,7 @@ from pi2.arrays import F32
 from pi2.backends.cpu.expert_groups import complete_pairs
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference.executor import ReferenceExecutor
+from pi2.benchmarks.profile import KernelTimes, ReadWaits, observe_parts
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
@@ -171,6 +172,22 @@ def test_tokens_are_routed_alike_alone_and_in_company(silu: Path) -> None:
         # Of equal ones the first are chosen.
         router.weights[1:] = router.weights[0]
         assert np.flatnonzero(route(TOKENS[:1])[0]).tolist() == [0, 1]
+
+
+def test_a_layer_with_a_router_takes_six_calls_at_most_beyond_memory(silu: Path) -> None:
+    settings = {**FLASH, "decode.predictor": "router", "decode.look_ahead": "layer"}
+    with pi2.load(silu, set={**settings, "cache.fill": False}) as model:
+        parts, times = model._parts, KernelTimes()
+        parts.forward.prefill(np.array(TOKENS, np.int32))
+        before = sum(own.misses for own in parts.cache.counters)
+        with observe_parts(parts, times, ReadWaits()):
+            parts.forward.decode(3)
+        layers = len(model.plan.layers)
+        assert sum(own.misses for own in parts.cache.counters) > before
+    calls = {name: count for name, (count, _) in times.calls.items()}
+    # Of the present layer and of the one that is guessed; the calls route, too.
+    assert calls["begin_ffn"] == 2 * layers and "route" not in calls
+    assert sum(calls.values()) - calls["embed"] - calls["logits"] <= 6 * layers
 
 
 def test_pairs_of_tokens_are_completed() -> None:
