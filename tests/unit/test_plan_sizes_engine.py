@@ -55,7 +55,11 @@ def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3n", "gemma4", "gemma4-moe", "qwen2-moe", "phi", "starcoder2-odd-widths"]
+    "name",
+    [
+        *("gemma3n", "gemma4", "gemma4-moe", "qwen2-moe", "phi", "starcoder2-odd-widths"),
+        *("llama4", "nemotron-h-blocks"),
+    ],
 )
 def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -> None:
     golden = read_golden(name)
