@@ -49,15 +49,8 @@ class Router:
         if self.weights is None:
             weights[:, : self.dense_experts] = 1
             return weights
-        if self.norm is not None:
-            squares = np.square(inputs).sum(axis=-1, keepdims=True) / np.float32(self.width)
-            inputs = inputs / np.sqrt(squares + np.float32(self.epsilon)) * self.norm
-            inputs = inputs * np.float32(self.moe.input_scale)
-        scores = inputs @ self.weights.T
-        if self.bias is not None:
-            scores = scores + self.bias
-        first = self.moe.experts
-        weights[:, :first] = route(self.moe, scores, self.choice_bias)
+        first, inputs = self.moe.experts, self._normalize(inputs)
+        weights[:, :first] = route(self.moe, self._multiply(inputs), self.choice_bias)
         if self.expert_scale is not None:
             weights[:, :first] *= self.expert_scale
         shared = weights[:, first : first + self.moe.shared_experts]
@@ -65,6 +58,23 @@ class Router:
         if self.shared is not None:
             shared /= 1 + np.exp(-(inputs @ self.shared.T))
         return weights
+
+    def score(self, inputs: F32) -> F32:
+        """Scores float32 [T, experts] of the experts that are not shared, for ``inputs``
+        [T, hidden]; of a layer with a router."""
+        return self._multiply(self._normalize(inputs))
+
+    def _normalize(self, inputs: F32) -> F32:
+        if self.norm is None:
+            return inputs
+        squares = np.square(inputs).sum(axis=-1, keepdims=True) / np.float32(self.width)
+        inputs = inputs / np.sqrt(squares + np.float32(self.epsilon)) * self.norm
+        return np.asarray(inputs * np.float32(self.moe.input_scale))
+
+    def _multiply(self, inputs: F32) -> F32:
+        assert self.weights is not None, "the layer has no router"
+        scores = inputs @ self.weights.T
+        return np.asarray(scores if self.bias is None else scores + self.bias)
 
     def add_biases(self, routes: F32) -> F32:
         """What the biases of the experts add to the FFN's sum [T, hidden], by ``routes``."""
@@ -101,6 +111,11 @@ def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
             )
         )
     return routers
+
+
+def read_rows(tensor: Tensor) -> F32:
+    """Rows of a tensor of float32 [rows, length]."""
+    return np.asarray(tensor.weights).view(np.float32).reshape(-1, tensor.length)
 
 
 def route(moe: Moe, scores: F32, choice_bias: F32 | None = None) -> F32:

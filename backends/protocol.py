@@ -331,6 +331,10 @@ class InputReader(Protocol):
         """u [T, hidden] of the last ``begin_ffn``, which routers read; valid until the next
         call."""
 
+    def read_router_input(self) -> F32:
+        """What a mixture's router read there [T, hidden], which may be something else
+        (``moe.router_input``); valid until the next call."""
+
     def read_routes(self) -> F32:
         """Weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to experts that do
         not compute a token; valid until the next call."""

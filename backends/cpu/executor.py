@@ -24,7 +24,7 @@ from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.scratch import Scratch
 from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.experts import list_chosen, make_routers
+from pi2.backends.experts import list_chosen, make_routers, read_rows
 from pi2.backends.kernels.spec import AltUpShape, KernelSpec
 from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, add_one_by_one
@@ -88,7 +88,7 @@ class CpuExecutor:
         self._neurons = Neurons(request, space, spec, library, read, self._prediction, scratch)
         self._attention = Attention(request, space, spec, library, scratch)
         self._moe = model.moe
-        self._routers = make_routers(model, lambda name: _read_rows(request, name))
+        self._routers = make_routers(model, lambda name: read_rows(request.tensors[name]))
         self._observer: ExecutorObserver | None = None
         self._sequence = self._token = 0
         self._step: tuple[Sequence[int], Sequence[int]] | None = None
@@ -400,10 +400,7 @@ class CpuExecutor:
         """Set the weights of the experts, unless the compiled router has, and add their biases."""
         arrays, tokens = self._now.arrays, slice(0, self._now.tokens)
         if not any(self._tell_routed(layer)):
-            read = arrays.x if moe.router_input == "stream" else arrays.normalized
-            if moe.router_input == "layer" and arrays.layer_input is not None:
-                read = arrays.layer_input
-            arrays.routes[tokens] = self._routers[layer].route(read[tokens])
+            arrays.routes[tokens] = self._routers[layer].route(self.read_router_input())
         if self._spec.ffn_bias:
             self.add_sum(self._routers[layer].add_biases(arrays.routes[tokens]))
 
@@ -528,6 +525,15 @@ class CpuExecutor:
         """Return what the FFN reads, before it was rounded to integers."""
         return self._now.arrays.normalized[: self._now.tokens]
 
+    def read_router_input(self) -> F32:
+        """Return what the router reads."""
+        arrays = self._now.arrays
+        kind = "ffn" if self._moe is None else self._moe.router_input
+        read = arrays.x if kind == "stream" else arrays.normalized
+        if kind == "layer" and arrays.layer_input is not None:
+            read = arrays.layer_input
+        return read[: self._now.tokens]
+
     def read_routes(self) -> F32:
         """Return the weights of a mixture's experts."""
         return self._now.arrays.routes[: self._now.tokens]
@@ -564,9 +570,3 @@ def _find_sign(model: Model, layer: int) -> tuple[float, ...]:
     """1 or -1 where the gates of a layer have a cutoff, above or below their mean."""
     deviations = model.find_cutoff(layer)
     return () if deviations is None else (math.copysign(1.0, deviations),)
-
-
-def _read_rows(request: BuildRequest, name: str) -> F32:
-    """Rows of a tensor in float32 [rows, length]."""
-    tensor = request.tensors[name]
-    return np.asarray(tensor.weights).view(np.float32).reshape(-1, tensor.length)

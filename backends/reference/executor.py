@@ -299,8 +299,7 @@ class ReferenceExecutor(ObservableExecutor):
         if moe is None:
             self._y += self._bias(layer, "down_bias", has_bias)
         else:
-            read = {"ffn": self._u, "layer": self._input, "stream": self._x}[moe.router_input]
-            self._routes = self._routers[layer].route(read)
+            self._routes = self._routers[layer].route(self.read_router_input())
             if has_bias:
                 self._y += self._routers[layer].add_biases(self._routes)
         if self._observer is not None:
@@ -524,6 +523,11 @@ class ReferenceExecutor(ObservableExecutor):
     def read_ffn_input(self) -> F32:
         """See `pi2.backends.protocol.InputReader`."""
         return self._u
+
+    def read_router_input(self) -> F32:
+        """See `pi2.backends.protocol.InputReader`."""
+        kind = "ffn" if self._model.moe is None else self._model.moe.router_input
+        return {"ffn": self._u, "layer": self._input, "stream": self._x}[kind]
 
     def read_routes(self) -> F32:
         """See `pi2.backends.protocol.InputReader`."""

@@ -72,7 +72,7 @@ class RoutedFeedForward(FeedForward):
             return
         counters = DialCounters() if is_guess else self.dial_counters
         there, begun = self._find_there(layer), 0 if is_guess else self._count_begun(layer)
-        inputs, routes = executor.read_ffn_input(), executor.read_routes()
+        inputs, routes = executor.read_router_input(), executor.read_routes()
         self._by_twins = dials.apply(layer, inputs, routes, there, counters, begun=begun)
 
     def _list_experts(self) -> list[I32]:

@@ -20,16 +20,16 @@ says, and so are layers without a router: what stands for experts there is one F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
+from pi2.backends.experts import Router, make_routers, read_rows
 from pi2.backends.protocol import Tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_sparsity import Experts
-from pi2.plan.weights.tensor_names import name_layer_tensor
 
 
 @dataclass(slots=True)
@@ -52,12 +52,12 @@ class RoutingDials:
         self,
         experts: Experts,
         model: Model,
-        routers: Mapping[int, tuple[F32, F32]] | None,
+        routers: Sequence[Router] | None,
         *,
         has_twins: bool = False,
     ) -> None:
-        """``routers``: rows [experts, hidden] and biases [experts] by layer, where other experts
-        are preferred.  ``has_twins``: what would be left out is computed by its twin."""
+        """``routers``: those of all layers, where other experts are preferred.  ``has_twins``: what
+        would be left out is computed by its twin."""
         assert model.moe is not None
         self._settings = experts
         self._moe = model.moe
@@ -76,7 +76,7 @@ class RoutingDials:
         *,
         begun: int = 0,
     ) -> list[I32]:
-        """Change ``routes`` [T, experts and shared experts] of tokens that read ``inputs``
+        """Change ``routes`` [T, experts and shared experts] of tokens whose router reads ``inputs``
         [T, hidden], where ``there`` [experts and shared experts] says which are in memory, and
         ``begun`` how many of these are being read for it.  Return the experts of each token whose
         twins are to compute; empty where there are none.
@@ -84,13 +84,14 @@ class RoutingDials:
         if layer not in self._routed:
             return []
         by_twins = []
+        router = None if self._routers is None else self._routers[layer]
         own, there = routes[:, : self._moe.experts], there[: self._moe.experts]
         for token, row in enumerate(own):
             before = row.copy()
             total = float(row.sum())
-            if self._routers is not None:
-                rows, bias = self._routers[layer]
-                self._prefer(row, rows @ inputs[token] + bias, there)
+            if router is not None:
+                scores = router.score(inputs[token : token + 1])[0]
+                self._prefer(row, scores, there, router.expert_scale)
             replaced = float(before[row == 0].sum())
             gone = self._list_left_out(layer, row, there, begun)
             counters.weight += total
@@ -102,8 +103,9 @@ class RoutingDials:
                 counters.left_out += self._leave_out(row, gone)
         return by_twins
 
-    def _prefer(self, row: F32, scores: F32, there: Bits) -> None:
-        """Let experts that are ``there`` take the places of others with nearly their scores."""
+    def _prefer(self, row: F32, scores: F32, there: Bits, factors: F32 | None) -> None:
+        """Let experts that are ``there`` take the places of others with nearly their scores;
+        ``factors`` [1, experts] of the experts' weights, where the model has them."""
         chosen = np.flatnonzero(row)
         count, keep = len(chosen), min(self._settings.keep_best, len(chosen))
         spread = float(scores.max() - scores.min())
@@ -114,9 +116,11 @@ class RoutingDials:
             shares = np.exp(scores - scores.max())
         else:
             shares = 1 / (1 + np.exp(-scores))
-        scale = row.sum() / shares[better if self._moe.normalise_weights else chosen].sum()
+        own = np.ones_like(row) if factors is None else factors[0]
+        total = (row[chosen] / own[chosen]).sum()
+        scale = total / shares[better if self._moe.normalise_weights else chosen].sum()
         row[:] = 0
-        row[better] = shares[better] * scale
+        row[better] = shares[better] * scale * own[better]
 
     def _list_left_out(self, layer: int, row: F32, there: Bits, begun: int) -> I64:
         """Experts that are missing and not worth a read."""
@@ -154,17 +158,5 @@ def make_dials(
         return None
     routers = None
     if experts.prefer_cached:
-        layers = filter(model.has_router, range(model.shape.layers))
-        routers = {layer: _read_router(model, tensors, layer) for layer in layers}
+        routers = make_routers(model, lambda name: read_rows(tensors[name]))
     return RoutingDials(experts, model, routers, has_twins=has_twins)
-
-
-def _read_router(model: Model, tensors: Mapping[str, Tensor], layer: int) -> tuple[F32, F32]:
-    """Rows [experts, hidden] of a layer's router, and biases [experts]."""
-    assert model.moe is not None
-    tensor = tensors[name_layer_tensor(layer, "router")]
-    rows = np.asarray(tensor.weights).view(np.float32).reshape(-1, tensor.length)
-    if not model.moe.router_bias:
-        return rows, np.zeros(len(rows), np.float32)
-    bias = tensors[name_layer_tensor(layer, "router_bias")]
-    return rows, np.asarray(bias.weights).view(np.float32).reshape(-1)[: len(rows)]

@@ -14,19 +14,38 @@ import pytest
 import measure_dials
 import pi2
 from pi2.arrays import F32
+from pi2.backends.experts import Router
 from pi2.cli.main import run as cli
 from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.statistics import RunStatistics
 from pi2.importing.activations import group_experts
 from pi2.plan.checking.rules import dials_need_a_router
+from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_sparsity import Experts
+from pi2.plan.resolve import load_plan
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store
+from tests.helpers.goldens import (
+    CPU,
+    ROUNDING,
+    compute_decoded,
+    make_golden_plan,
+    measure_error,
+    read_golden,
+)
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import MIXTURE, make_model
 
 EXPERTS, HIDDEN = 6, 64
 SCORES = np.array([3.0, 2.9, 1.0, 0.5, 0.0, -1.0], np.float32)
+
+
+def make_router(model: Model, rows: F32, bias: F32 | None = None) -> Router:
+    """A router of a layer, with ``rows`` [experts, hidden] and a ``bias`` [1, experts]."""
+    assert model.moe is not None
+    return Router(
+        moe=model.moe, weights=rows, bias=bias, experts=model.expert_count, dense_experts=0
+    )
 
 
 def turn(
@@ -37,8 +56,7 @@ def turn(
     model = make_model({**MIXTURE, "moe": shape})
     rows = np.zeros((EXPERTS, HIDDEN), np.float32)
     rows[:, 0] = SCORES
-    bias = np.zeros(EXPERTS, np.float32)
-    routers = {0: (rows, bias)} if "prefer_cached" in settings else None
+    routers = [make_router(model, rows)] if "prefer_cached" in settings else None
     dials = RoutingDials(Experts.model_validate_json(json.dumps(settings)), model, routers)
     inputs = np.zeros((1, HIDDEN), np.float32)
     inputs[0, 0] = 1.0
@@ -145,7 +163,7 @@ def test_a_routers_bias_counts_when_experts_are_preferred() -> None:
     dials = RoutingDials(
         Experts(prefer_cached=0.5, keep_best=1),
         model.model_copy(update={"moe": model.moe.model_copy(update={"active_experts": 2})}),
-        {0: (rows, np.array([1.0, 0.5, 0.4], np.float32))},
+        [make_router(model, rows, bias=np.array([[1.0, 0.5, 0.4]], np.float32))],
     )
     routes = np.array([[0.6, 0.4, 0.0]], np.float32)
     there = np.array([False, False, True])
@@ -162,7 +180,7 @@ def test_a_layer_without_a_router_is_one_ffn_of_which_nothing_is_left_out() -> N
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("router", "mixer"), ("router_input", "layer"), ("choice_bias", True), ("groups", 2)],
+    [("router", "mixer"), ("choice_bias", True), ("groups", 2)],
 )
 def test_preferring_experts_is_refused_where_they_are_chosen_otherwise(
     key: str, value: object
@@ -215,6 +233,27 @@ def test_dials_read_less_and_say_what_they_replaced(plan: Path) -> None:
             assert stats.flash_read_bytes < before.flash_read_bytes, (settings, look_ahead)
             assert 0.0 < getattr(stats, share) < 0.8
             assert np.isfinite(logits).all() and np.abs(logits - exact).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("gemma4-moe", CPU), ("smallthinker", {"backends.cpu": "reference"})],
+)
+def test_routers_that_read_something_else_prefer_experts_by_what_they_read(
+    tmp_path: Path, name: str, backend: dict[str, Any]
+) -> None:
+    plan, tokens = make_golden_plan(name, tmp_path), read_golden(name).prompt
+    settings = {**backend, "decode.predictor": "router", "layers.hot": 0.0, "cache.fill": False}
+    expert = load_plan(plan).bundle.stride * load_plan(plan).model.shape.ffn
+    settings["memory.segments.cold"] = f"{4 * expert} B"
+    expected = compute_decoded(plan, tokens, settings)
+    # Weights are those of the router where nobody is nearly as good.
+    found = compute_decoded(plan, tokens, settings | {"experts.prefer_cached": 1e-7})
+    assert measure_error(found, expected) <= ROUNDING
+    with pi2.load(plan, set=settings | {"experts.prefer_cached": 0.5}) as model:
+        model.logits(tokens, mode="decode")
+        replaced = model.stats.replaced_share
+    assert replaced is not None and 0.02 < replaced < 0.7
 
 
 def test_an_evaluation_says_what_dials_cost_and_save(

@@ -2,9 +2,8 @@
 
 Why: ``prefer_cached``, ``least_weight``, ``read_best`` and ``most_reads`` choose among the experts
 that a router names.  With another predictor, or in a model without experts, they do nothing.
-``prefer_cached`` compares scores, and knows of no others than a plain softmax or sigmoid of the
-FFN's input: groups of experts, biases that only choose, a mixer, and routers of the layer's input
-are refused.
+``prefer_cached`` compares scores, and knows of no others than a plain softmax or sigmoid: groups of
+experts, biases that only choose, and a mixer are refused.
 
 Example: ``least_weight = 0.05`` beside ``predictor = "low-rank"``.
 
@@ -59,7 +58,6 @@ def _find_other_choice(moe: Moe) -> str | None:
     """The key by which experts are chosen by more than their scores; None if there is none."""
     others = {
         "router": moe.router == "mixer",
-        "router_input": moe.router_input != "ffn",
         "choice_bias": moe.choice_bias,
         "groups": moe.groups > 1,
     }
