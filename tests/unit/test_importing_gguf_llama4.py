@@ -13,9 +13,9 @@ import pytest
 from pi2.arrays import F32
 from pi2.importing.gguf_positions import scale_llama3
 from pi2.importing.new_model import describe_checkpoint
-from tests.helpers.gguf_files import read_checkpoint
+from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
+from tests.helpers.gguf_tensors import read_checkpoint
 from tests.helpers.goldens import EXACT, copy_checkpoint
-from tests.unit.test_importing_gguf import convert, expect_same_weights, forget_names
 
 gguf = pytest.importorskip("gguf")
 
