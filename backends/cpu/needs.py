@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.kernels.mixing_layout import count_most_room
+from pi2.backends.kernels.spec import BLOCK_ROOM, PANEL, PARTS, SPANS
 from pi2.plan.arithmetic.kept_sizes import KV_TOKENS
 from pi2.plan.arithmetic.needs import Need
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, count_chunk_tokens
@@ -23,15 +24,14 @@ if TYPE_CHECKING:
     from pi2.plan.documents.model_attention import Latent
     from pi2.plan.documents.plan import Plan
 
-KV_SPANS = 16
-"""Parts of the context whose attention is added up apart, at most."""
-PANEL_FLOATS = 264
-"""Floats of scratch for every token: 256 FFN neurons that a dense layer computes together, and a
-bit for each."""
+PANEL_FLOATS = PANEL + PARTS
+"""Floats of scratch for every token: FFN neurons that a dense layer computes together, and a bit
+for each."""
 THREAD_BYTES = 33 << 10
 """Scratch of a compute thread."""
-SHARED_BYTES, SHARED_TOKEN_BYTES = 4 << 10, 2 << 10
-"""Scratch of a compute thread for neurons that several tokens share, and for each of the tokens."""
+SHARED_BYTES, SHARED_TOKEN_BYTES = 4 << 10, 2 * 4 * BLOCK_ROOM
+"""Scratch of a compute thread for neurons that several tokens share, and for each of the tokens,
+which lists slots and rows."""
 UNPACKED_ROWS_BYTES = 10
 """Bytes of scratch for every thread and element of a row: eight rows with their scales, unpacked
 for several tokens on cores with i8mm."""
@@ -108,7 +108,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     tables = rows + 4 * plan.kv.context * turned + 32 * model.layer_neurons
     for view in views:
         summed = view.shape.head_dim if latent is None else latent.rank
-        tables += 4 * KV_SPANS * shape.heads * (summed + 2)
+        tables += 4 * SPANS * shape.heads * (summed + 2)
     if latent is not None:
         activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan), group_bytes)
     tables += (plan.decode.step_tokens - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)

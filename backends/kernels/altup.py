@@ -16,7 +16,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
-from pi2.backends.kernels.norms import emit_add_normalized, invert_root
+from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize, invert_root
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import emit_each_token, take_matrix
 from pi2.backends.kernels.quantize import emit_quantize
@@ -307,11 +307,8 @@ class Joining:
         for stream, project in enumerate(self.projections):
 
             def read(token: v.Expr, stream: int = stream) -> None:
-                source = v.let(((first + token) * others + stream) * spec.hidden)
-                with T.serial(spec.hidden // _LANES * hidden.once) as step:
-                    part = v.load(self.streams, source + step * _LANES, _LANES)
-                    v.store(hidden.values, token * spec.hidden + step * _LANES, part, _LANES)
-                emit_quantize(hidden, token)
+                row = v.let((first + token) * others + stream)
+                emit_normalize(spec, self.streams, row, None, hidden, token)
 
             def store(token: v.Expr, row: v.Expr, value: v.Expr, stream: int = stream) -> None:
                 place = v.let((token * others + stream) * spec.hidden)

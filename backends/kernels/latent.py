@@ -96,12 +96,14 @@ def emit_heads(
     last: v.Expr,
     begin: v.Expr,
     blocks: v.Expr,
+    scale: v.Expr,
     finish: Callable[[int, v.Expr, v.Expr], None],
 ) -> None:
     """Add up what is kept in ``blocks`` blocks from ``begin`` on, weighted by the shares of some
     heads of one token, which sees all up to ``last``.
 
-    Queries begin at ``sources`` of ``queries``, sums float32 [rank] at ``results`` of ``target``.
+    Queries begin at ``sources`` of ``queries``, sums float32 [rank] at ``results`` of ``target``;
+    ``scale`` float32 is the factor of scores.
     ``finish(index, largest score, total of shares)`` is called for every head at the end.
     """
     rank, size, lanes, count = kept.shape.rank, kept.shape.kept, kept.lanes, len(sources)
@@ -138,7 +140,7 @@ def emit_heads(
         where = v.let(T.ramp(block * KV_BLOCK, 1, KV_BLOCK))
         scales = kept.load_scales(block)
         for index in range(count):
-            score = v.load(scores, index * KV_BLOCK, KV_BLOCK)
+            score = v.load(scores, index * KV_BLOCK, KV_BLOCK) * v.splat(scale, KV_BLOCK)
             if scales is not None:
                 score = score * scales
             # Not named: TVM's analyzer cannot hold vectors of bool.

@@ -93,9 +93,11 @@ class _Block(MixingBlock):
     mixed: Activations
     spans: tuple[v.Buffer, v.Buffer, v.Buffer]
 
-    @property
-    def _scale(self) -> float:
-        return self.schedule.spec.score_scale or 1.0 / math.sqrt(self.latent.key)
+    def _find_scale(self, at: v.Expr) -> v.Expr:
+        """Return the factor of scores of the token that stands ``at``."""
+        scale = self.schedule.spec.score_scale or 1.0 / math.sqrt(self.latent.key)
+        factor = v.constant(scale, "float32")
+        return v.let(factor if self.growth is None else factor * self.growth[at])
 
     def emit_project(self) -> None:
         """Normalise x; queries of what is kept, and what is to be kept, of all tokens."""
@@ -129,8 +131,7 @@ class _Block(MixingBlock):
         emit_each_token(self.tokens, self._emit_plain)
 
         def store_absorbed(vector: v.Expr, row: v.Expr, value: v.Expr) -> None:
-            scaled = value * v.constant(self._scale, "float32")
-            v.store(self.absorbed, vector * latent.kept + row, scaled, 1)
+            v.store(self.absorbed, vector * latent.kept + row, value, 1)
 
         self._emit_by_head(self.to_latent, latent.rank, self.plain, store_absorbed)
 
@@ -192,33 +193,16 @@ class _Block(MixingBlock):
         at = v.let(self.position + offset)
         row = v.let(token * spec.qkv_rows + (spec.qkv_rows - latent.kept))
         place = v.let(row + latent.rank)
-        self._emit_turn(self.qkv, place, self.qkv, place, at, 1.0)
+        self._emit_turn(self.qkv, place, self.qkv, place, at)
         emit_keep_row(self.kept, self.qkv, row, at)
         with T.serial(spec.heads) as head:
             source, query = self._find_query(token, head)
             target = v.let((token * spec.heads + head) * latent.kept + latent.rank)
             first = v.let(query + latent.plain)
-            self._emit_turn(source, first, self.absorbed, target, at, self._scale)
-            if self.growth is not None:
-                self._emit_growth(v.let(target - latent.rank), v.let(self.growth[at]))
-
-    def _emit_growth(self, place: v.Expr, factor: v.Expr) -> None:
-        """Multiply a head's query of what is kept, which begins at ``place``."""
-        size = self.latent.kept
-        lanes = math.gcd(size, 16)
-        with T.serial(size // lanes * self.hidden.once) as step:
-            at = v.let(place + step * lanes)
-            part = v.load(self.absorbed, at, lanes) * v.splat(factor, lanes)
-            v.store(self.absorbed, at, part, lanes)
+            self._emit_turn(source, first, self.absorbed, target, at)
 
     def _emit_turn(
-        self,
-        source: v.Buffer,
-        place: v.Expr,
-        target: v.Buffer,
-        result: v.Expr,
-        at: v.Expr,
-        scale: float,
+        self, source: v.Buffer, place: v.Expr, target: v.Buffer, result: v.Expr, at: v.Expr
     ) -> None:
         """Rotate a vector, of which element i turns with element i + rotated / 2."""
         half = self.latent.rotated // 2
@@ -230,10 +214,8 @@ class _Block(MixingBlock):
             sine = v.let(v.load(sines, at * half + offset, lanes))
             first = v.let(v.load(source, place + offset, lanes))
             second = v.let(v.load(source, place + half + offset, lanes))
-            factor = v.constant(scale, "float32", lanes)
-            v.store(target, result + offset, (first * cosine - second * sine) * factor, lanes)
-            turned = (second * cosine + first * sine) * factor
-            v.store(target, result + half + offset, turned, lanes)
+            v.store(target, result + offset, first * cosine - second * sine, lanes)
+            v.store(target, result + half + offset, second * cosine + first * sine, lanes)
 
     def emit_keep_and_mix(self) -> None:
         """Keep the rows of all tokens, which are of one sequence, and mix for each."""
@@ -258,6 +240,7 @@ class _Block(MixingBlock):
         spans = divide_blocks(spec, position, *self.spans)
         together = count_heads_together(spec.heads)
         row_bytes = KV_BLOCK * latent.kept * KV_ELEMENT_BYTES[spec.kv]
+        scale = self._find_scale(position)
 
         def attend_span(task: v.Expr) -> None:
             span = v.let(T.floormod(task, spans.count))
@@ -274,7 +257,7 @@ class _Block(MixingBlock):
             results = [v.let(place * latent.rank) for place in places]
             begin = v.let(spans.begin + skipped)
             queries, sums = self.absorbed, spans.sums
-            emit_heads(kept, queries, sources, sums, results, position, begin, count, finish)
+            emit_heads(kept, queries, sources, sums, results, position, begin, count, scale, finish)
 
         tasks = spec.heads // together * spans.count
         emit_shared(tasks, v.wide(spans.blocks) * (row_bytes * spec.heads), attend_span)
@@ -300,8 +283,10 @@ class _Block(MixingBlock):
             def finish(index: int, _top: v.Expr, total: v.Expr) -> None:
                 emit_divide(kept, values, results[index], total)
 
-            begin = T.int32(0)
-            emit_heads(kept, self.absorbed, sources, values, results, last, begin, blocks, finish)
+            begin, scale = T.int32(0), self._find_scale(last)
+            emit_heads(
+                kept, self.absorbed, sources, values, results, last, begin, blocks, scale, finish
+            )
 
     def emit_output(self) -> None:
         """Turn what was mixed into values, project them, and add them to x."""

@@ -54,8 +54,8 @@ def emit_plain_gathered(
             neuron = bundles.find(slots[place], None if rows is None else rows[place])
 
             def emit_neuron(neuron: Neuron = neuron) -> None:
-                found = emit_values(isa, activations, bundles, [neuron], [token], routes)
-                value = v.let(found[0][0])
+                found = emit_values(isa, activations, bundles, [neuron], token, routes)
+                value = v.let(found[0])
                 with T.If(value != v.constant(0.0, "float32")), T.Then():
                     fired.set(fired.get() + 1)
                     if squares is not None:

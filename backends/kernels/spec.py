@@ -418,7 +418,7 @@ class KernelSpec:
     @property
     def closes_gates(self) -> bool:
         """Whether a gate alone tells that a gathered neuron has no effect."""
-        return self.has_gathered_ffn and not self.is_smooth
+        return self.skips_ups and not self.ffn_bias
 
     @property
     def shares_neurons(self) -> bool:

@@ -51,18 +51,22 @@ class Stretches:
 
         Neurons of a stretch have one expert: its number is read once, of the first of them.
         """
-        number = v.let(T.floordiv(place, self.size))
-        index = v.let(place - number * self.size)
+        number, index = self._divide(place)
         first = v.let(self.slots[number] * self.size)
-        row = None if self.rows is None else v.let(self.rows[number] * self.size + index)
+        row = None if self.rows is None else self.find_row(place)
         neuron = bundles.find(v.let(first + index), row)
         return replace(neuron, expert_base=v.let(v.wide(first) * bundles.spec.stride))
 
     def find_row(self, place: v.Expr) -> v.Expr:
         """Return the row of resident scales of the neuron at a place."""
         assert self.rows is not None
+        number, index = self._divide(place)
+        return v.let(self.rows[number] * self.size + index)
+
+    def _divide(self, place: v.Expr) -> tuple[v.Expr, v.Expr]:
+        """Return the stretch of a place, and the neuron's number in it."""
         number = v.let(T.floordiv(place, self.size))
-        return v.let(self.rows[number] * self.size + place - number * self.size)
+        return number, v.let(place - number * self.size)
 
 
 def emit_stretched(
@@ -104,11 +108,11 @@ def emit_stretched(
             )
             lines = _LinesAhead(bundles, following)
             found = emit_values(
-                isa, activations, bundles, neurons, [token], routes, lines.ask_with_inputs
+                isa, activations, bundles, neurons, token, routes, lines.ask_with_inputs
             )
             values = [
-                v.let(T.Select(first + index < end, row[0], zero))
-                for index, row in enumerate(found)
+                v.let(T.Select(first + index < end, value, zero))
+                for index, value in enumerate(found)
             ]
             for value in values:
                 fired.set(fired.get() + T.Select(value != zero, T.int32(1), T.int32(0)))

@@ -9,7 +9,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.neurons import Bundles, Neuron, activate
-from pi2.backends.kernels.operands import Activations, Prefetch, Vector
+from pi2.backends.kernels.operands import Activations, Prefetch
 
 
 def find_neighbour(bundles: Bundles, place: v.Expr, first: v.Expr | None) -> Neuron:
@@ -23,30 +23,21 @@ def emit_values(
     activations: Activations,
     bundles: Bundles,
     neurons: list[Neuron],
-    tokens: list[v.Expr],
+    token: v.Expr,
     routes: v.Buffer | None,
     prefetch: Prefetch | None = None,
-) -> list[list[v.Expr]]:
-    """Values of ``neurons`` for ``tokens``, times the weights of their experts; ``prefetch`` is
-    told what is read of their inputs, and when."""
-    parts = len(bundles.spec.bundle.parts) - 1
-    vectors = [vector for neuron in neurons for vector in take_inputs(bundles, neuron)]
-    dots = emit_dots(isa, vectors, activations, tokens, prefetch)
+) -> list[v.Expr]:
+    """Values of ``neurons`` for ``token``, times the weights of their experts; ``prefetch`` is told
+    what is read of their inputs, and when."""
+    names = [part.name for part in bundles.spec.bundle.parts[:-1]]
+    parts, vectors = len(names), bundles.take_parts(neurons, names)
+    dots = [v.let(row[0]) for row in emit_dots(isa, vectors, activations, [token], prefetch)]
     found = []
     for index, neuron in enumerate(neurons):
-        rows = dots[index * parts : (index + 1) * parts]
         biases = load_biases(bundles, neuron)
-        row = []
-        for turn, token in enumerate(tokens):
-            terms = [v.let(part[turn]) for part in rows]
-            row.append(find_value(bundles, neuron, biases, token, terms, routes))
-        found.append(row)
+        terms = dots[index * parts : (index + 1) * parts]
+        found.append(find_value(bundles, neuron, biases, token, terms, routes))
     return found
-
-
-def take_inputs(bundles: Bundles, neuron: Neuron) -> list[Vector]:
-    """Return all vectors of a neuron but the last."""
-    return bundles.take_parts([neuron], [part.name for part in bundles.spec.bundle.parts[:-1]])
 
 
 def find_value(

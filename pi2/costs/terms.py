@@ -122,7 +122,8 @@ def find_terms(
     if not settings.is_predicted and not rates.measured:
         # What is computed as a whole streams by, and nothing is gathered.
         gathers = Linear(call_s=gathers.call_s, bytes_s=rates.bandwidth_bytes_s)
-    neuron_s = _time_neuron(rates, sizes, settings, activity, gathers)
+    neuron_bytes = _count_neuron_bytes(rates, sizes, settings, activity)
+    neuron_s = _time_neuron(rates, settings, activity, neuron_bytes / gathers.bytes_s)
     looks_up = settings.is_predicted and hot < 1.0
     look_up_s = rates.look_up.call_s if looks_up else 0.0
     if settings.predictor == "gate":
@@ -155,10 +156,7 @@ def find_terms(
         place_s=rates.place_s if looks_up else 0.0,
         missing_s=1.0 / rates.look_up.bytes_s if looks_up else 0.0,
         touch_s=rates.touch_s if looks_up else 0.0,
-        neuron=Work(
-            seconds=neuron_s / speed,
-            bytes_s=_count_neuron_bytes(rates, sizes, settings, activity) / neuron_s * speed,
-        ),
+        neuron=Work(seconds=neuron_s / speed, bytes_s=neuron_bytes / neuron_s * speed),
         call_s=gathers.call_s,
         part_call_s=gathers.call_s if rates.measured else 0.0,
         wake_s=rates.wake_s,
@@ -305,14 +303,13 @@ def time_row(rates: Rates, model: Model) -> float:
 
 
 def _time_neuron(
-    rates: Rates, sizes: Sizes, settings: Settings, activity: LayerActivity, gathers: Linear
+    rates: Rates, settings: Settings, activity: LayerActivity, seconds: float
 ) -> float:
-    """Seconds of a neuron that any sequence uses, with all threads.
+    """Seconds of a neuron that any sequence uses, with all threads; ``seconds`` for one sequence.
 
     The first sequence brings it from memory; for each other one the same arithmetic is done once
     more, and reading hides none of it (docs/lab/kernels.md).
     """
-    seconds = _count_neuron_bytes(rates, sizes, settings, activity) / gathers.bytes_s
     named_apart = settings.predictor in ("gate", "low-rank") and rates.measured
     if settings.batch == 1 or not named_apart or not activity.products:
         return seconds
