@@ -14,6 +14,7 @@ import numpy as np
 
 from pi2.arrays import F32, I64, U8
 from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.reference.chunk_state import ChunkState, begin_chunk
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.backends.reference.neurons import weigh_activations
 from pi2.backends.reference.operators import activate, cap
@@ -41,12 +42,13 @@ def score_layerwise(
     layers = model.shape.layers
     for layer in range(layers):
         executor.forget()
-        for number, state in enumerate(states):
-            states[number] = executor.begin_layer(layer, state)
+        for state in states:
+            executor.begin_layer(layer, state)
         for piece in weights.list_neurons(layer):
-            for number, state in enumerate(states):
-                states[number] = executor.add_piece(piece, state)
-        states = [executor.end_layer(layer, state) for state in states]
+            for state in states:
+                executor.add_piece(piece, state)
+        for state in states:
+            executor.end_layer(layer, state)
         progress((layer + 1) / (layers + 1))
     executor.forget()
     inputs = np.concatenate(
@@ -87,32 +89,13 @@ def _score_head(weights: Weights, model: Model, inputs: F32, targets: I64) -> Sc
     return Scores(np.log(sums) + best - wanted, choices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class State:
-    """What a window has between two steps of the executor, T tokens."""
+    """What a window has between two steps of the executor."""
 
-    x: F32
-    """What goes from layer to layer [T, hidden]."""
-    input: F32
-    """What attention of the layer reads [T, hidden]."""
-    u: F32
-    """What the FFN reads [T, hidden]."""
-    v: F32
-    """What its neurons read [T, neuron width]."""
-    routes: F32
-    """Weights of experts [T, experts]."""
-    y: F32
-    """The sum of its neurons [T, neuron width]."""
-    squares: F32
-    """Sums of the squares of the FFN's activations [T]."""
-    added: F32
-    """Embeddings that layers have of their own [layers, T, width]."""
-    streams: F32
-    """Residual streams beside x [streams - 1, T, hidden]."""
-    kept: U8 | None
+    chunk: ChunkState
+    kept: U8 | None = None
     """Keys and values, where later layers read those of an earlier one."""
-    cutoffs: F32 | None = None
-    """Cutoffs of the layer's gates [T, 1], where it has them."""
 
 
 class _LayerExecutor(ReferenceExecutor):
@@ -145,79 +128,48 @@ class _LayerExecutor(ReferenceExecutor):
     def start(self, tokens: I64) -> State:
         """The embeddings of a window."""
         x = self._weights.read(EMBEDDING, tokens) * np.float32(self._model.multipliers.embedding)
-        added = self._layer_inputs.make_none()
+        _, added, streams = self._none
         if self._model.layer_embedding is not None:
             added = self._layer_inputs.make(self._weights.read(LAYER_EMBEDDING, tokens), x)
-        streams = self._altup.make_none() if self._model.altup is None else self._altup.make(x)
-        return State(
-            x=x,
-            input=x,
-            u=x,
-            v=x,
-            routes=x,
-            y=x,
-            squares=x,
-            added=added,
-            streams=streams,
-            kept=None,
-        )
+        if self._model.altup is not None:
+            streams = self._altup.make(x)
+        return State(chunk=begin_chunk(x, added, streams))
 
-    def begin_layer(self, layer: int, state: State) -> State:
+    def begin_layer(self, layer: int, state: State) -> None:
         """Attention, and what the FFN begins with."""
-        self._restore(state)
-        self.expect(len(state.x))
+        self._now = state.chunk
+        length = len(state.chunk.x)
+        if state.kept is not None:
+            self.put_context(0, 0, length, state.kept)
+        self.expect(length)
         self.attend(layer, 0)
+        if self._model.attention.kv_shared_layers > 0:
+            state.kept = self.read_context(0, 0, length)
         self.begin_ffn(layer)
-        return self._save()
 
-    def add_piece(self, piece: NeuronPiece, state: State) -> State:
+    def add_piece(self, piece: NeuronPiece, state: State) -> None:
         """Add some neurons to the FFN's sum."""
-        self._restore(state)
-        values = [self._v @ rows.T for rows in piece.rows]
+        chunk = state.chunk
+        values = [chunk.v @ rows.T for rows in piece.rows]
         if piece.biases:
             values = [value + bias for value, bias in zip(values, piece.biases, strict=True)]
         if piece.experts is None:
             up = values[1] if len(values) > 1 else None
-            active = activate(self._model, values[0], up, self._cutoffs)
+            active = activate(self._model, values[0], up, chunk.cutoffs)
         else:
-            active = weigh_activations(self._model, values, self._routes[:, piece.experts])
-        self._squares = self._squares + np.square(active).sum(axis=1)
-        self._y = self._y + active @ piece.down
-        return self._save()
+            active = weigh_activations(self._model, values, chunk.routes[:, piece.experts])
+        chunk.squares += np.square(active).sum(axis=1)
+        chunk.y += active @ piece.down
 
-    def end_layer(self, layer: int, state: State) -> State:
+    def end_layer(self, layer: int, state: State) -> None:
         """Add the FFN's sum to x."""
-        self._restore(state)
+        self._now = state.chunk
         self.end_ffn(layer)
-        return self._save()
 
     def finish(self, state: State) -> F32:
         """What the head reads [tokens, hidden]."""
-        return self._normalize(self.join_streams(state.x, state.streams), FINAL_NORM)
-
-    def _restore(self, state: State) -> None:
-        self._x, self._input, self._routes = state.x, state.input, state.routes
-        self._u, self._v = state.u, state.v
-        self._y, self._squares, self._added = state.y, state.squares, state.added
-        self._streams, self._cutoffs = state.streams, state.cutoffs
-        if state.kept is not None:
-            self.put_context(0, 0, len(state.x), state.kept)
-
-    def _save(self) -> State:
-        shares = self._model.attention.kv_shared_layers > 0
-        return State(
-            x=self._x,
-            input=self._input,
-            u=self._u,
-            v=self._v,
-            routes=self._routes,
-            y=self._y,
-            squares=self._squares,
-            added=self._added,
-            streams=self._streams,
-            cutoffs=self._cutoffs,
-            kept=self.read_context(0, 0, len(self._x)) if shares else None,
-        )
+        chunk = state.chunk
+        return self._dense.normalize(self.join_streams(chunk.x, chunk.streams), FINAL_NORM)
 
 
 class _LazyTensors(Mapping[str, Tensor]):

@@ -221,11 +221,11 @@ def test_experts_that_looking_ahead_has_missed_are_computed(
 
     def begin_wrongly(self: ReferenceExecutor, layer: int) -> None:
         begin(self, layer)
-        if len(self._x) == 1:
+        if len(self._now.x) == 1:
             calls.append(layer)
             if calls.count(layer) % 2:
                 # The first time for a token, as the guess is: two other experts.
-                self._routes = np.where(self._routes > 0, 0, 0.5).astype(np.float32)
+                self._now.routes = np.where(self._now.routes > 0, 0, 0.5).astype(np.float32)
 
     monkeypatch.setattr(ReferenceExecutor, "begin_ffn", begin_wrongly)
     settings = {**REFERENCE, **FLASH, "decode.look_ahead": "attention"}

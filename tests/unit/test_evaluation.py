@@ -108,7 +108,7 @@ def test_recall_is_counted_layer_by_layer(plan: Path) -> None:
             executor.begin_ffn(layer)
             bundles = parts.store.layers[layer].bundles
             active = executor._activate(bundles, slice(None)) != 0
-            named = compute_scores(executor._request, layer, executor._u) >= 0
+            named = compute_scores(executor._request, layer, executor._now.u) >= 0
             counts[layer] = active.mean(), named.mean(), (active & named).sum() / active.sum()
             executor.add_dense(layer, bundles)
             executor.end_ffn(layer)

@@ -129,7 +129,7 @@ def test_what_decodes_is_the_model_with_small_gates_cut(plan: Path, sparse: Path
             for layer, stored in enumerate(dense._parts.store.layers):
                 executor.attend(layer, position)
                 executor.begin_ffn(layer)
-                gate = executor._u @ unpack_part(stored.bundles, executor._request.bundle, 0).T
+                gate = executor._now.u @ unpack_part(stored.bundles, executor._request.bundle, 0).T
                 kept = np.abs(gate / (1 + np.exp(-gate)))[0] >= limits[layer]
                 executor.add_dense(layer, stored.bundles[kept])
                 executor.end_ffn(layer)

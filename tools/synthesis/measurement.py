@@ -111,31 +111,31 @@ class _LayerExecutor(ReferenceExecutor):
     @property
     def stream(self) -> F32:
         """x [tokens, hidden]."""
-        return self._x
+        return self._now.x
 
     @stream.setter
     def stream(self, value: F32) -> None:
-        self._x = value
+        self._now.x = value
 
     @property
     def ffn_input(self) -> F32:
         """u [tokens, hidden]."""
-        return self._u
+        return self._now.u
 
     def add_output(self, output: F32) -> None:
         """Add [tokens, hidden] to the sum of the FFN."""
-        self._y = self._y + output
+        self._now.y = self._now.y + output
 
     @property
     def routes(self) -> F32:
         """Weights of a mixture's experts [tokens, experts]."""
-        return self._routes
+        return self._now.routes
 
     def predict_all(self, layer: int, experts: I32) -> F32:
         """Predictor scores [tokens, neurons]; ``experts`` [neurons] of the neurons."""
-        scores = np.empty((len(self._u), len(experts)), np.float32)
+        scores = np.empty((len(self._now.u), len(experts)), np.float32)
         for expert in range(self._model.expert_count):
-            scores[:, experts == expert] = self.score_low_rank(layer, expert, self._u)
+            scores[:, experts == expert] = self.score_low_rank(layer, expert, self._now.u)
         return scores
 
 
