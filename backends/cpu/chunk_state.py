@@ -32,3 +32,18 @@ class ChunkState:
     end: list[BoundCall]
     """By layer."""
     head: BoundCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCalls:
+    """Calls for a step of several tokens; all others are those of chunk 0."""
+
+    attend: list[tuple[PartCalls, ...]]
+    """By layer; empty where steps have one token."""
+    begin: list[BoundCall]
+    """By layer."""
+    end: list[BoundCall]
+    """By layer."""
+    embed_layers: BoundCall | None
+    positions: list[BoundCall]
+    """By token, for its position."""

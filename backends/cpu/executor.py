@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,53 +9,24 @@ import numpy as np
 from pi2.arrays import F32, I32, I64, U8, Bits
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.arrays import (
-    Arrays,
     count_tokens,
     make_arrays,
-    make_layer_room,
-    make_side_room,
 )
 from pi2.backends.cpu.attention import Attention, PartCalls
-from pi2.backends.cpu.chunk_state import ChunkState
+from pi2.backends.cpu.bindings import Bindings
 from pi2.backends.cpu.divided import DividedEnds
 from pi2.backends.cpu.lanes import order_by_lanes
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.scratch import Scratch
-from pi2.backends.cpu.workspace import Views, Workspace
+from pi2.backends.cpu.workspace import Workspace
 from pi2.backends.experts import list_chosen, make_routers, read_rows
-from pi2.backends.kernels.spec import AltUpShape, KernelSpec
+from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_experts import Moe
-from pi2.plan.weights.cutoffs import GATE_CUTOFF
-from pi2.plan.weights.tensor_names import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    HEAD_BIAS,
-    LAYER_EMBEDDING,
-    LAYER_PROJECTION,
-    LAYER_PROJECTION_NORM,
-    POSITIONS,
-    STREAM_IN,
-    STREAM_OUT,
-    name_layer_tensor,
-)
-
-_SIDE = (
-    *("side_norm", "side_in", "side_down", "side_output_norm", "experts_output_norm"),
-    "experts_out",
-)
-"""Tensors of an FFN beside a layer's experts, and of what is behind these."""
-_OWN = (
-    *("layer_input_gate", "layer_input_output", "layer_input_norm"),
-    *("altup_router", "altup_router_norm", "altup_correct", "altup_scale"),
-)
-"""Tensors of a layer's own embedding, and of what corrects residual streams."""
 
 _NONE: I32 = np.zeros(0, np.int32)
 
@@ -66,9 +36,7 @@ class CpuExecutor:
 
     def __init__(self, request: BuildRequest, spec: KernelSpec, library: Library) -> None:
         model, chunk = request.model, count_tokens(request)
-        layers = range(model.shape.layers)
         space = Workspace(request, library)
-        self._space = space
         self._spec = spec
         self._library = library
         self._lanes = order_by_lanes(spec.neuron_width, spec.ffn)
@@ -93,168 +61,23 @@ class CpuExecutor:
         self._sequence = self._token = 0
         self._step: tuple[Sequence[int], Sequence[int]] | None = None
         """Sequences and positions of a step; None in a chunk."""
-        self._norms = [
-            space.wrap_tensors(
-                norm=name_layer_tensor(layer, "ffn_norm"),
-                norm_bias=name_layer_tensor(layer, "ffn_norm_bias"),
-                experts_in=name_layer_tensor(layer, "experts_in"),
-                gate_cutoff=name_layer_tensor(layer, GATE_CUTOFF),
-            )
-            for layer in layers
-        ]
-        # With parallel residuals, the FFN reads the layer's input.
-        self._read_by_ffn = "before" if spec.parallel else "x"
-        read = {"x": views[self._read_by_ffn]}
-        self._prediction.bind_foresight(library, self._norms, read, views)
-        self._signs = [_find_sign(model, layer) for layer in layers]
-        """By layer, the side of their mean on which gates have a cutoff; nothing without one."""
-        self._begin_given = [(*self._tell_routed(layer), *self._signs[layer]) for layer in layers]
-        """By layer, what a call that begins its FFN is given beside the number of tokens."""
-        self._router_views = self._wrap_routers()
+        self._bindings = Bindings(
+            request,
+            space,
+            spec,
+            library,
+            self._attention,
+            self._neurons,
+            self._routers,
+            self._ids,
+            self._logits,
+        )
         self._has_cutoffs = False
-        """Whether gates of the layer that is computed have one."""
-        self._cutoff_room: Views = {}
-        if spec.cutoff_rows:
-            parts = space.make("float32", chunk, spec.cutoff_rows)
-            self._cutoff_room["cutoff_parts"] = space.wrap(parts)
-        self._outputs = [
-            space.wrap_tensors(
-                down_bias=name_layer_tensor(layer, "down_bias"),
-                output_norm=name_layer_tensor(layer, "ffn_output_norm"),
-                layer_scale=name_layer_tensor(layer, "layer_scale"),
-                **{kind: name_layer_tensor(layer, kind) for kind in (*_SIDE, *_OWN)},
-            )
-            for layer in layers
-        ]
-        room = make_layer_room(space, spec, chunk)
-        side = make_side_room(space, spec, chunk) | room
-        self._outputs = [own | side for own in self._outputs]
-        self._layer_embedding = room | space.wrap_tensors(
-            layer_embedding=LAYER_EMBEDDING,
-            layer_projection=LAYER_PROJECTION,
-            layer_projection_norm=LAYER_PROJECTION_NORM,
-            stream_in=STREAM_IN,
-        )
-        self._vocabulary = space.wrap_tensors(
-            embedding=EMBEDDING,
-            table=POSITIONS,
-            norm=FINAL_NORM,
-            norm_bias=f"{FINAL_NORM}_bias",
-            head_bias=HEAD_BIAS,
-        )
-        head = EMBEDDING if model.tied_head else HEAD
-        self._vocabulary |= space.wrap_own_rows("head", head, spec.other_head)
-        self._vocabulary["ids"] = space.wrap(self._ids)
-        self._vocabulary["logits"] = space.wrap(self._logits)
-        self._vocabulary |= self._make_joining_room(spec.altup)
-        self._chunks = [self._bind_chunk(own) for own in arrays]
+        """Whether gates of the layer that is computed have a cutoff."""
+        self._chunks = [self._bindings.bind_chunk(own) for own in arrays]
         self._now = self._chunks[0]
-        self._attend_step = self._attention.bind_step(views)
-        self._begin_step, self._end_step = self._now.begin, self._now.end
-        self._embed_layers_step = self._now.embed_layers
-        if spec.sequences and spec.has_other_chunks:
-            self._begin_step = self._bind_begin("step", views)
-            self._embed_layers_step = self._bind_embed_layers("embed_layers_step", views)
-            if spec.multiplies_at_end:
-                self._end_step = self._bind_end("end_step", arrays[0])
-        self._step_positions: list[BoundCall] = []
-        """Calls for the positions of a step's tokens, one for each."""
-        if spec.positions and spec.sequences:
-            self._step_positions = [
-                self._bind_positions({"x": space.wrap(row)}, 1)
-                for row in arrays[0].x[: request.step_tokens]
-            ]
-
-    def _make_joining_room(self, altup: AltUpShape | None) -> Views:
-        """Return views of what joins several residual streams; none where there is one."""
-        if altup is None:
-            return {}
-        space, count = self._space, altup.others
-        rows = space.make("float32", len(self._logits), count, self._spec.hidden)
-        room = {"joined": space.wrap(rows)}
-        for stream in range(count):
-            room |= space.wrap_parts(stream, count, **{f"stream_out_{stream}": STREAM_OUT})
-        return room
-
-    def _bind_chunk(self, arrays: Arrays) -> ChunkState:
-        """Return the calls of all kernels for a chunk of a prompt."""
-        bind, views, vocabulary = self._library.bind, arrays.views, self._vocabulary
-        return ChunkState(
-            arrays=arrays,
-            embed=bind("embed", "tokens", vocabulary, views),
-            embed_layers=self._bind_embed_layers("embed_layers", views),
-            positions=self._bind_positions(views) if self._spec.positions else None,
-            attend=[] if self._spec.divides_attention else self._attention.bind_chunk(views),
-            parts=self._attention.bind_parts(views) if self._spec.divides_attention else [],
-            begin=self._bind_begin("ffn", views),
-            neighbours=[
-                self._neurons.bind_chunk(layer, arrays.neuron_views)
-                for layer in range(len(self._outputs))
-            ],
-            end=self._bind_end("end_ffn", arrays),
-            head=bind("logits", "first tokens", vocabulary, views),
-        )
-
-    def _bind_begin(self, what: str, views: Views) -> list[BoundCall]:
-        """Return the calls that begin the FFN of each layer, in a chunk (``ffn``) or a step."""
-        read = {"x": views[self._read_by_ffn]}
-        calls, routed = [], "" if self._spec.router is None else "routed"
-        for layer, own in enumerate(self._norms):
-            arrays = (read, own, self._router_views[layer], self._cutoff_room, views)
-            name, given = f"begin_{what}", f"tokens {routed}"
-            if self._signs[layer]:
-                name, given = f"begin_cut_{what}", f"{given} sign"
-            calls.append(self._library.bind(name, given, *arrays, layer=layer, name="begin_ffn"))
-        return calls
-
-    def _bind_embed_layers(self, function: str, views: Views) -> BoundCall | None:
-        """Return the call that makes what layers have of their own; None without that."""
-        if self._spec.layer_input is None:
-            return None
-        arrays = (self._layer_embedding, views)
-        return self._library.bind(function, "tokens room", *arrays, name="embed_layers")
-
-    def _bind_end(self, function: str, arrays: Arrays) -> list[BoundCall]:
-        """Return the calls that end the FFN of each layer."""
-        views = arrays.views
-        # What the FFN has read is not needed any more when it ends.
-        views = views | {"whole": views["hidden_values"]}
-        calls = []
-        for layer, own in enumerate(self._outputs):
-            if self._spec.layer_input is not None:
-                own = own | {"layer_input": self._space.wrap(arrays.layer_inputs[layer])}
-            bound = self._library.bind(function, "tokens", own, views, layer=layer, name="end_ffn")
-            calls.append(bound)
-        return calls
-
-    def _tell_routed(self, layer: int) -> tuple[int, ...]:
-        """Return whether the compiled router is the layer's, where there is one."""
-        if self._spec.router is None:
-            return ()
-        return (int(self._routers[layer].weights is not None),)
-
-    def _wrap_routers(self) -> list[Views]:
-        """Return views of the router of each layer that calls which begin FFNs take: where the
-        layer has none, those of another one, which are not used; nothing where the router is not
-        compiled."""
-        if self._spec.router is None:
-            return [{} for _ in self._norms]
-        kinds = ("router", "router_bias", "choice_bias", "shared_router")
-        found = {
-            layer: self._space.wrap_tensors(
-                **{kind: name_layer_tensor(layer, kind) for kind in kinds}
-            )
-            for layer, router in enumerate(self._routers)
-            if router.weights is not None
-        }
-        spare = next(iter(found.values()))
-        return [found.get(layer, spare) for layer in range(len(self._norms))]
-
-    def _bind_positions(self, views: Views, tokens: int | None = None) -> BoundCall:
-        """Return the call that adds learned position vectors, of a chunk or ``tokens``."""
-        sizes = None if tokens is None else {"tokens": tokens}
-        table = {"table": self._vocabulary["table_weights"]}
-        return self._library.bind("add_positions", "tokens position", table, views, sizes=sizes)
+        self._bindings.bind_foresight(self._prediction, views)
+        self._step_calls = self._bindings.bind_step(self._now, request.step_tokens)
 
     def select_chunk(self, number: int) -> None:
         """Let the calls that follow be about another chunk."""
@@ -275,18 +98,18 @@ class CpuExecutor:
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         """Set x to the embeddings of tokens of some sequences."""
         self.select_chunk(0)
-        self._embed(tokens, self._embed_layers_step)
+        self._embed(tokens, self._step_calls.embed_layers)
         self._step = sequences, positions
 
     def attend_step(self, layer: int) -> None:
         """Add the attention block of each sequence."""
-        assert self._step is not None and self._attend_step, "built for one token"
+        assert self._step is not None and self._step_calls.attend, "built for one token"
         sequences, positions = self._step
         count, context = self._now.tokens, self._attention.context
         if layer == 0:
-            for add, position in zip(self._step_positions, positions, strict=False):
+            for add, position in zip(self._step_calls.positions, positions, strict=False):
                 add(1, position)
-        for calls in self._attend_step[layer]:
+        for calls in self._step_calls.attend[layer]:
             calls.project(count, 0, context)
             for token, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
                 calls.mix[sequence](token, position, context)
@@ -321,7 +144,7 @@ class CpuExecutor:
         if layer == 0 and self._step is None and now.positions is not None:
             now.positions(now.tokens, position)
         elif layer == 0 and self._step is not None:
-            for add, place in zip(self._step_positions, self._step[1], strict=False):
+            for add, place in zip(self._step_calls.positions, self._step[1], strict=False):
                 add(1, place)
         return self._ends.normalize_attention(now.arrays.x[: now.tokens], layer)
 
@@ -355,7 +178,7 @@ class CpuExecutor:
     def _find_parts(self, layer: int) -> PartCalls:
         """The parts of the attention block for what is computed now."""
         # Rows are divided of layers with attention alone.
-        return (self._now.parts if self._step is None else self._attend_step)[layer][0]
+        return (self._now.parts if self._step is None else self._step_calls.attend)[layer][0]
 
     def read_head_input(self, first: int) -> F32:
         """See `pi2.backends.protocol.RowDivider`."""
@@ -371,9 +194,9 @@ class CpuExecutor:
     def begin_ffn(self, layer: int) -> None:
         """Normalise x and clear the FFN's sum."""
         now = self._now
-        begin = now.begin if self._step is None else self._begin_step
-        begin[layer](now.tokens, *self._begin_given[layer])
-        self._has_cutoffs = bool(self._signs[layer])
+        begin = now.begin if self._step is None else self._step_calls.begin
+        begin[layer](now.tokens, *self._bindings.begin_given[layer])
+        self._has_cutoffs = bool(self._bindings.signs[layer])
         self._prediction.begin(now.tokens)
         if self._moe is not None:
             self._route(layer, self._moe)
@@ -399,7 +222,7 @@ class CpuExecutor:
     def _route(self, layer: int, moe: Moe) -> None:
         """Set the weights of the experts, unless the compiled router has, and add their biases."""
         arrays, tokens = self._now.arrays, slice(0, self._now.tokens)
-        if not any(self._tell_routed(layer)):
+        if not self._bindings.is_routed[layer]:
             arrays.routes[tokens] = self._routers[layer].route(self.read_router_input())
         if self._spec.ffn_bias:
             self.add_sum(self._routers[layer].add_biases(arrays.routes[tokens]))
@@ -495,7 +318,7 @@ class CpuExecutor:
         """Add the FFN's sum to x."""
         if self._observer is not None:
             self._observer.end_ffn(layer)
-        end = self._now.end if self._step is None else self._end_step
+        end = self._now.end if self._step is None else self._step_calls.end
         end[layer](self._now.tokens)
 
     def expect(self, end: int) -> None:
@@ -564,9 +387,3 @@ class CpuExecutor:
         self._library.close()
         self._neurons.close()
         self._chunks.clear()
-
-
-def _find_sign(model: Model, layer: int) -> tuple[float, ...]:
-    """1 or -1 where the gates of a layer have a cutoff, above or below their mean."""
-    deviations = model.find_cutoff(layer)
-    return () if deviations is None else (math.copysign(1.0, deviations),)

@@ -1,0 +1,248 @@
+"""Calls of the executor's kernels, bound to the tensors and arrays that they take."""
+
+from __future__ import annotations
+
+import math
+
+from pi2.arrays import F32, I32
+from pi2.backends.compiler.runtime import BoundCall, Library
+from pi2.backends.cpu.arrays import Arrays, count_tokens, make_layer_room, make_side_room
+from pi2.backends.cpu.attention import Attention
+from pi2.backends.cpu.chunk_state import ChunkState, StepCalls
+from pi2.backends.cpu.neurons import Neurons
+from pi2.backends.cpu.prediction import Prediction
+from pi2.backends.cpu.workspace import Views, Workspace
+from pi2.backends.experts import Router
+from pi2.backends.kernels.spec import AltUpShape, KernelSpec
+from pi2.backends.protocol import BuildRequest
+from pi2.plan.documents.model import Model
+from pi2.plan.weights.cutoffs import GATE_CUTOFF
+from pi2.plan.weights.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    HEAD_BIAS,
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION,
+    LAYER_PROJECTION_NORM,
+    POSITIONS,
+    STREAM_IN,
+    STREAM_OUT,
+    name_layer_tensor,
+)
+
+_SIDE = (
+    *("side_norm", "side_in", "side_down", "side_output_norm", "experts_output_norm"),
+    "experts_out",
+)
+"""Tensors of an FFN beside a layer's experts, and of what is behind these."""
+_OWN = (
+    *("layer_input_gate", "layer_input_output", "layer_input_norm"),
+    *("altup_router", "altup_router_norm", "altup_correct", "altup_scale"),
+)
+"""Tensors of a layer's own embedding, and of what corrects residual streams."""
+
+
+class Bindings:
+    """Binds kernels for the chunks of prompts and for steps."""
+
+    def __init__(
+        self,
+        request: BuildRequest,
+        space: Workspace,
+        spec: KernelSpec,
+        library: Library,
+        attention: Attention,
+        neurons: Neurons,
+        routers: list[Router],
+        ids: I32,
+        logits: F32,
+    ) -> None:
+        """``ids`` [chunk] are the tokens that are embedded; ``logits`` [n, vocab] is where those of
+        n tokens are left."""
+        model, layers = request.model, range(request.model.shape.layers)
+        chunk = count_tokens(request)
+        self._space = space
+        self._spec = spec
+        self._library = library
+        self._attention = attention
+        self._neurons = neurons
+        self._norms = [
+            space.wrap_tensors(
+                norm=name_layer_tensor(layer, "ffn_norm"),
+                norm_bias=name_layer_tensor(layer, "ffn_norm_bias"),
+                experts_in=name_layer_tensor(layer, "experts_in"),
+                gate_cutoff=name_layer_tensor(layer, GATE_CUTOFF),
+            )
+            for layer in layers
+        ]
+        self.signs = [_find_sign(model, layer) for layer in layers]
+        """By layer, the side of their mean on which gates have a cutoff; nothing without one."""
+        self.is_routed = [spec.router is not None and own.weights is not None for own in routers]
+        """By layer of a mixture, whether the call that begins its FFN routes."""
+        self.begin_given = [(*self._tell_routed(layer), *self.signs[layer]) for layer in layers]
+        """By layer, what a call that begins its FFN is given beside the number of tokens."""
+        self._router_views = self._wrap_routers(len(layers))
+        self._cutoff_room: Views = {}
+        if spec.cutoff_rows:
+            parts = space.make("float32", chunk, spec.cutoff_rows)
+            self._cutoff_room["cutoff_parts"] = space.wrap(parts)
+        self._outputs = [
+            space.wrap_tensors(
+                down_bias=name_layer_tensor(layer, "down_bias"),
+                output_norm=name_layer_tensor(layer, "ffn_output_norm"),
+                layer_scale=name_layer_tensor(layer, "layer_scale"),
+                **{kind: name_layer_tensor(layer, kind) for kind in (*_SIDE, *_OWN)},
+            )
+            for layer in layers
+        ]
+        room = make_layer_room(space, spec, chunk)
+        side = make_side_room(space, spec, chunk) | room
+        self._outputs = [own | side for own in self._outputs]
+        self._layer_embedding = room | space.wrap_tensors(
+            layer_embedding=LAYER_EMBEDDING,
+            layer_projection=LAYER_PROJECTION,
+            layer_projection_norm=LAYER_PROJECTION_NORM,
+            stream_in=STREAM_IN,
+        )
+        self._vocabulary = space.wrap_tensors(
+            embedding=EMBEDDING,
+            table=POSITIONS,
+            norm=FINAL_NORM,
+            norm_bias=f"{FINAL_NORM}_bias",
+            head_bias=HEAD_BIAS,
+        )
+        head = EMBEDDING if model.tied_head else HEAD
+        self._vocabulary |= space.wrap_own_rows("head", head, spec.other_head)
+        self._vocabulary["ids"] = space.wrap(ids)
+        self._vocabulary["logits"] = space.wrap(logits)
+        self._vocabulary |= self._make_joining_room(spec.altup, len(logits))
+
+    def _make_joining_room(self, altup: AltUpShape | None, logits: int) -> Views:
+        """Return views of what joins several residual streams, for so many ``logits``; none where
+        there is one."""
+        if altup is None:
+            return {}
+        space, count = self._space, altup.others
+        rows = space.make("float32", logits, count, self._spec.hidden)
+        room = {"joined": space.wrap(rows)}
+        for stream in range(count):
+            room |= space.wrap_parts(stream, count, **{f"stream_out_{stream}": STREAM_OUT})
+        return room
+
+    def bind_chunk(self, arrays: Arrays) -> ChunkState:
+        """Return the calls of all kernels for a chunk of a prompt."""
+        bind, views, vocabulary = self._library.bind, arrays.views, self._vocabulary
+        return ChunkState(
+            arrays=arrays,
+            embed=bind("embed", "tokens", vocabulary, views),
+            embed_layers=self._bind_embed_layers("embed_layers", views),
+            positions=self._bind_positions(views) if self._spec.positions else None,
+            attend=[] if self._spec.divides_attention else self._attention.bind_chunk(views),
+            parts=self._attention.bind_parts(views) if self._spec.divides_attention else [],
+            begin=self._bind_begin("ffn", views),
+            neighbours=[
+                self._neurons.bind_chunk(layer, arrays.neuron_views)
+                for layer in range(len(self._outputs))
+            ],
+            end=self._bind_end("end_ffn", arrays),
+            head=bind("logits", "first tokens", vocabulary, views),
+        )
+
+    def bind_step(self, chunk: ChunkState, tokens: int) -> StepCalls:
+        """Return the calls for steps of ``tokens`` tokens at most, which have the arrays of
+        ``chunk``."""
+        arrays, spec = chunk.arrays, self._spec
+        begin, end, embed_layers = chunk.begin, chunk.end, chunk.embed_layers
+        if spec.sequences and spec.has_other_chunks:
+            begin = self._bind_begin("step", arrays.views)
+            embed_layers = self._bind_embed_layers("embed_layers_step", arrays.views)
+            if spec.multiplies_at_end:
+                end = self._bind_end("end_step", arrays)
+        positions = []
+        if spec.positions and spec.sequences:
+            positions = [
+                self._bind_positions({"x": self._space.wrap(row)}, 1) for row in arrays.x[:tokens]
+            ]
+        return StepCalls(
+            attend=self._attention.bind_step(arrays.views),
+            begin=begin,
+            end=end,
+            embed_layers=embed_layers,
+            positions=positions,
+        )
+
+    def bind_foresight(self, prediction: Prediction, views: Views) -> None:
+        """Bind the kernels that predict ahead and begin the present layer's FFN."""
+        read = self._find_input(views)
+        prediction.bind_foresight(self._library, self._norms, read, views)
+
+    def _find_input(self, views: Views) -> Views:
+        """Return the view of what the FFN's norm is of, by the kernels' name."""
+        # With parallel residuals, the FFN reads the layer's input.
+        return {"x": views["before" if self._spec.parallel else "x"]}
+
+    def _bind_begin(self, what: str, views: Views) -> list[BoundCall]:
+        """Return the calls that begin the FFN of each layer, in a chunk (``ffn``) or a step."""
+        read, calls = self._find_input(views), []
+        routed = "" if self._spec.router is None else "routed"
+        for layer, own in enumerate(self._norms):
+            arrays = (read, own, self._router_views[layer], self._cutoff_room, views)
+            name, given = f"begin_{what}", f"tokens {routed}"
+            if self.signs[layer]:
+                name, given = f"begin_cut_{what}", f"{given} sign"
+            calls.append(self._library.bind(name, given, *arrays, layer=layer, name="begin_ffn"))
+        return calls
+
+    def _bind_embed_layers(self, function: str, views: Views) -> BoundCall | None:
+        """Return the call that makes what layers have of their own; None without that."""
+        if self._spec.layer_input is None:
+            return None
+        arrays = (self._layer_embedding, views)
+        return self._library.bind(function, "tokens room", *arrays, name="embed_layers")
+
+    def _bind_end(self, function: str, arrays: Arrays) -> list[BoundCall]:
+        """Return the calls that end the FFN of each layer."""
+        views = arrays.views
+        # What the FFN has read is not needed any more when it ends.
+        views = views | {"whole": views["hidden_values"]}
+        calls = []
+        for layer, own in enumerate(self._outputs):
+            if self._spec.layer_input is not None:
+                own = own | {"layer_input": self._space.wrap(arrays.layer_inputs[layer])}
+            bound = self._library.bind(function, "tokens", own, views, layer=layer, name="end_ffn")
+            calls.append(bound)
+        return calls
+
+    def _tell_routed(self, layer: int) -> tuple[int, ...]:
+        """Return whether the compiled router is the layer's, where there is one."""
+        return () if self._spec.router is None else (int(self.is_routed[layer]),)
+
+    def _wrap_routers(self, layers: int) -> list[Views]:
+        """Return views of the router of each layer that calls which begin FFNs take: where the
+        layer has none, those of another one, which are not used; nothing where the router is not
+        compiled."""
+        if self._spec.router is None:
+            return [{} for _ in range(layers)]
+        kinds = ("router", "router_bias", "choice_bias", "shared_router")
+        found = {
+            layer: self._space.wrap_tensors(
+                **{kind: name_layer_tensor(layer, kind) for kind in kinds}
+            )
+            for layer, is_routed in enumerate(self.is_routed)
+            if is_routed
+        }
+        spare = next(iter(found.values()))
+        return [found.get(layer, spare) for layer in range(layers)]
+
+    def _bind_positions(self, views: Views, tokens: int | None = None) -> BoundCall:
+        """Return the call that adds learned position vectors, of a chunk or ``tokens``."""
+        sizes = None if tokens is None else {"tokens": tokens}
+        table = {"table": self._vocabulary["table_weights"]}
+        return self._library.bind("add_positions", "tokens position", table, views, sizes=sizes)
+
+
+def _find_sign(model: Model, layer: int) -> tuple[float, ...]:
+    """1 or -1 where the gates of a layer have a cutoff, above or below their mean."""
+    deviations = model.find_cutoff(layer)
+    return () if deviations is None else (math.copysign(1.0, deviations),)
