@@ -24,7 +24,8 @@ import numpy as np
 from pi2.arrays import U8
 from pi2.backends.host import HostLoops, load_host_loops
 from pi2.memory.budget import Budget
-from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
+from pi2.memory.bundle_files import BundleFile
+from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.io_engine import EngineName
 from pi2.progress import ignore_progress
 

@@ -16,8 +16,9 @@ from pi2.diagnostics import UserError
 from pi2.engine.expert_gates import ExpertGates
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
+from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
+from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.granules import SingleNeurons
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.requests import choose_request_bytes, count_requests_in_flight

@@ -1,16 +1,10 @@
-"""Reads of neurons from flash: scattered bundles into slots, long runs into buffers.
-
-Direct reads (O_DIRECT) go past the page cache, so that the memory of a run is what the plan says.
-Where a file system refuses them, buffered reads take their place and the reader says so.
-"""
+"""Reads of neurons from flash: scattered bundles into slots, long runs into buffers."""
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi2.arrays import I32, U8, U32, Bits
+from pi2.arrays import I32, U8, Bits
 from pi2.backends.stretches import expand_stretches
 from pi2.diagnostics import UserError
+from pi2.memory.bundle_files import BundleFile, BundleFiles
 from pi2.memory.checks import NeuronChecks
 from pi2.memory.granules import divide_slots
 from pi2.memory.io_engine import (
@@ -44,27 +39,12 @@ from pi2.memory.requests import (
     make_rest,
 )
 from pi2.memory.uring import RingUnavailable, UringEngine
-from pi2.regular_file import open_regular
 
 if TYPE_CHECKING:
     from pi2.backends.host.contract import HostLoops
 
 
 _PAGE = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BundleFile:
-    """A layer's neurons on flash."""
-
-    path: Path
-    bundles_offset: int
-    stride: int
-    count: int
-    bytes: int | None = None
-    """Size that the store states."""
-    read_checks: Callable[[], U32] | None = None
-    """Gives the CRC-32 of every bundle, [count]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,31 +99,36 @@ class FlashReader:
     ) -> None:
         """``arena`` has slots of one neuron, or of several that are read together.  ``loops``
         prepare and issue reads in compiled code; numpy and Python do without."""
-        self._files = files
         self._arena = arena
         self._granule = arena.shape[1] // files[0].stride if files else 1
         """Neurons of a slot: indices of what is read into slots count as many at once."""
         self._address: int = arena.ctypes.data
         self._loops = loops
         self._settings = settings
-        self.fallback: str | None = None
-        """Why direct reads were given up, if they were."""
         self.engine_fallback: str | None = None
         """Why the plan's engine was given up, if it was."""
-        self.phases_fallback: str | None = None
-        """Why gates are not read first, if the plan wants it."""
         self._observer: ReadObserver | None = None
         self.read_bytes = 0
         self.gate_reads = 0
         """Neurons whose gate was read by itself."""
         self.saved_bytes = 0
         """Bytes of up and down that were not read, because the gate was closed."""
-        self._gate_bytes = settings.gate_bytes
-        self._fds: list[int] = []
         self._checks: NeuronChecks | None = None
         self._scratch = np.empty(0, np.uint8)
+        self._opened = BundleFiles(
+            files,
+            direct=settings.direct and settings.engine != "mmap",
+            gate_bytes=settings.gate_bytes,
+            # A slot's content is overwritten before anybody uses it.
+            room=arena[-1] if len(arena) else np.empty(0, np.uint8),
+        )
+        self._files = self._opened.files
+        self._gate_bytes = self._opened.gate_bytes
+        self.fallback = self._opened.fallback
+        """Why direct reads were given up, if they were."""
+        self.phases_fallback = self._opened.phases_fallback
+        """Why gates are not read first, if the plan wants it."""
         try:
-            self._open(settings.direct and settings.engine != "mmap")
             self._engine, self.engine = self._make_engine(settings)
         except BaseException:
             self.close()
@@ -157,72 +142,17 @@ class FlashReader:
             self._checks = NeuronChecks(checks, loops)
         self._merging = self._make_merging(settings.merge_gap)
 
-    def _open(self, direct: bool) -> None:
-        flag = getattr(os, "O_DIRECT", 0) if direct else 0
-        if direct and flag == 0:
-            self.fallback = "this system has no O_DIRECT"
-        for file in self._files:
-            try:
-                fd = open_regular(file.path, flag)
-            except OSError as error:
-                if not flag or error.errno != errno.EINVAL:
-                    raise _describe_failure(file.path, error) from None
-                fd = -1
-            if fd >= 0 and flag and not self._accepts_bundle(fd, file):
-                os.close(fd)
-                fd = -1
-            if fd < 0:
-                flag = 0
-                self.fallback = "the file system refuses O_DIRECT for reads of one bundle"
-                fd = open_regular(file.path)
-            self._fds.append(fd)
-            size = os.fstat(fd).st_size
-            if self._gate_bytes and direct and flag and not self._accepts_gate(fd, file):
-                self._gate_bytes = 0
-                self.phases_fallback = "the file system refuses O_DIRECT for reads of one gate"
-            if file.bytes is not None and size != file.bytes:
-                raise UserError.of(
-                    "P506",
-                    f"{file.path} has {size} bytes instead of {file.bytes}: it was cut or replaced",
-                    help="make the store again, or copy it again as a whole",
-                )
-
-    def _accepts_bundle(self, fd: int, file: BundleFile) -> bool:
-        """Try one read at the second bundle: only it shows whether the block size fits."""
-        if len(self._arena) == 0 or file.count < 2:
-            return True
-        slot = self._arena[-1, : file.stride]
-        return self._accepts(fd, slot, file.bundles_offset + file.stride)
-
-    def _accepts_gate(self, fd: int, file: BundleFile) -> bool:
-        """Try to read the first bundle in two."""
-        if len(self._arena) == 0 or file.count == 0:
-            return True
-        size, slot = self._gate_bytes, self._arena[-1]
-        return all(
-            self._accepts(fd, slot[begin:end], file.bundles_offset + begin)
-            for begin, end in ((0, size), (size, file.stride))
-        )
-
-    @staticmethod
-    def _accepts(fd: int, target: U8, offset: int) -> bool:
-        try:
-            # The slot's content is overwritten before anybody uses it.
-            os.preadv(fd, [target.data], offset)
-        except OSError:
-            return False
-        return True
-
     def _make_engine(self, settings: ReadSettings) -> tuple[IoEngine, EngineName]:
+        descriptors = self._opened.descriptors
         if settings.engine == "io_uring":
             try:
-                return UringEngine(self._fds, settings.depth, self._loops), "io_uring"
+                return UringEngine(descriptors, settings.depth, self._loops), "io_uring"
             except RingUnavailable as reason:
                 self.engine_fallback = str(reason)
         if settings.engine == "mmap":
-            return MappedEngine(self._fds, settings.threads), "mmap"
+            return MappedEngine(descriptors, settings.threads), "mmap"
         read_runs = read_in_python if self._loops is None else self._loops.read_runs
-        return PreadEngine(self._fds, settings.threads, read_runs), "pread"
+        return PreadEngine(descriptors, settings.threads, read_runs), "pread"
 
     def _make_merging(self, gap: int) -> Merging:
         if gap == 0 or not self._files:
@@ -399,7 +329,7 @@ class FlashReader:
 
     def _read_bundle(self, layer: int, index: int, slot: int) -> None:
         target = self._arena[slot]
-        self._read_fully(layer, target, self._files[layer].bundles_offset + index * target.size)
+        self._opened.read(layer, target, self._files[layer].bundles_offset + index * target.size)
 
     def _verify(
         self, checks: NeuronChecks, layer: int, indices: I32, bundles: U8, slots: I32
@@ -411,7 +341,7 @@ class FlashReader:
         file = self._files[layer]
         for place in damaged:
             offset = file.bundles_offset + int(indices[place]) * file.stride
-            self._read_fully(layer, bundles[slots[place]], offset)
+            self._opened.read(layer, bundles[slots[place]], offset)
         left = checks.find_damaged(layer, indices, bundles, slots)
         if left:
             raise _describe_damage(file.path, int(indices[left[0]]))
@@ -431,35 +361,18 @@ class FlashReader:
         """Read what `start_run` reads, now and in the calling thread; several may do so at the
         same time.  Whoever calls it counts the bytes."""
         file = self._files[layer]
-        self._read_fully(layer, buffer.reshape(-1), file.bundles_offset + first * file.stride)
+        self._opened.read(layer, buffer.reshape(-1), file.bundles_offset + first * file.stride)
         self._verify_run(layer, first, buffer)
 
     def _read_run(self, layer: int, first: int, buffer: U8, offset: int) -> None:
         with self._one_run:
-            self._read_fully(layer, buffer.reshape(-1), offset)
+            self._opened.read(layer, buffer.reshape(-1), offset)
         self._verify_run(layer, first, buffer)
 
     def _verify_run(self, layer: int, first: int, buffer: U8) -> None:
         if self._checks is not None:
             slots = np.arange(len(buffer), dtype=np.int32)
             self._verify(self._checks, layer, slots + np.int32(first), buffer, slots)
-
-    def _read_fully(self, layer: int, target: U8, offset: int) -> None:
-        """Fill ``target`` from byte ``offset``; UserError P620 on failure or end of file."""
-        path = self._files[layer].path
-        done = 0
-        while done < target.size:
-            try:
-                count = os.preadv(self._fds[layer], [target[done:].data], offset + done)
-            except OSError as error:
-                raise _describe_failure(path, error) from None
-            if count == 0:
-                raise UserError.of(
-                    "P620",
-                    f"the neuron store ends too early: no byte {offset + done} in {path}",
-                    help="the file was cut or replaced; check it with `pi2 store verify`",
-                )
-            done += count
 
     def observe(self, observer: ReadObserver | None) -> None:
         """Tell ``observer`` of what is read from now on; None ends it.  One at a time."""
@@ -476,17 +389,7 @@ class FlashReader:
                 owner.shutdown(cancel_futures=True)
             elif owner is not None:
                 owner.close()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
-
-
-def _describe_failure(path: Path, error: OSError) -> UserError:
-    return UserError.of(
-        "P620",
-        f"cannot read neurons from {path}: {error.strerror}",
-        help="check the disk and the file with `pi2 store verify`",
-    )
+        self._opened.close()
 
 
 def _describe_damage(path: Path, index: int) -> UserError:

@@ -21,7 +21,8 @@ import numpy as np
 
 from pi2.backends.host import HostLoops
 from pi2.diagnostics import UserError
-from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
+from pi2.memory.bundle_files import BundleFile
+from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.io_engine import EngineName
 from pi2.probing.model import allocate, fill
 from pi2.probing.series import Key, collect_rounds

@@ -21,8 +21,9 @@ from pi2.backends.host.spec import HostSpec, choose_checks
 from pi2.machine.cpu import detect_cpu
 from pi2.memory import uring
 from pi2.memory.budget import Budget
+from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
+from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.frequency import expect_uses
 from pi2.memory.io_engine import RunRead, read_in_python
 from pi2.memory.naming import unite_named

@@ -17,8 +17,9 @@ from pi2.engine.experts import ExpertNeurons
 from pi2.engine.read_ahead import ReadAhead
 from pi2.importing.activations import group_experts
 from pi2.memory.budget import Budget
+from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import BundleFile, FlashReader, ReadSettings
+from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.granules import SingleNeurons, choose_granule
 from pi2.memory.policy import ABSENT
 from pi2.plan.arithmetic.requests import choose_request_bytes

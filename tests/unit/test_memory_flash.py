@@ -16,7 +16,8 @@ import pytest
 from pi2.diagnostics import UserError
 from pi2.memory import ring as rings
 from pi2.memory.budget import Budget
-from pi2.memory.flash import BundleFile, FlashReader, PendingRead, ReadSettings
+from pi2.memory.bundle_files import BundleFile
+from pi2.memory.flash import FlashReader, PendingRead, ReadSettings
 from pi2.memory.io_engine import EngineName, read_in_python
 from pi2.memory.requests import divide_clusters, divide_requests
 from pi2.memory.uring import RingUnavailable, UringEngine

@@ -1,0 +1,143 @@
+"""The files of neurons on flash: opened for direct reads, where the file system takes them.
+
+Direct reads (O_DIRECT) go past the page cache, so that the memory of a run is what the plan says.
+Where a file system refuses them, buffered reads take their place, which is said.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pi2.arrays import U8, U32
+from pi2.diagnostics import UserError
+from pi2.regular_file import open_regular
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleFile:
+    """A layer's neurons on flash."""
+
+    path: Path
+    bundles_offset: int
+    stride: int
+    count: int
+    bytes: int | None = None
+    """Size that the store states."""
+    read_checks: Callable[[], U32] | None = None
+    """Gives the CRC-32 of every bundle, [count]."""
+
+
+class BundleFiles:
+    """Open files, one for each layer."""
+
+    def __init__(
+        self, files: Sequence[BundleFile], *, direct: bool, gate_bytes: int, room: U8
+    ) -> None:
+        """``gate_bytes``: as in the settings of reads; ``room``: where reads are tried, a slot for
+        neurons whose content nobody needs, or nothing.
+
+        Raises `UserError` P506 for a file of another size, P620 for one that cannot be opened.
+        """
+        self.files = files
+        self.descriptors: list[int] = []
+        self.fallback: str | None = None
+        """Why direct reads were given up, if they were."""
+        self.gate_bytes = gate_bytes
+        """Bytes of a bundle that are read before the others; 0 where bundles are read whole."""
+        self.phases_fallback: str | None = None
+        """Why gates are not read first, if they should be."""
+        try:
+            self._open(direct, room)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, direct: bool, room: U8) -> None:
+        flag = getattr(os, "O_DIRECT", 0) if direct else 0
+        if direct and flag == 0:
+            self.fallback = "this system has no O_DIRECT"
+        for file in self.files:
+            try:
+                fd = open_regular(file.path, flag)
+            except OSError as error:
+                if not flag or error.errno != errno.EINVAL:
+                    raise _describe_failure(file.path, error) from None
+                fd = -1
+            if fd >= 0 and flag and not self._accepts_bundle(fd, file, room):
+                os.close(fd)
+                fd = -1
+            if fd < 0:
+                flag = 0
+                self.fallback = "the file system refuses O_DIRECT for reads of one bundle"
+                fd = open_regular(file.path)
+            self.descriptors.append(fd)
+            size = os.fstat(fd).st_size
+            if self.gate_bytes and direct and flag and not self._accepts_gate(fd, file, room):
+                self.gate_bytes = 0
+                self.phases_fallback = "the file system refuses O_DIRECT for reads of one gate"
+            if file.bytes is not None and size != file.bytes:
+                raise UserError.of(
+                    "P506",
+                    f"{file.path} has {size} bytes instead of {file.bytes}: it was cut or replaced",
+                    help="make the store again, or copy it again as a whole",
+                )
+
+    def _accepts_bundle(self, fd: int, file: BundleFile, room: U8) -> bool:
+        """Try one read at the second bundle: only it shows whether the block size fits."""
+        if len(room) == 0 or file.count < 2:
+            return True
+        return self._accepts(fd, room[: file.stride], file.bundles_offset + file.stride)
+
+    def _accepts_gate(self, fd: int, file: BundleFile, room: U8) -> bool:
+        """Try to read the first bundle in two."""
+        if len(room) == 0 or file.count == 0:
+            return True
+        size = self.gate_bytes
+        return all(
+            self._accepts(fd, room[begin:end], file.bundles_offset + begin)
+            for begin, end in ((0, size), (size, file.stride))
+        )
+
+    @staticmethod
+    def _accepts(fd: int, target: U8, offset: int) -> bool:
+        try:
+            os.preadv(fd, [target.data], offset)
+        except OSError:
+            return False
+        return True
+
+    def read(self, layer: int, target: U8, offset: int) -> None:
+        """Fill ``target`` from byte ``offset`` of the file of ``layer``; UserError P620 on failure
+        or end of file."""
+        path = self.files[layer].path
+        done = 0
+        while done < target.size:
+            try:
+                count = os.preadv(self.descriptors[layer], [target[done:].data], offset + done)
+            except OSError as error:
+                raise _describe_failure(path, error) from None
+            if count == 0:
+                raise UserError.of(
+                    "P620",
+                    f"the neuron store ends too early: no byte {offset + done} in {path}",
+                    help="the file was cut or replaced; check it with `pi2 store verify`",
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
+
+
+def _describe_failure(path: Path, error: OSError) -> UserError:
+    return UserError.of(
+        "P620",
+        f"cannot read neurons from {path}: {error.strerror}",
+        help="check the disk and the file with `pi2 store verify`",
+    )
