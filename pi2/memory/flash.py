@@ -69,9 +69,10 @@ class ReadSettings:
     bundles whole."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PendingRead:
-    """Reads that are on their way, in clusters: what is read together is computed together."""
+    """Reads that are on their way, in clusters: what is read together is computed together.  Not
+    frozen: one is made per layer and token."""
 
     layer: int
     indices: I32
@@ -102,6 +103,7 @@ class FlashReader:
         self._arena = arena
         self._granule = arena.shape[1] // files[0].stride if files else 1
         """Neurons of a slot: indices of what is read into slots count as many at once."""
+        self._single_arena = divide_slots(arena, self._granule)
         self._address: int = arena.ctypes.data
         self._loops = loops
         self._settings = settings
@@ -300,15 +302,15 @@ class FlashReader:
         start_s = 0.0 if self._observer is None else time.perf_counter()
         self._engine.wait(batch, number)
         part = batch.parts[number]
-        sizes = batch.sizes[part]
-        failed = batch.results[part] != sizes
-        if failed.any():
+        results, sizes = batch.results[part], batch.sizes[part]
+        # Methods of arrays that reduce them are Python, several times as slow as this.
+        if results.tobytes() != sizes.tobytes():
             places = batch.requests[cluster] - part.start
-            self._read_again(pending, cluster, np.logical_or.reduceat(failed, places))
+            self._read_again(pending, cluster, np.logical_or.reduceat(results != sizes, places))
         # Bytes between neighbours were read too.
-        self.read_bytes += int(sizes.sum())
+        self.read_bytes += int(np.add.reduce(sizes))
         if self._checks is not None:
-            arena = divide_slots(self._arena, self._granule)
+            arena = self._single_arena
             indices = expand_stretches(pending.indices[cluster], self._granule)
             own = expand_stretches(slots, self._granule)
             self._verify(self._checks, pending.layer, indices, arena, own)

@@ -245,6 +245,8 @@ def make_rest(
 def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:
     """Divide ``count`` neurons evenly into clusters of at least ``size``, ``most`` at most."""
     number = max(1, min(count // size, most))
+    if number == 1:
+        return (slice(0, count),)
     bounds = [count * step // number for step in range(number + 1)]
     return tuple(slice(start, stop) for start, stop in pairwise(bounds))
 
