@@ -185,6 +185,26 @@ def draw_lfm3(draw: random.Random) -> Options:
     }
 
 
+def draw_mamba2(draw: random.Random) -> Options:
+    """Mamba-2 alone."""
+    groups, expand = draw.choice([1, 1, 2]), draw.choice([1, 2])
+    heads, head_dim = groups * draw.choice([1, 2, 4]), draw.choice([4, 8, 12])
+    return {
+        "num_hidden_layers": draw.randint(1, 4),
+        "hidden_size": heads * head_dim,
+        "num_heads": heads * expand,
+        "head_dim": head_dim,
+        "expand": expand,
+        "n_groups": groups,
+        "state_size": draw.choice([4, 7, 16]),
+        "conv_kernel": draw.choice([2, 3, 4]),
+        "use_bias": draw.random() < 0.3,
+        "use_conv_bias": draw.random() < 0.7,
+        "layer_norm_epsilon": draw.choice([1e-5, 1e-3]),
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+
+
 def draw_nemotron_h(draw: random.Random) -> Options:
     """Nemotron-H: blocks that are layers together, with and without experts."""
     options = draw_common(draw)
@@ -234,6 +254,7 @@ STATE_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "lfm2": partial(_name, "Lfm2", draw_lfm2),
     "lfm2_moe": partial(_name, "Lfm2Moe", draw_lfm2_moe),
     "lfm3": partial(_name, "Lfm3", draw_lfm3),
+    "mamba2": partial(_name, "Mamba2", draw_mamba2),
     "nemotron_h": partial(_name, "NemotronH", draw_nemotron_h),
     "qwen3_5": partial(_name, "Qwen3_5Text", draw_qwen),
     "qwen3_5_moe": partial(_name, "Qwen3_5MoeText", draw_qwen_moe),

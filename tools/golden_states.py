@@ -153,6 +153,18 @@ MODELS: dict[str, tuple[str, Options]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "num_heads": 4,
+            "head_dim": 12,
+            "hidden_size": 24,
+            "expand": 2,
+            "state_size": 8,
+            "n_groups": 2,
+            "conv_kernel": 3,
+        },
+    ),
     "nemotron-h-blocks": (
         "NemotronH",
         {

@@ -56,6 +56,10 @@ UNKNOWN = {
     ),
     "GPTJ": ("num_key_value_heads", "intermediate_size"),
     "GPTNeoX": ("num_key_value_heads",),
+    "Mamba2": (
+        *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+        "max_position_embeddings",
+    ),
     "OPT": ("num_key_value_heads", "intermediate_size"),
 }
 """Common options that a family has under other names or not at all."""

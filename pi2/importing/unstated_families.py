@@ -18,7 +18,6 @@ UNSTATED = {
     "laguna": "layers that differ in the number of their query heads",
     "longcat_flash": "two times attention in a layer, and experts that compute nothing",
     "mamba": _MAMBA,
-    "mamba2": "layers without FFN",
     "mimo_v2_flash": "values that are narrower than keys, and sinks in some layers",
     "minimax": "lightning attention, whose state decays by a number of each head",
     "mpt": _ALIBI,
