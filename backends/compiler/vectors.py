@@ -133,6 +133,11 @@ def add_lanes(value: Expr, dtype: str, lanes: int) -> Expr:
     return value
 
 
+def count_trailing_zeros(mask: Expr) -> Expr:
+    """Return the place of the lowest set bit of an int32 that is not 0."""
+    return T.call_llvm_pure_intrin("int32", "llvm.cttz.i32", mask, T.IntImm("bool", 1))
+
+
 def compress(value: Expr, mask: Expr, lanes: int) -> Expr:
     """Return the int32 lanes that ``mask`` names, side by side, and zeros behind them; for AVX-512,
     16 ``lanes``."""

@@ -63,7 +63,7 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
         spec.hidden,
         spec.most_planes,
         normalized,
-        pairs=spec.isa.pairs,
+        isa=spec.isa,
         upper=spec.upper_steps,
     )
     neuron_input = normalized
@@ -75,7 +75,7 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
             spec.neuron_width,
             spec.most_planes,
             neuron_input,
-            pairs=spec.isa.pairs,
+            isa=spec.isa,
             upper=spec.upper_steps,
         )
     if layer_input is not None:
@@ -109,12 +109,12 @@ def make_side_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
     if not spec.side_ffn:
         return {}
     length = fill_groups(spec.side_ffn)
-    pairs = spec.isa.pairs
+    isa = spec.isa
     room = space.make_activations(
-        "side_inner", chunk, length, spec.most_planes, pairs=pairs, upper=spec.upper_steps
+        "side_inner", chunk, length, spec.most_planes, isa=isa, upper=spec.upper_steps
     )
-    if pairs:
-        room |= space.make_tiles("side_inner", spec.threads, length)
+    if isa.unpacks:
+        room |= space.make_tiles("side_inner", spec, length)
     sizes = {"side_terms": (1 + spec.gated) * spec.side_ffn}
     sizes |= {"side_output": spec.hidden} if spec.side_norms else {}
     for name, size in sizes.items():
@@ -127,12 +127,12 @@ def make_layer_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
     own = spec.layer_input
     if own is None:
         return {}
-    pairs, width = spec.isa.pairs, own.stored_width
+    isa, width = spec.isa, own.stored_width
     room = space.make_activations(
-        "layer_inner", chunk, width, spec.most_planes, pairs=pairs, upper=spec.upper_steps
+        "layer_inner", chunk, width, spec.most_planes, isa=isa, upper=spec.upper_steps
     )
-    if pairs:
-        room |= space.make_tiles("layer_inner", spec.threads, width)
+    if isa.unpacks:
+        room |= space.make_tiles("layer_inner", spec, width)
     room["layer_rows"] = space.wrap(space.make("float32", chunk, own.row))
     return room
 

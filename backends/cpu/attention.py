@@ -253,11 +253,11 @@ class _Room:
             spec.width,
             spec.most_planes,
             self.mixed,
-            pairs=spec.isa.pairs,
+            isa=spec.isa,
             upper=spec.upper_steps,
         )
-        if spec.isa.pairs:
-            self.views |= space.make_tiles("mixed", spec.threads, spec.width)
+        if spec.isa.unpacks:
+            self.views |= space.make_tiles("mixed", spec, spec.width)
         self.views["qkv"] = space.wrap(self.qkv)
         if spec.altup is not None:
             self.views |= _make_laurel_room(
@@ -275,11 +275,9 @@ class _Room:
 
 def _make_laurel_room(space: Workspace, spec: KernelSpec, length: int, tokens: int) -> Views:
     """Return views of what LAuReL works with."""
-    pairs, upper = spec.isa.pairs, spec.upper_steps
-    room = space.make_activations(
-        "laurel", tokens, length, spec.most_planes, pairs=pairs, upper=upper
-    )
-    return room | (space.make_tiles("laurel", spec.threads, length) if pairs else {})
+    isa, upper = spec.isa, spec.upper_steps
+    room = space.make_activations("laurel", tokens, length, spec.most_planes, isa=isa, upper=upper)
+    return room | (space.make_tiles("laurel", spec, length) if isa.unpacks else {})
 
 
 def _cut_mixing_room(space: Workspace, spec: KernelSpec, scratch: Scratch) -> Views:
@@ -303,10 +301,10 @@ def _make_latent_room(
     if latent.query_rank:
         made = fill_groups(latent.query_rank)
         room |= space.make_activations(
-            "made", tokens, made, planes, pairs=spec.isa.pairs, upper=spec.upper_steps
+            "made", tokens, made, planes, isa=spec.isa, upper=spec.upper_steps
         )
-        if spec.isa.pairs:
-            room |= space.make_tiles("made", spec.threads, made)
+        if spec.isa.unpacks:
+            room |= space.make_tiles("made", spec, made)
     room |= space.make_activations("plain", vectors, fill_groups(latent.plain), planes)
     room |= space.make_activations("found", vectors, fill_groups(latent.rank), planes)
     room["queries"] = space.wrap(space.make("float32", tokens, spec.heads * latent.key))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import UnitKind
+from pi2.tile_permission import permit_tiles
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import BuildRequest, Executor
@@ -31,11 +32,13 @@ ONLY_EMULATED = False
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
     """Return what keeps the kernels from running here."""
     from pi2.backends.compiler.functions import find_obstacles as find_missing
-    from pi2.backends.kernels.isa import ARCHITECTURES
+    from pi2.backends.kernels.isa import ARCHITECTURES, choose_isa
 
-    obstacles = []
     if architecture not in ARCHITECTURES:
-        obstacles.append(f"no kernels for architecture {architecture}")
+        return [f"no kernels for architecture {architecture}", *find_missing()]
+    obstacles = []
+    if choose_isa(features, architecture).blocks and not permit_tiles():
+        obstacles.append("the system does not let this process use amx-int8")
     return obstacles + find_missing()
 
 

@@ -44,10 +44,10 @@ class CpuExecutor:
         self._ids = space.make("int32", chunk)
         self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.vocab)
         arrays = [make_arrays(space, spec, chunk) for _ in range(request.chunks)]
-        if spec.isa.pairs:
-            tiles = space.make_tiles("hidden", spec.threads, spec.hidden)
+        if spec.isa.unpacks:
+            tiles = space.make_tiles("hidden", spec, spec.hidden)
             if spec.latent_experts:
-                tiles |= space.make_tiles("experts", spec.threads, spec.neuron_width)
+                tiles |= space.make_tiles("experts", spec, spec.neuron_width)
             for own in arrays:
                 own.views.update(tiles)
         views, read = arrays[0].views, arrays[0].neuron_views

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocked_tile_bytes, count_blocks_bytes
 from pi2.backends.kernels.mixing_layout import count_most_room
 from pi2.backends.kernels.spec import BLOCK_ROOM, PANEL, PARTS, SPANS
 from pi2.plan.arithmetic.kept_sizes import KV_TOKENS
@@ -54,7 +55,9 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     and for every token of a step beyond the first two more and a predictor's inner vector, d floats
     and 33 KiB per thread; where a step has several tokens and activations are often zero, 4 KiB
     more, and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
-    10 (d + h w) bytes per thread, and the inputs of an even number of tokens. For layers with a
+    10 (d + h w) bytes per thread, and the inputs of an even number of tokens; with AMX 72 (d + h w)
+    bytes and 4 KiB twice per thread, and the inputs and their scales once more, of a multiple of 16
+    tokens. For layers with a
     state, an input as wide as what they mix, their projections, and two floats for each value head.
     For an FFN beside experts, its input, gates and ups, and d floats; for experts of another width,
     what they read and give, and as many floats of each thread instead of d.  Where activations are
@@ -140,20 +143,37 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         tables += threads * (plan.decode.step_tokens * each + SHARED_BYTES)
     if _may_pair_tokens(resolved.device):
         activations += chunk % 2 * inputs
-        length = shape.stored_hidden + queries
-        length += 0 if state is None else state.stored_width
-        length += 0 if model.side_ffn is None else fill_groups(model.side_width)
-        length += 0 if not _count_latent_experts(plan, model) else model.stored_neuron_width
-        length += 0 if latent is None else fill_groups(latent.query_rank or 0)
-        length += 0 if model.layer_embedding is None else model.layer_embedding.stored_width
-        if model.altup is not None:
-            length += len(views) * fill_groups(model.altup.laurel_rank)
-        tables += threads * UNPACKED_ROWS_BYTES * length
+        tables += threads * UNPACKED_ROWS_BYTES * sum(_list_inputs(plan, model))
+    elif _may_use_tiles(resolved.device):
+        for length in _list_inputs(plan, model):
+            tables += threads * count_blocked_tile_bytes(length)
+            blocks = round_up(chunk, BLOCK_TOKENS) // BLOCK_TOKENS
+            activations += blocks * count_blocks_bytes(length, _count_planes(plan))
     return Need(
         activations + logits + tables,
         f"activations of {chunk} tokens {approximate_bytes(activations)}, logits "
         f"{approximate_bytes(logits)}, tables {approximate_bytes(tables)}",
     )
+
+
+def _list_inputs(plan: Plan, model: Model) -> list[int]:
+    """Lengths of what projections read, for which kernels may unpack rows."""
+    shape, state, latent = model.shape, describe_state(model), model.attention.latent
+    views = [view for view, _ in model.list_views()]
+    lengths = [shape.stored_hidden, *(view.shape.stored_query for view in views)]
+    if state is not None:
+        lengths.append(state.stored_width)
+    if model.side_ffn is not None:
+        lengths.append(fill_groups(model.side_width))
+    if _count_latent_experts(plan, model):
+        lengths.append(model.stored_neuron_width)
+    if latent is not None and latent.query_rank:
+        lengths += [fill_groups(latent.query_rank)] * len(views)
+    if model.layer_embedding is not None:
+        lengths.append(model.layer_embedding.stored_width)
+    if model.altup is not None:
+        lengths += [fill_groups(model.altup.laurel_rank)] * len(views)
+    return lengths
 
 
 def _need_latent(model: Model, latent: Latent, planes: int, group_bytes: int) -> int:
@@ -225,6 +245,18 @@ def _may_pair_tokens(device: Device) -> bool:
     cpus = [unit for unit in device.units.values() if unit.kind == "cpu"]
     return any(
         "i8mm" in unit.features if unit.features is not None else unit.architecture != "x86-64"
+        for unit in cpus
+    )
+
+
+def _may_use_tiles(device: Device) -> bool:
+    """Whether kernels multiply many tokens in tiles: with AMX, which unstated features may
+    include."""
+    cpus = [unit for unit in device.units.values() if unit.kind == "cpu"]
+    return any(
+        "amx-int8" in unit.features
+        if unit.features is not None
+        else unit.architecture in (None, "x86-64")
         for unit in cpus
     )
 

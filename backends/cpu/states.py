@@ -50,11 +50,11 @@ class States:
             tokens,
             shape.stored_width,
             spec.most_planes,
-            pairs=spec.isa.pairs,
+            isa=spec.isa,
             upper=spec.upper_steps,
         )
-        if spec.isa.pairs:
-            self.room |= space.make_tiles("state_mixed", spec.threads, shape.stored_width)
+        if spec.isa.unpacks:
+            self.room |= space.make_tiles("state_mixed", spec, shape.stored_width)
         self.room["state_projected"] = space.wrap(space.make("float32", tokens, shape.rows))
         factors = space.make("float32", tokens, max(1, 2 * shape.value_heads))
         self.room["state_factors"] = space.wrap(factors)

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from pi2.arrays import F32
 from pi2.backends.compiler.runtime import Library, View
 from pi2.backends.experts import slice_tensor
-from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
+from pi2.backends.kernels.isa import BLOCK_TOKENS, Isa, count_blocks_bytes
+from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.weights.layout import GROUP, round_up
 
@@ -91,28 +92,31 @@ class Workspace:
         planes: int,
         values: F32 | None = None,
         *,
-        pairs: bool = False,
+        isa: Isa | None = None,
         upper: bool = False,
     ) -> Views:
-        """Return views of codes, scales, sums and values for ``tokens`` vectors, of an even number
-        of codes and scales where kernels take them in ``pairs``; with ``upper``, of sums of upper
-        planes besides."""
+        """Return views of codes, scales, sums and values for ``tokens`` vectors; of what the
+        schedules of ``isa`` have of several tokens: an even number of codes and scales, or blocks;
+        with ``upper``, of sums of upper planes."""
         if values is None:
             values = self.make("float32", tokens, length)
         groups = length // GROUP
-        even = round_up(tokens, 2) if pairs else tokens
-        sums = {}
+        even = round_up(tokens, 2) if isa is not None and isa.pairs else tokens
+        more = {}
+        if isa is not None and isa.blocks:
+            size = count_blocks_bytes(length, planes)
+            blocks = self.make("int8", round_up(tokens, BLOCK_TOKENS) // BLOCK_TOKENS, size)
+            more[f"{name}_blocks"] = self.wrap(blocks)
         if upper:
-            sums[f"{name}_upper_sums"] = self.wrap(self.make("int32", tokens, groups))
-        return sums | {
+            more[f"{name}_upper_sums"] = self.wrap(self.make("int32", tokens, groups))
+        return more | {
             f"{name}_codes": self.wrap(self.make("int8", even, planes, length)),
             f"{name}_scales": self.wrap(self.make("float32", even, groups)),
             f"{name}_sums": self.wrap(self.make("int32", tokens, groups)),
             f"{name}_values": self.wrap(values),
         }
 
-    def make_tiles(self, name: str, threads: int, length: int) -> Views:
-        """Return the view of the room in which threads unpack weights that pairs of tokens
-        share."""
-        size = length // GROUP * PAIRED_GROUP_BYTES
-        return {f"{name}_tiles": self.wrap(self.make("int8", threads, size))}
+    def make_tiles(self, name: str, spec: KernelSpec, length: int) -> Views:
+        """Return the view of the room in which threads unpack weights that several tokens share."""
+        size = spec.isa.count_tile_bytes(length)
+        return {f"{name}_tiles": self.wrap(self.make("int8", spec.threads, size))}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.amx import LEAST_TOKENS, emit_blocks, takes_blocks
 from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_split
@@ -67,6 +68,9 @@ def emit_dense(
     is at: in y itself, those of one token after the other push each other out of the caches.
     """
     threads, hidden = spec.threads, spec.hidden
+    if takes_blocks(isa, activations, spec.ffn):
+        with T.If(tokens >= LEAST_TOKENS), T.Then():
+            emit_blocks(activations, tokens, chosen)
     with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as number:
         origin = v.let(number * PANEL)
         size = v.let(T.min(count - origin, PANEL))
@@ -284,14 +288,9 @@ def _emit_full_sums(isa: Isa, here: _Unpacked, tokens: v.Expr, number: v.Expr) -
 def _emit_each_bit(mask: v.Cell, emit: Callable[[v.Expr], None]) -> None:
     """Call ``emit`` with the places of the bits of an int32, ascending, which are cleared."""
     with T.serial(T.popcount(mask.get())):
-        index = v.let(count_trailing_zeros(mask.get()))
+        index = v.let(v.count_trailing_zeros(mask.get()))
         mask.set(mask.get() & (mask.get() - 1))
         emit(index)
-
-
-def count_trailing_zeros(mask: v.Expr) -> v.Expr:
-    """Return the place of the lowest set bit of an int32 that is not 0."""
-    return T.call_llvm_pure_intrin("int32", "llvm.cttz.i32", mask, T.IntImm("bool", 1))
 
 
 def _emit_masks(panel: Panel, token: v.Expr, masks: v.Buffer, squares: v.Buffer | None) -> None:

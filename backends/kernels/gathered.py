@@ -28,10 +28,11 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.downs import emit_downs
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import LINE, emit_shared
+from pi2.backends.kernels.matrix import emit_shared
 from pi2.backends.kernels.neurons import Bundles, Neuron, activate, adjust_up, is_firing
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
+from pi2.backends.kernels.requests import LINE
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.thread_sums import Squares, emit_add, emit_clear, emit_count
 from pi2.plan.weights.layout import (

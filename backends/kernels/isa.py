@@ -10,6 +10,8 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pi2.plan.weights.layout import split_lanes
+
 DotKind = Literal["vnni", "sdot", "maddubs", "multiply"]
 """How int8 products are summed: ``vnni`` (vpdpbusd) and ``sdot`` add 4 products to an int32;
 ``maddubs`` (vpmaddubsw) adds 2 to an int16; ``multiply`` is plain int16 arithmetic."""
@@ -37,6 +39,19 @@ class Isa:
     something: what is unpacked fits the registers, beside sums."""
     pairs: bool = False
     """Whether several tokens are multiplied two by two rows, in an order of their own (`i8mm`)."""
+    blocks: bool = False
+    """Whether many tokens are multiplied sixteen by sixteen rows (`amx`)."""
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether rows are unpacked for several tokens, which takes room (`count_tile_bytes`)."""
+        return self.pairs or self.blocks
+
+    def count_tile_bytes(self, length: int) -> int:
+        """Return the bytes in which a thread unpacks rows of ``length``."""
+        if self.blocks:
+            return count_blocked_tile_bytes(length)
+        return length // 32 * PAIRED_GROUP_BYTES
 
     def shape_tile(self, planes: int) -> Isa:
         """Return the schedule for tokens of a chunk in ``planes``: with one, which leaves registers
@@ -58,8 +73,54 @@ PAIRED_ROWS = 8
 PAIRED_GROUP_BYTES = 32 * PAIRED_ROWS + 8 * PAIRED_ROWS
 """Bytes of a group of those rows unpacked: weights, and scales (float32, twice)."""
 
+BLOCK_TOKENS = 16
+"""Tokens of a tile."""
+BLOCKED_ROWS = 64
+"""Rows that are unpacked together for tiles: the more of them there are, the less often the tokens
+come from beyond the second-level cache."""
+BLOCKED_GROUP_BYTES = 32 * 16 + 4 * 16
+"""Bytes of a group of 16 of them unpacked: weights and scales."""
+BLOCKED_SUM_BYTES = (4 + 5) * 4 * 16 * 16
+"""Bytes in which a thread keeps sums of tiles: int32 of two groups, in two planes, and float32 of
+some of the lanes."""
+
+
+def count_places(length: int) -> int:
+    """Return the groups that vectors of ``length`` have room for in the order of tiles: as many for
+    each lane of the widest block (`pi2.plan.weights.layout.split_lanes`)."""
+    blocks = split_lanes(length)
+    return blocks[0] * len(blocks)
+
+
+def count_blocked_tile_bytes(length: int) -> int:
+    """Return the bytes in which a thread unpacks rows of ``length`` for tiles, and keeps sums."""
+    rows = BLOCKED_ROWS // 16 * count_places(length) * BLOCKED_GROUP_BYTES
+    return rows + BLOCKED_SUM_BYTES
+
+
+def count_block_bytes(planes: int) -> int:
+    """Return the bytes of a group of 16 tokens in the order of tiles: codes and scales."""
+    return BLOCK_TOKENS * (32 * planes + 4)
+
+
+def count_blocks_bytes(length: int, planes: int) -> int:
+    """Return the bytes of vectors of ``length`` of 16 tokens in that order."""
+    return count_places(length) * count_block_bytes(planes)
+
 
 _X86 = (
+    (
+        {"avx512f", "avx512bw", "avx512vl", "avx512vnni", "amx-int8"},
+        Isa(
+            name="amx",
+            dot="vnni",
+            lanes=16,
+            mcpu="cascadelake",
+            mattr=("+amx-tile", "+amx-int8"),
+            unrolls=True,
+            blocks=True,
+        ),
+    ),
     (
         {"avx512f", "avx512bw", "avx512vl", "avx512vnni"},
         Isa(name="avx512vnni", dot="vnni", lanes=16, mcpu="cascadelake", unrolls=True),

@@ -7,16 +7,23 @@ weight comes from memory once per chunk.  Meanwhile the next rows are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.amx import (
+    LEAST_TOKENS,
+    emit_block_items,
+    emit_blocks,
+    takes_blocks,
+)
 from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
+from pi2.backends.kernels.requests import LINE, emit_request
 from pi2.plan.weights.layout import (
     Precision,
     round_up,
@@ -30,16 +37,11 @@ ROW_TILE, MOST_ROWS = 32, 128
 ROW_TILE_BYTES = 256 << 10
 """Bytes of more than `ROW_TILE` rows: they stay in the second-level cache, and the more of them
 there are, the less often the tokens' activations come from beyond it."""
-REQUESTS = 8
-"""Tiles of tokens in which vectors that are multiplied next are asked for, a part of them in each:
-requests in bunches would wait for each other."""
 PREFETCH_BYTES = 4096
 """How far ahead of the weights in use memory is asked for more."""
 PARALLEL_BYTES = 256 << 10
 """Work that reads less than this is done by one thread: 20 us at 12 GB/s.  Starting and joining
 threads takes 1 to 2 us on an idle machine and tens of microseconds on a busy one."""
-LINE = 64
-"""Bytes of a cache line."""
 
 Finish = Callable[[v.Expr, v.Expr, v.Expr], None]
 """Called with (token, row, dot product) to store the result."""
@@ -151,6 +153,33 @@ def emit_multiply(
             with T.Else():
                 emit_tiles(narrow, begin, end)
 
+    def emit_blocked(thread: v.Expr) -> None:
+        assert tokens is not None
+        begin, end = emit_split(thread, threads, matrix.rows)
+        emit_block_items(
+            activations.for_chunk(),
+            tokens,
+            thread,
+            begin,
+            end,
+            1,
+            lambda row: [matrix.take_row(row)],
+            lambda token, row, dots: finish(token, row, dots[0]),
+        )
+
+    def emit_many() -> None:
+        assert tokens is not None
+        chunk = activations.for_chunk()
+        if first is not None or not takes_blocks(isa, chunk, matrix.precision):
+            emit_shared(threads, PARALLEL_BYTES, emit_several)
+            return
+        with T.If(tokens >= LEAST_TOKENS):
+            with T.Then():
+                emit_blocks(chunk, tokens)
+                emit_shared(threads, PARALLEL_BYTES, emit_blocked)
+            with T.Else():
+                emit_shared(threads, PARALLEL_BYTES, emit_several)
+
     def emit_tiles(own: Isa, begin: v.Expr, end: v.Expr) -> None:
         height = ROW_TILE if own.few_tokens else count_rows(matrix)
         with T.serial(T.floordiv(end - begin + height - 1, height)) as tile:
@@ -176,7 +205,7 @@ def emit_multiply(
         with T.Then():
             emit_shared(threads, read_bytes, emit_single)
         with T.Else():
-            emit_shared(threads, PARALLEL_BYTES, emit_several)
+            emit_many()
 
 
 def count_rows(matrix: Matrix) -> int:
@@ -233,17 +262,6 @@ def emit_row_tile(
                             finish(token, row, dots[offset][index])
 
     emit_token_tiles(isa, activations.used_planes, tokens, emit_tile)
-
-
-def emit_request(vectors: Sequence[Vector], length: int, turn: v.Expr) -> None:
-    """Ask for ``vectors``, for the second-level cache: in each of the first `REQUESTS` turns for a
-    part of them."""
-    with T.If(turn < REQUESTS), T.Then():
-        for vector in vectors:
-            size = round_up(weight_bytes(length, vector.precision), REQUESTS * LINE) // REQUESTS
-            begin = v.let(vector.weights_base + v.wide(turn) * size)
-            for line in range(0, size, LINE):
-                v.prefetch(vector.weights, begin + line, 2)
 
 
 def _ask_ahead(vectors: list[Vector], ahead: int) -> Prefetch:

@@ -36,8 +36,11 @@ class Activations:
     chunk_planes: int = 0
     """Their planes; the arrays are large enough for either."""
     tiles: v.Buffer | None = None
-    """int8 [threads, length / 32, `isa.PAIRED_GROUP_BYTES`]: rows of weights unpacked for several
-    tokens, where the schedule does so (`i8mm`)."""
+    """int8 [threads, `Isa.count_tile_bytes`]: rows of weights unpacked for several tokens, where
+    the schedule does so (`i8mm`, `amx`)."""
+    blocks: v.Buffer | None = None
+    """int8 [tokens / 16, length / 32, `isa.count_block_bytes`]: codes and scales of many tokens
+    once more, in the order of `amx`."""
     upper_sums: v.Buffer | None = None
     """int32 [tokens, length / 32]: -8 * sum of the codes of the upper plane of two, where several
     tokens are multiplied by these codes alone."""
@@ -56,7 +59,7 @@ class Activations:
         own = replace(self, upper=True) if self.upper_sums is not None else self
         if self.several is None:
             return own
-        paired = self.tiles is not None
+        paired = self.tiles is not None and self.blocks is None
         return replace(own, planes=self.chunk_planes, several=None, paired=paired)
 
     def for_one(self) -> Activations:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.amx import LEAST_TOKENS, emit_block_items, takes_blocks
 from pi2.backends.kernels.chosen import Chosen
 from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
@@ -136,6 +137,37 @@ def _emit_products(
             panel.chosen,
         )
         return
+    if takes_blocks(isa, activations, spec.ffn):
+        with T.If(tokens >= LEAST_TOKENS):
+            with T.Then():
+                emit_block_items(
+                    activations,
+                    tokens,
+                    thread,
+                    start,
+                    stop,
+                    parts,
+                    lambda number: panel.bundles.take_parts([panel.find(number)], names),
+                    lambda token, number, dots: keep(token, number, panel.find(number), dots),
+                )
+            with T.Else():
+                _emit_tiled_products(isa, activations, panel, names, start, stop, tokens, keep)
+        return
+    _emit_tiled_products(isa, activations, panel, names, start, stop, tokens, keep)
+
+
+def _emit_tiled_products(
+    isa: Isa,
+    activations: Activations,
+    panel: Panel,
+    names: Sequence[PartName],
+    start: v.Expr,
+    stop: v.Expr,
+    tokens: v.Expr,
+    keep: Keep,
+) -> None:
+    """Multiply parts of neurons ``start`` to ``stop`` with all tokens, a few of both at a time."""
+    parts = len(names)
     rows = isa.shape_tile(activations.used_planes).tile_rows
     together, size = max(1, rows // parts), VECTOR_TILE // parts
 

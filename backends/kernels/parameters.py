@@ -8,7 +8,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
-from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
+from pi2.backends.kernels.isa import BLOCK_TOKENS, Isa, count_blocks_bytes
 from pi2.backends.kernels.matrix import Matrix
 from pi2.backends.kernels.operands import Activations
 from pi2.plan.weights.layout import GROUP, Precision, scale_bytes, weight_bytes
@@ -45,39 +45,49 @@ def take_activations(
     count: v.Expr,
     chunk_planes: int | None = None,
     *,
-    pairs: bool = False,
+    isa: Isa | None = None,
     rows: str = "tokens",
     upper: bool = False,
 ) -> Activations:
     """Declare the arrays of quantised activations for ``rows``; ``count`` is a positive parameter.
 
-    With ``chunk_planes`` it is the number of tokens, and more than one have those planes and,
-    with ``pairs``, the order of `i8mm`; with ``upper`` several are multiplied by the upper plane.
+    With ``chunk_planes`` it is the number of tokens, and more than one have those planes and, where
+    ``isa`` has pairs, the order of `i8mm`; with ``upper`` several are multiplied by the upper
+    plane.  ``isa`` None: rows are not unpacked for several tokens.
     """
+    unpacks = isa is not None and isa.unpacks
+    pairs = isa is not None and isa.pairs
     differs = chunk_planes is not None and (pairs or chunk_planes != planes)
+    most_planes = max(planes, chunk_planes or 0)
     return Activations(
         several=count > 1 if differs else None,
         chunk_planes=chunk_planes or planes,
         once=T.min(count, 1),
         length=length,
         planes=planes,
-        codes=take.take_array(
-            f"{name}_codes", "int8", rows, max(planes, chunk_planes or 0), length
-        ),
+        codes=take.take_array(f"{name}_codes", "int8", rows, most_planes, length),
         scales=take.take_array(f"{name}_scales", "float32", rows, length // GROUP),
         sums=take.take_array(f"{name}_sums", "int32", rows, length // GROUP),
         values=take.take_array(f"{name}_values", "float32", rows, length),
-        tiles=take_tiles(take, name, length) if pairs else None,
+        tiles=take_tiles(take, name, length, isa) if isa is not None and unpacks else None,
+        blocks=_take_blocks(take, name, length, most_planes, rows)
+        if isa is not None and isa.blocks
+        else None,
         upper_sums=take.take_array(f"{name}_upper_sums", "int32", rows, length // GROUP)
         if upper
         else None,
     )
 
 
-def take_tiles(take: Parameters, name: str, length: int) -> v.Buffer:
-    """Declare the room in which every thread unpacks weights that pairs of tokens share."""
-    size = length // GROUP * PAIRED_GROUP_BYTES
-    return take.take_array(f"{name}_tiles", "int8", "threads", size)
+def take_tiles(take: Parameters, name: str, length: int, isa: Isa) -> v.Buffer:
+    """Declare the room in which every thread unpacks weights that several tokens share."""
+    return take.take_array(f"{name}_tiles", "int8", "threads", isa.count_tile_bytes(length))
+
+
+def _take_blocks(take: Parameters, name: str, length: int, planes: int, rows: str) -> v.Buffer:
+    """Declare the room for tokens in the order of tiles."""
+    size = count_blocks_bytes(length, planes) // BLOCK_TOKENS
+    return take.take_array(f"{name}_blocks", "int8", rows, size)
 
 
 def emit_each_token(tokens: v.Expr, emit: Callable[[v.Expr], None]) -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.matrix import LINE, emit_shared, emit_split
+from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.parameters import emit_each_token
+from pi2.backends.kernels.requests import LINE
 from pi2.backends.kernels.spec import KernelSpec, RouterShape
 
 ROWS = 4

@@ -30,7 +30,7 @@ class Schedule:
         """Return what computes a token each of several sequences: each as it is computed alone, or
         with activations of 8 bits (`KernelSpec.upper_steps`)."""
         spec = replace(self.spec, chunk_planes=self.spec.planes)
-        isa = replace(self.isa, pairs=False, few_tokens=True)
+        isa = replace(self.isa, pairs=False, blocks=False, few_tokens=True)
         return Schedule(spec, isa, ignores_tiles=self.isa.pairs, upper=spec.upper_steps)
 
     def take_token(self, take: Parameters) -> v.Expr:
@@ -50,7 +50,7 @@ class Schedule:
             spec.hidden,
             spec.planes,
             count,
-            pairs=self.isa.pairs,
+            isa=self.isa,
             upper=self.upper,
         )
         self._ignore_tiles(take, "hidden", spec.hidden)
@@ -65,7 +65,7 @@ class Schedule:
             spec.hidden,
             spec.chunk_planes,
             count,
-            pairs=self.isa.pairs,
+            isa=self.isa,
             upper=self.upper,
         )
         self._ignore_tiles(take, "hidden", spec.hidden)
@@ -81,7 +81,7 @@ class Schedule:
             spec.planes,
             tokens,
             spec.chunk_planes,
-            pairs=self.isa.pairs,
+            isa=self.isa,
             upper=self.upper,
         )
         self._ignore_tiles(take, name, length)
@@ -89,7 +89,7 @@ class Schedule:
 
     def _ignore_tiles(self, take: Parameters, name: str, length: int) -> None:
         if self.ignores_tiles:
-            take_tiles(take, name, length)
+            take_tiles(take, name, length, self.isa)
 
     def take_routes(self, take: Parameters) -> v.Buffer | None:
         """Declare the weights of a mixture's experts."""

@@ -365,7 +365,7 @@ class KernelSpec:
     def isa(self) -> Isa:
         """The schedule; tokens are taken in pairs as integers only."""
         isa = choose_isa(frozenset(self.features), self.architecture)
-        return isa if self.most_planes < 4 else dataclasses.replace(isa, pairs=False)
+        return isa if self.most_planes < 4 else dataclasses.replace(isa, pairs=False, blocks=False)
 
     @property
     def has_other_chunks(self) -> bool:

@@ -19,9 +19,10 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.downs import emit_downs
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import LINE, emit_shared, emit_split
+from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import Activations
+from pi2.backends.kernels.requests import LINE
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.thread_sums import Squares, emit_add, emit_clear, emit_count
 from pi2.backends.kernels.values import emit_values

@@ -70,7 +70,7 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
     bias = take.take_array("head_bias", "float32", spec.vocab) if spec.head_bias else None
     # All of them in two planes, however the chunk was computed.
     hidden = take_activations(
-        take, "hidden", spec.hidden, spec.planes, tokens, spec.planes, pairs=schedule.isa.pairs
+        take, "hidden", spec.hidden, spec.planes, tokens, spec.planes, isa=schedule.isa
     )
     logits = take.take_array("logits", "float32", "logits", spec.vocab)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pi2.machine.cgroups import find_cpu_quota, read_int, read_text
 from pi2.machine.hwcaps import read_hwcaps
+from pi2.tile_permission import permit_tiles
 
 if TYPE_CHECKING:
     from pi2.plan.documents.device import IsaFeature
@@ -32,6 +33,7 @@ _FEATURES: Mapping[str, Mapping[str, IsaFeature]] = {
         "avx512bw": "avx512bw",
         "avx512vl": "avx512vl",
         "avx512_vnni": "avx512vnni",
+        "amx_int8": "amx-int8",
     },
     "aarch64": {
         "asimd": "neon",
@@ -125,7 +127,8 @@ def detect_cpu(
     return Cpu(
         name=_name_cpu(root, processors, clusters),
         architecture=architecture,
-        features=_find_stated(architecture, is_here) or _find_features(architecture, processors),
+        features=_find_stated(architecture, is_here)
+        or _find_permitted(_find_features(architecture, processors), is_here),
         cores_online=online,
         cores=max(1, cores),
         quota_cores=quota,
@@ -171,6 +174,13 @@ def _find_features(architecture: str, processors: Sequence[Processor]) -> frozen
         return frozenset.intersection(*found)
     # Without /proc only what the architecture itself promises is certain.
     return frozenset({"neon"}) if architecture == "aarch64" else frozenset()
+
+
+def _find_permitted(features: frozenset[IsaFeature], is_here: bool) -> frozenset[IsaFeature]:
+    """Return the features that the system lets this process use, if it runs there."""
+    if is_here and "amx-int8" in features and not permit_tiles():
+        return features - {"amx-int8"}
+    return features
 
 
 def _group_cores(root: Path, processors: Sequence[Processor]) -> tuple[CpuCores, ...]:

@@ -35,6 +35,12 @@ X86_FEATURES: Mapping[str, frozenset[str]] = {
     "avx512vnni": frozenset(
         {"sse4.2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni"}
     ),
+    "amx": frozenset(
+        {
+            *("sse4.2", "avx2", "fma", "f16c"),
+            *("avx512f", "avx512bw", "avx512vl", "avx512vnni", "amx-int8"),
+        }
+    ),
 }
 """Features by the name of the schedule that they choose."""
 
@@ -174,7 +180,7 @@ def make_multiply(
             length=length,
             precision=precision,
         )
-        x = take_activations(take, "x", length, planes, tokens, planes, pairs=isa.pairs)
+        x = take_activations(take, "x", length, planes, tokens, planes, isa=isa)
         y = take.take_array("y", "float32")
 
         def keep(token: Any, row: Any, value: Any) -> None:

@@ -18,6 +18,7 @@ IsaFeature = Literal[
     "avx512bw",
     "avx512vl",
     "avx512vnni",
+    "amx-int8",
     "neon",
     "fp16",
     "dotprod",
