@@ -44,8 +44,8 @@ from pi2.plan.weights.mxfp4 import MAGNITUDES
 
 ROWS = 16
 """Rows of weights of a tile."""
-LEAST_TOKENS = 16
-"""Tokens from which on a tile of 16 pays."""
+_LEAST_TOKENS = {1: 32, 2: 16}
+"""Tokens from which on tiles pay, by planes."""
 LANES = 16
 """Lanes of a register of 32-bit numbers."""
 _PRECISIONS: tuple[Precision, ...] = ("int4", "int8", "mxfp4", "ternary")
@@ -61,6 +61,11 @@ FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]
 def takes_blocks(isa: Isa, activations: Activations, precision: Precision) -> bool:
     """Return whether many tokens are multiplied with weights of a precision in this way."""
     return isa.blocks and precision in _PRECISIONS and activations.planes != FLOAT_PLANES
+
+
+def has_many(activations: Activations, tokens: v.Expr) -> v.Expr:
+    """Return whether ``tokens`` are so many that tiles pay."""
+    return tokens >= _LEAST_TOKENS[activations.planes]
 
 
 def emit_blocks(activations: Activations, tokens: v.Expr, chosen: Chosen = EVERYTHING) -> None:
@@ -241,20 +246,22 @@ def _emit_tile(activations: Activations, tile: v.Expr, weights: v.Expr, room: v.
             part = v.cast(found, "float32", LANES)
             total.set(T.fma(part, weight_scale * scale, total.get()))
 
+    multiply(T.int64(0), 0)
     with T.serial(chains.lanes * activations.once) as turn:
         totals = [v.Cell(v.constant(0.0, "float32", LANES)) for _ in range(TOKENS)]
         count = chains.count(turn)
         first = v.let(v.wide(turn) * chains.steps)
-        multiply(first, 0)
+        # After the last lane one of its groups comes once more, and is not added.
+        other = v.let(T.min(first + chains.steps, T.int64(chains.places - 1)))
         with T.serial(count >> 1) as pair:
             place = v.let(first + pair * 2)
             multiply(place + 1, 1)
             add(place, 0, totals)
-            with T.If(pair * 2 + 2 < count), T.Then():
-                multiply(place + 2, 0)
+            multiply(v.let(T.Select(pair * 2 + 2 < count, place + 2, other)), 0)
             add(place + 1, 1, totals)
         with T.If((count & 1) == 1), T.Then():
             add(v.let(first + (count - 1)), 0, totals)
+            multiply(other, 0)
         for level in range(chains.levels):
             # As many lanes as that are added up where the halves of all smaller numbers were.
             mask = (2 << level) - 1
@@ -404,7 +411,8 @@ def _find_numbers(precision: Precision, codes: v.Expr, size: int) -> v.Expr:
     numbers = [sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES]
     if size >= 16:
         return v.reinterpret(look_up_bytes(False, numbers, codes, size), "int8", size)
-    wide = v.let(Shuffle([codes], [0, 1, 2, 3] * 4))
+    # As many lanes have to be given as are taken.
+    wide = v.let(Shuffle([codes] * 4, list(range(16))))
     found = v.let(v.reinterpret(look_up_bytes(False, numbers, wide, 16), "int8", 16))
     return Shuffle([found], [0, 1, 2, 3])
 

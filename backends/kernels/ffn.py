@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.amx import LEAST_TOKENS, emit_blocks, takes_blocks
+from pi2.backends.kernels.amx import emit_blocks, has_many, takes_blocks
 from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_split
@@ -69,7 +69,7 @@ def emit_dense(
     """
     threads, hidden = spec.threads, spec.hidden
     if takes_blocks(isa, activations, spec.ffn):
-        with T.If(tokens >= LEAST_TOKENS), T.Then():
+        with T.If(has_many(activations, tokens)), T.Then():
             emit_blocks(activations, tokens, chosen)
     with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as number:
         origin = v.let(number * PANEL)

@@ -14,9 +14,9 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.amx import (
-    LEAST_TOKENS,
     emit_block_items,
     emit_blocks,
+    has_many,
     takes_blocks,
 )
 from pi2.backends.kernels.dots import emit_dots
@@ -173,7 +173,7 @@ def emit_multiply(
         if first is not None or not takes_blocks(isa, chunk, matrix.precision):
             emit_shared(threads, PARALLEL_BYTES, emit_several)
             return
-        with T.If(tokens >= LEAST_TOKENS):
+        with T.If(has_many(chunk, tokens)):
             with T.Then():
                 emit_blocks(chunk, tokens)
                 emit_shared(threads, PARALLEL_BYTES, emit_blocked)

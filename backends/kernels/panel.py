@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.amx import LEAST_TOKENS, emit_block_items, takes_blocks
+from pi2.backends.kernels.amx import emit_block_items, has_many, takes_blocks
 from pi2.backends.kernels.chosen import Chosen
 from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.i8mm import emit_items, takes_pairs
@@ -138,7 +138,7 @@ def _emit_products(
         )
         return
     if takes_blocks(isa, activations, spec.ffn):
-        with T.If(tokens >= LEAST_TOKENS):
+        with T.If(has_many(activations, tokens)):
             with T.Then():
                 emit_block_items(
                     activations,

@@ -64,6 +64,7 @@ def test_unknown_features_do_no_harm() -> None:
 @pytest.mark.parametrize(
     ("name", "present", "absent"),
     [
+        ("amx", ["vpdpbusd", "zmm"], ["vpmaddubsw", "tdpbssd"]),
         ("avx512vnni", ["vpdpbusd", "zmm"], ["vpmaddubsw"]),
         ("avx512bw", ["vpmaddubsw", "vpmaddwd", "vpermps", "zmm"], ["vpdpbusd"]),
         ("avx2", ["vpmaddubsw", "vfmadd", "vcvtph2ps", "ymm"], ["zmm", "vpdpbusd"]),

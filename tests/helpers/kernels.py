@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import F32, F64, I8, U8
-from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES, Isa, choose_isa
+from pi2.backends.kernels.isa import (
+    BLOCK_TOKENS,
+    PAIRED_GROUP_BYTES,
+    Isa,
+    choose_isa,
+    count_blocks_bytes,
+)
 from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
@@ -204,6 +210,16 @@ def allocate_activations(tokens: int, length: int, planes: int) -> list[npt.NDAr
 def allocate_tiles(threads: int, length: int) -> I8:
     """Return the scratch of schedules that multiply tokens in pairs."""
     return allocate("int8", threads, length // GROUP * PAIRED_GROUP_BYTES)
+
+
+def allocate_blocks(isa: Isa, threads: int, tokens: int, length: int, planes: int) -> list[I8]:
+    """Return the scratch of schedules that multiply tokens in tiles, which follows activations in
+    the parameters of kernels; nothing of others."""
+    if not isa.blocks:
+        return []
+    tiles = allocate("int8", threads, isa.count_tile_bytes(length))
+    size = count_blocks_bytes(length, planes)
+    return [tiles, allocate("int8", -(-tokens // BLOCK_TOKENS), size)]
 
 
 def quantize_activations(x: F32, planes: int) -> tuple[list[npt.NDArray[Any]], F64]:

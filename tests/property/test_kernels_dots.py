@@ -17,6 +17,7 @@ from tests.helpers.kernels import (
     align,
     allocate,
     allocate_activations,
+    allocate_blocks,
     compile_kernel,
     list_runnable_isas,
     make_isa,
@@ -58,8 +59,9 @@ def test_a_product_is_what_float64_says_of_the_same_codes(
     y = allocate("float32", tokens, rows)
     schedule = make_isa(isa)
     kernel = compile_kernel(make_multiply(schedule, length, precision, planes, threads), schedule)
+    blocks = allocate_blocks(schedule, threads, tokens, length, planes)
     packed_scales = weights if scales is None else align(scales)
-    kernel(rows, tokens, weights, packed_scales.view(np.uint8).copy(), *arrays, y)
+    kernel(rows, tokens, weights, packed_scales.view(np.uint8).copy(), *arrays, *blocks, y)
     plain = dequantize(weights, scales, length, precision).astype(np.float64)
     inputs = x.astype(np.float64) if precision == "fp16" else stands_for
     # Relative to the largest sum of magnitudes: products may cancel.
@@ -82,7 +84,8 @@ def test_the_largest_codes_do_not_overflow(isa: str, precision: Precision) -> No
     y = allocate("float32", 2, 2)
     assert scales is not None
     kernel = compile_kernel(make_multiply(make_isa(isa), length, precision, 2, 1), make_isa(isa))
-    kernel(2, 2, weights, scales.view(np.uint8), *arrays, y)
+    blocks = allocate_blocks(make_isa(isa), 1, 2, length, 2)
+    kernel(2, 2, weights, scales.view(np.uint8), *arrays, *blocks, y)
     plain = dequantize(weights, scales, length, precision).astype(np.float64)
     assert measure_error(y, stands_for @ plain.T) < 1e-6
 
@@ -91,18 +94,19 @@ def test_the_largest_codes_do_not_overflow(isa: str, precision: Precision) -> No
 @pytest.mark.parametrize("isa", list_runnable_isas())
 def test_one_token_gives_the_same_bits_as_many(isa: str, planes: int) -> None:
     rng = np.random.default_rng(5)
-    rows, tokens, length = 33, 6, 352
+    rows, tokens, length = 33, 35, 352
     weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), "int4")
     x = rng.standard_normal((tokens, length)).astype(np.float32)
     assert scales is not None
     kernel = compile_kernel(make_multiply(make_isa(isa), length, "int4", planes, 2), make_isa(isa))
     together, alone = allocate("float32", tokens, rows), allocate("float32", tokens, rows)
     arrays, _ = quantize_activations(x, planes)
-    kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, together)
+    blocks = allocate_blocks(make_isa(isa), 2, tokens, length, planes)
+    kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, *blocks, together)
     for token in range(tokens):
         arrays, _ = quantize_activations(x[token : token + 1], planes)
         row = allocate("float32", 1, rows)
-        kernel(rows, 1, weights, scales.view(np.uint8), *arrays, row)
+        kernel(rows, 1, weights, scales.view(np.uint8), *arrays, *blocks, row)
         alone[token] = row
     assert np.array_equal(together, alone)
 

@@ -19,6 +19,7 @@ from tests.helpers.kernels import (
     X86_FEATURES,
     align,
     allocate,
+    allocate_blocks,
     compile_anew,
     compile_program,
     list_runnable_isas,
@@ -72,6 +73,8 @@ class Layer:
         self.bundles = align(pack_bundles(gate, up, down, layout)[:neurons])
         self.parts = [part.astype(np.float64) for part in unpack_bundles(self.bundles, layout)]
         self.arrays, stands_for = quantize_activations(x, spec.planes)
+        own = (spec.isa, spec.threads, tokens, spec.hidden, spec.most_planes)
+        self.arrays += allocate_blocks(*own)
         self.inputs = x.astype(np.float64) if spec.ffn == "fp16" else stands_for
 
     def compute(self, slots: npt.NDArray[Any]) -> tuple[F64, int]:

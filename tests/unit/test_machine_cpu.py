@@ -72,6 +72,18 @@ def test_server_with_vnni(tmp_path: Path) -> None:
     assert [cluster.cores for cluster in cpu.clusters] == [4]
 
 
+def test_tiles_count_where_all_cores_state_them(tmp_path: Path) -> None:
+    write_x86(tmp_path, "Xeon", [f"{CASCADE_LAKE} amx_bf16 amx_tile amx_int8"] * 2)
+    assert "amx-int8" in detect_cpu(tmp_path, machine="x86_64", affinity=2).features
+    write_x86(tmp_path, "Xeon", [f"{CASCADE_LAKE} amx_tile amx_int8", CASCADE_LAKE])
+    assert "amx-int8" not in detect_cpu(tmp_path, machine="x86_64", affinity=2).features
+
+
+def test_tiles_do_not_count_where_the_system_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pi2.machine.cpu.permit_tiles", lambda: False)
+    assert "amx-int8" not in detect_cpu().features
+
+
 def test_zen_has_no_avx512(tmp_path: Path) -> None:
     write_x86(tmp_path, "AMD Ryzen 9 5900X", [ZEN_3] * 2)
     cpu = detect_cpu(tmp_path, machine="AMD64", affinity=2)

@@ -136,7 +136,26 @@ def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> Non
         fewest = need(dotprod, "aarch64", chunk)
         assert need(i8mm, "aarch64", chunk) == fewest + rows + padding
         assert need(None, "aarch64", chunk) == fewest + rows + padding, "they may have it"
-        assert need(None, "x86-64", chunk) == fewest
+        assert need(("avx512vnni",), "x86-64", chunk) == fewest
+
+
+def test_cores_with_amx_keep_tokens_and_rows_for_tiles(demo: ResolvedPlan) -> None:
+    def need(features: tuple[str, ...] | None, architecture: str | None, chunk: int) -> int:
+        cpu = demo.device.units["cpu"].model_copy(
+            update={"features": features, "architecture": architecture}
+        )
+        device = demo.device.model_copy(update={"units": {"cpu": cpu}})
+        resolved = replace(change_plan(demo, "prefill", chunk=chunk), device=device)
+        return compute_needs(resolved).workspace.bytes
+
+    threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
+    # 64 rows and the sums of a tile, for both kinds of inputs of projections, 256 long.
+    rows = 2 * threads * (64 * 256 * (1 + 4 / GROUP) + 9 * 1024)
+    for chunk, rounded in ((128, 128), (127, 128), (1, 16)):
+        fewest = need(("avx512vnni",), "x86-64", chunk)
+        tokens = rounded * 2 * 256 * (2 + 4 / GROUP)
+        for features in (("avx512vnni", "amx-int8"), None):
+            assert need(features, "x86-64", chunk) == fewest + rows + tokens
 
 
 def test_large_models_and_budgets_leave_more_for_tables(demo: ResolvedPlan) -> None:
