@@ -45,6 +45,12 @@ def test_a_configuration_without_positions_has_those_of_its_family() -> None:
             assert describe(kind, rope_parameters={"rope_theta": 7.0}).rope.theta == 7
     cwm = describe("cwm", rope_theta=3e5).rope
     assert (cwm.theta, cwm.kind, cwm.factor, cwm.original_context) == (3e5, "llama3", 16, 8192)
+    for stated in ({}, {"rope_scaling": None}):
+        found = describe("gpt_oss", **stated).rope
+        assert (found.theta, found.kind, found.factor) == (150_000, "yarn", 32)
+        assert (found.original_context, found.whole_pairs) == (4096, False)
+    plain = describe("gpt_oss", rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope
+    assert (plain.theta, plain.kind) == (7, "plain")
 
 
 NO_POSITIONS = {"kind": "none", "layers": [3]}

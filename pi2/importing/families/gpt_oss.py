@@ -5,9 +5,21 @@ from __future__ import annotations
 from pi2.importing.config import SPLIT_EXPERTS, Config, read_rope, read_window
 from pi2.importing.families.decoders import LAYER, Tables, describe_decoder
 
+SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""How positions are scaled where a configuration says nothing."""
+
 
 def describe_gpt_oss(config: Config) -> Tables:
     """Experts whose matrices are in one tensor, columns where others have rows."""
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        config = config.change({"rope_parameters": SCALING})
     tables = describe_decoder(config)
     layers, context = tables["shape"]["layers"], tables["shape"]["context"]
     tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
