@@ -31,11 +31,19 @@ class Contestant(Protocol):
         """Release everything."""
 
 
+class ContestantRecipe(Recipe, Protocol):
+    """Makes a contestant."""
+
+    @property
+    def subject(self) -> str:
+        """What findings call the program."""
+
+
 class RemoteContestant:
     """A contestant as its caller sees it.  Use it as a context manager."""
 
-    def __init__(self, recipe: Recipe, progress: Progress) -> None:
-        self._worker = Worker(recipe, progress)
+    def __init__(self, recipe: ContestantRecipe, progress: Progress) -> None:
+        self._worker = Worker(recipe, progress, recipe.subject)
         try:
             self.description: Description = self._worker.call("describe")
         except BaseException:

@@ -50,6 +50,11 @@ class LlamaRecipe:
     like: NeuronStore | None = None
     """A store whose words and routers the file has; see `write_gguf`."""
 
+    @property
+    def subject(self) -> str:
+        """See `pi2.benchmarks.contestant`."""
+        return "llama.cpp"
+
     def __call__(self, progress: Progress) -> LlamaContestant:
         check_installed()
         path = find_gguf(self.model, self.folder, self.like)

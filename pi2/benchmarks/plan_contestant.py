@@ -30,6 +30,11 @@ class PlanRecipe:
     text: str | None = None
     """Text that tokens are taken from; without it, tokens of the vocabulary in order."""
 
+    @property
+    def subject(self) -> str:
+        """See `pi2.benchmarks.contestant`."""
+        return "pi2"
+
     def __call__(self, progress: Progress) -> PlanContestant:
         model = load(self.path, set=dict(self.overrides), progress=progress)
         return PlanContestant(model, self.path, self.text)

@@ -52,12 +52,18 @@ class _Failure:
 class Worker:
     """The caller's end.  Use it as a context manager; the process ends with it."""
 
-    def __init__(self, recipe: Recipe, progress: Progress = ignore_progress) -> None:
-        """Start the process and wait until the object is made.
+    def __init__(
+        self,
+        recipe: Recipe,
+        progress: Progress = ignore_progress,
+        subject: str = "the measured process",
+    ) -> None:
+        """Start the process and wait until the object is made; findings call it ``subject``.
 
         Raises what making it raised: `UserError` as it was, anything else as `RuntimeError`.
         """
         context = multiprocessing.get_context("spawn")
+        self._subject = subject
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, recipe), daemon=True)
         self._process.start()
@@ -97,7 +103,7 @@ class Worker:
                 kind, value = self._pipe.recv()
             except (EOFError, ConnectionResetError):
                 self._process.join()
-                raise _explain_end(self._process.exitcode) from None
+                raise _explain_end(self._subject, self._process.exitcode) from None
             if kind == "progress":
                 progress(*value)
             elif kind == "failure":
@@ -117,7 +123,7 @@ class Worker:
         self.close()
 
 
-def _explain_end(code: int | None) -> UserError:
+def _explain_end(subject: str, code: int | None) -> UserError:
     """Finding P640: the process has ended without an answer."""
     how, advice = f"ended with {code}", None
     if code is not None and code < 0:
@@ -125,7 +131,9 @@ def _explain_end(code: int | None) -> UserError:
         how = f"was ended by {name}"
         if name == "SIGKILL":
             advice = "the system kills what takes too much memory"
-    return UserError.of("P640", f"the measured process {how}", help=advice)
+        elif name in ("SIGSEGV", "SIGILL", "SIGABRT", "SIGFPE"):
+            advice = f"{subject} crashed: measure without it, or with another build of it"
+    return UserError.of("P640", f"{subject} {how}", help=advice)
 
 
 def _end_with_caller() -> None:

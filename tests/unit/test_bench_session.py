@@ -146,8 +146,8 @@ class Echo:
             raise UserError.of("P998", "negative")
         return 2 * value
 
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def die(self, number: int = signal.SIGKILL) -> None:
+        os.kill(os.getpid(), number)
 
     def say_who_and_sleep(self, path: str) -> None:
         written = Path(f"{path}.partial")
@@ -186,6 +186,16 @@ def test_a_users_mistake_arrives_as_what_it_was() -> None:
 def test_a_bug_arrives_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError: a bug"):
         Worker(Echo(fault="bug"))
+
+
+def test_a_program_that_crashes_is_named() -> None:
+    worker = Worker(Echo(), subject="llama.cpp")
+    with pytest.raises(UserError) as caught:
+        worker.call("die", signal.SIGSEGV)
+    (finding,) = caught.value.diagnostics
+    assert (finding.code, finding.message) == ("P640", "llama.cpp was ended by SIGSEGV")
+    assert "another build" in (finding.help or "")
+    worker.close()
 
 
 def test_a_process_that_the_system_kills_is_explained() -> None:
