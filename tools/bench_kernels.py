@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import U8
+from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocks_bytes
 from pi2.backends.kernels.spec import KEPT, KV_DTYPES, PANEL, PARTS, SPANS, UNPACKED, KernelSpec
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import Precision, lay_out_bundle, weight_bytes
@@ -143,7 +144,7 @@ class Bench:
                     length=length,
                     precision=precision,
                 )
-                x = take_activations(take, "x", length, spec.planes, tokens)
+                x = take_activations(take, "x", length, spec.planes, tokens, isa=spec.isa)
                 y = take.take_array("y", "float32")
 
                 def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
@@ -204,12 +205,21 @@ class Bench:
         self.kernels["begin_ffn"](128, *self.flat(source, norm, *self.x, y))
 
     def make_activations(self, tokens: int, length: int) -> list[npt.NDArray[Any]]:
-        """Return codes, scales, sums and values."""
+        """Return codes, scales, sums and values, and what tiles take where there are some."""
+        spec = self.spec
+        blocks: list[npt.NDArray[Any]] = []
+        if spec.isa.blocks:
+            size = count_blocks_bytes(length, spec.planes)
+            blocks = [
+                allocate("int8", spec.threads, spec.isa.count_tile_bytes(length)),
+                allocate("int8", -(-tokens // BLOCK_TOKENS), size),
+            ]
         return [
-            allocate("int8", tokens, self.spec.planes, length),
+            allocate("int8", tokens, spec.planes, length),
             allocate("float32", tokens, length // 32),
             allocate("int32", tokens, length // 32),
             allocate("float32", tokens, length),
+            *blocks,
         ]
 
     def flat(self, *arrays: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:

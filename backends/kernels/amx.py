@@ -60,7 +60,8 @@ FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]
 
 def takes_blocks(isa: Isa, activations: Activations, precision: Precision) -> bool:
     """Return whether many tokens are multiplied with weights of a precision in this way."""
-    return isa.blocks and precision in _PRECISIONS and activations.planes != FLOAT_PLANES
+    has_room = activations.blocks is not None and activations.planes != FLOAT_PLANES
+    return isa.blocks and has_room and precision in _PRECISIONS
 
 
 def has_many(activations: Activations, tokens: v.Expr) -> v.Expr:
