@@ -81,12 +81,14 @@ def _start_threads(count: int, cores: Sequence[int]) -> None:
     # The pool reads it when the runtime library starts it: it cannot be changed afterwards.
     os.environ["TVM_NUM_THREADS"] = str(count)
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPIN_COUNT)
+    # The runtime library needs one that comes with tvm_ffi, and finds it where it is loaded.
+    ffi = import_ffi()
     runtime = find_runtime_library()
     assert runtime is not None, "find_obstacles says so first"
     # Functions look the pool's up among the global symbols.
     ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     # Another executor of this process may have started the pool with another number.
-    configure = import_ffi().get_global_func("runtime.config_threadpool")
+    configure = ffi.get_global_func("runtime.config_threadpool")
     if cores:
         configure(_ONE_CORE_EACH, count, [str(core) for core in cores])
     else:
