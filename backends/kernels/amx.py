@@ -35,12 +35,17 @@ from pi2.backends.kernels.isa import BLOCK_TOKENS as TOKENS
 from pi2.backends.kernels.isa import BLOCKED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import BLOCKED_ROWS as TOGETHER
 from pi2.backends.kernels.isa import BLOCKED_SUM_BYTES, Isa, count_block_bytes
-from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Vector, list_runs
-from pi2.backends.kernels.products import look_up_bytes
+from pi2.backends.kernels.operands import (
+    FLOAT_PLANES,
+    Activations,
+    FinishItem,
+    Vector,
+    list_runs,
+)
+from pi2.backends.kernels.products import find_numbers
 from pi2.backends.kernels.requests import emit_request
 from pi2.backends.kernels.unpacking import load_scales
 from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
-from pi2.plan.weights.mxfp4 import MAGNITUDES
 
 ROWS = 16
 """Rows of weights of a tile."""
@@ -53,9 +58,6 @@ _CODE_BYTES = GROUP * ROWS
 _SUMS, _TOKEN_CODES, _WEIGHTS = 0, 4, 6
 """First tile of each use: sums of two groups in two planes, codes of tokens in two planes, weights.
 """
-
-FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]
-"""Called with (token, item, dot product of each of the item's vectors) to store the result."""
 
 
 def takes_blocks(isa: Isa, activations: Activations, precision: Precision) -> bool:
@@ -402,20 +404,7 @@ def _unpack_words(
     low = codes & v.constant(15, "uint8", size)
     high = codes >> v.constant(4, "uint8", size)
     chunks = ((word, low), (word + 4, high))
-    return [(chunk, _find_numbers(precision, code, size)) for chunk, code in chunks]
-
-
-def _find_numbers(precision: Precision, codes: v.Expr, size: int) -> v.Expr:
-    """Return what nibbles uint8 [size] stand for, as int8."""
-    if precision != "mxfp4":
-        return v.reinterpret(codes, "int8", size) - v.constant(8, "int8", size)
-    numbers = [sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES]
-    if size >= 16:
-        return v.reinterpret(look_up_bytes(False, numbers, codes, size), "int8", size)
-    # As many lanes have to be given as are taken.
-    wide = v.let(Shuffle([codes] * 4, list(range(16))))
-    found = v.let(v.reinterpret(look_up_bytes(False, numbers, wide, 16), "int8", 16))
-    return Shuffle([found], [0, 1, 2, 3])
+    return [(chunk, find_numbers(False, precision, code, size)) for chunk, code in chunks]
 
 
 def _emit_configuration() -> None:

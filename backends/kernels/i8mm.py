@@ -31,11 +31,10 @@ from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import PAIRED_ROWS as ROWS
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.operands import Activations, Vector, list_runs
-from pi2.backends.kernels.products import look_up_bytes
+from pi2.backends.kernels.operands import Activations, FinishItem, Vector, list_runs
+from pi2.backends.kernels.products import find_numbers
 from pi2.backends.kernels.unpacking import load_scales
 from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
-from pi2.plan.weights.mxfp4 import MAGNITUDES
 
 TOKENS = 4
 """Tokens that `ROWS` rows are multiplied with at once: with 8 integer sums, 8 float sums and what
@@ -43,9 +42,6 @@ is loaded, the 32 registers are nearly full."""
 STEPS = 4
 """Steps of 8 elements in a group."""
 _CODE_BYTES = GROUP * ROWS
-
-FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]
-"""Called with (token, item, dot product of each of the item's vectors) to store the result."""
 
 
 def emit_smmla(total: v.Expr, weights: v.Expr, codes: v.Expr) -> v.Expr:
@@ -249,22 +245,14 @@ def _emit_unpacked_groups(
             codes = v.let(v.reinterpret(words, "uint8", 16))
             low = codes & v.constant(15, "uint8", 16)
             high = codes >> v.constant(4, "uint8", 16)
-            put(index, half, _find_numbers(precision, low))
-            put(index, half + 2, _find_numbers(precision, high))
+            put(index, half, find_numbers(True, precision, low, 16))
+            put(index, half + 2, find_numbers(True, precision, high, 16))
     scales = [v.let(load_scales(x, group + quarter * width, width)) for x in vectors]
     for index in range(width):
         pairs = [v.take_lane(scale, index) if width > 1 else scale for scale in scales]
         four = Shuffle([pairs[0], pairs[0], pairs[1], pairs[1]], [0, 1, 2, 3])
         at = place + (index * GROUP_BYTES + _CODE_BYTES)
         v.store(tiles, at, v.reinterpret(four, "int8", 16), 16)
-
-
-def _find_numbers(precision: Precision, codes: v.Expr) -> v.Expr:
-    """Return what nibbles uint8x16 stand for, as int8x16."""
-    if precision == "mxfp4":
-        numbers = [sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES]
-        return v.reinterpret(look_up_bytes(True, numbers, codes, 16), "int8", 16)
-    return v.reinterpret(codes, "int8", 16) - v.constant(8, "int8", 16)
 
 
 def _interleave(chunks: Sequence[v.Expr], width: int) -> list[v.Expr]:

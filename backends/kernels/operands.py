@@ -39,8 +39,8 @@ class Activations:
     """int8 [threads, `Isa.count_tile_bytes`]: rows of weights unpacked for several tokens, where
     the schedule does so (`i8mm`, `amx`)."""
     blocks: v.Buffer | None = None
-    """int8 [tokens / 16, length / 32, `isa.count_block_bytes`]: codes and scales of many tokens
-    once more, in the order of `amx`."""
+    """int8 [tokens / 16, `isa.count_places`, `isa.count_block_bytes`]: codes and scales of many
+    tokens once more, in the order of `amx`."""
     upper_sums: v.Buffer | None = None
     """int32 [tokens, length / 32]: -8 * sum of the codes of the upper plane of two, where several
     tokens are multiplied by these codes alone."""
@@ -66,6 +66,9 @@ class Activations:
         """Return the same arrays as one token has them."""
         return replace(self, several=None, paired=False)
 
+
+FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]
+"""Called with (token, item, dot product of each of the item's vectors) to store the result."""
 
 Prefetch = Callable[[int, v.Expr, int], None]
 """Called with (vector, byte, size) where the weights ``byte`` to ``byte + size`` of a vector are

@@ -124,32 +124,21 @@ def _emit_products(
 ) -> None:
     """Multiply parts of neurons ``start`` to ``stop`` with all tokens."""
     spec, parts = panel.bundles.spec, len(names)
+
+    def take_vectors(number: v.Expr) -> list[Vector]:
+        return panel.bundles.take_parts([panel.find(number)], names)
+
+    def finish(token: v.Expr, number: v.Expr, dots: list[v.Expr]) -> None:
+        keep(token, number, panel.find(number), dots)
+
+    given = (activations, tokens, thread, start, stop, parts, take_vectors, finish)
     if takes_pairs(isa, spec.ffn):
-        emit_items(
-            activations,
-            tokens,
-            thread,
-            start,
-            stop,
-            parts,
-            lambda number: panel.bundles.take_parts([panel.find(number)], names),
-            lambda token, number, dots: keep(token, number, panel.find(number), dots),
-            panel.chosen,
-        )
+        emit_items(*given, panel.chosen)
         return
     if takes_blocks(isa, activations, spec.ffn):
         with T.If(has_many(activations, tokens)):
             with T.Then():
-                emit_block_items(
-                    activations,
-                    tokens,
-                    thread,
-                    start,
-                    stop,
-                    parts,
-                    lambda number: panel.bundles.take_parts([panel.find(number)], names),
-                    lambda token, number, dots: keep(token, number, panel.find(number), dots),
-                )
+                emit_block_items(*given)
             with T.Else():
                 _emit_tiled_products(isa, activations, panel, names, start, stop, tokens, keep)
         return

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
+from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.mxfp4 import MAGNITUDES
 
 
@@ -41,6 +43,19 @@ def look_up_bytes(arm: bool, numbers: Sequence[int], places: v.Expr, size: int) 
         f"int8x{size}", name, table, v.reinterpret(places, "int8", size)
     )
     return v.reinterpret(found, "uint8", size)
+
+
+def find_numbers(arm: bool, precision: Precision, codes: v.Expr, size: int) -> v.Expr:
+    """Return what nibbles uint8 [size] of int4 or mxfp4 stand for, as int8."""
+    if precision != "mxfp4":
+        return v.reinterpret(codes, "int8", size) - v.constant(8, "int8", size)
+    numbers = [sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES]
+    if size >= 16:
+        return v.reinterpret(look_up_bytes(arm, numbers, codes, size), "int8", size)
+    # As many lanes have to be given as are taken.
+    wide = v.let(Shuffle([codes] * (16 // size), list(range(16))))
+    found = v.let(v.reinterpret(look_up_bytes(arm, numbers, wide, 16), "int8", 16))
+    return Shuffle([found], list(range(size)))
 
 
 class DotPrimitive:
