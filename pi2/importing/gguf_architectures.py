@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pi2.importing.config import SPLIT_EXPERTS
 from pi2.importing.gguf_architecture import Architecture
+from pi2.importing.gguf_bitnet import complete_bitnet, read_bitnet
 from pi2.importing.gguf_decoders import (
     complete_llama,
     complete_opt,
@@ -26,6 +27,7 @@ from pi2.importing.gguf_granite import read_granite, read_granite_hybrid
 from pi2.importing.gguf_latent import complete_latent
 from pi2.importing.gguf_llama4 import read_llama4
 from pi2.importing.gguf_names import (
+    BITNET,
     ERNIE_MIXTURE,
     FALCON,
     FALCON_40B,
@@ -66,6 +68,9 @@ ARCHITECTURES = {
     ),
     "llama4": Architecture(
         model_type="llama4_text", names=LLAMA4, settings={SPLIT_EXPERTS: True}, read=read_llama4
+    ),
+    "bitnet": Architecture(
+        model_type="bitnet", names=BITNET, read=read_bitnet, complete=complete_bitnet
     ),
     "bamboo": Architecture(model_type="bamboo", permutes=True, activation="relu"),
     "qwen2": Architecture(model_type="qwen2"),

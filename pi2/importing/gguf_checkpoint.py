@@ -40,6 +40,11 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.weights.layout import Precision
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PIECE_WEIGHTS = 2**20
+"""Weights that are looked at together."""
+_KEEP_THREE = ("F32", "F16", "BF16", "Q8_0", "TQ1_0", "TQ2_0")
+"""Types in which -1, 0 and 1 times a scale still have one magnitude: Q4_0 and its like round one of
+the two signs."""
 _PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 
 
@@ -73,6 +78,20 @@ class GgufTensor(PackedTensor):
     @property
     def is_mxfp4(self) -> bool:
         return self.block.name == "MXFP4"
+
+    def is_ternary(self) -> bool:
+        if self.block.name not in _KEEP_THREE or len(self.shape) != 2:
+            return False
+        size: np.float32 | None = None
+        rows, columns = self.shape[::-1] if self.is_turned else self.shape
+        step = max(1, _PIECE_WEIGHTS // columns)
+        for start in range(0, rows, step):
+            sizes = np.abs(self.widen(self._read_stored(start, min(start + step, rows))))
+            if size is None and sizes.any():
+                size = sizes.max()
+            if not ((sizes == 0) | (sizes == size)).all():
+                return False
+        return True
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         if raw.dtype != np.uint8 or self.factors is not None:

@@ -61,10 +61,10 @@ def _read_scaling(metadata: Metadata, context: int) -> dict[str, Any]:
     if kind in ("none", ""):
         factor = metadata.read("{arch}.rope.scale_linear", float, 1.0)
         return {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": metadata.read("{arch}.rope.scaling.factor", float),
-    }
+    factor = metadata.read("{arch}.rope.scaling.factor", float)
+    if kind == "linear" and factor == 1.0:
+        return {}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = metadata.read(
             "{arch}.rope.scaling.original_context_length", int, context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pi2.importing.gguf_bitnet import BITNET_NAMES
 from pi2.importing.gguf_gemma3n import GEMMA3N_NAMES
 from pi2.importing.gguf_gemma4 import GEMMA4_NAMES
 from pi2.importing.gguf_llama4 import LLAMA4_NAMES
@@ -69,6 +70,8 @@ DECODER: Names = {
     "blk.{layer}.ffn_down_t.weight": f"{_LAYER}.mlp.down_proj.weight",
     **_PREDICTORS,
 }
+
+BITNET: Names = {**DECODER, **BITNET_NAMES}
 
 _SPARSE_BLOCK = f"{_LAYER}.block_sparse_moe"
 

@@ -98,11 +98,23 @@ def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
 
 
 def has_ternary_weights(checkpoint: Checkpoint, model: Model) -> bool:
-    """Whether the matrices of all layers are ternary, by those of the first."""
-    keys = ("query", "output", "up", "down")
-    names = [fill_name(getattr(model.tensors, key), 0) for key in keys]
-    tensors = checkpoint.tensors
-    return all(name in tensors and tensors[name].is_ternary for name in names)
+    """Whether the matrices of all layers are ternary.
+
+    Raises `UserError` P531, P532 or P535 as `SourceTensor.read`.
+    """
+    found = (checkpoint.tensors.get(name) for name in _name_matrices(model))
+    return all(tensor is not None and tensor.is_ternary() for tensor in found)
+
+
+def _name_matrices(model: Model) -> Iterator[str]:
+    """Names of the projections and FFNs of all layers, where none are in one tensor."""
+    names = model.tensors
+    ffn = [names.gate, names.up, names.down] if model.ffn.gated else [names.up, names.down]
+    for layer in range(model.shape.layers):
+        for pattern in (names.query, names.key, names.value, names.output):
+            yield fill_name(pattern, layer)
+        for expert in range(model.expert_count):
+            yield from (fill_name(pattern, layer, expert) for pattern in ffn)
 
 
 def name_origin(path: Path) -> str:

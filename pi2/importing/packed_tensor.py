@@ -29,7 +29,7 @@ class PackedTensor(SourceTensor, ABC):
     added: float = 0.0
     """Number that the file has added to every element."""
     factors: F32 | None = None
-    """Factors of the columns, float32 [columns]."""
+    """Factors of the columns, float32 [columns], or [1] where all have the same."""
 
     @abstractmethod
     def _read_stored(self, start: int, stop: int) -> Raw:

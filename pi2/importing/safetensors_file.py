@@ -100,9 +100,9 @@ class SourceTensor:
         """Whether its numbers are 4-bit floats of which 32 share a power of two."""
         return False
 
-    @property
     def is_ternary(self) -> bool:
-        """Whether its numbers are -1, 0 and 1 times one scale."""
+        """Whether its numbers are -1, 0 and 1 times one scale, as far as its format tells; of GGUF
+        files, as far as the numbers do.  Raises `UserError` as `read`."""
         return False
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:

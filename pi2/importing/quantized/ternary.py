@@ -72,7 +72,6 @@ class TernaryTensor(DecodedTensor):
             help="ternary weights are packed as 0, 1 and 2; fetch the file again",
         )
 
-    @property
     def is_ternary(self) -> bool:
         return True
 
@@ -90,7 +89,6 @@ class MasterTensor(DecodedTensor):
         codes = np.clip(np.rint(self.plain.read(start, stop) * scale), -1, 1)
         return np.asarray(codes / scale, np.float32)
 
-    @property
     def is_ternary(self) -> bool:
         return True
 
