@@ -1,0 +1,36 @@
+"""A server with a tiny model, and clients of it that others wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.helpers.servers import make_chat_plan
+
+    return make_chat_plan(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def address(plan: Path) -> Iterator[str]:
+    from tests.helpers.servers import describe_plan, serve
+
+    with serve([describe_plan(plan, overrides={"decode.batch": 4})]) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Any:
+    openai = pytest.importorskip("openai", reason="needs OpenAI's client")
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def other(address: str) -> Any:
+    anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
+    return anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
