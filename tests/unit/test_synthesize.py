@@ -113,6 +113,29 @@ def test_every_precision_keeps_the_statistics(tmp_path: Path, precision: str) ->
     assert mean["recall"] == pytest.approx(0.98, abs=0.015)
 
 
+def test_ternary_weights_and_norms_of_activations_keep_the_statistics(tmp_path: Path) -> None:
+    """As BitNet is."""
+    kinds = dict.fromkeys(("ffn", "attention"), "ternary")
+    ffn, attention = {"activation": "relu2", "sub_norm": True}, {"sub_norm": True}
+    model = make(ffn=ffn, attention=attention, quantization=kinds, predictor=None)
+    store = synthesize(tmp_path, model, Recipe())
+    assert verify_store(store) == []
+    measured = measure_store(store, model, tokens=192)
+    for layer in measured.layers:
+        assert layer.active == pytest.approx(0.10, rel=0.10)
+        assert layer.skew == pytest.approx(0.26, abs=0.04)
+    with NeuronStore.open(store, model=model) as opened:
+        assert opened.bundle.precision == "ternary"
+        assert opened.tensors["layers.0.qkv"].precision == "ternary"
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "ternary"])
+def test_ups_that_follow_gates_need_scales_of_groups(kind: str) -> None:
+    model = make("drelu", quantization={"ffn": kind})
+    with pytest.raises(UserError, match=f"P541.*{kind}"):
+        check_recipe(Recipe(), model)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -186,6 +186,8 @@ class Blueprint:
 
     def find_output_deviation(self) -> float:
         """Deviation of down weights at which an FFN adds `OUTPUT_SHARE` to the stream."""
+        if self.model.ffn.sub_norm:
+            return STREAM * OUTPUT_SHARE / math.sqrt(self.model.layer_neurons)
         # Gates are normal with mean b and deviation 1: the moments of their positive part.
         b, p = self.biases, normal_cdf(self.biases)
         density = np.exp(-0.5 * b**2) / math.sqrt(2 * math.pi)

@@ -79,6 +79,7 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             "attention_norm"
             | "ffn_norm"
             | "inner_norm"
+            | "attention_sub_norm"
             | "query_norm"
             | "key_norm"
             | "shared_router"

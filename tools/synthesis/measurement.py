@@ -11,6 +11,7 @@ import numpy as np
 from pi2.arrays import F32, F64, I32, I64, U8, Bits
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import ReferenceExecutor
+from pi2.backends.reference.neurons import multiply_down
 from pi2.backends.reference.operators import activate
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import join_scales, slice_experts, unpack_part
@@ -122,8 +123,10 @@ class _LayerExecutor(ReferenceExecutor):
         """u [tokens, hidden]."""
         return self._now.u
 
-    def add_output(self, output: F32) -> None:
-        """Add [tokens, hidden] to the sum of the FFN."""
+    def add_output(self, active: F32, output: F32) -> None:
+        """Add [tokens, hidden] to the sum of the FFN, of neurons whose activations are ``active``
+        [tokens, n]."""
+        self._now.squares += np.square(active).sum(axis=1)
         self._now.y = self._now.y + output
 
     @property
@@ -150,7 +153,7 @@ def _run_neurons(
     threshold = model.ffn.threshold if model.ffn.activation == "fatrelu" else 0.0
     stored, layout = layout, layout.inline
     for first, bundles in _read_bundles(layer, stored):
-        *inner, down = (unpack_part(bundles, layout, i) for i in range(len(layout.parts)))
+        inner = [unpack_part(bundles, layout, i) for i in range(len(layout.parts) - 1)]
         gate_values = inputs @ inner[0].T
         values = activate(model, gate_values, inputs @ inner[1].T if layout.is_gated else None)
         fires = gate_values > threshold
@@ -158,7 +161,7 @@ def _run_neurons(
             routes = executor.routes[:, slice_experts(bundles, layout)]
             values *= routes
             fires &= routes > 0
-        executor.add_output(values @ down)
+        executor.add_output(values, multiply_down(layout, values, bundles))
         place = slice(first, first + len(bundles))
         gates[:, place] = fires
         # Every value of SiLU counts: what is negative contributes little, but not nothing.

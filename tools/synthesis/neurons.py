@@ -18,14 +18,17 @@ from synthesis.randomness import (
     draw_int4_pairs,
     draw_int8,
     draw_normals,
+    draw_ternary,
     measure_int4_deviation,
     measure_int8_deviation,
+    measure_ternary_deviation,
 )
 
 CHUNK_WEIGHTS = 2**22
 """Weights of one matrix that are made together."""
 
 _SCALE_SPREAD = 0.2
+_TERNARY_ROUNDS = 4
 
 
 def count_chunk_neurons(hidden: int) -> int:
@@ -56,6 +59,9 @@ def make_bundles(
         if scales is not None:
             packed = scales.view(np.uint8)
             bundles[:, part.scales_offset : part.scales_offset + packed.shape[1]] = packed
+    if layout.factor_offset is not None:
+        ones = np.ones((count, 1), "<f4").view(np.uint8)
+        bundles[:, layout.factor_offset : layout.factor_offset + 4] = ones
     if layout.expert_offset is not None:
         experts = blueprint.list_experts(first, count).astype("<i4").view(np.uint8)
         bundles[:, layout.expert_offset : layout.expert_offset + 4] = experts.reshape(-1, 4)
@@ -83,7 +89,26 @@ def make_gates(blueprint: Blueprint, layer: int, chunk: int, directions: F32) ->
     biases = find_gate_biases(blueprint)[first : first + count, None]
     constant = blueprint.draw_constant() / np.float32(CONSTANT * blueprint.model.shape.hidden)
     rows += biases * constant
+    if blueprint.model.quantization.ffn == "ternary":
+        return round_to_ternary(rows, constant)
     return rows
+
+
+def round_to_ternary(rows: F32, constant: F32) -> F32:
+    """Rows float32 [n, hidden] of three numbers each, as long as ``rows`` are, whose products with
+    ``constant`` [hidden] are those of ``rows``, as near as whole numbers come to it.
+
+    Rounding alone makes errors of these products that are as large as those of all others, by
+    which neurons would fire more or less often than their place in the order says.
+    """
+    wanted = rows @ constant
+    lengths = np.sqrt(np.einsum("nh,nh->n", rows, rows))
+    moved, unit = rows, constant / np.float32(constant @ constant)
+    for _ in range(_TERNARY_ROUNDS):
+        rounded = round_rows(moved, "ternary")
+        rounded *= (lengths / np.sqrt(np.einsum("nh,nh->n", rounded, rounded)))[:, None]
+        moved = moved + (wanted - rounded @ constant)[:, None] * unit
+    return rounded
 
 
 def find_gate_biases(blueprint: Blueprint) -> F32:
@@ -165,6 +190,10 @@ def draw_vectors(
     if precision == "fp16":
         values = draw_normals((count, length), *key, 0) * np.float32(deviation)
         return quantize(values, precision)
+    if precision == "ternary":
+        weights = draw_ternary(count * size, *key, 0).reshape(count, size)
+        # One scale for all rows, as BitNet's matrices have.
+        return weights, np.full((count, 1), deviation / measure_ternary_deviation(), "<f4")
     if precision == "int4":
         weights = draw_int4_pairs(count * size, *key, 0)
         steps = measure_int4_deviation()

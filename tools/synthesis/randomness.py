@@ -65,6 +65,18 @@ def draw_int8(count: int, *key: int) -> U8:
     return weights
 
 
+def draw_ternary(count: int, *key: int) -> U8:
+    """``count`` bytes of four ternary weights each, as fields ``q + 1``: 5 of 16 are -1, and 5 are
+    1."""
+    return _ternary_table()[draw_bits(count, *key)]
+
+
+def measure_ternary_deviation() -> float:
+    """Deviation of the weights of `draw_ternary`, in steps."""
+    low = (_ternary_table() & 3).astype(np.float64) - 1
+    return float(np.sqrt(np.mean(low**2)))
+
+
 def measure_int4_deviation() -> float:
     """Deviation of the weights of `draw_int4_pairs`, in steps."""
     low = (_int4_table() & 15).astype(np.float64) - 8
@@ -88,6 +100,16 @@ def _int4_table() -> U8:
     both = np.arange(65536)
     pairs: U8 = (codes[both & 255] | codes[both >> 8] << 4).astype(np.uint8)
     return pairs
+
+
+@cache
+def _ternary_table() -> U8:
+    fields = np.repeat(np.arange(3), (5, 6, 5))
+    four = np.arange(65536)
+    packed = np.zeros(len(four), np.uint8)
+    for turn in range(4):
+        packed |= (fields[four >> 4 * turn & 15] << 2 * turn).astype(np.uint8)
+    return packed
 
 
 @cache
