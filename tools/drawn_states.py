@@ -77,7 +77,7 @@ def draw_qwen3_next(draw: random.Random) -> Options:
     return options
 
 
-def draw_mamba(draw: random.Random, options: Options) -> Options:
+def add_mamba2(draw: random.Random, options: Options) -> Options:
     """Mamba-2."""
     groups = draw.choice([1, 1, 2])
     heads, expand = groups * draw.choice([1, 2, 4]), draw.choice([1, 2])
@@ -102,7 +102,7 @@ def draw_granite(draw: random.Random) -> Options:
     # Its attention divides the width by the heads.
     options["num_attention_heads"] = options["num_key_value_heads"] = 2
     options["hidden_size"] = draw.choice([32, 48, 64])
-    options = draw_mamba(draw, options)
+    options = add_mamba2(draw, options)
     experts = draw.choice([0, 3, 6])
     size = draw.choice([8, 12, 20])
     return options | {
@@ -125,7 +125,7 @@ def draw_bamba(draw: random.Random) -> Options:
     options = draw_common(draw)
     options["num_attention_heads"] = options["num_key_value_heads"] = 2
     options["hidden_size"] = draw.choice([32, 48, 64])
-    options = draw_mamba(draw, options)
+    options = add_mamba2(draw, options)
     layers = range(options["num_hidden_layers"])
     options["attn_layer_indices"] = [n for n in layers if draw.random() < 0.4]
     return options | {"attention_bias": draw.random() < 0.3}
@@ -205,6 +205,48 @@ def draw_mamba2(draw: random.Random) -> Options:
     }
 
 
+def draw_mamba(draw: random.Random) -> Options:
+    """The first Mamba alone."""
+    hidden = draw.choice([16, 24, 40, 64])
+    return {
+        "num_hidden_layers": draw.randint(1, 4),
+        "hidden_size": hidden,
+        "expand": draw.choice([1, 2, 3]),
+        "state_size": draw.choice([4, 7, 16]),
+        "conv_kernel": draw.choice([2, 3, 4]),
+        "time_step_rank": draw.choice(["auto", 3, 33]),
+        "use_bias": draw.random() < 0.3,
+        "use_conv_bias": draw.random() < 0.7,
+        "layer_norm_epsilon": draw.choice([1e-5, 1e-3]),
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+
+
+def draw_falcon_mamba(draw: random.Random) -> Options:
+    """Falcon Mamba."""
+    return draw_mamba(draw) | {"mixer_rms_eps": draw.choice([1e-6, 1e-2])}
+
+
+def draw_jamba(draw: random.Random) -> Options:
+    """Jamba, with and without experts."""
+    options, experts = draw_common(draw), draw.choice([1, 3, 6])
+    period, every = draw.randint(1, 4), draw.randint(1, 3)
+    return options | {
+        "num_experts": experts,
+        "num_experts_per_tok": draw.randint(1, min(3, experts)),
+        "expert_layer_period": every,
+        "expert_layer_offset": draw.randrange(every),
+        "attn_layer_period": period,
+        "attn_layer_offset": draw.randrange(period),
+        "mamba_d_state": draw.choice([4, 7, 16]),
+        "mamba_d_conv": draw.choice([2, 3, 4]),
+        "mamba_expand": draw.choice([1, 2]),
+        "mamba_dt_rank": draw.choice(["auto", 3, 33]),
+        "mamba_conv_bias": draw.random() < 0.7,
+        "mamba_proj_bias": draw.random() < 0.3,
+    }
+
+
 def draw_nemotron_h(draw: random.Random) -> Options:
     """Nemotron-H: blocks that are layers together, with and without experts."""
     options = draw_common(draw)
@@ -250,10 +292,13 @@ def _name(
 
 STATE_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "bamba": partial(_name, "Bamba", draw_bamba),
+    "falcon_mamba": partial(_name, "FalconMamba", draw_falcon_mamba),
     "granitemoehybrid": partial(_name, "GraniteMoeHybrid", draw_granite),
+    "jamba": partial(_name, "Jamba", draw_jamba),
     "lfm2": partial(_name, "Lfm2", draw_lfm2),
     "lfm2_moe": partial(_name, "Lfm2Moe", draw_lfm2_moe),
     "lfm3": partial(_name, "Lfm3", draw_lfm3),
+    "mamba": partial(_name, "Mamba", draw_mamba),
     "mamba2": partial(_name, "Mamba2", draw_mamba2),
     "nemotron_h": partial(_name, "NemotronH", draw_nemotron_h),
     "qwen3_5": partial(_name, "Qwen3_5Text", draw_qwen),

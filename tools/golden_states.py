@@ -165,6 +165,39 @@ MODELS: dict[str, tuple[str, Options]] = {
             "conv_kernel": 3,
         },
     ),
+    "mamba": (
+        "Mamba",
+        {"hidden_size": 24, "expand": 2, "state_size": 6, "conv_kernel": 3, "use_bias": True},
+    ),
+    "falcon-mamba": (
+        "FalconMamba",
+        {
+            "hidden_size": 40,
+            "state_size": 5,
+            "time_step_rank": 7,
+            "use_conv_bias": False,
+            "mixer_rms_eps": 1e-2,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 3,
+            "mamba_dt_rank": 5,
+        },
+    ),
     "nemotron-h-blocks": (
         "NemotronH",
         {

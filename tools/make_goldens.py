@@ -56,9 +56,12 @@ UNKNOWN = {
     ),
     "GPTJ": ("num_key_value_heads", "intermediate_size"),
     "GPTNeoX": ("num_key_value_heads",),
-    "Mamba2": (
-        *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-        "max_position_embeddings",
+    **dict.fromkeys(
+        ("FalconMamba", "Mamba", "Mamba2"),
+        (
+            *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+            "max_position_embeddings",
+        ),
     ),
     "OPT": ("num_key_value_heads", "intermediate_size"),
 }

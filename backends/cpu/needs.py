@@ -58,7 +58,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     10 (d + h w) bytes per thread, and the inputs of an even number of tokens; with AMX 72 (d + h w)
     bytes and 4 KiB twice per thread, and the inputs and their scales once more, of a multiple of 16
     tokens. For layers with a
-    state, an input as wide as what they mix, their projections, and two floats for each value head.
+    state, an input as wide as what they mix, their projections, and some factors.
     For an FFN beside experts, its input, gates and ups, and d floats; for experts of another width,
     what they read and give, and as many floats of each thread instead of d.  Where activations are
     normalised, a float, and one for each thread.  For embeddings of layers, two floats for each
@@ -81,7 +81,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     if state is not None:
         each = state.stored_width
         own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
-        activations += (chunk + 1) * (own + 4 * state.rows + 8 * state.value_heads)
+        activations += (chunk + 1) * (own + 4 * state.rows + 4 * state.factors)
     if model.side_ffn is not None:
         each = fill_groups(model.side_width)
         own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes

@@ -56,7 +56,11 @@ class States:
         if spec.isa.unpacks:
             self.room |= space.make_tiles("state_mixed", spec, shape.stored_width)
         self.room["state_projected"] = space.wrap(space.make("float32", tokens, shape.rows))
-        factors = space.make("float32", tokens, max(1, 2 * shape.value_heads))
+        if shape.step_rank:
+            ranks = space.make("float32", tokens, shape.stored_rank)
+            self.room["state_ranks"] = space.wrap(ranks)
+        kept = shape.factors - shape.stored_rank
+        factors = space.make("float32", tokens, max(1, kept))
         self.room["state_factors"] = space.wrap(factors)
 
     def read(self, sequence: int) -> F32:

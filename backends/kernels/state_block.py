@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tvm.tirx.script import builder as T
-
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
 from pi2.backends.kernels.mixing_block import MixingBlock
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import take_matrix
+from pi2.backends.kernels.scan import take_scan
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.states import StateArrays, emit_state_mix
 from pi2.plan.weights.states import StateShape
@@ -26,7 +25,7 @@ def emit_state_attend(schedule: Schedule, take: Parameters) -> None:
     """Add the block of a layer with a state to x; the state is that after the last token."""
     block = _take_block(schedule, take, "tokens")
     block.emit_project()
-    block.emit_mix(T.int32(0), block.tokens)
+    block.emit_mix(None, block.tokens)
     block.emit_output()
 
 
@@ -38,7 +37,7 @@ def emit_state_project(schedule: Schedule, take: Parameters) -> None:
 def emit_state_token(schedule: Schedule, take: Parameters) -> None:
     """Mix one of them with the state of its sequence."""
     block = _take_block(schedule, take, "token")
-    block.emit_mix(block.tokens, T.int32(1))
+    block.emit_mix(block.tokens, None)
 
 
 def emit_state_output(schedule: Schedule, take: Parameters) -> None:
@@ -71,9 +70,10 @@ class _StateBlock(MixingBlock):
         if self.gates is not None:
             emit_multiply(isa, spec.threads, self.gates, self.hidden, self.tokens, store_gate)
 
-    def emit_mix(self, first: v.Expr, count: v.Expr) -> None:
-        """Mix ``count`` tokens of one sequence from ``first`` on, which stands at the position."""
-        emit_state_mix(self.schedule.spec, self.arrays, self.position, first, count)
+    def emit_mix(self, first: v.Expr | None, count: v.Expr | None) -> None:
+        """Mix the first ``count`` tokens, or the one whose number is ``first``; it stands at the
+        position."""
+        emit_state_mix(self.schedule, self.arrays, self.position, first, count)
 
     def emit_output(self) -> None:
         """Project what was mixed and add it to x."""
@@ -128,18 +128,24 @@ def _take_arrays(take: Parameters, shape: StateShape, mixed: Activations) -> Sta
     def take_vector(name: str, length: int, there: bool = True) -> v.Buffer | None:
         return take.take_array(f"state_{name}", "float32", length) if there else None
 
-    recurs, heads = shape.kind != "convolution", shape.value_heads
+    heads, scans = shape.value_heads, shape.kind == "mamba1"
+    recurs = shape.kind != "convolution" and not scans
+    factors = max(1, shape.factors - shape.stored_rank)
+    projected = take.take_array("state_projected", "float32", "tokens", shape.rows)
+    gates = take.take_array("state_factors", "float32", "tokens", factors)
+    memory = take.take_array("state_memory", "float32", max(1, shape.memory))
     return StateArrays(
         shape=shape,
-        projected=take.take_array("state_projected", "float32", "tokens", shape.rows),
-        gates=take.take_array("state_factors", "float32", "tokens", max(1, 2 * heads)),
+        projected=projected,
+        gates=gates,
         mixed=mixed,
         tail=take.take_array("state_tail", "float32", max(1, shape.kept)),
-        memory=take.take_array("state_memory", "float32", max(1, shape.memory)),
+        memory=memory,
         convolution=take.take_array("state_convolution", "float32", shape.kernel, shape.channels),
         convolution_bias=take_vector("convolution_bias", shape.channels, shape.convolution_bias),
         decay=take_vector("decay", heads, recurs),
         step=take_vector("step", heads, recurs),
         skip=take_vector("skip", heads, shape.kind == "mamba"),
         norm=take_vector("norm", shape.width if shape.kind == "mamba" else shape.value_dim, recurs),
+        scan=take_scan(take, shape, mixed, projected, gates, memory) if scans else None,
     )

@@ -1,4 +1,5 @@
-"""Layers with a state: causal convolutions, the gated delta rule, and Mamba-2's recurrence.
+"""Layers with a state: causal convolutions, the gated delta rule, and Mamba-2's recurrence
+(`pi2.backends.kernels.scan` has the first Mamba's).
 
 The recurrent state of a value head is a matrix S [key_dim, value_dim].  For every token, with its
 key k, query q, value v, decay a and entry b::
@@ -25,6 +26,8 @@ from pi2.backends.kernels.kv import count_lanes
 from pi2.backends.kernels.matrix import emit_shared
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import emit_each_token
+from pi2.backends.kernels.scan import ScanArrays, emit_scan
+from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.states import StateShape
 
@@ -50,6 +53,8 @@ class StateArrays:
     step: v.Buffer | None
     skip: v.Buffer | None
     norm: v.Buffer | None
+    scan: ScanArrays | None
+    """What the first Mamba has instead of the four before it."""
 
     @property
     def once(self) -> v.Expr:
@@ -66,13 +71,20 @@ class StateArrays:
 
 
 def emit_state_mix(
-    spec: KernelSpec, arrays: StateArrays, position: v.Expr, first: v.Expr, count: v.Expr
+    schedule: Schedule,
+    arrays: StateArrays,
+    position: v.Expr,
+    number: v.Expr | None,
+    tokens: v.Expr | None,
 ) -> None:
-    """Mix ``count`` tokens of a sequence from ``first`` on, which stands at ``position``.
+    """Mix the first ``tokens`` of a sequence, or the one that has a ``number`` among others; it
+    stands at ``position``.
 
     A sequence that begins, at position 0, begins with a state of zeros.
     """
-    shape = arrays.shape
+    shape, spec = arrays.shape, schedule.spec
+    first = T.int32(0) if number is None else number
+    count = T.int32(1) if tokens is None else tokens
     with T.If(position == 0), T.Then():
         _emit_clear(arrays.tail, shape.kept)
         _emit_clear(arrays.memory, shape.memory)
@@ -80,6 +92,9 @@ def emit_state_mix(
         _emit_gated_convolution(arrays, first, count)
         return
     _emit_convolution(arrays, first, count)
+    if arrays.scan is not None:
+        emit_scan(schedule, arrays.scan, number, tokens)
+        return
     emit_each_token(count, lambda step: _emit_factors(arrays, v.let(first + step)))
     _emit_recurrence(arrays, first, count)
     finish = _emit_mamba_norm if shape.kind == "mamba" else _emit_head_norms
@@ -132,9 +147,12 @@ class _Window:
 
 
 def _emit_convolution(arrays: StateArrays, first: v.Expr, count: v.Expr) -> None:
-    """Replace what is convolved by SiLU of its convolution."""
+    """Replace what is convolved by SiLU of its convolution, which the first Mamba puts where its
+    result will be."""
     shape = arrays.shape
     lanes = count_lanes(shape.channels)
+    target = arrays.projected if arrays.scan is None else arrays.mixed.values
+    find = arrays.find_row if arrays.scan is None else arrays.find_result
 
     def convolve(task: v.Expr) -> None:
         base = v.let(task * lanes)
@@ -142,7 +160,7 @@ def _emit_convolution(arrays: StateArrays, first: v.Expr, count: v.Expr) -> None
         with T.serial(count) as step:
             place = v.let(arrays.find_row(first + step) + base)
             total = window.take(v.let(v.load(arrays.projected, place, lanes)))
-            v.store(arrays.projected, place, v.take_silu(total, lanes), lanes)
+            v.store(target, find(first + step) + base, v.take_silu(total, lanes), lanes)
         window.keep()
 
     emit_shared(shape.channels // lanes, v.wide(count) * (8 * shape.channels), convolve)

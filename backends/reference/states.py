@@ -1,8 +1,9 @@
-"""Layers with a state in the reference backend: gated delta rule, Mamba-2 and short convolutions.
+"""Layers with a state in the reference backend: gated delta rule, both Mambas and short
+convolutions.
 
-Sources: Yang, Kautz and Hatamizadeh 2024 ("Gated Delta Networks"), Dao and Gu 2024 ("Transformers
-are SSMs"), and the models' code in Hugging Face transformers for what they leave open.
-"""
+Sources: Yang, Kautz and Hatamizadeh 2024 ("Gated Delta Networks"), Gu and Dao 2023 ("Mamba"), Dao
+and Gu 2024 ("Transformers are SSMs"), and the models' code in Hugging Face transformers for what
+they leave open."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.backends.protocol import BuildRequest
+from pi2.backends.reference.dense_tensors import widen
 from pi2.backends.reference.operators import take_sigmoid, take_silu, take_softplus
 from pi2.plan.weights.layout import ALIGNMENT, round_up
 from pi2.plan.weights.states import StateShape
@@ -43,8 +45,7 @@ class States:
 
     def _read(self, place: _Place, kind: str) -> F32:
         _, layer, mixer = place
-        tensor = self._request.tensors[name_state_tensor(layer, mixer, kind)]
-        return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
+        return widen(self._request.tensors[name_state_tensor(layer, mixer, kind)])
 
     def read(self, sequence: int) -> F32:
         """A copy of all states of a sequence, one after the other."""
@@ -73,6 +74,8 @@ class States:
             self._memories[place][:] = 0
         if shape.kind == "convolution":
             mixed = self._mix_convolution(projected, place)
+        elif shape.kind == "mamba1":
+            mixed = self._scan(projected, place)
         else:
             mixed = self._mix_recurrent(projected, gates, place)
         padding = np.zeros((len(mixed), shape.stored_width - shape.width), np.float32)
@@ -129,6 +132,40 @@ class States:
         if shape.kind == "mamba":
             mixed += self._read(place, "state_skip")[0][None, :, None] * value
         return self._normalize_output(place, mixed, projected[:, shape.channels :])
+
+    def _scan(self, projected: F32, place: _Place) -> F32:
+        """The first Mamba's recurrence: every element of a channel's state has a decay of its
+        own."""
+        shape = self._shape
+        values = take_silu(self._convolve(projected[:, : shape.channels], place))
+        parts = values @ self._read(place, "state_parts")[:, : shape.width].T
+        steps, keys, queries = self._normalize_parts(parts, place)
+        weights = self._read(place, "state_steps")[:, : shape.step_rank]
+        entry = take_softplus(steps @ weights.T + self._read(place, "state_step")[0])
+        rates, memory = self._read(place, "state_decay"), self._memories[place][0]
+        mixed = np.empty_like(values)
+        for token, (step, value) in enumerate(zip(entry, values, strict=True)):
+            memory *= np.exp(rates * step)
+            memory += keys[token, :, None] * (step * value)
+            mixed[token] = queries[token] @ memory
+        mixed += self._read(place, "state_skip")[0] * values
+        return np.asarray(mixed * take_silu(projected[:, shape.channels :]))
+
+    def _normalize_parts(self, parts: F32, place: _Place) -> list[F32]:
+        """What step sizes are made of, keys and queries, of the columns of ``parts``, with norms
+        if they have some."""
+        shape = self._shape
+        bounds = [shape.step_rank, shape.step_rank + shape.key_dim]
+        found = np.split(parts, bounds, axis=1)
+        if shape.part_norm == "none":
+            return found
+        epsilon = np.float32(shape.part_epsilon)
+        for part in found:
+            part /= np.sqrt(np.mean(np.square(part), axis=1, keepdims=True) + epsilon)
+        if shape.part_norm == "weighted":
+            weights = np.split(self._read(place, "state_part_norm")[0], bounds)
+            found = [part * weight for part, weight in zip(found, weights, strict=True)]
+        return found
 
     def _normalize_output(self, place: _Place, mixed: F32, gates: F32) -> F32:
         """Norm and gates: of Mamba-2 gates come first, of the delta rule the norm of each head."""

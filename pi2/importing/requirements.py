@@ -354,6 +354,9 @@ def _name_ffn_size(checkpoint: Checkpoint, model: Model) -> str:
     config = checkpoint.config
     if "block_auto_adjust_ff_dim" in config:
         return ""
+    if len(model.ffn.absent_layers) == model.shape.layers:
+        # Without FFNs it is the width of something else.
+        return ""
     own = "moe_intermediate_size" if model.moe is not None else "shared_intermediate_size"
     if own not in config and isinstance(config.get("intermediate_size"), list):
         # The width of every layer: a family has found them equal.

@@ -17,6 +17,9 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.states import StateShape, describe_state
 from pi2.plan.weights.tensor_names import split_mixer_kind
 
+_PART_NORMS = ("state_step_norm", "state_key_norm", "state_query_norm")
+"""Weights that are one tensor of a store, one after the other."""
+
 Shapes = dict[str, tuple[int, ...]]
 """Shapes in the checkpoint by key of ``model.tensors``."""
 
@@ -38,7 +41,15 @@ def list_state_shapes(model: Model) -> Shapes:
         needs |= {"state_in_bias": needs["state_in"][:1], "state_output_bias": (hidden,)}
     if shape.convolution_bias:
         needs["state_convolution_bias"] = (shape.channels,)
-    if shape.kind != "convolution":
+    if shape.kind == "mamba1":
+        channels, keys, rank = shape.width, shape.key_dim, shape.step_rank
+        needs |= {"state_parts": (shape.parts, channels), "state_steps": (channels, rank)}
+        if shape.part_norm == "weighted":
+            needs |= {"state_step_norm": (rank,)}
+            needs |= dict.fromkeys(("state_key_norm", "state_query_norm"), (keys,))
+        needs |= {"state_decay": (channels, keys), "state_step": (channels,)}
+        needs["state_skip"] = (channels,)
+    elif shape.kind != "convolution":
         needs |= {"state_decay": (heads,), "state_step": (heads,)}
         needs["state_norm"] = (shape.width if shape.kind == "mamba" else shape.value_dim,)
     if shape.kind == "mamba":
@@ -108,12 +119,16 @@ def read_state_vector(
 ) -> tuple[F32, SourceTensor]:
     """A float32 tensor [rows, length] of the store, and where it comes from."""
     shape = _describe(model)
-    kind, mixer = split_mixer_kind(kind)
-    tensor = tensors[fill_name(getattr(model.tensors, kind), layer, mixer=mixer)]
+    sources = list_vector_sources(tensors, model, kind, layer)
+    kind, tensor = split_mixer_kind(kind)[0], sources[0]
+    if kind == "state_part_norm":
+        return np.concatenate([source.read().reshape(1, -1) for source in sources], axis=1), tensor
     is_rate = isinstance(tensor, RateLogarithms)
     values = tensor.source.read() if isinstance(tensor, RateLogarithms) else tensor.read()
     if kind == "state_convolution":
         values = values.reshape(shape.channels, shape.kernel).T
+    elif kind == "state_decay" and shape.kind == "mamba1":
+        values = values.T
     else:
         values = values.reshape(1, -1)
     if kind == "state_decay" and not is_rate:
@@ -122,8 +137,7 @@ def read_state_vector(
         if kind.startswith("state_convolution"):
             values = values[:, _order_channels(shape)]
         if kind == "state_step" and _has_step_bias(model):
-            bias = tensors[fill_name(model.tensors.state_in_bias, layer, mixer=mixer)].read()
-            values = values + bias[shape.rows :]
+            values = values + sources[1].read()[shape.rows :]
         if kind == "state_in_bias":
             values = values[:, _order_mamba(shape)]
     return np.ascontiguousarray(values), tensor
@@ -134,7 +148,7 @@ def list_vector_sources(
 ) -> list[SourceTensor]:
     """What `read_state_vector` reads."""
     kind, mixer = split_mixer_kind(kind)
-    keys = [kind]
+    keys = list(_PART_NORMS) if kind == "state_part_norm" else [kind]
     if kind == "state_step" and _has_step_bias(model):
         keys.append("state_in_bias")
     names = (getattr(model.tensors, key) for key in keys)

@@ -4,7 +4,6 @@ states."""
 from __future__ import annotations
 
 _ALIBI = "scores that fall with the distance of tokens (ALiBi)"
-_MAMBA = "the first Mamba, whose decays differ in every channel and element of its state"
 
 UNSTATED = {
     "apertus": "an activation of which every layer states the shape (xIELU)",
@@ -12,12 +11,9 @@ UNSTATED = {
     "bloom": _ALIBI,
     "diffllama": "attention that is the difference of two",
     "falcon_h1": "Mamba-2 and attention beside each other, with factors of their parts",
-    "falcon_mamba": _MAMBA,
-    "jamba": _MAMBA,
     "kimi_linear": "delta rules with a decay for every element of a key",
     "laguna": "layers that differ in the number of their query heads",
     "longcat_flash": "two times attention in a layer, and experts that compute nothing",
-    "mamba": _MAMBA,
     "mimo_v2_flash": "values that are narrower than keys, and sinks in some layers",
     "minimax": "lightning attention, whose state decays by a number of each head",
     "mpt": _ALIBI,

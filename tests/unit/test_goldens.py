@@ -72,6 +72,7 @@ COMPUTED_ALIKE = {
         "mistral4-scaled",
         "mamba2",
     ),
+    *("falcon-mamba", "mamba"),
     "gemma3n",  # compared in test_residual_streams
 }
 """Whose layers are those of other goldens: the reference backend tells the rest."""

@@ -185,8 +185,8 @@ def test_the_nearest_family_of_an_unknown_one_is_named(
 def test_what_no_document_states_of_a_family_is_named(tmp_path: Path) -> None:
     assert not UNSTATED.keys() & FAMILIES.keys()
     checkpoint = copy_checkpoint("llama", tmp_path / "llama")
-    change_config(checkpoint, model_type="jamba")
-    with pytest.raises(UserError, match=r"P544.*'jamba'.*the first Mamba"):
+    change_config(checkpoint, model_type="minimax")
+    with pytest.raises(UserError, match=r"P544.*'minimax'.*lightning attention"):
         describe_checkpoint(checkpoint)
 
 

@@ -31,7 +31,7 @@ from tests.helpers.goldens import (
     read_golden,
 )
 
-NAMES = ("qwen3-next", "granite-hybrid", "lfm2", "nemotron-h-moe", "nemotron-h-blocks")
+NAMES = ("qwen3-next", "granite-hybrid", "lfm2", "jamba", "nemotron-h-moe", "nemotron-h-blocks")
 """A golden model of every kind of state, one with layers that have attention, too, or two states,
 and one with layers that have three, no mixer, or no FFN."""
 
@@ -46,7 +46,7 @@ def delta_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_golden_plan("qwen3-next", tmp_path_factory.mktemp("delta"))
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "nemotron-h-moe"])
+@pytest.fixture(scope="module", params=["qwen3-next", "nemotron-h-moe", "jamba"])
 def mixture(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:

@@ -52,6 +52,8 @@ _PROJECTIONS = {
     "latent_value": 6,
     "side_in": 7,
     "side_down": 8,
+    "state_parts": 9,
+    "state_steps": 10,
 }
 """Numbers of projections' random streams; 2 are biases, 3 gates, and 20 more are those of a layer's
 second state."""
@@ -105,6 +107,8 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             return [(np.zeros((tensor.rows, tensor.length), np.float32), None)]
         case "sinks" | "router_bias" | "choice_bias":
             return [(np.zeros((1, tensor.length), np.float32), None)]
+        case "state_parts" | "state_steps":
+            return _draw_projection(blueprint, tensor, layer, kind, inner * _INNER_STREAMS)
         case "state_in" | "state_output" | "side_in" | "side_down" | "experts_in" | "experts_out":
             return _draw_projection(blueprint, tensor, layer, kind, inner * _INNER_STREAMS)
         case "state_gates":
@@ -115,8 +119,8 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
         case "state_decay":
             # States forget half of what they keep within one to a hundred tokens.
             rates = -np.geomspace(1.0, 0.01, tensor.length, dtype=np.float32)
-            return [(rates[None], None)]
-        case "state_norm" | "state_skip":
+            return [(np.tile(rates, (tensor.rows, 1)), None)]
+        case "state_norm" | "state_skip" | "state_part_norm":
             return [(np.ones((1, tensor.length), np.float32), None)]
         case "state_step" | "state_convolution_bias" | "state_in_bias" | "state_output_bias":
             return [(np.zeros((1, tensor.length), np.float32), None)]

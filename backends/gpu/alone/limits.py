@@ -81,6 +81,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "attention.value_norm": attention.value_norm,
         "attention.sub_norm": attention.sub_norm,
         "other_heads": model.other_heads is not None,
+        "layers of the kind mamba1": model.state_kind == "mamba1",
         "layer_scale": model.layer_scale,
         "layer_embedding": model.layer_embedding is not None,
         "altup": model.altup is not None,

@@ -1,5 +1,5 @@
 """Layers that keep a state of fixed size instead of keys and values: which they are, and what
-Mamba-2 states."""
+Mamba and Mamba-2 state."""
 
 from __future__ import annotations
 
@@ -76,6 +76,44 @@ def add_mamba(config: Config, tables: Tables, width: int, mamba: str = f"{LAYER}
         "state_step": f"{mamba}.dt_bias",
         "state_skip": f"{mamba}.D",
         "state_norm": f"{mamba}.norm.weight",
+        "state_output": f"{mamba}.out_proj.weight",
+        "state_output_bias": f"{mamba}.out_proj.bias",
+    }
+
+
+def add_first_mamba(
+    config: Config, tables: Tables, width: int, rank: str | None, mamba: str
+) -> None:
+    """Sizes and names of the first Mamba of ``width`` channels; ``rank``: the key that states what
+    step sizes are made of, None where it is a sixteenth of the residual stream; ``mamba``: how its
+    names begin."""
+    if config.read("mamba_hidden_act", str, tables["ffn"]["activation"]) != "silu":
+        raise config.refuse("hidden_act is not silu, which its convolutions apply")
+    least = -(-tables["shape"]["hidden"] // 16)
+    tables["recurrence"] = {
+        "key_heads": 1,
+        "value_heads": 1,
+        "key_dim": config.read("mamba_d_state", int, 16),
+        "value_dim": width,
+        "kernel": config.read("mamba_d_conv", int, 4),
+        "step_rank": least if rank is None else config.read(rank, int, least),
+        "convolution_bias": config.read("mamba_conv_bias", bool, True),
+        "projection_bias": config.read("mamba_proj_bias", bool, False),
+    }
+    tables["tensors"] |= {
+        "state_order": "mamba1",
+        "state_in": f"{mamba}.in_proj.weight",
+        "state_in_bias": f"{mamba}.in_proj.bias",
+        "state_convolution": f"{mamba}.conv1d.weight",
+        "state_convolution_bias": f"{mamba}.conv1d.bias",
+        "state_parts": f"{mamba}.x_proj.weight",
+        "state_steps": f"{mamba}.dt_proj.weight",
+        "state_decay": f"{mamba}.A_log",
+        "state_step": f"{mamba}.dt_proj.bias",
+        "state_skip": f"{mamba}.D",
+        "state_step_norm": f"{mamba}.dt_layernorm.weight",
+        "state_key_norm": f"{mamba}.b_layernorm.weight",
+        "state_query_norm": f"{mamba}.c_layernorm.weight",
         "state_output": f"{mamba}.out_proj.weight",
         "state_output_bias": f"{mamba}.out_proj.bias",
     }

@@ -119,7 +119,8 @@ def count_mixer_weights(model: Model) -> int:
         total += layers * sum(rows * length for rows, length in list_projections(view).values())
     if state is not None:
         rows = state.rows + state.gates + state.stored_width
-        total += len(model.states) * rows * shape.stored_hidden
+        inner = state.parts * state.stored_width + state.stored_rank * state.width
+        total += len(model.states) * (rows * shape.stored_hidden + inner)
     return total // shape.layers + sum(rows * length for rows, length in _list_side(model))
 
 

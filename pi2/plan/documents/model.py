@@ -239,7 +239,7 @@ class Model(Document):
     layers: LayerKinds | None = None
     """What mixes the tokens of each layer; absent means attention in all."""
     recurrence: Recurrence | None = None
-    """Sizes of layers of the kinds ``delta`` and ``mamba``, if there are some."""
+    """Sizes of layers of the kinds ``delta``, ``mamba`` and ``mamba1``, if there are some."""
     convolution: Convolution | None = None
     """Sizes of layers of the kind ``convolution``, if there are some."""
     residual: Literal["sequential", "parallel"] = "sequential"
@@ -358,7 +358,7 @@ class Model(Document):
         return shape.query + own + gates
 
     @property
-    def state_kind(self) -> Literal["delta", "mamba", "convolution"] | None:
+    def state_kind(self) -> Literal["delta", "mamba", "mamba1", "convolution"] | None:
         """What the layers with a state are; None where all layers are attention."""
         for layer in range(self.shape.layers):
             for mixer in self.list_mixers(layer):

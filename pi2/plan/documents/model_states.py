@@ -8,11 +8,11 @@ from pydantic import Field
 
 from pi2.plan.documents.common import Count, Table
 
-Mixer = Literal["attention", "delta", "mamba", "convolution"]
-"""What mixes tokens: softmax attention, a gated delta rule (Gated DeltaNet), Mamba-2, or a short
-gated convolution."""
+Mixer = Literal["attention", "delta", "mamba", "mamba1", "convolution"]
+"""What mixes tokens: softmax attention, a gated delta rule (Gated DeltaNet), Mamba-2, the first
+Mamba, or a short gated convolution."""
 
-_MIXER = "(attention|delta|mamba|convolution)"
+_MIXER = "(attention|delta|mamba|mamba1|convolution)"
 
 LayerKind = Annotated[
     str, Field(pattern=rf"^(none|{_MIXER}(\+{_MIXER}){{0,63}})$", examples=["mamba+attention"])
@@ -30,16 +30,18 @@ class LayerKinds(Table):
     kinds: Annotated[
         tuple[LayerKind, ...], Field(min_length=1, examples=[["delta", "delta", "attention"]])
     ]
-    """One kind for every layer, the first first. ``delta``, ``mamba`` and ``convolution`` keep a
-    state of fixed size for each sequence instead of keys and values; a model has at most one of
-    them beside ``attention``. Layers of the kind ``mamba+attention`` have both, Mamba-2 first;
-    those of the kind ``mamba+mamba+mamba`` have three of Mamba-2, each with its own weights and
-    state; those of the kind ``none`` have an FFN alone. No layer has attention twice."""
+    """One kind for every layer, the first first. ``delta``, ``mamba`` (Mamba-2), ``mamba1`` (the
+    first Mamba) and ``convolution`` keep a state of fixed size for each sequence instead of keys
+    and values; a model has at most one of them beside ``attention``. Layers of the kind
+    ``mamba+attention`` have both, Mamba-2 first; those of the kind ``mamba+mamba+mamba`` have three
+    of Mamba-2, each with its own weights and state; those of the kind ``none`` have an FFN alone.
+    No layer has attention twice."""
 
 
 class Recurrence(Table):
     """Sizes of layers of the kinds ``delta`` (Yang, Kautz and Hatamizadeh 2024, "Gated Delta
-    Networks") and ``mamba`` (Dao and Gu 2024, "Transformers are SSMs")."""
+    Networks"), ``mamba`` (Dao and Gu 2024, "Transformers are SSMs") and ``mamba1`` (Gu and Dao
+    2023, "Mamba"), which has one head, whose channels are its values."""
 
     key_heads: Annotated[int, Field(ge=1, le=2**14, examples=[16])]
     """Heads of queries and keys; Mamba-2's groups."""
@@ -55,17 +57,19 @@ class Recurrence(Table):
     """Whether that convolution has a bias."""
     projection_bias: bool = False
     """Whether the projections into and out of the layer have biases (``mamba``)."""
+    step_rank: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[256])
+    """Elements that the step sizes of all channels are made of (``mamba1``, which needs it)."""
+    part_norm: Literal["none", "plain", "weighted"] = "none"
+    """Whether these elements, B and C go through an RMSNorm each, without weights (Falcon Mamba) or
+    with them (Jamba; ``mamba1``)."""
+    part_epsilon: float = Field(default=1e-6, gt=0.0)
+    """Added to the mean of squares there."""
     norm_groups: Count = 1
     """Parts of its output that are normalised apart (``mamba``)."""
     shortest_step: StepLimit = 0.0
     """Least step size (``mamba``)."""
     longest_step: Annotated[float, Field(gt=0.0, examples=[0.1])] | None = None
     """Greatest step size (``mamba``); absent means no limit."""
-
-    @property
-    def channels(self) -> int:
-        """Elements that the convolution reads: queries, keys and values of all heads."""
-        return 2 * self.key_heads * self.key_dim + self.width
 
     @property
     def width(self) -> int:

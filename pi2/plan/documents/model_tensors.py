@@ -209,11 +209,12 @@ class Tensors(Table):
     state_in: str = "model.layers.{layer}.linear_attn.in_proj_qkv.weight"
     """Projection into a layer with a state: ``state_order`` says what its rows are. In this name
     and those that follow, ``{mixer}`` is the number of the mixer in its layer, from 0 on."""
-    state_order: Literal["separate", "grouped", "mamba", "convolution"] = "separate"
+    state_order: Literal["separate", "grouped", "mamba", "mamba1", "convolution"] = "separate"
     """``separate``: queries, keys and values in ``state_in``, their gates in ``state_gate``, and
     input gates and decays in ``state_beta`` and ``state_alpha``; ``grouped``: for every key head
     its query, key, values and gates in ``state_in``, its input gates and decays in ``state_beta``;
-    ``mamba``: gates, x, B, C and step sizes, all in ``state_in``; ``convolution``: b, c and x."""
+    ``mamba``: gates, x, B, C and step sizes, all in ``state_in``; ``mamba1``: x and its gates;
+    ``convolution``: b, c and x."""
     state_in_bias: str = "model.layers.{layer}.mamba.in_proj.bias"
     """Bias of ``state_in``."""
     state_gate: str = "model.layers.{layer}.linear_attn.in_proj_z.weight"
@@ -227,11 +228,23 @@ class Tensors(Table):
     state_convolution_bias: str = "model.layers.{layer}.linear_attn.conv1d.bias"
     """Bias of the convolution [channels]."""
     state_decay: str = "model.layers.{layer}.linear_attn.A_log"
-    """Logarithms of rates of decay [value_heads]."""
+    """Logarithms of rates of decay [value_heads], or [value_dim, key_dim] (``mamba1``)."""
+    state_parts: str = "model.layers.{layer}.mamba.x_proj.weight"
+    """Projection of what was convolved to what step sizes are made of, B and C
+    [step_rank + 2 x key_dim, value_dim] (``mamba1``)."""
+    state_steps: str = "model.layers.{layer}.mamba.dt_proj.weight"
+    """Projection to step sizes [value_dim, step_rank] (``mamba1``)."""
+    state_step_norm: str = "model.layers.{layer}.mamba.dt_layernorm.weight"
+    """Norm of what step sizes are made of [step_rank], with ``recurrence.part_norm``."""
+    state_key_norm: str = "model.layers.{layer}.mamba.b_layernorm.weight"
+    """Norm of B [key_dim]."""
+    state_query_norm: str = "model.layers.{layer}.mamba.c_layernorm.weight"
+    """Norm of C [key_dim]."""
     state_step: str = "model.layers.{layer}.linear_attn.dt_bias"
-    """Bias of step sizes [value_heads]."""
+    """Bias of step sizes [value_heads], or [value_dim] (``mamba1``)."""
     state_skip: str = "model.layers.{layer}.linear_attn.D"
-    """Share of the values that is added to the output [value_heads] (``mamba``)."""
+    """Share of the values that is added to the output [value_heads] (``mamba``), or [value_dim]
+    (``mamba1``)."""
     state_norm: str = "model.layers.{layer}.linear_attn.norm.weight"
     """Norm of the output [value_dim], or [value_heads x value_dim] (``mamba``)."""
     state_output: str = "model.layers.{layer}.linear_attn.out_proj.weight"

@@ -4,10 +4,10 @@ Pure arithmetic, shared by the store, the backends and the plan's sizes.
 
 A layer of the kind ``delta`` or ``mamba`` projects its input to queries, keys and values of all
 heads, which go through a causal convolution of some tokens and SiLU, and to a gate for each of the
-values; of ``mamba``, queries are called C, keys B and values x.  A layer of the kind
-``convolution`` projects to b, c and x.  Rows of the projection are in this order, heads one after
-the other.
-"""
+values; of ``mamba``, queries are called C, keys B and values x.  A layer of the kind ``mamba1``
+projects to values x, which are convolved, and a gate for each of them; of what is convolved,
+further projections make step sizes, B and C.  A layer of the kind ``convolution`` projects to b, c
+and x. Rows of the projection are in this order, heads one after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pi2.plan.weights.layout import fill_groups
 if TYPE_CHECKING:
     from pi2.plan.documents.model import AttentionPrecision, Model
 
-StateKind = Literal["delta", "mamba", "convolution"]
+StateKind = Literal["delta", "mamba", "mamba1", "convolution"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,12 @@ class StateShape:
     value_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    step_rank: int = 0
+    """Elements that step sizes are made of; 0 where the layer's input gives them."""
+    part_norm: Literal["none", "plain", "weighted"] = "none"
+    """Whether these, B and C are normalised, and with weights."""
+    part_epsilon: float = 0.0
+    """Added to the mean of squares there."""
     convolution_bias: bool = False
     projection_bias: bool = False
     norm_groups: int = 1
@@ -57,7 +63,26 @@ class StateShape:
     def gates(self) -> int:
         """Rows of the projection ``state_gates``: input and decay gates of value heads, or step
         sizes."""
-        return {"delta": 2, "mamba": 1, "convolution": 0}[self.kind] * self.value_heads
+        each = {"delta": 2, "mamba": 1, "mamba1": 0, "convolution": 0}
+        return each[self.kind] * self.value_heads
+
+    @property
+    def parts(self) -> int:
+        """Rows of the projection ``state_parts``: what step sizes are made of, keys and queries."""
+        return self.step_rank + 2 * self.key_dim if self.step_rank else 0
+
+    @property
+    def stored_rank(self) -> int:
+        """Length of what step sizes are made of in stores and backends: zeros fill it up."""
+        return fill_groups(self.step_rank)
+
+    @property
+    def factors(self) -> int:
+        """Elements that backends keep of a token beside its projections: entries and decays of
+        value heads, or step sizes, keys and queries and what step sizes are made of."""
+        if self.step_rank:
+            return self.stored_rank + 2 * self.key_dim + self.width
+        return 2 * self.value_heads
 
     @property
     def kept(self) -> int:
@@ -91,15 +116,22 @@ def describe_state(model: Model) -> StateShape | None:
     if model.recurrence is None:
         return None
     sizes = model.recurrence
+    if kind == "mamba1":
+        channels = sizes.width
+    else:
+        channels = 2 * sizes.key_heads * sizes.key_dim + sizes.width
     return StateShape(
         kind=kind,
         kernel=sizes.kernel,
         width=sizes.width,
-        channels=sizes.channels,
+        channels=channels,
         key_heads=sizes.key_heads,
         value_heads=sizes.value_heads,
         key_dim=sizes.key_dim,
         value_dim=sizes.value_dim,
+        step_rank=(sizes.step_rank or 0) if kind == "mamba1" else 0,
+        part_norm=sizes.part_norm if kind == "mamba1" else "none",
+        part_epsilon=sizes.part_epsilon if kind == "mamba1" else 0.0,
         convolution_bias=sizes.convolution_bias,
         projection_bias=sizes.projection_bias,
         norm_groups=sizes.norm_groups,
@@ -126,7 +158,11 @@ def list_state_tensors(model: Model, shape: StateShape) -> list[StateTensor]:
     float32 [1, value heads], the rate of decay -exp(A_log); ``state_step`` [1, value heads], added
     to step sizes; ``state_skip`` [1, value heads], Mamba-2's D; ``state_norm`` [1, value_dim] or,
     of Mamba-2, [1, width]; ``state_output`` [hidden, width]; biases.
-    """
+
+    Of ``mamba1``, fp16 ``state_parts`` [step_rank + 2 key_dim, width], which gives what step sizes
+    are made of, B and C, float32 ``state_part_norm`` [1, step_rank + 2 key_dim], the weights of
+    their norms, and fp16 ``state_steps`` [width, step_rank]; ``state_decay`` is float32 [key_dim,
+    width], and ``state_step`` and ``state_skip`` are [1, width]; there is no ``state_norm``."""
     hidden, precision = model.shape.stored_hidden, model.quantization.attention
     found = [
         StateTensor(kind="state_in", precision=precision, rows=shape.rows, length=hidden),
@@ -144,7 +180,21 @@ def list_state_tensors(model: Model, shape: StateShape) -> list[StateTensor]:
     add_vector("state_convolution", shape.channels, shape.kernel)
     if shape.convolution_bias:
         add_vector("state_convolution_bias", shape.channels)
-    if shape.kind != "convolution":
+    if shape.kind == "mamba1":
+        found += [
+            StateTensor(
+                kind="state_parts", precision="fp16", rows=shape.parts, length=shape.stored_width
+            ),
+            StateTensor(
+                kind="state_steps", precision="fp16", rows=shape.width, length=shape.stored_rank
+            ),
+        ]
+        if shape.part_norm == "weighted":
+            add_vector("state_part_norm", shape.parts)
+        add_vector("state_decay", shape.width, shape.key_dim)
+        add_vector("state_step", shape.width)
+        add_vector("state_skip", shape.width)
+    elif shape.kind != "convolution":
         add_vector("state_decay", shape.value_heads)
         add_vector("state_step", shape.value_heads)
         if shape.kind == "mamba":

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from pi2.plan.checking.findings import Facts, Finding
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_states import Recurrence
 
 CODE = "P275"
 SEVERITY = "error"
@@ -116,12 +117,37 @@ def _check_recurrence(model: Model, states: Sequence[str]) -> Iterator[Finding]:
             "layers of the kind delta have no biases, parts of norms and limits of steps",
             "remove them, or write mamba instead of delta",
         )
+    if "mamba1" in states:
+        yield from _check_first_mamba(sizes)
+    elif states and (sizes.step_rank is not None or sizes.part_norm != "none"):
+        yield _find(
+            ("recurrence",),
+            f"layers of the kind {states[0]} have no step_rank, and no norms of parts",
+            "remove step_rank and part_norm, or write mamba1",
+        )
     if sizes.longest_step is not None and sizes.longest_step < sizes.shortest_step:
         yield _find(
             ("recurrence", "longest_step"),
             f"the longest step {sizes.longest_step:g} is below the shortest, "
             f"{sizes.shortest_step:g}",
             "take both from the checkpoint's configuration",
+        )
+
+
+def _check_first_mamba(sizes: Recurrence) -> Iterator[Finding]:
+    """The first Mamba has one head, and step sizes that are made of fewer elements."""
+    if sizes.step_rank is None:
+        yield _find(
+            ("recurrence", "step_rank"),
+            "layers of the kind mamba1 need step_rank",
+            "state the number of columns of the projection to step sizes",
+        )
+    limited = sizes.shortest_step > 0.0 or sizes.longest_step is not None
+    if max(sizes.key_heads, sizes.value_heads, sizes.norm_groups) > 1 or limited:
+        yield _find(
+            ("recurrence",),
+            "layers of the kind mamba1 have one head, no parts of norms and no limits of steps",
+            "state 1 for key_heads and value_heads, and remove the others",
         )
 
 
