@@ -216,6 +216,37 @@ class Foreseer(Protocol):
         prediction."""
 
 
+MOST_PARTS = 8
+"""Parts of what a token computes in a layer that an executor keeps sums of."""
+
+
+@runtime_checkable
+class PartAdder(Protocol):
+    """An executor that computes parts of a layer's neurons in any order and adds them up in one; a
+    backend need not have it."""
+
+    @property
+    def adds_parts(self) -> bool:
+        """Whether it does so for the model that it was built for."""
+
+    def add_parts(
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32,
+        stretch: int,
+        numbers: Sequence[int],
+        size: int,
+        finished: int,
+    ) -> None:
+        """Compute the neurons in ``slots`` [n] of ``arena`` [slots, stride], as ``add_neurons``
+        says, but keep their sums by parts (T = 1): one part after the other of ``size`` stretches
+        each but for the last, with these ``numbers`` below `MOST_PARTS`.  Then add the parts from
+        number 0 to ``finished`` - 1, if any, to y: with the bits of ``add_neurons`` for one after
+        the other."""
+
+
 @runtime_checkable
 class RowDivider(Protocol):
     """An executor that leaves rows of its projections and of its head to another unit; a backend

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 from pi2.backends.build_request import BuildRequest, Gates, Tensor, Twins
 from pi2.backends.executor import (
     CONTEXT_BLOCK,
+    MOST_PARTS,
     ContextKeeper,
     Executor,
     Foreseer,
     InputReader,
     LengthAware,
+    PartAdder,
     RowDivider,
     StateKeeper,
     add_one_by_one,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTEXT_BLOCK",
+    "MOST_PARTS",
     "Backend",
     "BuildRequest",
     "ContextKeeper",
@@ -47,6 +50,7 @@ __all__ = [
     "GraphBackend",
     "InputReader",
     "LengthAware",
+    "PartAdder",
     "RowDivider",
     "StateKeeper",
     "Tensor",

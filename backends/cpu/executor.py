@@ -269,6 +269,25 @@ class CpuExecutor:
         """Add gathered neurons for one token."""
         self._neurons.add_gathered(layer, arena, slots, indices, known, stretch)
 
+    @property
+    def adds_parts(self) -> bool:
+        """See `pi2.backends.protocol.PartAdder`."""
+        return self._neurons.adds_parts
+
+    def add_parts(
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32,
+        stretch: int,
+        numbers: Sequence[int],
+        size: int,
+        finished: int,
+    ) -> None:
+        """See `pi2.backends.protocol.PartAdder`."""
+        self._neurons.add_parts(layer, arena, slots, indices, stretch, numbers, size, finished)
+
     def add_twins(self, layer: int, indices: I32) -> None:
         """Add neurons' twins for one token."""
         self._neurons.add_twins(layer, indices)

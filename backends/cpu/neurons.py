@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +73,16 @@ class Neurons:
         # Neurons of a dense layer are not counted as predicted and active.
         uncounted = space.make("int32", spec.threads + 1)
         self._uncounted = {"counts": space.wrap(uncounted)}
+        # One token alone takes what many have room for.
+        count = max(tokens * PANEL, spec.parts * spec.threads * spec.neuron_width)
+        values = space.make("float32", count)
         self._room: Views = {
             "slots": space.wrap(self._slots),
             "gates": space.wrap(self._gates),
             "values": space.wrap(space.make("float32", neurons)),
             "firing": space.wrap(space.make("int32", neurons)),
-            "partial": space.wrap(space.make("float32", spec.threads, spec.neuron_width)),
             "counts": space.wrap(self._counts),
+            **self._make_sums(space, values),
         }
         """What gathered neurons are computed in."""
         if spec.sub_norm:
@@ -92,7 +97,7 @@ class Neurons:
         self._panel: Views = {
             "slots": self._room["slots"],
             "tokens_of_expert": space.wrap(self._tokens),
-            "values": space.wrap(space.make("float32", tokens, PANEL)),
+            "values": space.wrap(values[: tokens * PANEL].reshape(tokens, PANEL)),
             "masks": space.wrap(space.make("int32", tokens, PARTS)),
             "unpacked": space.wrap(unpacked),
         }
@@ -103,6 +108,14 @@ class Neurons:
             self._bind_gather(layer, self._room, views, is_plain=not spec.has_gathered_ffn)
             for layer in range(layers)
         ]
+        self._part_numbers = space.make("int32", spec.parts)
+        self._add_parts: list[BoundCall] = []
+        """By layer."""
+        if self.adds_parts:
+            own = self._room | {"part_numbers": space.wrap(self._part_numbers)}
+            self._add_parts = [
+                self._bind_gather(layer, own, views, is_plain=False) for layer in range(layers)
+            ]
         self._gather_open: list[list[BoundCall]] = []
         """By layer and token."""
         if prediction.has_gates and spec.uses_known_gates:
@@ -181,16 +194,34 @@ class Neurons:
             room["token_squares"] = space.wrap(space.make("float32", tokens, threads))
         return room | {"partials": space.wrap(sums), "named": space.wrap(self._named)}
 
+    def _make_sums(self, space: Workspace, values: F32) -> Views:
+        """Return what sums of gathered neurons are made in; of parts, these are ``values``."""
+        spec = self._spec
+        shape = (spec.parts, spec.threads, spec.neuron_width)
+        sums = values[: math.prod(shape)].reshape(shape)
+        if not self._takes_stretches:
+            return {"partial": space.wrap(sums[0])}
+        # Where nobody gives parts numbers, there is one.
+        numbers = space.make("int32", spec.parts)
+        return {"part_sums": space.wrap(sums), "part_numbers": space.wrap(numbers)}
+
+    @property
+    def adds_parts(self) -> bool:
+        """See `pi2.backends.protocol.PartAdder`."""
+        return self._spec.parts > 1
+
     def _name_token(self) -> str:
         return "token" if self._spec.sequences else ""
 
     def _name_count(self) -> str:
-        return "count stretch" if self._takes_stretches else "count"
+        return "count stretch part finished" if self._takes_stretches else "count"
 
     def _count(self, count: int, stretch: int = 1) -> tuple[int, ...]:
         """Return the numbers that say how many neurons a call is about: ``count`` times
-        ``stretch``, which is 1 where kernels do not take it."""
-        return (count, stretch) if self._takes_stretches else (count,)
+        ``stretch``, which is 1 where kernels do not take it, in one part."""
+        if not self._takes_stretches:
+            return (count,)
+        return count, stretch, max(1, count * stretch), int(count > 0)
 
     def _bind_gather(self, layer: int, *arrays: Views, is_plain: bool) -> BoundCall:
         is_plain = is_plain and not self._takes_stretches
@@ -248,6 +279,24 @@ class Neurons:
         self._prediction.wanted[:count] = indices
         add = self._gather_open[layer][self._token[0] if self._token else 0]
         add(count, *self._token, *self._prediction.get_second_limit(layer), bundles)
+
+    def add_parts(
+        self,
+        layer: int,
+        arena: U8,
+        slots: I32,
+        indices: I32,
+        stretch: int,
+        numbers: Sequence[int],
+        size: int,
+        finished: int,
+    ) -> None:
+        """See `pi2.backends.protocol.PartAdder`."""
+        count = len(slots)
+        self._slots[:count] = slots
+        self._part_numbers[: len(numbers)] = numbers
+        bundles = self._take_bundles(arena, indices)
+        self._add_parts[layer](count, stretch, size * stretch, finished, *self._token, bundles)
 
     def add_twins(self, layer: int, indices: I32) -> None:
         """Add the twins of neurons for one token."""

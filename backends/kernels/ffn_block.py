@@ -31,7 +31,7 @@ from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.shared import Naming, emit_shared_neurons
 from pi2.backends.kernels.side_ffn import take_side_ffn
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED
-from pi2.backends.kernels.stretched import Stretches, emit_stretched
+from pi2.backends.kernels.stretched import PartSums, Stretches, emit_stretched
 from pi2.backends.kernels.thread_sums import Squares
 
 
@@ -278,19 +278,27 @@ def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
 
 
 def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
-    """Add stretches of neurons, none of which is inactive, to y of one token."""
+    """Compute stretches of neurons, none of which is inactive, of one token, and add the parts that
+    are finished to its y."""
     count, size = take.take_number("count"), take.take_number("stretch")
+    part, finished = take.take_number("part"), take.take_number("finished")
+    spec = schedule.spec
     token = schedule.take_token(take)
     bundles = _take_bundles(schedule, take, "arena")
     slots, rows = _take_slots(schedule, take)
     emit_stretched(
         schedule.isa,
-        schedule.spec,
+        spec,
         schedule.take_hidden(take, count),
         bundles,
         Stretches(slots=slots, rows=rows, count=count, size=size),
-        partial=schedule.take_rows(take, "partial", "threads"),
-        counts=take.take_array("counts", "int32", schedule.spec.threads + 1),
+        PartSums(
+            size=part,
+            numbers=take.take_array("part_numbers", "int32", spec.parts),
+            sums=take.take_array("part_sums", "float32", spec.parts, "threads", spec.hidden),
+            finished=finished,
+        ),
+        counts=take.take_array("counts", "int32", spec.threads + 1),
         total=schedule.take_rows(take, "y"),
         routes=schedule.take_routes(take),
         token=token,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from pi2.backends.executor import MOST_PARTS
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan_memory import KvType
@@ -393,6 +394,12 @@ class KernelSpec:
         """Whether `pi2.backends.kernels.stretched` computes the neurons of one token, however they
         were chosen: none of them is ever inactive."""
         return self.is_smooth and (self.experts > 0 or not self.has_gathered_ffn)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a token's neurons whose sums are kept until all are added: they are computed in
+        any order then."""
+        return MOST_PARTS if self.takes_stretches and self.experts and not self.sub_norm else 1
 
     @property
     def has_plain_ffn(self) -> bool:

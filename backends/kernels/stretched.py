@@ -5,8 +5,9 @@ Every thread takes neighbours, as many as the others, two at a time: gates and u
 processor's own reading ahead does not follow vectors of a kilobyte, so that all lines of a neuron
 are asked for some neurons before it: one neuron after the other in the order of memory, and at the
 pace of the arithmetic, of which downs take most.  With more neurons at a time, the cache loses what
-it was asked for.  Which thread adds a neuron, and when, depends on its place among all neurons of a
-call alone, not on how they are divided into stretches.
+it was asked for.  Which thread adds a neuron, and when, depends on its place among all neurons of
+its part alone, not on how they are divided into stretches, nor on the parts of other calls: each
+part has sums of its own, which are added up in the order of the parts' numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.requests import LINE
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.kernels.thread_sums import Squares, emit_add, emit_clear, emit_count
+from pi2.backends.kernels.thread_sums import Squares, emit_add_parts, emit_clear, emit_count
 from pi2.backends.kernels.values import emit_values
 from pi2.plan.weights.layout import GROUP, weight_bytes
 
@@ -70,72 +71,110 @@ class Stretches:
         return number, v.let(place - number * self.size)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSums:
+    """Parts of a call's neurons, ``size`` each but for the last one, and where their sums are:
+    ``sums`` float32 [parts threads, hidden], in the places that ``numbers`` int32 [parts] say.
+    ``finished``: how many parts are added up at last, from number 0 on."""
+
+    size: v.Expr
+    numbers: v.Buffer
+    sums: v.Buffer
+    finished: v.Expr
+
+
 def emit_stretched(
     isa: Isa,
     spec: KernelSpec,
     activations: Activations,
     bundles: Bundles,
     stretches: Stretches,
-    partial: v.Buffer,
+    parts: PartSums,
     counts: v.Buffer,
     total: v.Buffer,
     routes: v.Buffer | None,
     token: v.Expr,
     squares: Squares | None = None,
 ) -> None:
-    """Add the neurons of ``stretches`` to ``total`` float32 [hidden] (lane order) of ``token``.
+    """Compute the neurons of ``stretches``, and add those parts that are ``finished`` to ``total``
+    float32 [hidden] (lane order) of ``token``.
 
-    ``partial`` float32 [threads, hidden]: one sum per thread, added up in the order of threads;
-    ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever; ``routes``
-    float32 [experts]: weights of a mixture's experts, None without; ``squares`` of activations,
-    where they are normalised.
+    Each thread has a sum of its own of each part, and they are added up part by part in the order
+    of threads.  ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever;
+    ``routes`` float32 [experts]: weights of a mixture's experts, None without; ``squares`` of
+    activations, where they are normalised.
     """
     threads, zero = spec.threads, v.constant(0.0, "float32")
     every = v.let(stretches.count * stretches.size)
 
     def emit_thread(thread: v.Expr) -> None:
-        origin = emit_clear(spec, partial, thread)
-        begin, end = emit_split(thread, threads, every)
         fired, square_sum = v.Cell(T.int32(0)), v.Cell(zero)
-        with T.serial(T.floordiv(end - begin + (TOGETHER - 1), TOGETHER)) as turn:
-            first = v.let(begin + turn * TOGETHER)
-            # The last neuron stands for those beyond it.
-            neurons, following = (
-                [
-                    stretches.find(bundles, v.let(T.min(first + distance + index, end - 1)))
+        with T.serial(T.floordiv(every + (parts.size - 1), parts.size)) as part:
+            own = v.let(parts.numbers[part] * threads + thread)
+            origin = emit_clear(spec, parts.sums, own)
+            begin, end = _find_own(thread, threads, parts.size, part, every)
+            # What is asked for ahead at the end of a part is the beginning of the next one.
+            beyond, _ = _find_own(thread, threads, parts.size, part + 1, every)
+            with T.serial(T.floordiv(end - begin + (TOGETHER - 1), TOGETHER)) as turn:
+                first = v.let(begin + turn * TOGETHER)
+                # The last neuron stands for those beyond it.
+                neurons = [
+                    stretches.find(bundles, v.let(T.min(first + index, end - 1)))
                     for index in range(TOGETHER)
                 ]
-                for distance in (0, AHEAD)
-            )
-            lines = _LinesAhead(bundles, following)
-            found = emit_values(
-                isa, activations, bundles, neurons, token, routes, lines.ask_with_inputs
-            )
-            values = [
-                v.let(T.Select(first + index < end, value, zero))
-                for index, value in enumerate(found)
-            ]
-            for value in values:
-                fired.set(fired.get() + T.Select(value != zero, T.int32(1), T.int32(0)))
-                if squares is not None:
-                    square_sum.set(T.fma(value, value, square_sum.get()))
-            downs = [bundles.take_part(neuron, "down") for neuron in neurons]
-            if bundles.scales is not None:
-                distance = GROUP if spec.bundle.parts[-1].spread else AHEAD
-                for index in range(TOGETHER):
-                    place = v.let(T.min(first + distance + index, end - 1))
-                    _ask_for_scales(bundles, stretches.find_row(place))
-            once = activations.once
-            emit_downs(isa, spec, downs, values, partial, origin, once, lines.ask_with_downs)
+
+                def find_ahead(
+                    distance: int,
+                    first: v.Expr = first,
+                    end: v.Expr = end,
+                    beyond: v.Expr = beyond,
+                ) -> v.Expr:
+                    place = v.let(first + distance)
+                    place = T.Select(place < end, place, beyond + (place - end))
+                    return v.let(T.min(place, every - 1))
+
+                following = [
+                    stretches.find(bundles, find_ahead(AHEAD + index)) for index in range(TOGETHER)
+                ]
+                lines = _LinesAhead(bundles, following)
+                found = emit_values(
+                    isa, activations, bundles, neurons, token, routes, lines.ask_with_inputs
+                )
+                values = [
+                    v.let(T.Select(first + index < end, value, zero))
+                    for index, value in enumerate(found)
+                ]
+                for value in values:
+                    fired.set(fired.get() + T.Select(value != zero, T.int32(1), T.int32(0)))
+                    if squares is not None:
+                        square_sum.set(T.fma(value, value, square_sum.get()))
+                downs = [bundles.take_part(neuron, "down") for neuron in neurons]
+                if bundles.scales is not None:
+                    distance = GROUP if spec.bundle.parts[-1].spread else AHEAD
+                    for index in range(TOGETHER):
+                        row = stretches.find_row(find_ahead(distance + index))
+                        _ask_for_scales(bundles, row)
+                once = activations.once
+                emit_downs(isa, spec, downs, values, parts.sums, origin, once, lines.ask_with_downs)
         v.store(counts, thread, fired.get(), 1)
         if squares is not None:
             v.store(squares.own, thread, square_sum.get(), 1)
 
     emit_shared(threads, v.wide(every) * spec.bundle.neuron_bytes, emit_thread)
-    emit_add(spec, partial, total, token)
+    emit_add_parts(spec, parts.sums, parts.finished, total, token)
     if squares is not None:
         squares.emit_add(threads, token)
     emit_count(spec, counts)
+
+
+def _find_own(
+    thread: v.Expr, threads: int, size: v.Expr, part: v.Expr, every: v.Expr
+) -> tuple[v.Expr, v.Expr]:
+    """Return the places of the first neuron that ``thread`` has of a part, and behind its last."""
+    start = v.let(T.min(part * size, every))
+    length = v.let(T.min(size, every - start))
+    begin, end = emit_split(thread, threads, length)
+    return v.let(start + begin), v.let(start + end)
 
 
 class _LinesAhead:

@@ -34,6 +34,21 @@ def emit_add(spec: KernelSpec, partial: v.Buffer, total: v.Buffer, token: v.Expr
         v.store(total, sum_place, value, 16)
 
 
+def emit_add_parts(
+    spec: KernelSpec, sums: v.Buffer, parts: v.Expr, total: v.Buffer, token: v.Expr
+) -> None:
+    """Add the sums of all threads of the first ``parts`` parts, float32 [parts threads, hidden],
+    part by part to ``total`` float32 [tokens, hidden] of ``token``."""
+    hidden = spec.hidden
+    with T.serial(hidden // 16) as step:
+        place = step * 16
+        sum_place = token * hidden + place
+        value = v.Cell(v.load(total, sum_place, 16))
+        with T.serial(parts * spec.threads) as own:
+            value.set(value.get() + v.load(sums, own * hidden + place, 16))
+        v.store(total, sum_place, value.get(), 16)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Squares:
     """Sums of the squares of activations: ``total`` float32 [tokens], and ``own`` float32

@@ -2,10 +2,12 @@
 others (``predictor = "router"``).
 
 Nothing is predicted, so nothing is lost.  A layer's neurons are computed in parts of stored order
-whose bounds depend on the chosen experts alone, one part after the other: whatever the cache has,
-the same numbers are added in the same order.  All missing ones are asked for at once, and a part is
-computed as soon as its last one has arrived; reading a neuron takes so much longer than computing
-it that those of later parts that are in memory lose nothing by waiting.
+whose bounds depend on the chosen experts alone, and the sums of parts are added up one after the
+other: whatever the cache has, the same numbers are added in the same order.  All missing neurons
+are asked for at once.  Of a single token, where the executor keeps the sums of parts
+(`pi2.backends.protocol.PartAdder`), those parts that are in memory are computed meanwhile, and the
+last one that is read is computed alone, since nothing is read meanwhile.  Otherwise parts are
+computed in their order.
 
 Looking ahead is to read what the router would choose: the next layer's on this layer's input, or
 this layer's before its attention.  What it gets wrong is read when the routing is known.
@@ -16,12 +18,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pi2.arrays import I32, I64, Bits
-from pi2.backends.protocol import InputReader
+from pi2.backends.protocol import MOST_PARTS, InputReader, PartAdder
 from pi2.engine.expert_gates import ExpertGates
 from pi2.engine.experts import mark_experts, unite_experts
 from pi2.engine.feed_forward import FeedForward
@@ -53,7 +56,14 @@ class RoutedFeedForward(FeedForward):
         assert self._experts is not None, "the model is no mixture"
         self._groups = self._experts.divide(self._cache.granule)
         stride = self._single.arena.shape[1]
-        self._part_neurons = count_part_neurons(self._token_neurons, self._experts.size, stride)
+        executor = self._executor
+        can_add = isinstance(executor, PartAdder) and executor.adds_parts
+        self._adder = executor if can_add and isinstance(executor, PartAdder) else None
+        """What computes parts in any order, of a single token."""
+        count = partial(count_part_neurons, self._token_neurons, self._experts.size, stride)
+        self._part_neurons = count()
+        """Of one of the parts that are computed in their order."""
+        self._small_part_neurons = count(MOST_PARTS)
         self.read_ahead = ReadAhead()
         self._start_s = 0.0
 
@@ -173,6 +183,7 @@ class RoutedFeedForward(FeedForward):
         """Compute those neurons of the ``chosen`` experts of each token whose stored indices are
         within ``bounds``; then begin with what the next layer is ``guessed`` to need."""
         cache, by_token = self._cache, None
+        adder = self._adder if len(chosen) == 1 else None
         found, open_share = self._list_read(layer, chosen, bounds)
         indices = found[0]
         if len(chosen) == 1:
@@ -180,8 +191,9 @@ class RoutedFeedForward(FeedForward):
         else:
             indices, by_token = unite_named(found, cache.neurons, cache.loops)
             self.counters.predicted += sum(map(len, found)) * cache.granule
+        whole = self._part_neurons if adder is None else self._small_part_neurons
         # Rounded up.
-        size = max(1, -(-open_share * self._part_neurons // cache.granule))
+        size = max(1, -(-open_share * whole // cache.granule))
         parts = [indices[first : first + size] for first in range(0, len(indices), size)]
         while parts:
             count = self._begin_parts(layer, bounds.start, parts, by_token)
@@ -189,8 +201,12 @@ class RoutedFeedForward(FeedForward):
                 # This layer's reads come first.
                 self._wave, guessed = self._prefetch(layer + 1, guessed), None
             self._compute_twins(layer)
-            for part in parts[:count]:
-                self._compute_part(part)
+            # Those that were cut in two are computed in their order.
+            if adder is None or any(len(part) != size for part in parts[: count - 1]):
+                for part in parts[:count]:
+                    self._compute_part(part)
+            else:
+                self._compute_parts(adder, parts[:count], size)
             del parts[:count]
             wave, self._now = self._now, None
             assert wave is not None
@@ -255,11 +271,12 @@ class RoutedFeedForward(FeedForward):
         """Begin with as many ``parts`` as the cache has room for, at least one, and return how
         many.  There always is room for one, unless a unit was lost whose neurons the plan had not
         counted: then it is cut in two."""
-        cache, new, count = self._cache, parts, len(parts)
+        cache, new, count = self._cache, parts, min(len(parts), MOST_PARTS)
         while not cache.is_whole(layer):
             new = self._leave_ahead(parts)
             cold = np.cumsum([cache.count_cold(layer, part) for part in new])
-            count = int(np.searchsorted(cold, cache.free_capacity, side="right"))
+            fitting = np.searchsorted(cold, cache.free_capacity, side="right")
+            count = min(int(fitting), MOST_PARTS)
             if count:
                 break
             if self._wave is not None:
@@ -288,13 +305,51 @@ class RoutedFeedForward(FeedForward):
 
     def _compute_part(self, part: I32) -> None:
         """Compute neurons when all of them have arrived, in stored order."""
-        last = int(part[-1])
         assert self._now is not None
+        self._wait_for_part(part)
+        slots = self._cache.locate(self._now.layer, part)
+        self._add_neurons(self._now, slots, part)
+
+    def _compute_parts(self, adder: PartAdder, parts: list[I32], size: int) -> None:
+        """Compute ``parts`` of ``size`` granules each but for the last, and add them up in their
+        order: first those in memory, then those that are read, of which the last one by itself."""
+        missing = self._find_missing(parts)
+        groups = [
+            [number for number, misses in enumerate(missing) if not misses],
+            *_split_last([number for number, misses in enumerate(missing) if misses]),
+        ]
+        groups = [group for group in groups if group]
+        assert self._now is not None
+        cache, layer = self._cache, self._now.layer
+        for turn, group in enumerate(groups):
+            own = [parts[number] for number in group]
+            indices = own[0] if len(own) == 1 else np.concatenate(own)
+            if missing[group[0]]:
+                self._wait_for_part(own[-1])
+            self._reader.advance()
+            slots = cache.locate(layer, indices)
+            finished = len(parts) if turn == len(groups) - 1 else 0
+            adder.add_parts(
+                layer, self._single.arena, slots, indices, cache.granule, group, size, finished
+            )
+
+    def _find_missing(self, parts: Sequence[I32]) -> list[bool]:
+        """Whether something of each of ``parts`` is on its way."""
+        waves = [wave for wave in (self._ahead, self._now) if wave is not None]
+        if all(wave.pending is None for wave in waves):
+            return [False] * len(parts)
+        is_missing = np.zeros(self._cache.neurons, np.bool_)
+        for wave in waves:
+            if wave.pending is not None:
+                is_missing[wave.pending.indices] = True
+        return [bool(is_missing.take(part).any()) for part in parts]
+
+    def _wait_for_part(self, part: I32) -> None:
+        """Wait until all neurons of ``part``, and what was asked for before them, are there."""
+        last = int(part[-1])
         for wave in (self._ahead, self._now):
             if wave is not None:
                 self._wait(wave, last)
-        slots = self._cache.locate(self._now.layer, part)
-        self._add_neurons(self._now, slots, part)
 
     def _wait(self, wave: Wave, last: int) -> None:
         """Wait for the clusters that begin at or before the stored index ``last``."""
@@ -332,3 +387,8 @@ class RoutedFeedForward(FeedForward):
         if self._gates is not None:
             self._gates.abandon()
         super().abandon()
+
+
+def _split_last(numbers: list[int]) -> tuple[list[int], list[int]]:
+    """All of ``numbers`` but the last, and that one."""
+    return numbers[:-1], numbers[-1:]

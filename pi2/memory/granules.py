@@ -46,13 +46,14 @@ def find_granule(size: int, stride: int) -> int:
     return max(part for part in range(1, min(size, most) + 1) if size % part == 0)
 
 
-def count_part_neurons(token_neurons: int, size: int, stride: int) -> int:
-    """Neurons of a layer, of a token's experts with ``size`` neurons each, that a call computes.
+def count_part_neurons(token_neurons: int, size: int, stride: int, parts: int = PARTS) -> int:
+    """Neurons of one of ``parts`` parts, or fewer, of what a token computes in a layer of experts
+    with ``size`` neurons each.
 
     The order of additions depends on it: it is the same whether or not the cache has granules.
     """
     granule = find_granule(size, stride)
-    return -(-token_neurons // (PARTS * granule)) * granule
+    return -(-token_neurons // (parts * granule)) * granule
 
 
 def divide_slots(arena: U8, granule: int) -> U8:

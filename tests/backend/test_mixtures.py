@@ -152,6 +152,37 @@ def test_stretches_have_the_bits_of_their_neurons(
     assert measure_error(found[2], found[0]) < 1e-5 and (found[0] != 0).any()
 
 
+@pytest.mark.parametrize("groups", [[[0, 1, 2]], [[1], [0, 2]], [[2], [1], [0]], [[0, 2], [1]]])
+def test_parts_add_up_alike_in_whatever_order_they_are_computed(
+    silu: Path, groups: list[list[int]]
+) -> None:
+    with pi2.load(silu) as model:
+        executor: Any = model._parts.executor
+        arena = model._parts.cache.arena
+        # The last one is shorter.
+        parts = [np.array(own, np.int32) for own in ([3, 0], [6, 1], [9])]
+
+        def begin() -> F32:
+            executor.embed(np.array(TOKENS[:1], np.int32))
+            executor.begin_ffn(0)
+            executor.read_routes()[:] = 0.5
+            total: F32 = executor._now.arrays.total[0]
+            return total
+
+        total = begin()
+        for own in parts:
+            executor.add_neurons(0, arena, own, own, stretch=10)
+        truth = total.copy()
+        total, empty = begin(), begin().copy()
+        for group in groups:
+            np.testing.assert_array_equal(total, empty)
+            own = np.concatenate([parts[number] for number in group])
+            finished = len(parts) if group is groups[-1] else 0
+            executor.add_parts(0, arena, own, own, 10, group, 2, finished)
+        np.testing.assert_array_equal(total, truth)
+        assert executor.count_active() == 100
+
+
 def test_tokens_are_routed_alike_alone_and_in_company(silu: Path) -> None:
     with pi2.load(silu) as model:
         executor: Any = model._parts.executor

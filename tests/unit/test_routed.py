@@ -112,6 +112,32 @@ def test_nor_with_compiled_kernels(by_expert: Path, look_ahead: str) -> None:
                 np.testing.assert_array_equal(ours, theirs)
 
 
+def test_what_is_in_memory_is_computed_before_what_is_read(
+    by_expert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    cache = {"layers.hot": 0.0, "slots": 3 * CHOSEN * FFN, "decode.look_ahead": "none"}
+    with load(by_expert, cache, {"backends.cpu": "cpu"}) as model:
+        feed_forward: Any = model._parts.feed_forward
+        wait, add = feed_forward._wait_for_part, feed_forward._adder.add_parts
+
+        def note_wait(part: I32) -> None:
+            order.append("wait")
+            wait(part)
+
+        def note_add(*arguments: Any) -> None:
+            order.append("add" if arguments[-1] == 0 else "add all")
+            add(*arguments)
+
+        monkeypatch.setattr(feed_forward, "_wait_for_part", note_wait)
+        monkeypatch.setattr(feed_forward._adder, "add_parts", note_add)
+        model.logits(TOKENS, mode="decode")
+        layers = " ".join(order).split(" all")
+    found = {layer.strip() for layer in layers if layer}
+    # Both experts in memory, neither, and one of them.
+    assert found == {"add", "wait add wait add", "add wait add"}
+
+
 @pytest.mark.parametrize("settings", [{}, {"layers.hot": 0.2, "memory.segments.cold": "0 B"}])
 def test_without_a_cache_the_same_neurons_are_computed(
     silu: Path, whole: tuple[F32, F32], settings: dict[str, Any]
@@ -305,7 +331,7 @@ def test_plans_of_mixtures_without_predictors_get_a_router(activation: str) -> N
     assert plan["memory"]["segments"]["hot"] == "0 B"
 
 
-@pytest.mark.parametrize(("budget", "chunk"), [("9 GiB", 512), ("2010 MiB", 128), (None, 512)])
+@pytest.mark.parametrize(("budget", "chunk"), [("9 GiB", 512), ("2020 MiB", 128), (None, 512)])
 def test_prompts_of_many_experts_have_long_chunks_where_these_take_little(
     budget: str | None, chunk: int
 ) -> None:
