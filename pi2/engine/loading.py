@@ -313,6 +313,7 @@ def _choose_settings(resolved: ResolvedPlan, *, granules: bool = False) -> ReadS
         request_bytes=request_bytes,
         merge_gap=io.merge_gap,
         cluster=resolved.plan.pipeline.cluster,
+        ahead=resolved.plan.decode.look_ahead == "layer",
         verify=io.verify == "first-read",
     )
 

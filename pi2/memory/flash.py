@@ -60,6 +60,9 @@ class ReadSettings:
     """Most bundles between two wanted ones that are read with them."""
     cluster: int = 64
     """Neurons that are read together before they are computed, at least."""
+    ahead: bool = False
+    """Reads begin a layer ahead: the drive is busy with the next one's while these are computed,
+    all at once where the engine does not divide them among threads."""
     request_bytes: int = 1 << 19
     """About so many bytes are one request, where neurons are read in larger stretches."""
     verify: bool = False
@@ -217,7 +220,10 @@ class FlashReader:
 
     def _divide(self, count: int) -> tuple[slice, ...]:
         """Clusters of ``count`` neurons."""
-        return divide_clusters(count, self._settings.cluster, 2 * self._settings.threads)
+        settings = self._settings
+        is_one = settings.ahead and isinstance(self._engine, UringEngine)
+        most = 1 if is_one else 2 * settings.threads
+        return divide_clusters(count, settings.cluster, most)
 
     def _note_start(self, pending: PendingRead, start_s: float) -> PendingRead:
         """Tell the observer, if there is one, of reads that have begun."""
