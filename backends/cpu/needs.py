@@ -53,10 +53,10 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     an integer.  V floats of logits for up to 16 tokens.  Rotary positions (context w floats, again
     where layers differ, and a float where queries grow), 16 spans of attention of w + 2 floats per
     head, eight numbers per neuron of a layer (in a mixture nine, with resident scales two more),
-    and for every token of a step beyond the first two more and a predictor's inner vector, 33 KiB
-    per thread, and d floats (of experts that are never inactive 8 d), as far as those of the dense
-    FFN do not suffice; where a step has several tokens and activations are often zero, 4 KiB more,
-    and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
+    and for every token of a step beyond the first two more and a predictor's inner vector, d floats
+    and 33 KiB per thread (of experts that are never inactive 8 d floats, as far as those of the
+    dense FFN are fewer); where a step has several tokens and activations are often zero, 4 KiB
+    more, and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
     10 (d + h w) bytes per thread, and the inputs of an even number of tokens; with AMX 72 (d + h w)
     bytes and 4 KiB twice per thread, and the inputs and their scales once more, of a multiple of 16
     tokens. For layers with a
@@ -137,8 +137,9 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         ]
         scratch = max(THREAD_BYTES, *rooms)
     parts = MOST_PARTS if model.moe is not None and model.is_smooth else 1
-    sums = 4 * threads * parts * model.stored_neuron_width
-    tables += max(0, sums - 4 * chunk * PANEL) + threads * scratch + SMALL_BYTES
+    sums = 4 * threads * model.stored_neuron_width
+    tables += sums + max(0, (parts - 1) * sums - 4 * chunk * PANEL)
+    tables += threads * scratch + SMALL_BYTES
     if model.ffn.sub_norm:
         tables += 4 * threads * (1 + plan.decode.step_tokens) + 2 * ALIGNMENT
     if plan.decode.step_tokens > 1 and not model.is_smooth:
