@@ -62,7 +62,8 @@ class Cell:
     """A variable on the stack, which LLVM turns into a register."""
 
     def __init__(self, start: Expr) -> None:
-        self._cell = T.alloc_buffer((1,), start.ty.dtype)
+        # It has no layout in any function here, and TVM looks through all open scopes to know that.
+        self._cell = T.alloc_buffer((1,), start.ty.dtype, layout=None)
         self.set(start)
 
     def get(self) -> Expr:
