@@ -24,6 +24,8 @@ from unittest.mock import patch
 
 from pi2.backends.compiler.cache import start_compiler
 from pi2.backends.compiler.compilers import LIBRARIES
+from pi2.backends.host.spec import HostSpec
+from pi2.backends.kernels.spec import KernelSpec
 
 
 class LoadedCompiler:
@@ -72,7 +74,7 @@ class LoadedCompiler:
 def _start_server(python_path: str) -> ForkServerContext:
     """Let the server, which starts with the first process, find pi2 where the tests have it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([LIBRARIES.module])
+    context.set_forkserver_preload([LIBRARIES.module, KernelSpec.program, HostSpec.program])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = python_path
     try:
