@@ -1,5 +1,5 @@
-"""What all tests share: how hypothesis draws, quiet third parties, the cores of a worker, and a
-compiler that is at hand."""
+"""What all tests share: how hypothesis draws, quiet third parties, the cores and threads of a
+worker, and a compiler that is at hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import signal
 import warnings
 from collections.abc import Iterator
 from functools import partial
+
+# Two workers on two cores: threads of NumPy's matrix library that look for work take it from them.
+# The library reads this once, when NumPy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
