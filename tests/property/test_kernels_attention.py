@@ -29,6 +29,8 @@ from tests.helpers.kernels import (
 )
 
 MOST_TOKENS = 4600
+ROWS_TOGETHER = 64
+"""Queries whose scores are in memory at once."""
 
 
 @functools.cache
@@ -123,7 +125,7 @@ def attend_plainly(
     window: int | None,
     kv: KvType = "fp16",
 ) -> F64:
-    """Attention of all tokens at once in float64; keys and values rounded to the cache's type."""
+    """Attention of all tokens in float64; keys and values rounded to the cache's type."""
 
     def keep(x: F64) -> F64:
         if kv == "fp32":
@@ -143,14 +145,20 @@ def attend_plainly(
     group = heads // key.shape[1]
     query = rotate(query)
     key, value = keep(rotate(key)), keep(value)
-    now, seen = np.arange(tokens)[:, None], np.arange(tokens)[None]
-    visible = (seen <= now) & (seen > now - (window or tokens))
     result = np.empty_like(query)
-    for head in range(heads):
-        scores = query[:, head] @ key[:, head // group].T / np.sqrt(size)
-        scores = np.where(visible, scores, -np.inf)
-        shares = np.exp(scores - scores.max(-1, keepdims=True))
-        result[:, head] = shares / shares.sum(-1, keepdims=True) @ value[:, head // group]
+    for start in range(0, tokens, ROWS_TOGETHER):
+        now = np.arange(start, min(start + ROWS_TOGETHER, tokens))[:, None]
+        # Tokens that one of them sees.
+        begin, end = max(0, start + 1 - (window or tokens)), start + len(now)
+        seen = np.arange(begin, end)[None]
+        hidden = (seen > now) | (seen <= now - (window or tokens))
+        for head in range(heads):
+            own = slice(begin, end), head // group
+            shares = query[start:end, head] / np.sqrt(size) @ key[own].T
+            np.copyto(shares, -np.inf, where=hidden)
+            shares -= shares.max(-1, keepdims=True)
+            np.exp(shares, out=shares)
+            result[start:end, head] = shares @ value[own] / shares.sum(-1, keepdims=True)
     return result
 
 
