@@ -24,7 +24,7 @@ class Router:
     bias: F32 | None = None
     """[1, experts], added to scores."""
     choice_bias: F32 | None = None
-    """[1, experts], added to weights to choose by."""
+    """[1, experts], added to weights or scores to choose by."""
     norm: F32 | None = None
     """[1, hidden], of an RMSNorm of what is read."""
     epsilon: float = 0.0
@@ -130,7 +130,8 @@ def route(moe: Moe, scores: F32, choice_bias: F32 | None = None) -> F32:
         chosen, best = _mix(moe, scores)
     else:
         shares = _take_shares(moe, scores)
-        wanted = shares if choice_bias is None else shares + choice_bias
+        worth = scores if moe.choice_bias_of == "score" else shares
+        wanted = worth if choice_bias is None else worth + choice_bias
         if moe.groups > 1:
             wanted = np.where(_choose_groups(moe, wanted), wanted, -np.inf)
         chosen = _find_best(wanted, moe.active_experts)

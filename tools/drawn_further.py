@@ -131,6 +131,51 @@ def draw_solar_open(drawn: random.Random) -> Drawn:
     return "SolarOpen", options | flip(drawn, "attention_bias")
 
 
+def draw_flint(drawn: random.Random) -> Drawn:
+    """Flint."""
+    options = draw_shape(drawn) | draw_rope(drawn) | {"sliding_window": drawn.choice([3, 6, 11])}
+    options |= draw_experts(drawn, "num_experts", "num_experts_per_tok")
+    size = drawn.choice([8, 13, 24])
+    options |= {
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": drawn.choice([size, 2 * size, size + 3]),
+        "mlp_only_layers": drawn.choice([None, [], [1]]),
+    }
+    if drawn.random() < 0.5:
+        kinds = ["sliding_attention", "full_attention"]
+        options["layer_types"] = drawn.choices(kinds, k=options[LAYERS])
+    return "Flint", options | flip(drawn, "norm_topk_prob", "attention_bias")
+
+
+def draw_kolibri(drawn: random.Random) -> Drawn:
+    """Kolibri."""
+    _, options = draw_flint(drawn)
+    for key in ("mlp_only_layers", "intermediate_size", "attention_bias"):
+        options.pop(key, None)
+    return "Kolibri1", options
+
+
+def draw_laguna(drawn: random.Random) -> Drawn:
+    """Laguna."""
+    _, options = draw_flint(drawn)
+    kv_heads, layers = options["num_key_value_heads"], options[LAYERS]
+    for key in ("mlp_only_layers", "norm_topk_prob", "rope_parameters"):
+        options.pop(key, None)
+    options |= draw_dense_layers(drawn, options) | {
+        "moe_routed_scaling_factor": drawn.choice([1.0, 2.5]),
+        "gating": drawn.choice([True, "per-head", "per-element"]),
+    }
+    if drawn.random() < 0.7:
+        counts = [kv_heads * drawn.choice([1, 2, 3]) for _ in range(2)]
+        options["num_attention_heads_per_layer"] = drawn.choices(counts, k=layers)
+    if drawn.random() < 0.7:
+        options["rope_parameters"] = {
+            kind: draw_rope(drawn, share=True)["rope_parameters"]
+            for kind in ("full_attention", "sliding_attention")
+        }
+    return "Laguna", options
+
+
 def draw_flex_olmo(drawn: random.Random) -> Drawn:
     """FlexOlmo."""
     options = draw_shape(drawn, free_head=False) | draw_rope(drawn)
@@ -309,6 +354,7 @@ FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "exaone4": draw_exaone4,
     "exaone_moe": draw_exaone_moe,
     "flex_olmo": draw_flex_olmo,
+    "flint": draw_flint,
     "glm_moe_dsa": draw_glm_moe_dsa,
     "gpt_bigcode": draw_gpt_bigcode,
     "granite_swa": draw_granite_swa,
@@ -319,6 +365,8 @@ FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "internlm3": draw_internlm3,
     "iquestcoder": draw_iquestcoder,
     "jais2": draw_jais2,
+    "kolibri1": draw_kolibri,
+    "laguna": draw_laguna,
     "llama4_text": draw_llama4,
     "mellum": draw_mellum,
     "minicpm3": draw_minicpm3,

@@ -5,6 +5,38 @@ from __future__ import annotations
 from golden_options import EXPERTS, LATENT, ROPE, Options
 
 MODELS: dict[str, tuple[str, Options]] = {
+    "laguna": (
+        "Laguna",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_attention_heads_per_layer": [2, 6, 2],
+            "sliding_window": 5,
+            "head_dim": 16,
+            "hidden_size": 48,
+            "intermediate_size": 33,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 20,
+            "moe_routed_scaling_factor": 2.5,
+            "attention_bias": True,
+        },
+    ),
+    "kolibri": (
+        "Kolibri1",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "head_dim": 12,
+            "hidden_size": 48,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
     "mixtral": (
         "Mixtral",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36},

@@ -63,6 +63,7 @@ UNKNOWN = {
             "max_position_embeddings",
         ),
     ),
+    "Kolibri1": ("intermediate_size",),
     "OPT": ("num_key_value_heads", "intermediate_size"),
 }
 """Common options that a family has under other names or not at all."""

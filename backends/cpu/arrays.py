@@ -142,7 +142,7 @@ def measure_arrays(request: BuildRequest) -> dict[str, int]:
     chunk = count_tokens(request)
     return {
         "tokens": chunk,
-        "token_heads": chunk * request.model.shape.heads,
+        "token_heads": chunk * max(view.shape.heads for view, _ in request.model.list_views()),
         "logits": min(chunk, LOGIT_ROWS),
         "context": request.context,
         "sequences": request.step_tokens,

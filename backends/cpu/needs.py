@@ -113,7 +113,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     tables = rows + 4 * plan.kv.context * turned + 32 * model.layer_neurons
     for view in views:
         summed = view.shape.head_dim if latent is None else latent.rank
-        tables += 4 * SPANS * shape.heads * (summed + 2)
+        tables += 4 * SPANS * view.shape.heads * (summed + 2)
     if latent is not None:
         activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan), group_bytes)
     tables += (plan.decode.step_tokens - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)

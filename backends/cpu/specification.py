@@ -35,7 +35,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
     return KernelSpec(
         hidden=shape.stored_hidden,
         norm_width=0 if shape.hidden == shape.stored_hidden else shape.hidden,
-        heads=shape.heads,
+        heads=first.heads,
         kv_heads=first.kv_heads,
         head_dim=first.head_dim,
         vocab=shape.vocab,
@@ -113,6 +113,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         scales=request.bundle.scales,
         twin=None if request.twins is None else request.twins.precision,
         output_gate=model.attention.output_gate,
+        softplus_gates=model.attention.output_gate_function == "softplus",
         latent=describe_latent(model),
         state=describe_state(model),
     )
@@ -122,6 +123,7 @@ def find_attention_shape(model: Model, layer: int) -> AttentionShape:
     """Return what attention of ``layer`` may differ in from that of other layers."""
     view = model.view_layer(layer)
     return AttentionShape(
+        heads=view.shape.heads,
         kv_heads=view.shape.kv_heads,
         head_dim=view.shape.head_dim,
         window=model.find_window(layer),
@@ -174,6 +176,7 @@ def _describe_router(model: Model) -> RouterShape | None:
         scaling=moe.scaling,
         has_bias=moe.router_bias,
         has_choice_bias=moe.choice_bias,
+        chooses_scores=moe.choice_bias_of == "score",
         shared=moe.shared_experts,
         shared_factor=moe.shared_factor,
         shared_gate=moe.shared_gate,

@@ -177,7 +177,7 @@ class _Block(MixingBlock):
             emit_mixed_norm(spec, self.mixed.values, self.mixed_norm, once, token)
 
     def emit_gates(self, token: v.Expr) -> None:
-        """Multiply what ``token`` has mixed by the sigmoids of its gates."""
+        """Multiply what ``token`` has mixed by its gates' sigmoids or softplus."""
         spec, values = self.schedule.spec, self.mixed.values
         size = spec.heads * spec.head_dim
         lanes = count_lanes(size)
@@ -185,7 +185,8 @@ class _Block(MixingBlock):
         with T.serial(size // lanes * self.hidden.once) as step:
             place = v.let(token * spec.width + step * lanes)
             gate = v.let(v.load(self.qkv, gates + step * lanes, lanes))
-            part = v.load(values, place, lanes) * v.take_sigmoid(gate, lanes)
+            take = v.take_softplus if spec.softplus_gates else v.take_sigmoid
+            part = v.load(values, place, lanes) * take(gate, lanes)
             v.store(values, place, part, lanes)
 
     def emit_output(self) -> None:

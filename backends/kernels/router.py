@@ -36,7 +36,7 @@ class RouterArrays:
     bias: v.Buffer | None
     """[experts], added to scores."""
     choice_bias: v.Buffer | None
-    """[experts], added to weights to choose by."""
+    """[experts], added to weights or scores to choose by."""
     shared: v.Buffer | None
     """[hidden], the router of the shared experts."""
     routes: v.Buffer
@@ -93,7 +93,8 @@ def _emit_weights(
 ) -> None:
     """Turn a token's scores into weights."""
     routes, base = arrays.routes, v.let(token * spec.experts)
-    _emit_shares(router, routes, base)
+    if not router.chooses_scores:
+        _emit_shares(router, routes, base)
     chosen = T.alloc_buffer((router.active,), "int32")
     shares = T.alloc_buffer((router.active,), "float32")
     zero, lowest = v.constant(0.0, "float32"), v.constant(_LOWEST, "float32")
@@ -114,6 +115,8 @@ def _emit_weights(
         last.set(best.get())
         last_place.set(best_place.get())
         share = v.let(routes[base + best_place.get()])
+        if router.chooses_scores:
+            share = v.let(v.take_sigmoid(share, 1))
         v.store(chosen, turn, best_place.get(), 1)
         v.store(shares, turn, share, 1)
         total.set(total.get() + share)

@@ -57,6 +57,7 @@ KV_DTYPES: Mapping[KvType, str] = {"fp32": "float32", "fp16": "float16", "int8":
 class AttentionShape:
     """What layers of attention differ in."""
 
+    heads: int
     kv_heads: int
     head_dim: int
     window: int | None
@@ -121,6 +122,8 @@ class RouterShape:
     """Whether scores have a bias."""
     has_choice_bias: bool
     """Whether experts are chosen by their weights and a bias of each."""
+    chooses_scores: bool
+    """Whether that bias is added to scores instead, of which sigmoids become weights."""
     shared: int
     """Experts beside them that compute every token."""
     shared_factor: float
@@ -268,6 +271,8 @@ class KernelSpec:
     """Whether what a layer gives is multiplied by a number."""
     output_gate: bool = False
     """Whether gates of what attention mixes come with queries, keys and values."""
+    softplus_gates: bool = False
+    """Whether these multiply by their softplus, and not by their sigmoids."""
     latent: LatentShape | None = None
     """Sizes of latent attention, if the model has it."""
     state: StateShape | None = None
@@ -290,6 +295,7 @@ class KernelSpec:
         shape = self.others[number - 1]
         return dataclasses.replace(
             self,
+            heads=shape.heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             window=shape.window,
@@ -302,8 +308,8 @@ class KernelSpec:
         """Whether layers with another shape of attention have other projections, not only a
         window."""
         shape = self.others[number - 1]
-        own = (self.kv_heads, self.head_dim, self.borrows_keys)
-        return (shape.kv_heads, shape.head_dim, shape.borrows_keys) != own
+        own = (self.heads, self.kv_heads, self.head_dim, self.borrows_keys)
+        return (shape.heads, shape.kv_heads, shape.head_dim, shape.borrows_keys) != own
 
     @property
     def width(self) -> int:

@@ -9,7 +9,13 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.kv_cache import KvCache
-from pi2.backends.reference.operators import cap, normalize, rotate, take_sigmoid
+from pi2.backends.reference.operators import (
+    cap,
+    normalize,
+    rotate,
+    take_sigmoid,
+    take_softplus,
+)
 from pi2.backends.rope import RopeTables, compute_growth
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
@@ -115,5 +121,6 @@ class Attention:
         padding = np.zeros((count, shape.stored_query - shape.query), np.float32)
         flat = mixed.reshape(count, -1)
         if attention.output_gate:
-            flat = flat * take_sigmoid(gates)
+            is_soft = attention.output_gate_function == "softplus"
+            flat = flat * (take_softplus(gates) if is_soft else take_sigmoid(gates))
         return np.concatenate([flat, padding], axis=1)

@@ -69,7 +69,7 @@ def find_dense_rows(
             return [none, find_rows(tensors, model, keys[1], layer)]
     if keys[-1] == "query_gate_bias" and model.tensors.query_gate is not None:
         found = [find_rows(tensors, model, key, layer) for key in keys[:-1]]
-        return [*found, Rows(tensor=make_zeros(model.shape.query))]
+        return [*found, Rows(tensor=make_zeros(model.view_layer(layer).shape.query))]
     found = [find_rows(tensors, model, key, layer) for key in keys]
     if kind == "side_in":
         assert model.side_ffn is not None

@@ -386,6 +386,9 @@ def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic
     if model.attention.latent is not None:
         # There the configuration means the heads that keys and values would have.
         del document["num_key_value_heads"], document["head_dim"]
+    if stated.get("num_attention_heads_per_layer") is not None:
+        # It is what counts, and a family has read it.
+        del document["num_attention_heads"]
     if "alpha" in stated or "layer_rope_theta" in stated:
         # They change the base.
         del document["rope_theta"]

@@ -12,7 +12,6 @@ UNSTATED = {
     "diffllama": "attention that is the difference of two",
     "falcon_h1": "Mamba-2 and attention beside each other, with factors of their parts",
     "kimi_linear": "delta rules with a decay for every element of a key",
-    "laguna": "layers that differ in the number of their query heads",
     "longcat_flash": "two times attention in a layer, and experts that compute nothing",
     "mimo_v2_flash": "values that are narrower than keys, and sinks in some layers",
     "minimax": "lightning attention, whose state decays by a number of each head",

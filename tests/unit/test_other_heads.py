@@ -43,6 +43,37 @@ def mixture_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_golden_plan("gemma4-moe", tmp_path_factory.mktemp("gemma4-moe"))
 
 
+@pytest.fixture(scope="module")
+def query_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers differ in their query heads alone, with experts."""
+    return make_golden_plan("laguna", tmp_path_factory.mktemp("laguna"))
+
+
+@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
+def test_layers_with_more_queries_are_computed_for_several_sequences(
+    query_plan: Path, backend: dict[str, Any]
+) -> None:
+    check_sequences_together(query_plan, backend)
+
+
+@pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
+def test_layers_with_more_queries_give_the_same_bits_beyond_memory(
+    query_plan: Path, backend: dict[str, Any]
+) -> None:
+    ids, routed = [5, 9, 33, 60, 12, 7, 41], {**backend, "decode.predictor": "router"}
+    whole = compute_decoded(query_plan, ids, {**routed, "layers.hot": 1.0})
+    for changes in ({"layers.hot": 0.1}, {"layers.hot": 0.0, "memory.segments.cold": "64 KiB"}):
+        np.testing.assert_array_equal(compute_decoded(query_plan, ids, routed | changes), whole)
+
+
+def test_a_plan_counts_queries_of_each_layer(query_plan: Path) -> None:
+    # 32 and 96 elements of queries and as many gates, 64 of keys and values; 48 read fill 64.
+    narrow, wide = 2 * ((64 + 64) * 64 + 64 * 32), 2 * ((192 + 64) * 64 + 64 * 96)
+    # Biases of these rows and of the output, and two norms.
+    narrow, wide = narrow + 4 * (128 + 64) + 2 * 64, wide + 4 * (256 + 64) + 2 * 64
+    assert count_projection_bytes(load_plan(query_plan).model) == 2 * narrow + wide
+
+
 def test_a_plan_counts_keys_values_and_projections_of_each_layers_heads(plan: Path) -> None:
     resolved = load_plan(plan)
     model = resolved.model

@@ -77,6 +77,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "norm.inputs = false": not model.norm.inputs,
         "attention.clip": attention.clip is not None,
         "attention.growth": attention.growth > 0,
+        "attention.output_gate_function": attention.output_gate_function != "sigmoid",
         'attention.head_norm_of = "all"': attention.head_norm_of == "all",
         "attention.value_norm": attention.value_norm,
         "attention.sub_norm": attention.sub_norm,
@@ -97,6 +98,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
         named[f'moe.router = "{moe.router}"'] = moe.router in ("mixer", "none")
         named['moe.router_input = "stream"'] = moe.router_input == "stream"
         named["moe.expert_scale"] = moe.expert_scale
+        named["moe.choice_bias_of"] = moe.choice_bias_of == "score"
         named["moe.shared_factor"] = moe.shared_factor != 1.0
         named["moe.latent"] = moe.latent is not None
         named["side_ffn"] = model.side_ffn is not None

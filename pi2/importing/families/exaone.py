@@ -1,4 +1,4 @@
-"""EXAONE 4 and K-EXAONE."""
+"""EXAONE 4, K-EXAONE, and Kolibri."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pi2.importing.families.decoders import (
     has_cycle,
     omit_positions,
 )
-from pi2.importing.families.experts import add_listed_experts, add_sigmoids
+from pi2.importing.families.experts import add_listed_experts, add_sigmoids, name_experts
 from pi2.importing.families.olmo import describe_olmo2
+from pi2.importing.families.qwen import add_qwen_experts, add_shared_experts
 
 
 def describe_exaone4(config: Config) -> Tables:
@@ -48,7 +49,35 @@ def describe_exaone_moe(config: Config) -> Tables:
     return tables
 
 
+def describe_kolibri(config: Config) -> Tables:
+    """Kolibri: EXAONE's windows and positions, norms before and after, and experts that are chosen
+    by scores and a bias."""
+    tables = describe_decoder(config.set_default("intermediate_size", 1))
+    layers = tables["shape"]["layers"]
+    tables["norm"]["outputs"] = True
+    tables["attention"] = {"head_norm": True}
+    values, window = config.values, {}
+    if "sliding_window" not in values or config.has("sliding_window"):
+        window = read_window(config, layers, has_cycle(5), width=513)
+        turned = window.get("window_layers", range(layers)) if window else ()
+        tables["attention"] |= window
+        tables |= omit_positions(set(range(layers)) - set(turned))
+    add_qwen_experts(config, tables)
+    add_shared_experts(config.set_default("shared_expert_intermediate_size", 512), tables)
+    tables["moe"].pop("shared_gate", None)
+    tables["moe"].pop("dense_layers", None)
+    tables["moe"] |= {"router": "sigmoid", "choice_bias": True, "choice_bias_of": "score"}
+    names = name_experts(f"{LAYER}.mlp", shared="shared_experts")
+    tables["tensors"] = names | {
+        "attention_output_norm": f"{LAYER}.post_attn_norm.weight",
+        "ffn_output_norm": f"{LAYER}.post_ffn_norm.weight",
+        "choice_bias": f"{LAYER}.moe.router.expert_bias",
+    }
+    return tables
+
+
 FAMILIES = {
     "exaone4": describe_exaone4,
     "exaone_moe": describe_exaone_moe,
+    "kolibri1": describe_kolibri,
 }

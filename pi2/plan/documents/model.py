@@ -461,7 +461,11 @@ class Model(Document):
         `has_keys` says whether it has keys and values of its own."""
         other, view = self.other_heads, self
         if other is not None and layer in other.layers:
-            heads = {"kv_heads": other.kv_heads, "head_dim": other.head_dim}
+            heads = {
+                "heads": other.heads or self.shape.heads,
+                "kv_heads": other.kv_heads,
+                "head_dim": other.head_dim,
+            }
             view = self.model_copy(update={"shape": self.shape.model_copy(update=heads)})
         if self.find_key_layer(layer) != layer:
             # `has_keys` tells by it: no document leaves all layers without keys and values.

@@ -65,10 +65,12 @@ class OtherRope(Rope):
 
 
 class OtherHeads(Table):
-    """Heads of some layers of attention, where they are not those of ``shape`` (Gemma 4)."""
+    """Heads of some layers of attention, where they are other than those of ``shape`` (Gemma 4)."""
 
     layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[5, 11]])]
     """The layers that have them."""
+    heads: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[64])
+    """Query heads; default: as many as other layers have."""
     kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[2])]
     """Key and value heads."""
     head_dim: Annotated[int, Field(ge=1, le=2**14, examples=[512])]
@@ -137,11 +139,13 @@ class Attention(Table):
     value_norm: bool = False
     """Whether values go through an RMSNorm that has no weights, one for each head (Gemma 4)."""
     output_gate: bool = False
-    """Whether queries come with as many gates, whose sigmoids multiply what the heads have mixed
+    """Whether queries come with as many gates, which multiply what the heads have mixed
     (Qwen3-Next)."""
     output_gate_of: Literal["element", "head"] = "element"
     """What has a gate of its own: every element of what a head mixes, or every head (LFM3), whose
     row of ``tensors.query_gate`` stores repeat for its elements."""
+    output_gate_function: Literal["sigmoid", "softplus"] = "sigmoid"
+    """What becomes of a gate before it multiplies (``softplus``: Laguna)."""
     sub_norm: bool = False
     """Whether what the heads have mixed goes through an RMSNorm, all heads together, before the
     output projection (BitNet)."""

@@ -46,6 +46,8 @@ class Moe(Table):
     choice_bias: bool = False
     """Whether experts are chosen by their weights and a bias of each, which is not part of the
     weights (DeepSeek V3)."""
+    choice_bias_of: Literal["weight", "score"] = "weight"
+    """What that bias is added to: weights, or the scores that they are made of (Kolibri)."""
     groups: Annotated[int, Field(ge=1, le=4096)] = 1
     """Groups of neighbouring experts, of which the best ones are chosen first."""
     active_groups: Annotated[int, Field(ge=1, le=4096)] = 1

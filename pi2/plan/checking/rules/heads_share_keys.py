@@ -21,15 +21,18 @@ NEEDS = ("model",)
 def check(facts: Facts) -> Iterator[Finding]:
     """Divide heads by kv_heads."""
     shape, other = facts.model.shape, facts.model.other_heads
-    stated = {"shape": shape.kv_heads} | ({"other_heads": other.kv_heads} if other else {})
-    for table, kv_heads in stated.items():
-        if shape.heads % kv_heads == 0:
+    stated = {"shape": (shape.heads, shape.kv_heads)}
+    if other is not None:
+        stated["other_heads"] = (other.heads or shape.heads, other.kv_heads)
+    for table, (count, kv_heads) in stated.items():
+        if count % kv_heads == 0:
             continue
-        heads = Origin(document="model", path=("shape", "heads"), text=f"heads = {shape.heads}")
+        owner = table if table == "shape" or (other and other.heads) else "shape"
+        heads = Origin(document="model", path=(owner, "heads"), text=f"heads = {count}")
         yield Finding(
             document="model",
             path=(table, "kv_heads"),
-            message=f"{shape.heads} heads cannot share {kv_heads} key and value heads evenly",
+            message=f"{count} heads cannot share {kv_heads} key and value heads evenly",
             help="take heads and kv_heads from the checkpoint's configuration",
             origins=(heads,),
         )

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_experts import Moe
 from pi2.plan.weights.layout import GROUP
 
 CODE = "P253"
@@ -74,6 +75,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     yield from _check_absent(model)
     yield from _check_activation(model)
     yield from _check_mixture(model)
+    if model.moe is not None and model.moe.choice_bias_of == "score":
+        yield from _check_scores(model.moe)
     if model.quantization.ffn == "mxfp4" and model.shape.ffn % GROUP:
         yield Finding(
             document="model",
@@ -104,6 +107,17 @@ def check(facts: Facts) -> Iterator[Finding]:
             help="write sliding_window = N, in tokens",
         )
     yield from _find_missing(model, ("attention", "window_layers"), layers)
+
+
+def _check_scores(moe: Moe) -> Iterator[Finding]:
+    """Scores are chosen by where sigmoids of them become weights, and in no groups."""
+    if moe.router != "sigmoid" or not moe.choice_bias or moe.groups > 1:
+        yield Finding(
+            document="model",
+            path=("moe", "choice_bias_of"),
+            message="scores and a bias choose among sigmoids without groups alone",
+            help='write router = "sigmoid" and choice_bias = true, or remove choice_bias_of',
+        )
 
 
 def _check_other_heads(model: Model) -> Iterator[Finding]:
