@@ -26,7 +26,6 @@ from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-from pi2.plan.documents.model_experts import Moe
 
 _NONE: I32 = np.zeros(0, np.int32)
 
@@ -199,7 +198,7 @@ class CpuExecutor:
         self._has_cutoffs = bool(self._bindings.signs[layer])
         self._prediction.begin(now.tokens)
         if self._moe is not None:
-            self._route(layer, self._moe)
+            self._route(layer)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
 
@@ -219,13 +218,11 @@ class CpuExecutor:
         """See `pi2.backends.protocol.Foreseer`."""
         return self._prediction.list_foreseen()
 
-    def _route(self, layer: int, moe: Moe) -> None:
-        """Set the weights of the experts, unless the compiled router has, and add their biases."""
-        arrays, tokens = self._now.arrays, slice(0, self._now.tokens)
+    def _route(self, layer: int) -> None:
+        """Set the weights of the experts, unless the compiled router has."""
         if not self._bindings.is_routed[layer]:
-            arrays.routes[tokens] = self._routers[layer].route(self.read_router_input())
-        if self._spec.ffn_bias:
-            self.add_sum(self._routers[layer].add_biases(arrays.routes[tokens]))
+            routes = self._routers[layer].route(self.read_router_input())
+            self._now.arrays.routes[: self._now.tokens] = routes
 
     def list_experts(self) -> I32:
         """Return the experts that the router chose."""
@@ -337,6 +334,9 @@ class CpuExecutor:
         """Add the FFN's sum to x."""
         if self._observer is not None:
             self._observer.end_ffn(layer)
+        if self._moe is not None and self._spec.ffn_bias:
+            # Here, because a plan may change the routes after ``begin_ffn``.
+            self.add_sum(self._routers[layer].add_biases(self.read_routes()))
         end = self._now.end if self._step is None else self._step_calls.end
         end[layer](self._now.tokens)
 

@@ -184,8 +184,6 @@ class ReferenceExecutor(ObservableExecutor):
         moe, has_bias = self._model.moe, self._model.ffn.bias
         if moe is not None:
             now.routes = self._routers[layer].route(self.read_router_input())
-            if has_bias:
-                now.y += self._routers[layer].add_biases(now.routes)
         elif has_bias:
             now.y += self._dense.read_layer(layer, "down_bias")[0]
         if self._observer is not None:
@@ -349,6 +347,9 @@ class ReferenceExecutor(ObservableExecutor):
         if self._observer is not None:
             self._observer.end_ffn(layer)
         now = self._now
+        if self._model.moe is not None and self._model.ffn.bias:
+            # Here, because a plan may change the routes after ``begin_ffn``.
+            now.y += self._routers[layer].add_biases(now.routes)
         if self._model.ffn.sub_norm:
             mean = now.squares / np.float32(self._model.layer_neurons)
             now.y = now.y / np.sqrt(mean + np.float32(self._model.norm.epsilon))[:, None]

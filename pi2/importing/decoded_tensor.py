@@ -37,10 +37,13 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 """Numbers that the 16 codes of a 4-bit float stand for (OCP Microscaling Formats, 2023)."""
 
 
+E8M0 = np.append(2.0 ** np.arange(-127.0, 128.0), np.nan).astype(np.float32)
+"""Powers of two by their exponents; 255 is no number."""
+
+
 def decode_e8m0(codes: Raw) -> F32:
-    """Powers of two by their exponents; 255 is no number."""
-    powers = np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
-    return np.where(codes == 255, np.float32(np.nan), powers)
+    """Numbers that 8-bit exponents stand for."""
+    return E8M0[codes.view(np.uint8)]
 
 
 def decode_pairs(codes: Raw) -> F32:

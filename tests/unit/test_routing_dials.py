@@ -16,6 +16,7 @@ import pi2
 from pi2.arrays import F32
 from pi2.backends.experts import Router
 from pi2.cli.main import run as cli
+from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.statistics import RunStatistics
 from pi2.importing.activations import group_experts
@@ -27,11 +28,16 @@ from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store
 from tests.helpers.goldens import (
     CPU,
+    EXACT,
     ROUNDING,
+    change_config,
     compute_decoded,
+    convert_golden,
+    copy_checkpoint,
     make_golden_plan,
     measure_error,
     read_golden,
+    write_plan,
 )
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import MIXTURE, make_model
@@ -254,6 +260,25 @@ def test_routers_that_read_something_else_prefer_experts_by_what_they_read(
         model.logits(tokens, mode="decode")
         replaced = model.stats.replaced_share
     assert replaced is not None and 0.02 < replaced < 0.7
+
+
+def test_biases_of_experts_follow_the_weights_that_dials_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = copy_checkpoint("gpt-oss", tmp_path / "one/checkpoint")
+    change_config(one, num_experts_per_tok=1)
+    alone = write_plan(tmp_path / "one", convert_golden(one, tmp_path / "one", EXACT), {})
+    plan, tokens = make_golden_plan("gpt-oss", tmp_path / "two"), read_golden("gpt-oss").prompt[:8]
+    model = load_plan(plan).model
+    assert model.ffn.bias and model.moe is not None and model.moe.active_experts == 2
+    settings = {"decode.predictor": "router", "layers.hot": 0.0, "cache.fill": False}
+    expected = compute_decoded(alone, tokens, settings)
+    # Nothing is in memory, and nothing is read but what has to compute: each token's best expert.
+    there = np.zeros(model.moe.experts, np.bool_)
+    monkeypatch.setattr(RoutedFeedForward, "_find_there", lambda self, layer: there)
+    for backend in ({}, CPU):
+        dials = {**settings, **backend, "experts.most_reads": 0}
+        assert measure_error(compute_decoded(plan, tokens, dials), expected) <= ROUNDING
 
 
 def test_an_evaluation_says_what_dials_cost_and_save(
