@@ -30,7 +30,9 @@ def activate(model: Model, gate: F32, up: F32 | None, cutoffs: F32 | None = None
             if limit is not None:
                 gate = np.minimum(gate, limit)
                 up = None if up is None else np.clip(up, -limit, limit)
-            active = gate / (1 + np.exp(-np.float32(model.ffn.slope) * gate))
+            with np.errstate(over="ignore"):
+                # Of a very negative gate: divided by infinity it is zero, as it should be.
+                active = gate / (1 + np.exp(-np.float32(model.ffn.slope) * gate))
         case "gelu":
             active = 0.5 * gate * (1 + _erf(gate * np.float32(math.sqrt(0.5))))
         case "gelu_tanh":

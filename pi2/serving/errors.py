@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from pi2.diagnostics import UserError
 
@@ -97,12 +99,12 @@ def explain_user_error(error: UserError) -> ApiError:
 
 def explain_invalid(error: ValidationError) -> ApiError:
     """What a client is told of the first thing that is wrong with a body."""
-    problem = error.errors(include_url=False, include_input=False)[0]
+    problem = _find_nearest(error.errors(include_url=False, include_input=False))
     param = ""
     for part in problem["loc"]:
         if isinstance(part, int):
             param += f"[{part}]"
-        elif not part.startswith(("function-", "tagged-", "list[")):
+        elif not _is_branch(part):
             param += f".{part}" if param else part
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return ApiError(
@@ -117,3 +119,24 @@ def explain_invalid(error: ValidationError) -> ApiError:
         )
     message = f"Invalid value for '{param}': {problem['msg']}." if param else problem["msg"]
     return ApiError(400, message, param=param or None, code="invalid_value")
+
+
+def _is_branch(part: str | int) -> bool:
+    """Whether a part of a place names one of several types that a value may have, no key."""
+    return isinstance(part, str) and ("-" in part or "[" in part)
+
+
+def _find_nearest(problems: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first problem; where a value may have several types, that of the type which it is
+    nearest to."""
+    first = problems[0]
+    branch = next((at for at, part in enumerate(first["loc"]) if _is_branch(part)), None)
+    if branch is None:
+        return first
+    same = [each for each in problems if each["loc"][:branch] == first["loc"][:branch]]
+
+    def measure_agreement(problem: ErrorDetails) -> tuple[bool, int, int]:
+        numbers = [part for part in problem["loc"][branch:] if isinstance(part, int)]
+        return not problem["type"].endswith("_type"), len(problem["loc"]), max(numbers, default=0)
+
+    return max(same, key=measure_agreement)

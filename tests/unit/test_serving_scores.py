@@ -1,0 +1,81 @@
+"""What clients are told of tokens' probabilities, and of bodies that are wrong."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+
+from pi2.engine.answer import TokenScore
+from pi2.serving.errors import explain_invalid
+from pi2.serving.openai_schema import CompletionRequest
+from pi2.serving.token_scores import describe_chat_scores, describe_completion_scores
+
+EURO = "\u20ac".encode()
+
+
+def make_model(tokenizer: Tokenizer) -> Any:
+    def decode(ids: list[int], *, special: bool) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=not special))
+
+    return SimpleNamespace(decode=decode, tokenizer=tokenizer)
+
+
+def make_byte_level() -> Tokenizer:
+    vocab = {letter: index for index, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        ByteLevel(add_prefix_space=False),
+        (decoders.ByteLevel()),
+    )
+    return tokenizer
+
+
+def make_fallback() -> Tokenizer:
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.ByteFallback()
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [make_byte_level, make_fallback])
+def test_parts_of_a_character_have_their_bytes(make: Any) -> None:
+    tokenizer = make()
+    parts = tokenizer.encode("\u20ac").ids
+    assert len(parts) == len(EURO) == 3
+    scores = [TokenScore(token, -1.0, ((token, -1.0),)) for token in parts]
+    content = describe_chat_scores(make_model(tokenizer), scores)["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]) == EURO
+    assert [token["top_logprobs"][0]["bytes"] for token in content] == [[byte] for byte in EURO]
+
+
+def test_of_tokens_with_the_same_text_the_likeliest_is_told() -> None:
+    tokenizer = make_byte_level()
+    first, second, _ = tokenizer.encode("\u20ac").ids
+    score = TokenScore(first, -1.0, ((first, -1.0), (second, -2.0)))
+    told = describe_completion_scores(make_model(tokenizer), [score], 0)
+    assert told["top_logprobs"] == [{"\ufffd": -1.0}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": 5}, "prompt", "valid string"),
+        ({"prompt": ["a", 3]}, "prompt[1]", "valid string"),
+        ({"prompt": "a", "stop": [""]}, "stop[0]", "at least 1 character"),
+        ({"prompt": "a", "stop": ["b"] * 17}, "stop", "at most 16 items"),
+    ],
+)
+def test_a_value_that_may_be_of_several_types_is_explained_by_the_nearest(
+    body: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate_json(json.dumps({"model": "m", **body}))
+    told = explain_invalid(caught.value)
+    assert told.param == param and said in told.message
