@@ -22,8 +22,10 @@ GAIN = 0.02
 class ReadAhead:
     """Decides token by token."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_measured: bool = True) -> None:
+        """``is_measured``: whether times decide; else every token looks ahead."""
         self.is_on = True
+        self._is_measured = is_measured
         self._until = FIRST_TOKENS
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._is_trial = False
@@ -32,6 +34,8 @@ class ReadAhead:
 
     def end_token(self, seconds: float) -> None:
         """Take note of what a token took."""
+        if not self._is_measured:
+            return
         if self._is_trial:
             self._times[self.is_on].append(seconds)
         elif not self.is_on:

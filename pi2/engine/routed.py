@@ -64,7 +64,8 @@ class RoutedFeedForward(FeedForward):
         self._part_neurons = count()
         """Of one of the parts that are computed in their order."""
         self._small_part_neurons = count(MOST_PARTS)
-        self.read_ahead = ReadAhead()
+        # Dials ask what is in memory: if times decided that, a prompt would give other texts.
+        self.read_ahead = ReadAhead(is_measured=dials is None)
         self._start_s = 0.0
 
     _by_twins: Sequence[I32] = ()

@@ -299,6 +299,18 @@ def test_an_evaluation_says_what_dials_cost_and_save(
     assert measure_dials.draw([exact, fewer], "svg").startswith(b"<?xml")
 
 
+def test_times_do_not_decide_what_dials_find_in_memory(plan: Path) -> None:
+    settings = {"decode.predictor": "router", "decode.look_ahead": "layer", "backends.cpu": "null"}
+    for dials, stays in (({}, False), ({"experts.most_reads": 1}, True)):
+        with pi2.load(plan, set={**settings, **dials}) as model:
+            feed_forward = model._parts.layers.feed_forward
+            assert isinstance(feed_forward, RoutedFeedForward)
+            ahead = feed_forward.read_ahead
+            for _ in range(32 + 8 + 8):
+                ahead.end_token(1.0 if ahead.is_on else 0.5)
+            assert ahead.is_on == stays
+
+
 def test_dials_that_find_nothing_change_no_bit(plan: Path) -> None:
     exact, _ = run(plan)
     logits, stats = run(plan, most_reads=2)
