@@ -303,9 +303,9 @@ def test_times_do_not_decide_what_dials_find_in_memory(plan: Path) -> None:
     settings = {"decode.predictor": "router", "decode.look_ahead": "layer", "backends.cpu": "null"}
     for dials, stays in (({}, False), ({"experts.most_reads": 1}, True)):
         with pi2.load(plan, set={**settings, **dials}) as model:
-            feed_forward = model._parts.layers.feed_forward
-            assert isinstance(feed_forward, RoutedFeedForward)
-            ahead = feed_forward.read_ahead
+            layers = model._parts.layers
+            assert layers is not None and isinstance(layers.feed_forward, RoutedFeedForward)
+            ahead = layers.feed_forward.read_ahead
             for _ in range(32 + 8 + 8):
                 ahead.end_token(1.0 if ahead.is_on else 0.5)
             assert ahead.is_on == stays
