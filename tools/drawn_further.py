@@ -176,6 +176,13 @@ def draw_laguna(drawn: random.Random) -> Drawn:
     return "Laguna", options
 
 
+def draw_nanochat(drawn: random.Random) -> Drawn:
+    """nanochat."""
+    options = draw_shape(drawn, free_head=drawn.random() < 0.5) | draw_rope(drawn)
+    options["final_logit_softcapping"] = drawn.choice([None, 3.0, 15.0])
+    return "NanoChat", options | flip(drawn, "attention_bias")
+
+
 def draw_flex_olmo(drawn: random.Random) -> Drawn:
     """FlexOlmo."""
     options = draw_shape(drawn, free_head=False) | draw_rope(drawn)
@@ -372,6 +379,7 @@ FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "minicpm3": draw_minicpm3,
     "ministral": draw_ministral,
     "mistral4": draw_mistral4,
+    "nanochat": draw_nanochat,
     "olmo": draw_olmo,
     "solar_open": draw_solar_open,
     "vaultgemma": draw_vaultgemma,

@@ -5,6 +5,10 @@ from __future__ import annotations
 from golden_options import ROPE, Options
 
 MODELS: dict[str, tuple[str, Options]] = {
+    "nanochat": (
+        "NanoChat",
+        {"hidden_size": 40, "attention_bias": True, "final_logit_softcapping": 4.0},
+    ),
     "llama": ("Llama", {"rope_parameters": ROPE | {"rope_type": "default"}}),
     "llama-relu-odd-heads": (
         "Llama",

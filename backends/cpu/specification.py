@@ -84,6 +84,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         altup=_describe_altup(model),
         cutoff_rows=max((rows for rows, _ in list_cutoff_matrices(model).values()), default=0),
         router=_describe_router(model),
+        embedding_norm=model.norm.embedding,
         positions=model.positions is not None,
         output_bias=model.attention.output_bias,
         head_norm=first.head_norm,

@@ -150,6 +150,12 @@ def emit_value_norms(spec: KernelSpec, qkv: v.Buffer, once: v.Expr, token: v.Exp
     _emit_head_norm(spec, qkv, None, once, first, spec.kv_heads, spec.head_dim)
 
 
+def emit_embedding_norm(spec: KernelSpec, x: v.Buffer, once: v.Expr, token: v.Expr) -> None:
+    """RMSNorm without weights of ``token`` in ``x`` [tokens, hidden], in place."""
+    first, width = v.let(token * spec.hidden), spec.normalized_width
+    _emit_head_norm(spec, x, None, once, first, 1, spec.hidden, width)
+
+
 def emit_mixed_norm(
     spec: KernelSpec, values: v.Buffer, weight: v.Buffer, once: v.Expr, token: v.Expr
 ) -> None:

@@ -199,6 +199,8 @@ class KernelSpec:
     """Whether what attention and the FFN give is normalised before it is added."""
     parallel: bool = False
     """Whether the FFN reads the layer's input."""
+    embedding_norm: bool = False
+    """Whether embeddings are normalised."""
     positions: bool = False
     """Whether there are learned position vectors."""
     output_bias: bool = False

@@ -11,7 +11,7 @@ from pi2.backends.compiler.parameters import Parameters
 from pi2.backends.kernels.altup import take_joining
 from pi2.backends.kernels.embedding import emit_unpack
 from pi2.backends.kernels.matrix import emit_multiply
-from pi2.backends.kernels.norms import emit_normalize
+from pi2.backends.kernels.norms import emit_embedding_norm, emit_normalize
 from pi2.backends.kernels.operands import Vector
 from pi2.backends.kernels.parameters import (
     emit_each_token,
@@ -44,6 +44,8 @@ def emit_embed(schedule: Schedule, take: Parameters) -> None:
         base = v.let(token * spec.hidden)
         emit_unpack(vector, spec.hidden, x, base)
         emit_scale(x, base, spec.hidden, spec.embedding_factor)
+        if spec.embedding_norm:
+            emit_embedding_norm(spec, x, T.min(tokens, 1), token)
 
 
 def emit_add_positions(schedule: Schedule, take: Parameters) -> None:

@@ -17,7 +17,7 @@ from pi2.backends.reference.dense_tensors import DenseTensors, widen
 from pi2.backends.reference.layer_inputs import LayerInputs
 from pi2.backends.reference.mixing import Mixing, Part
 from pi2.backends.reference.neurons import compute_activations, multiply_down
-from pi2.backends.reference.operators import activate, cap
+from pi2.backends.reference.operators import activate, cap, enter_layers
 from pi2.backends.reference.prediction import Prediction
 from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.rows import name_head
@@ -89,7 +89,7 @@ class ReferenceExecutor(ObservableExecutor):
 
     @noted
     def embed(self, tokens: I32) -> None:
-        x = self._dense.take_rows(EMBEDDING, tokens) * np.float32(self._model.multipliers.embedding)
+        x = enter_layers(self._model, self._dense.take_rows(EMBEDDING, tokens))
         _, added, streams = self._none
         if self._model.layer_embedding is not None:
             rows = np.arange(len(tokens), dtype=np.int32)

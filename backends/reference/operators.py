@@ -62,6 +62,15 @@ def normalize(
     return np.asarray(result if bias is None else result + bias)
 
 
+def enter_layers(model: Model, rows: F32) -> F32:
+    """Rows of the embedding [n, hidden] as the first layer reads them."""
+    x = rows * np.float32(model.multipliers.embedding)
+    if not model.norm.embedding:
+        return np.asarray(x)
+    norm, ones = model.norm.model_copy(update={"kind": "rmsnorm"}), np.ones(1, np.float32)
+    return normalize(norm, x, ones, width=model.shape.hidden)
+
+
 def cap(x: F32, limit: float | None) -> F32:
     """Soft cap: limit * tanh(x / limit), or x as it is."""
     return x if limit is None else np.asarray(np.float32(limit) * np.tanh(x / np.float32(limit)))

@@ -17,7 +17,7 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.chunk_state import ChunkState, begin_chunk
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.backends.reference.neurons import weigh_activations
-from pi2.backends.reference.operators import activate, cap
+from pi2.backends.reference.operators import activate, cap, enter_layers
 from pi2.evaluation.scores import Scores
 from pi2.evaluation.weights import NeuronPiece, Weights
 from pi2.plan.documents.model import Model
@@ -127,7 +127,7 @@ class _LayerExecutor(ReferenceExecutor):
 
     def start(self, tokens: I64) -> State:
         """The embeddings of a window."""
-        x = self._weights.read(EMBEDDING, tokens) * np.float32(self._model.multipliers.embedding)
+        x = enter_layers(self._model, self._weights.read(EMBEDDING, tokens))
         _, added, streams = self._none
         if self._model.layer_embedding is not None:
             added = self._layer_inputs.make(self._weights.read(LAYER_EMBEDDING, tokens), x)

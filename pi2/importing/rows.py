@@ -152,7 +152,9 @@ def order_head(model: Model, layer: int = 0) -> I64 | None:
     if rotated == 0 or (rotated == size and rope.pairs == "halves"):
         return None
     pairs = np.arange(rotated).reshape((2, -1))
-    if rope.pairs == "neighbours":
+    if rope.pairs == "swapped":
+        pairs = pairs[::-1]
+    elif rope.pairs == "neighbours":
         pairs = np.arange(rotated).reshape((-1, 2)).T
     rest = np.arange(rotated, size).reshape((2, -1))
     return np.concatenate([pairs, rest], axis=1).reshape(-1)

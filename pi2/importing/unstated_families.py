@@ -16,5 +16,4 @@ UNSTATED = {
     "mimo_v2_flash": "values that are narrower than keys, and sinks in some layers",
     "minimax": "lightning attention, whose state decays by a number of each head",
     "mpt": _ALIBI,
-    "nanochat": "a norm of embeddings, and heads that turn the other way",
 }

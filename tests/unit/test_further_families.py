@@ -143,6 +143,12 @@ def test_layers_that_are_no_mixture(
     assert moe.dense_layers == expected
 
 
+def test_caps_of_nanochat() -> None:
+    assert describe("nanochat", hidden_act="relu2").logit_softcap == 15
+    uncapped = describe("nanochat", hidden_act="relu2", final_logit_softcapping=None)
+    assert uncapped.logit_softcap is None
+
+
 def test_biases_of_internlm3() -> None:
     attention = describe("internlm3", qkv_bias=True, bias=False).attention
     assert (attention.qkv_bias, attention.output_bias) == (True, False)

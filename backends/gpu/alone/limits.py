@@ -75,6 +75,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
     attention, moe = model.attention, model.moe
     named = {
         "norm.inputs = false": not model.norm.inputs,
+        "norm.embedding": model.norm.embedding,
         "attention.clip": attention.clip is not None,
         "attention.growth": attention.growth > 0,
         "attention.output_gate_function": attention.output_gate_function != "sigmoid",

@@ -109,6 +109,9 @@ class Norm(Table):
     weight."""
     inputs: bool = True
     """Whether the inputs of attention and FFN are normalised (not those of OLMo 2)."""
+    embedding: bool = False
+    """Whether embeddings go through an RMSNorm without weights before the first layer
+    (nanochat)."""
     outputs: bool = False
     """Whether the outputs of attention and FFN are normalised before they are added to the
     residual stream (Gemma 2)."""

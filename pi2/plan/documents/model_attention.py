@@ -22,9 +22,10 @@ class Rope(Table):
     """Base of the frequencies."""
     share: float = Field(default=1.0, gt=0.0, le=1.0)
     """Part of a head that is rotated, from its first element on."""
-    pairs: Literal["halves", "neighbours"] = "halves"
+    pairs: Literal["halves", "swapped", "neighbours"] = "halves"
     """Which elements of the checkpoint's heads turn together: one of each half of the rotated
-    part, or two that follow each other."""
+    part, the one of the second half taken for the first (``swapped``: heads turn the other way;
+    nanochat), or two that follow each other."""
     factor: float = Field(default=1.0, ge=1.0)
     """Factor by which the context is extended (all kinds but ``plain`` and ``none``)."""
     low_frequency_factor: float = Field(default=1.0, gt=0.0)

@@ -56,6 +56,15 @@ def check(facts: Facts) -> Iterator[Finding]:
             message="there are no shared experts to weight",
             help="write shared_experts = N, or remove shared_gate = true",
         )
+    others = (model.positions, model.layer_embedding, model.altup)
+    if model.norm.embedding and any(other is not None for other in others):
+        yield Finding(
+            document="model",
+            path=("norm", "embedding"),
+            message="embeddings have a norm in models with one stream, to which neither learned "
+            "positions nor embeddings of layers are added",
+            help="remove embedding = true",
+        )
     if model.norm.outputs and model.norm.bias:
         yield Finding(
             document="model",
