@@ -275,6 +275,8 @@ class RoutedFeedForward(FeedForward):
         cache, new, count = self._cache, parts, min(len(parts), MOST_PARTS)
         while not cache.is_whole(layer):
             new = self._leave_ahead(parts)
+            if sum(map(len, new)) <= cache.free_capacity:
+                break
             cold = np.cumsum([cache.count_cold(layer, part) for part in new])
             fitting = np.searchsorted(cold, cache.free_capacity, side="right")
             count = min(int(fitting), MOST_PARTS)
