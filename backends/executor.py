@@ -216,8 +216,14 @@ class Foreseer(Protocol):
         prediction."""
 
 
-MOST_PARTS = 8
-"""Parts of what a token computes in a layer that an executor keeps sums of."""
+MOST_PARTS, MOST_SUMS = 8, 32
+"""Parts of what a token computes in a layer that an executor keeps sums of, and sums of all threads
+together."""
+
+
+def count_parts(threads: int) -> int:
+    """Return how many parts an executor with so many threads keeps sums of, at most."""
+    return max(1, min(MOST_PARTS, MOST_SUMS // threads))
 
 
 @runtime_checkable
@@ -226,8 +232,9 @@ class PartAdder(Protocol):
     backend need not have it."""
 
     @property
-    def adds_parts(self) -> bool:
-        """Whether it does so for the model that it was built for."""
+    def parts(self) -> int:
+        """How many parts it keeps sums of, for the model that it was built for; 1: in no other
+        order than ``add_neurons``."""
 
     def add_parts(
         self,
@@ -242,7 +249,7 @@ class PartAdder(Protocol):
     ) -> None:
         """Compute the neurons in ``slots`` [n] of ``arena`` [slots, stride], as ``add_neurons``
         says, but keep their sums by parts (T = 1): one part after the other of ``size`` stretches
-        each but for the last, with these ``numbers`` below `MOST_PARTS`.  Then add the parts from
+        each but for the last, with these ``numbers`` below ``parts``.  Then add the parts from
         number 0 to ``finished`` - 1, if any, to y: with the bits of ``add_neurons`` for one after
         the other."""
 

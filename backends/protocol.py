@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 from pi2.backends.build_request import BuildRequest, Gates, Tensor, Twins
 from pi2.backends.executor import (
     CONTEXT_BLOCK,
-    MOST_PARTS,
     ContextKeeper,
     Executor,
     Foreseer,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTEXT_BLOCK",
-    "MOST_PARTS",
     "Backend",
     "BuildRequest",
     "ContextKeeper",

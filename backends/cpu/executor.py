@@ -267,9 +267,9 @@ class CpuExecutor:
         self._neurons.add_gathered(layer, arena, slots, indices, known, stretch)
 
     @property
-    def adds_parts(self) -> bool:
+    def parts(self) -> int:
         """See `pi2.backends.protocol.PartAdder`."""
-        return self._neurons.adds_parts
+        return self._spec.parts
 
     def add_parts(
         self,

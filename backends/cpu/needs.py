@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.backends.executor import MOST_PARTS
+from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocked_tile_bytes, count_blocks_bytes
 from pi2.backends.kernels.mixing_layout import count_most_room
 from pi2.backends.kernels.spec import BLOCK_ROOM, PANEL, PARTS, SPANS
@@ -54,13 +54,13 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     where layers differ, and a float where queries grow), 16 spans of attention of w + 2 floats per
     head, eight numbers per neuron of a layer (in a mixture nine, with resident scales two more),
     and for every token of a step beyond the first two more and a predictor's inner vector, d floats
-    and 33 KiB per thread (of experts that are never inactive 8 d floats, as far as those of the
-    dense FFN are fewer); where a step has several tokens and activations are often zero, 4 KiB
-    more, and d floats and 2 KiB for each of the tokens. On cores that have or may have i8mm,
-    10 (d + h w) bytes per thread, and the inputs of an even number of tokens; with AMX 72 (d + h w)
-    bytes and 4 KiB twice per thread, and the inputs and their scales once more, of a multiple of 16
-    tokens. For layers with a
-    state, an input as wide as what they mix, their projections, and some factors.
+    and 33 KiB per thread (of experts that are never inactive up to 32 d floats in all, as far as
+    those of the dense FFN are fewer); where a step has several tokens and activations are often
+    zero, 4 KiB more, and d floats and 2 KiB for each of the tokens. On cores that have or may have
+    i8mm, 10 (d + h w) bytes per thread, and the inputs of an even number of tokens; with AMX
+    72 (d + h w) bytes and 4 KiB twice per thread, and the inputs and their scales once more, of a
+    multiple of 16 tokens. For layers with a state, an input as wide as what they mix, their
+    projections, and some factors.
     For an FFN beside experts, its input, gates and ups, and d floats; for experts of another width,
     what they read and give, and as many floats of each thread instead of d.  Where activations are
     normalised, a float, and one for each thread.  For embeddings of layers, two floats for each
@@ -136,7 +136,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
             for view in views
         ]
         scratch = max(THREAD_BYTES, *rooms)
-    parts = MOST_PARTS if model.moe is not None and model.is_smooth else 1
+    parts = count_parts(threads) if model.moe is not None and model.is_smooth else 1
     sums = 4 * threads * model.stored_neuron_width
     tables += sums + max(0, (parts - 1) * sums - 4 * chunk * PANEL)
     tables += threads * scratch + SMALL_BYTES

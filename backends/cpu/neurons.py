@@ -111,7 +111,7 @@ class Neurons:
         self._part_numbers = space.make("int32", spec.parts)
         self._add_parts: list[BoundCall] = []
         """By layer."""
-        if self.adds_parts:
+        if spec.parts > 1:
             own = self._room | {"part_numbers": space.wrap(self._part_numbers)}
             self._add_parts = [
                 self._bind_gather(layer, own, views, is_plain=False) for layer in range(layers)
@@ -204,11 +204,6 @@ class Neurons:
         # Where nobody gives parts numbers, there is one.
         numbers = space.make("int32", spec.parts)
         return {"part_sums": space.wrap(sums), "part_numbers": space.wrap(numbers)}
-
-    @property
-    def adds_parts(self) -> bool:
-        """See `pi2.backends.protocol.PartAdder`."""
-        return self._spec.parts > 1
 
     def _name_token(self) -> str:
         return "token" if self._spec.sequences else ""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pi2.backends.executor import MOST_PARTS
+from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan_memory import KvType
@@ -407,7 +407,8 @@ class KernelSpec:
     def parts(self) -> int:
         """Parts of a token's neurons whose sums are kept until all are added: they are computed in
         any order then."""
-        return MOST_PARTS if self.takes_stretches and self.experts and not self.sub_norm else 1
+        keeps = self.takes_stretches and self.experts > 0 and not self.sub_norm
+        return count_parts(self.threads) if keeps else 1
 
     @property
     def has_plain_ffn(self) -> bool:

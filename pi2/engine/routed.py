@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import I32, I64, Bits
-from pi2.backends.protocol import MOST_PARTS, InputReader, PartAdder
+from pi2.backends.protocol import InputReader, PartAdder
 from pi2.engine.expert_gates import ExpertGates
 from pi2.engine.experts import mark_experts, unite_experts
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.read_ahead import ReadAhead
 from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.waves import Wave
-from pi2.memory.granules import count_part_neurons
+from pi2.memory.granules import PARTS, count_part_neurons
 from pi2.memory.naming import unite_named
 from pi2.memory.policy import ABSENT
 
@@ -57,13 +57,13 @@ class RoutedFeedForward(FeedForward):
         self._groups = self._experts.divide(self._cache.granule)
         stride = self._single.arena.shape[1]
         executor = self._executor
-        can_add = isinstance(executor, PartAdder) and executor.adds_parts
-        self._adder = executor if can_add and isinstance(executor, PartAdder) else None
+        self._adder = executor if isinstance(executor, PartAdder) and executor.parts > 1 else None
         """What computes parts in any order, of a single token."""
         count = partial(count_part_neurons, self._token_neurons, self._experts.size, stride)
         self._part_neurons = count()
         """Of one of the parts that are computed in their order."""
-        self._small_part_neurons = count(MOST_PARTS)
+        self._most_parts = PARTS if self._adder is None else self._adder.parts
+        self._small_part_neurons = count(self._most_parts)
         # Dials ask what is in memory: if times decided that, a prompt would give other texts.
         self.read_ahead = ReadAhead(is_measured=dials is None)
         self._start_s = 0.0
@@ -272,14 +272,16 @@ class RoutedFeedForward(FeedForward):
         """Begin with as many ``parts`` as the cache has room for, at least one, and return how
         many.  There always is room for one, unless a unit was lost whose neurons the plan had not
         counted: then it is cut in two."""
-        cache, new, count = self._cache, parts, min(len(parts), MOST_PARTS)
+        cache, new = self._cache, parts
+        count = most = min(len(parts), self._most_parts)
         while not cache.is_whole(layer):
             new = self._leave_ahead(parts)
             if sum(map(len, new)) <= cache.free_capacity:
+                count = most
                 break
             cold = np.cumsum([cache.count_cold(layer, part) for part in new])
             fitting = np.searchsorted(cold, cache.free_capacity, side="right")
-            count = min(int(fitting), MOST_PARTS)
+            count = min(int(fitting), most)
             if count:
                 break
             if self._wave is not None:
