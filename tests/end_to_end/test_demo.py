@@ -108,6 +108,8 @@ def test_the_prompt_may_come_from_standard_input_or_a_file(tmp_path: Path) -> No
 
 def test_guessed_tokens_change_nothing_but_the_speed() -> None:
     given = ["demo", "--prompt", "def add(a, b):", "--max-tokens", "32"]
+    # Kernels are compiled here: those of other tests are taken, which the program would not find.
+    pi2.load(PLAN, set={"decode.speculation.tokens": 4}).close()
     guessing = run(*given, "--set", "decode.speculation.tokens=4")
     assert guessing.returncode == 0, guessing.stderr
     assert guessing.stdout == run(*given).stdout

@@ -24,13 +24,23 @@ def address(plan: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """OpenAI's library, which takes seconds to import: only the worker that needs it does."""
+    return pytest.importorskip("openai", reason="needs OpenAI's client")
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    """Anthropic's, likewise."""
+    return pytest.importorskip("anthropic", reason="needs Anthropic's client")
+
+
 @pytest.fixture(scope="module")
-def client(address: str) -> Any:
-    openai = pytest.importorskip("openai", reason="needs OpenAI's client")
+def client(address: str, openai: Any) -> Any:
     return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def other(address: str) -> Any:
-    anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
+def other(address: str, anthropic: Any) -> Any:
     return anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
-openai = pytest.importorskip("openai", reason="needs OpenAI's client")
-anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
 
-import pi2  # noqa: E402
-from tests.helpers.servers import (  # noqa: E402
+import pi2
+from tests.helpers.servers import (
     HELLO,
     describe_plan,
     get,
@@ -61,7 +59,9 @@ def test_a_client_learns_of_a_template_and_nothing_of_this_machine(
             assert broken or "/v1/completions" in answer.text
 
 
-def test_mistakes_are_told_in_the_form_of_each_interface(client: Any, other: Any) -> None:
+def test_mistakes_are_told_in_the_form_of_each_interface(
+    client: Any, other: Any, openai: Any, anthropic: Any
+) -> None:
     def ask(**more: Any) -> Any:
         return client.chat.completions.create(**{"model": "tiny", "messages": HELLO, **more})
 
@@ -104,7 +104,7 @@ def test_mistakes_are_told_in_the_form_of_each_interface(client: Any, other: Any
         client.responses.create(model="tiny", input="x", previous_response_id="resp_1")
 
 
-def test_texts_are_embedded(client: Any, plan: Path) -> None:
+def test_texts_are_embedded(client: Any, plan: Path, openai: Any) -> None:
     # The client asks for base64 when nobody says what he wants.
     texts = ["hello", "hello you", "hello"]
     found = client.embeddings.create(model="tiny", input=texts, user="me")

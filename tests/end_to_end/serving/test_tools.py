@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
-openai = pytest.importorskip("openai", reason="needs OpenAI's client")
 
-from tests.helpers.servers import (  # noqa: E402
+from tests.helpers.servers import (
     HELLO,
     SCHEMA,
     TOOLS,
@@ -21,7 +20,7 @@ from tests.helpers.servers import (  # noqa: E402
 )
 
 
-def test_answers_keep_to_a_json_schema(client: Any) -> None:
+def test_answers_keep_to_a_json_schema(client: Any, openai: Any) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     for seed in range(3):
         choice = client.chat.completions.create(
@@ -116,7 +115,9 @@ CALLING = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 @pytest.mark.parametrize("template", ["chatml", CALLING.replace("{% if tools %}", "{% if 0 %}")])
-def test_calls_are_read_again_as_they_were_sampled(tmp_path: Path, template: str) -> None:
+def test_calls_are_read_again_as_they_were_sampled(
+    tmp_path: Path, template: str, openai: Any
+) -> None:
     plan = make_chat_plan(tmp_path, template=template, context=2048)
     with serve([describe_plan(plan)]) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
