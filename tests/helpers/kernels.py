@@ -149,23 +149,30 @@ def compile_kernel(emit: Callable[[Any], None], isa: Isa) -> Callable[..., None]
     return call
 
 
-@functools.lru_cache(maxsize=256)
+_programs: list[dict[tuple[str, KernelSpec], Callable[..., None]]] = [{}]
+"""Compiled functions of specs; the last one counts."""
+
+
 def compile_program(name: str, spec: KernelSpec) -> Callable[..., None]:
     """Compile one function of a spec; see `compile_anew` where its emitter is replaced."""
     from pi2.backends.kernels.program import Program
 
-    program = Program(spec)
-    return compile_kernel(program.list_functions()[name], program.isa)
+    compiled = _programs[-1]
+    if (name, spec) not in compiled:
+        program = Program(spec)
+        kernel = compile_kernel(program.list_functions()[name], program.isa)
+        compiled[name, spec] = kernel
+    return compiled[name, spec]
 
 
 @contextmanager
 def compile_anew() -> Iterator[None]:
     """Use no kernels from before, and leave none behind: for tests that replace what emits them."""
-    compile_program.cache_clear()
+    _programs.append({})
     try:
         yield
     finally:
-        compile_program.cache_clear()
+        _programs.pop()
 
 
 @functools.cache
