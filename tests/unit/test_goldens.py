@@ -73,6 +73,8 @@ COMPUTED_ALIKE = {
         "mamba2",
     ),
     *("falcon-mamba", "mamba"),
+    # Llama's, with tables of positions that both backends get from one function.
+    *("llama-linear", "llama-yarn"),
     "gemma3n",  # compared in test_residual_streams
 }
 """Whose layers are those of other goldens: the reference backend tells the rest."""
