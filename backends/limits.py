@@ -15,8 +15,6 @@ def list_unknown_weights(model: Model) -> list[str]:
         limits.append("computes no projections of ternary weights")
     if model.ffn.sub_norm:
         limits.append("computes no neurons whose activations are normalised (ffn.sub_norm)")
-    if model.moe is not None and model.moe.weighs == "input":
-        limits.append("computes no experts whose weights multiply what they read (moe.weighs)")
     if model.ffn.gate_sparsity:
         limits.append("computes no neurons whose gates have a cutoff (ffn.gate_sparsity)")
     return limits

@@ -14,7 +14,7 @@ from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
 from pi2.backends.gpu.choice import open_unit
 from pi2.backends.gpu.dense import DenseFfn
 from pi2.backends.gpu.dense_rows import DenseRows
-from pi2.backends.gpu.description import describe_ffn
+from pi2.backends.gpu.description import describe_model_ffn
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.backends.gpu.memory import check_memory
 from pi2.backends.gpu.sizes import TILE, DenseSizes, count_experts, describe_rows
@@ -64,7 +64,7 @@ class GpuUnit:
             jobs=request.jobs,
             stretch=request.stretch,
         )
-        ffn = describe_ffn(layout, model.ffn, sizes.experts)
+        ffn = describe_model_ffn(layout, model)
         rows = describe_rows(
             {
                 name: (tensor.rows, tensor.length, _get_precision(tensor))

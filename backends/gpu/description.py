@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from pi2.backends.gpu.kernels.specification import FfnKernels
-from pi2.plan.documents.model import Ffn
+from pi2.backends.gpu.sizes import count_experts
+from pi2.plan.documents.model import Ffn, Model
 from pi2.plan.weights.layout import BundleLayout
+
+
+def describe_model_ffn(layout: BundleLayout, model: Model) -> FfnKernels:
+    """Return the kernels for neurons of ``layout`` of a model, in tiles."""
+    found = describe_ffn(layout, model.ffn, count_experts(model))
+    weighs = model.moe is not None and model.moe.weighs == "input"
+    return dataclasses.replace(found, weighs_input=weighs)
 
 
 def describe_ffn(layout: BundleLayout, ffn: Ffn, experts: int = 0) -> FfnKernels:

@@ -43,9 +43,13 @@ def describe_shape(model: Model, layout: BundleLayout) -> FfnShape:
         weights=choose_weights(layout.precision),
         activation=model.ffn.activation,
         threshold=model.ffn.threshold or 0.0,
+        slope=model.ffn.slope,
+        limit=model.ffn.limit,
+        up_offset=model.ffn.up_offset,
         gated=layout.is_gated,
         bias=bool(layout.biases),
         experts=0 if layout.expert_offset is None else model.expert_count,
+        weighs_input=model.moe is not None and model.moe.weighs == "input",
     )
 
 

@@ -56,10 +56,18 @@ class FfnShape:
     weights: Weights
     activation: Activation
     threshold: float = 0.0
+    slope: float = 1.0
+    """Of the activation ``silu``: x sigmoid(slope x)."""
+    limit: float | None = None
+    """Gates are cut to at most the limit, ups to -limit..limit (``silu``)."""
+    up_offset: float = 0.0
+    """Added to ups before they are multiplied with gates."""
     gated: bool = True
     bias: bool = False
     experts: int = 0
     """Of a mixture, else 0."""
+    weighs_input: bool = False
+    """Whether experts' weights multiply gates and ups, not what neurons compute of them."""
 
     @property
     def inputs(self) -> int:

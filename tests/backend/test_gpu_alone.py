@@ -34,6 +34,9 @@ ERROR = 1e-4
         ("opencl", "deepseek-v3", "none", "fp32", ERROR),
         # Layers that keep a state: the delta rule, gates of attention's output.
         ("webgpu", "qwen3-5", "none", "fp32", ERROR),
+        # Attention in chunks, norms of some layers' turned heads, queries that grow, experts that
+        # read what is weighed.
+        ("opencl", "llama4", "router", "fp32", ERROR),
         # A router that reads the layer's input, and names the neurons.
         ("webgpu", "smallthinker", "router", "fp32", ERROR),
     ],

@@ -20,6 +20,7 @@ from tests.helpers.gpu import Bench, measure_error
 
 CLOSE = 3e-6
 CONTEXT, SEQUENCES = 300, 2
+GROWTH = (1 + np.arange(CONTEXT) // 7 / 30).astype(np.float32)
 
 
 def round_kv(attention: AttentionKernels, x: F32) -> F32:
@@ -46,12 +47,20 @@ def compute_attention(
     query, key, value = np.split(vectors, [heads, heads + kv_heads], axis=1)
     if attention.head_norm:
         norm = Norm(kind="rmsnorm", epsilon=attention.epsilon)
+    if attention.head_norm and not attention.norm_after:
         query, key = normalize(norm, query, norms[0]), normalize(norm, key, norms[1])
     cosines, sines = (table[positions] for table in tables)
     query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
+    if attention.head_norm and attention.norm_after:
+        query, key = normalize(norm, query, norms[0]), normalize(norm, key, norms[1])
+    if attention.growth:
+        query = query * GROWTH[positions][:, None, None]
     key, value = round_kv(attention, key), round_kv(attention, value)
     visible = positions[None, :] <= positions[:, None]
-    if attention.window is not None:
+    if attention.window is not None and attention.chunked:
+        own = positions // attention.window
+        visible &= own[None, :] == own[:, None]
+    elif attention.window is not None:
         visible &= positions[None, :] > positions[:, None] - attention.window
     outputs = np.empty((len(qkv), heads, size))
     for head in range(heads):
@@ -78,6 +87,19 @@ def compute_attention(
             heads=2, kv_heads=2, head_dim=256, scale=0.06, kv="fp32", score_cap=2.0, sinks=True
         ),
         AttentionKernels(heads=2, kv_heads=1, head_dim=96, scale=0.1, kv="int8"),
+        AttentionKernels(
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            scale=0.2,
+            kv="fp32",
+            window=70,
+            chunked=True,
+            head_norm=True,
+            epsilon=1e-5,
+            norm_after=True,
+            growth=True,
+        ),
     ],
     ids=lambda attention: f"{attention.kv}-{attention.head_dim}",
 )
@@ -87,7 +109,10 @@ def test_attention_of_chunks_and_steps(launcher: Launcher, attention: AttentionK
     total = 260
     rows = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
     angles = random.random((CONTEXT, attention.head_dim // 2)) * 6
-    tables = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    # Such as YaRN's make vectors longer, which a norm behind them undoes.
+    length = 1.25 if attention.norm_after else 1.0
+    cosines, sines = length * np.cos(angles), length * np.sin(angles)
+    tables = (cosines.astype(np.float32), sines.astype(np.float32))
     norms = (1 + random.random((2, attention.head_dim))).astype(np.float32)
     qkv = random.standard_normal((total, rows)).astype(np.float32)
     positions = np.arange(total, dtype=np.int32)
@@ -97,6 +122,7 @@ def test_attention_of_chunks_and_steps(launcher: Launcher, attention: AttentionK
     arrays: dict[str, npt.NDArray[Any]] = {
         "sinks": sinks,
         "norms": norms,
+        "growth": GROWTH,
         "cosines": tables[0],
         "sines": tables[1],
         "keys": np.zeros((vectors, attention.row_words), np.uint32),

@@ -69,7 +69,14 @@ def test_sums_of_any_number_of_tokens_are_those_of_numpy(
     dense.close()
 
 
-@pytest.mark.parametrize("ffn", [PLAIN, VARIED], ids=["gated", "ungated, biases, experts"])
+WEIGHED = FfnKernels(hidden=96, precision="int4", activation="silu", experts=3, weighs_input=True)
+
+
+@pytest.mark.parametrize(
+    "ffn",
+    [PLAIN, VARIED, WEIGHED],
+    ids=["gated", "ungated, biases, experts", "experts that read what is weighed"],
+)
 def test_neurons_in_rows_have_the_values_of_those_in_tiles(
     launcher: Launcher, ffn: FfnKernels
 ) -> None:

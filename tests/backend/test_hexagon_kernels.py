@@ -4,10 +4,12 @@ bit."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from pi2.arrays import F32, U8
 from pi2.backends.hexagon.packing import pack_neurons, pack_rows
 from pi2.backends.hexagon.specification import (
     FfnGraph,
@@ -16,8 +18,8 @@ from pi2.backends.hexagon.specification import (
     ProductGraph,
     choose_weights,
 )
-from pi2.plan.weights.bundles import pack_bundles, slice_part, unpack_part
-from pi2.plan.weights.layout import Precision, lay_out_bundle, round_up
+from pi2.plan.weights.bundles import assemble_bundles, pack_bundles, slice_part, unpack_part
+from pi2.plan.weights.layout import BundleLayout, Precision, lay_out_bundle, round_up
 from pi2.plan.weights.rounding import quantize
 from tests.helpers.hexagon import Bench, multiply_exactly, require_emulator, round_tokens
 
@@ -100,14 +102,49 @@ def test_the_ffn_rounds_values_and_adds_whole_numbers(
     graph = FfnGraph(tokens=1 if tokens == 1 else 8, neurons=64)
     found = bench.feed_forward(graph, arrays, inputs, room, first, count)
 
+    gate, up = multiply_inputs(bundles, layout, inputs)
+    values = np.maximum(gate, 0) * np.maximum(up, 0)
+    expect_sums(found, values, bundles, layout, slice(first, min(first + count, 97)))
+
+
+def test_experts_may_read_what_is_weighed_and_cut_gates_and_ups() -> None:
+    """As Llama 4's and gpt-oss's do."""
+    require_emulator()
+    shape = replace(SHAPE, activation="silu", slope=1.7, limit=1.5, up_offset=1.0, experts=2)
+    shape = replace(shape, weighs_input=True)
+    graph = FfnGraph(tokens=8, neurons=64)
+    random = np.random.default_rng(5)
+    layout = lay_out_bundle(shape.hidden, "int4", mixed=True)
+    parts = [random.standard_normal((64, shape.hidden)).astype(np.float32) for _ in range(3)]
+    packed = [quantize(part, "int4") for part in parts]
+    experts = random.integers(0, 2, 64).astype(np.int32)
+    bundles = assemble_bundles(packed, layout, experts=experts)
+    inputs = random.standard_normal((7, shape.hidden)).astype(np.float32)
+    routes = random.uniform(0.1, 0.4, (7, 2)).astype(np.float32)
+    own = Bench(HexagonSpec(version="v68", ffn=shape, graphs=(graph,), products=()))
+    arrays = pack_neurons(bundles, layout, shape, 64)
+    found = own.feed_forward(graph, arrays, inputs, 64, 0, 64, routes)
+    own.close()
+
+    gate, up = (part * routes[:, experts] for part in multiply_inputs(bundles, layout, inputs))
+    gate = np.minimum(gate, 1.5)
+    values = gate / (1 + np.exp(-1.7 * gate)) * (np.clip(up, -1.5, 1.5) + 1)
+    expect_sums(found, values.astype(np.float32), bundles, layout, slice(0, 64))
+
+
+def multiply_inputs(bundles: U8, layout: BundleLayout, inputs: F32) -> list[F32]:
+    """Products [tokens, n] of gates and of ups with rounded inputs."""
     whole, scales = round_tokens(inputs)
     products = []
     for part in range(2):
         weights, part_scales = slice_part(bundles, layout, part)
-        sums, rows = multiply_exactly(weights, part_scales, SHAPE.hidden, "int4", whole)
+        sums, rows = multiply_exactly(weights, part_scales, layout.hidden, "int4", whole)
         products.append(sums.astype(np.float32) * (rows[None] * scales[:, None]))
-    values = np.maximum(products[0], 0) * np.maximum(products[1], 0)
-    chosen = slice(first, min(first + count, 97))
+    return products
+
+
+def expect_sums(found: F32, values: F32, bundles: U8, layout: BundleLayout, chosen: slice) -> None:
+    """The sums of the ``chosen`` neurons, whose values are rounded to bytes."""
     rounded, value_scales = round_tokens(values[:, chosen])
     down = unpack_part(bundles, layout, 2)
     columns = np.abs(down).max(axis=0) / np.float32(127)

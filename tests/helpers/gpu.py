@@ -79,8 +79,8 @@ class RandomNeurons:
         """Activations [tokens, count] in double precision."""
         products: list[F64] = []
         for index in range(self.ffn.parts):
-            weights = unpack_part(self.bundles, self.layout, index).astype(np.float64)
-            product = inputs.astype(np.float64) @ weights.T
+            rows = unpack_part(self.bundles, self.layout, index).astype(np.float64)
+            product = inputs.astype(np.float64) @ rows.T
             if self.ffn.bias:
                 product = product + slice_bias(self.bundles, self.layout, index)
             products.append(product)
@@ -93,11 +93,12 @@ class RandomNeurons:
                 up_offset=self.ffn.up_offset,
             )
         )
+        weights = None if routes is None else routes[:, slice_experts(self.bundles, self.layout)]
+        if weights is not None and self.ffn.weighs_input:
+            products = [product * weights for product in products]
         up: Any = products[1] if self.ffn.gated else None
         values = cast(F64, activate(model, cast(Any, products[0]), up))
-        if routes is not None:
-            values = values * routes[:, slice_experts(self.bundles, self.layout)]
-        return values
+        return values if weights is None or self.ffn.weighs_input else values * weights
 
     def compute_sums(self, values: F64) -> F64:
         """Their sums [tokens, hidden]."""

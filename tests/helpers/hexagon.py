@@ -122,9 +122,17 @@ class Bench:
         return self.read(job["results"], graph.tokens, graph.rows)[: len(inputs)]
 
     def feed_forward(
-        self, graph: FfnGraph, arrays: Arrays, inputs: F32, room: int, first: int, count: int
+        self,
+        graph: FfnGraph,
+        arrays: Arrays,
+        inputs: F32,
+        room: int,
+        first: int,
+        count: int,
+        routes: F32 | None = None,
     ) -> F32:
-        """Sums [n, hidden] of ``count`` neurons from ``first`` on, of a room of ``room``."""
+        """Sums [n, hidden] of ``count`` neurons from ``first`` on, of a room of ``room``;
+        ``routes`` [n, experts] are weights of experts."""
         shape = self.spec.ffn
         assert shape is not None
         self._end = 0
@@ -132,12 +140,16 @@ class Bench:
         layout = lay_out_neurons(shape, room)
         neurons = self.place(layout)
         length = shape.length
-        job = self.place(lay_out_job(graph.tokens, length, length // GROUP, 0, shape.hidden))
+        job = self.place(
+            lay_out_job(graph.tokens, length, length // GROUP, shape.experts, shape.hidden)
+        )
         scratch = self.place(lay_out_scratch(graph))
         self.write(neurons, arrays)
         size = 4 * graph.tokens * shape.hidden
         self.session.memory[job["results"] : job["results"] + size] = 0
         self.give(pack_tokens(inputs, graph.tokens, shape.weights), job)
+        if routes is not None:
+            self.write(job, {"routes": np.ascontiguousarray(routes).reshape(-1).view(np.uint8)})
         start = min(neurons.values())
         operands = place_piece(shape, layout, start, first) | job
         operands |= {

@@ -26,8 +26,12 @@ def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans
         "tops": state["span_tops"],
         "mixed": state["mixed"],
     }
-    if model.attention.head_norm:
+    if model.has_head_norm(layer):
         arrays["norms"] = state[f"head_norms_{layer}"]
+    growing = model.attention.growth_layers
+    if use.attention.growth:
+        grows = growing is None or layer in growing
+        arrays["growth"] = state["growth" if grows else "no_growth"]
     if model.attention.sinks:
         arrays["sinks"] = work.find_vector(name_layer_tensor(layer, "sinks"))
     numbers = {"context": use.context, "tokens": tokens, "spans": spans}
@@ -35,7 +39,8 @@ def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans
         _list_latent_queries(work, use, layer, tokens, arrays)
         arrays["mixed"] = state["mixed_latent"]
     else:
-        work.add("keep", arrays, numbers)
+        is_plain = use.attention.head_norm and not model.has_head_norm(layer)
+        work.add("keep_plain" if is_plain else "keep", arrays, numbers)
     sees_all = model.find_window(layer) is None and use.attention.window is not None
     for name in ("attend_all" if sees_all else "attend", "mix"):
         work.add(name, arrays, numbers)

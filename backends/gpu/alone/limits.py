@@ -77,7 +77,8 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "norm.inputs = false": not model.norm.inputs,
         "norm.embedding": model.norm.embedding,
         "attention.clip": attention.clip is not None,
-        "attention.growth": attention.growth > 0,
+        "attention.growth with latent attention": attention.growth > 0
+        and attention.latent is not None,
         "attention.output_gate_function": attention.output_gate_function != "sigmoid",
         'attention.head_norm_of = "all"': attention.head_norm_of == "all",
         "attention.value_norm": attention.value_norm,
@@ -91,9 +92,6 @@ def _list_unknown_layers(model: Model) -> list[str]:
         'rope.kind = "proportional"': any(
             rope.kind == "proportional" for rope in model.list_turns().values()
         ),
-        "attention.head_norm_layers": attention.head_norm_layers is not None,
-        'attention.window_kind = "chunked"': attention.window_kind == "chunked",
-        'attention.head_norm_place = "after"': attention.head_norm_place == "after",
     }
     if moe is not None:
         named[f'moe.router = "{moe.router}"'] = moe.router in ("mixer", "none")

@@ -213,6 +213,9 @@ def list_state(use: ModelUse) -> dict[str, int]:
         floats["scores"] = 0 if use.predictor == "router" else steps * neurons
     if model.attention.head_norm:
         floats |= {f"head_norms_{layer}": 2 * shape.head_dim for layer in range(shape.layers)}
+    if use.attention.growth:
+        floats["growth"] = use.context
+        floats["no_growth"] = 0 if model.attention.growth_layers is None else use.context
     if use.is_sparse and model.moe is not None:
         floats |= {f"order_{layer}": neurons for layer in range(shape.layers)}
     if use.router is not None:
@@ -256,7 +259,8 @@ def count_host_bytes(use: ModelUse) -> int:
     moving = (PACKING_COPIES + 1) * tiles * sum(count_tile_bytes(use.layout).values())
     logits = 4 * count_logit_rows(use) * shape.vocab
     ropes = 8 * count_ropes(use) * use.context * use.model.turned_width
-    return logits + ropes + moving
+    growth = 8 * use.context if use.attention.growth else 0
+    return logits + ropes + growth + moving
 
 
 def _round(size: int) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pi2.backends.gpu.description import describe_ffn
+from pi2.backends.gpu.description import describe_model_ffn
 from pi2.backends.gpu.kernels.specification import (
     AttentionKernels,
     EmbeddingKernels,
@@ -62,8 +62,7 @@ class ModelUse:
     @property
     def ffn(self) -> FfnKernels:
         """Kernels of all neurons."""
-        model = self.model
-        found = describe_ffn(self.layout, model.ffn, count_experts(model))
+        found = describe_model_ffn(self.layout, self.model)
         return dataclasses.replace(found, in_rows=self.is_sparse)
 
     @property
@@ -149,9 +148,13 @@ class ModelUse:
             scale=attention.scale or 1 / math.sqrt(latent.key if latent else shape.head_dim),
             kv=self.kv,
             head_norm=attention.head_norm,
+            some_plain=attention.head_norm_layers is not None,
+            norm_after=attention.head_norm_place == "after",
+            growth=attention.growth > 0,
             epsilon=self.model.norm.epsilon,
             score_cap=attention.softcap,
             window=max((window for window in windows if window is not None), default=None),
+            chunked=attention.window_kind == "chunked",
             some_full=None in windows,
             sinks=attention.sinks,
             output_gate=attention.output_gate,

@@ -25,7 +25,7 @@ from pi2.backends.gpu.packing import (
 )
 from pi2.backends.gpu.sizes import TILE, count_tile_bytes
 from pi2.backends.protocol import Tensor
-from pi2.backends.rope import compute_rope_tables
+from pi2.backends.rope import compute_growth, compute_rope_tables
 from pi2.plan.weights.codes import order_words
 
 
@@ -57,10 +57,23 @@ class ModelArrays:
         ropes = [use.model.rope, use.model.other_rope]
         self._ropes = [rope for rope in ropes if rope is not None]
         self._is_long: list[bool | None] = [None] * count_ropes(use)
+        self._send_growth()
         # What fills up the last group of what heads have mixed is written by no product.
         for name in ("zeros", "mixed", "mixed_state"):
             if name in self.state:
                 self._send(self.state[name], np.zeros(self.state[name].size // 4, np.float32))
+
+    def _send_growth(self) -> None:
+        """Send the factors of queries, of layers where they grow and where they do not."""
+        model, context = self._use.model, self._use.context
+        growing = model.attention.growth_layers
+        for name, is_wanted in (("growth", True), ("no_growth", False)):
+            if name in self.state:
+                layers = range(model.shape.layers)
+                found = (n for n in layers if (growing is None or n in growing) is is_wanted)
+                layer = next(found, None)
+                if layer is not None:
+                    self._send(self.state[name], compute_growth(model, layer, 0, context))
 
     @property
     def device_bytes(self) -> int:

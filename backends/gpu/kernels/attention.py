@@ -4,9 +4,9 @@
 kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
 ``keep``                qkv float32 [T, rows] (queries become the rotated ones), places, [norms of
-                        query and key heads float32 [2, head_dim]], cosines, sines float32
-                        [context, head_dim / 2], keys, values, [key scales, value scales];
-                        context, tokens
+                        query and key heads float32 [2, head_dim]], [growth float32 [context]],
+                        cosines, sines float32 [context, head_dim / 2], keys, values, [key scales,
+                        value scales]; context, tokens
 ``attend``              qkv, places, keys, values, [key scales, value scales], partials float32
                         [spans, T, heads, width of values], tops float32 [spans, T, heads, 2];
                         context, spans, tokens
@@ -45,7 +45,9 @@ _LOWEST = -1e30
 def list_attention_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
     """Make all of them."""
     if attention.latent is None:
-        yield make_keep(attention)
+        yield make_keep(attention, attention.head_norm, "keep")
+        if attention.head_norm and attention.some_plain:
+            yield make_keep(attention, False, "keep_plain")
     else:
         yield from list_latent_kernels(attention)
     yield make_attend(attention, attention.window, "attend")
@@ -54,14 +56,16 @@ def list_attention_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
     yield make_mix(attention)
 
 
-def make_keep(attention: AttentionKernels) -> c.Kernel:
-    """Make ``keep``: a work group for every head of queries, keys and values of a token."""
-    kernel = c.Kernel("keep", (_PAIR_THREADS, 1, 1))
+def make_keep(attention: AttentionKernels, is_normed: bool, name: str) -> c.Kernel:
+    """Make ``keep``: a work group for every head of queries, keys and values of a token;
+    ``is_normed``: heads are normalised."""
+    kernel = c.Kernel(name, (_PAIR_THREADS, 1, 1))
     size, half = attention.head_dim, attention.head_dim // 2
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")
         places = kernel.take_array("places", "int32")
-        norms = kernel.take_array("norms", "float32") if attention.head_norm else None
+        norms = kernel.take_array("norms", "float32") if is_normed else None
+        growth = kernel.take_array("growth", "float32") if attention.growth else None
         cosines = kernel.take_array("cosines", "float32")
         sines = kernel.take_array("sines", "float32")
         keys = KeptVectors.take(kernel, attention, "keys")
@@ -81,24 +85,16 @@ def make_keep(attention: AttentionKernels) -> c.Kernel:
                 with c.when(element < size):
                     c.store(shared, element, qkv[first + element])
             c.wait_for_group()
-            factor = c.number(1.0)
-            if norms is not None:
-                total = c.Cell(c.number(0.0))
-                with T.serial(size) as element:
-                    total.add(shared[element] * shared[element])
-                mean = total.get() * c.number(1.0 / size)
-                factor = c.let(c.number(1.0) / T.sqrt(mean + c.number(attention.epsilon)))
-            turned: list[tuple[c.Expr, c.Cell, c.Cell]] = []
+            norm = None
+            if norms is not None and not attention.norm_after:
+                norm = _find_norm(attention, shared)
+            turned: list[tuple[c.Expr, c.Expr, c.Cell, c.Cell]] = []
             for turn_number in range(turns):
                 pair = c.let(thread + turn_number * _PAIR_THREADS)
                 index = c.let(T.min(pair, half - 1))
                 ends = [c.let(shared[index]), c.let(shared[index + half])]
-                if norms is not None:
-                    weights = [norms[is_key * size + index + end * half] for end in range(2)]
-                    ends = [
-                        c.let(T.Select(is_value == 1, end, end * factor * weight))
-                        for end, weight in zip(ends, weights, strict=True)
-                    ]
+                if norms is not None and norm is not None:
+                    ends = _normalise_ends(ends, norm, norms, is_key * size + index, half, is_value)
                 cosine = c.let(cosines[position * half + index])
                 sine = c.let(sines[position * half + index])
                 low = ends[0] * cosine - ends[1] * sine
@@ -106,21 +102,30 @@ def make_keep(attention: AttentionKernels) -> c.Kernel:
                 turned.append(
                     (
                         pair,
+                        index,
                         c.Cell(T.Select(is_value == 1, ends[0], low)),
                         c.Cell(T.Select(is_value == 1, ends[1], high)),
                     )
                 )
             c.wait_for_group()
-            for pair, low_cell, high_cell in turned:
-                with c.when(pair < half):
-                    c.store(shared, pair, low_cell.get())
-                    c.store(shared, pair + half, high_cell.get())
-            c.wait_for_group()
+            _store_pairs(shared, turned, half)
+            if norms is not None and attention.norm_after:
+                norm = _find_norm(attention, shared)
+                for _, index, *cells in turned:
+                    ends = [c.let(cell.get()) for cell in cells]
+                    ends = _normalise_ends(ends, norm, norms, is_key * size + index, half, is_value)
+                    for cell, value in zip(cells, ends, strict=True):
+                        cell.set(value)
+                c.wait_for_group()
+                _store_pairs(shared, turned, half)
             with c.when(vector < attention.heads):
                 with T.serial(-(-size // _PAIR_THREADS)) as turn:
                     element = c.let(turn * _PAIR_THREADS + thread)
                     with c.when(element < size):
-                        c.store(qkv, first + element, shared[element])
+                        query = c.let(shared[element])
+                        if growth is not None:
+                            query = c.let(query * growth[position])
+                        c.store(qkv, first + element, query)
             scale = find_kept_scale(attention, shared) if attention.kv == "int8" else None
             for turn_number in range(-(-attention.row_words // _PAIR_THREADS)):
                 word = c.let(thread + turn_number * _PAIR_THREADS)
@@ -139,6 +144,42 @@ def make_keep(attention: AttentionKernels) -> c.Kernel:
                         with c.when(T.And(is_kind == 1, thread == 0)):
                             c.store(kept.scales, target, scale)
     return kernel
+
+
+def _find_norm(attention: AttentionKernels, vector: c.Buffer) -> c.Expr:
+    """Return what makes the root mean square of a head's vector, shared by the work group, 1."""
+    size, total = attention.head_dim, c.Cell(c.number(0.0))
+    with T.serial(size) as element:
+        total.add(vector[element] * vector[element])
+    mean = total.get() * c.number(1.0 / size)
+    return c.let(c.number(1.0) / T.sqrt(mean + c.number(attention.epsilon)))
+
+
+def _normalise_ends(
+    ends: list[c.Expr],
+    norm: c.Expr,
+    weights: c.Buffer,
+    first: c.Expr,
+    half: int,
+    is_value: c.Expr,
+) -> list[c.Expr]:
+    """Return both elements of a pair times the norm and their weights, of which ``first`` is the
+    first one's; values stay as they are."""
+    return [
+        c.let(T.Select(is_value == 1, end, end * norm * weights[first + number * half]))
+        for number, end in enumerate(ends)
+    ]
+
+
+def _store_pairs(
+    vector: c.Buffer, pairs: list[tuple[c.Expr, c.Expr, c.Cell, c.Cell]], half: int
+) -> None:
+    """Store a thread's pairs of elements, and wait for those of others."""
+    for pair, _, low, high in pairs:
+        with c.when(pair < half):
+            c.store(vector, pair, low.get())
+            c.store(vector, pair + half, high.get())
+    c.wait_for_group()
 
 
 def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c.Kernel:
@@ -166,7 +207,7 @@ def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c
             span = c.let(T.floordiv(place.group[0], attention.heads))
             kv_head = c.let(T.floordiv(head, attention.heads // attention.kv_heads))
             sequence, position = c.let(places[token * 2]), c.let(places[token * 2 + 1])
-            first = c.let(T.int32(0) if window is None else T.max(position - (window - 1), 0))
+            first = _find_first(attention, window, position)
             length = c.let(T.floordiv(position + 1 - first + spans - 1, spans))
             begin = c.let(first + span * length)
             end = c.let(T.min(begin + length, position + 1))
@@ -215,6 +256,15 @@ def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c
             row = c.let((span * tokens + token) * attention.heads + head)
             _emit_partial(attention, sums, total, top, slices, thread, row, partials, tops)
     return kernel
+
+
+def _find_first(attention: AttentionKernels, window: int | None, position: c.Expr) -> c.Expr:
+    """Return the first token that a query at ``position`` sees."""
+    if window is None:
+        return c.let(T.int32(0))
+    if attention.chunked:
+        return c.let(T.floordiv(position, window) * window)
+    return c.let(T.max(position - (window - 1), 0))
 
 
 class _Queries:

@@ -68,11 +68,14 @@ class Epilogue:
                 c.let(product + self._biases[neuron * parts + part])
                 for part, product in enumerate(products)
             ]
+        weight = None
+        if self._routes is not None and self._experts is not None:
+            expert = c.let(self._experts[neuron])
+            weight = c.let(self._routes[token * self._ffn.experts + expert])
+        if weight is not None and self._ffn.weighs_input:
+            products = [c.let(product * weight) for product in products]
         value = activate(self._ffn, products[0], products[1] if self._ffn.gated else None)
-        if self._routes is None or self._experts is None:
-            return value
-        expert = c.let(self._experts[neuron])
-        return value * self._routes[token * self._ffn.experts + expert]
+        return value if weight is None or self._ffn.weighs_input else value * weight
 
 
 def make_values(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:

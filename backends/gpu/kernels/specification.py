@@ -52,6 +52,8 @@ class FfnKernels:
     bias: bool = False
     experts: int = 0
     """Experts of a mixture, shared ones included; 0 for a model without experts."""
+    weighs_input: bool = False
+    """Whether experts' weights multiply gates and ups, not what neurons compute of them."""
     in_rows: bool = False
     """Whether gates and up rows lie in rows, as neurons in slots do, instead of in tiles."""
 
@@ -144,11 +146,19 @@ class AttentionKernels:
     """Factor of the scores."""
     kv: KvType
     head_norm: bool = False
+    some_plain: bool = False
+    """Whether some layers have no norms of heads although others have."""
     epsilon: float = 0.0
     """Epsilon of the norms of heads."""
+    norm_after: bool = False
+    """Whether heads are normalised after they have been turned."""
+    growth: bool = False
+    """Whether queries have factors that depend on the position."""
     score_cap: float | None = None
     window: int | None = None
     """Tokens that a query looks back, itself included."""
+    chunked: bool = False
+    """Whether a query sees no token of the windows before its own, which do not overlap."""
     some_full: bool = False
     """Whether some layers see all tokens although there is a window."""
     sinks: bool = False

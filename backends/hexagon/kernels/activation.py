@@ -31,7 +31,10 @@ def activate(ffn: FfnShape, gate: c.Expr, up: c.Expr | None) -> c.Expr:
             positive = v.let(T.max(gate, zero))
             active = positive * positive
         case "silu":
-            active = gate / (one + v.take_exponential(zero - gate, 1, _round_off))
+            if ffn.limit is not None:
+                gate = v.let(T.min(gate, c.number(ffn.limit)))
+            steep = gate if ffn.slope == 1.0 else v.let(c.number(ffn.slope) * gate)
+            active = gate / (one + v.take_exponential(zero - steep, 1, _round_off))
         case "gelu":
             scaled = gate * c.number(math.sqrt(0.5))
             active = c.number(0.5) * gate * (one + v.take_error_function(scaled, 1, _round_off))
@@ -42,7 +45,13 @@ def activate(ffn: FfnShape, gate: c.Expr, up: c.Expr | None) -> c.Expr:
     active = v.let(active)
     if up is None:
         return active
-    return v.let(active * (T.max(up, zero) if ffn.activation == "drelu" else up))
+    if ffn.activation == "drelu":
+        up = T.max(up, zero)
+    if ffn.limit is not None:
+        up = T.max(T.min(up, c.number(ffn.limit)), c.number(-ffn.limit))
+    if ffn.up_offset:
+        up = up + c.number(ffn.up_offset)
+    return v.let(active * up)
 
 
 def round_to_integer(value: c.Expr) -> c.Expr:

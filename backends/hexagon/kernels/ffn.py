@@ -132,9 +132,14 @@ def emit_values(ffn: FfnShape, together: int, *operands: c.Expr) -> None:
                 total = sums[(part * together + index) * LANES + lane]
                 product = c.widen(total) * (rows[part][neuron] * scale)
                 products.append(v.let(product + biases[part][neuron] if ffn.bias else product))
-            value = activate(ffn, products[0], products[1] if ffn.gated else None)
+            weight = None
             if ffn.experts:
-                value = value * routes[token * ffn.experts + experts[neuron]]
+                weight = v.let(routes[token * ffn.experts + experts[neuron]])
+            if weight is not None and ffn.weighs_input:
+                products = [v.let(product * weight) for product in products]
+            value = activate(ffn, products[0], products[1] if ffn.gated else None)
+            if weight is not None and not ffn.weighs_input:
+                value = value * weight
             value = T.Select(neuron < o["count"], value, c.number(0.0))
             c.write(values, token * neurons + neuron, value)
 
