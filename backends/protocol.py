@@ -49,6 +49,7 @@ __all__ = [
     "InputReader",
     "LengthAware",
     "PartAdder",
+    "Preparer",
     "RowDivider",
     "StateKeeper",
     "Tensor",
@@ -94,6 +95,18 @@ class ExecutorBackend(Backend, Protocol):
 
     def build(self, request: BuildRequest) -> Executor:
         """Compile or load kernels and make the executor."""
+
+
+class Preparer(Protocol):
+    """Members of a backend's module whose executors need something made first; a backend need not
+    be one."""
+
+    def prepare(self, request: BuildRequest) -> None:
+        """Compile the kernels that ``build`` will load, unless they are cached.
+
+        Called before any memory is filled, with a request that has no room in memory yet: tensors
+        are those of the store, and gates and twins say how they lie.  Takes no memory that stays.
+        """
 
 
 class WholeBackend(Backend, Protocol):

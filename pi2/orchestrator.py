@@ -1,4 +1,4 @@
-"""From a plan's path to a model that runs: load -> resolve -> validate -> build -> run."""
+"""From a plan's path to a model that runs: load -> resolve -> validate -> open -> build -> run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.arrays import I32
-from pi2.backends.host import load_host_loops
 from pi2.backends.observer import ExecutorObserver
-from pi2.backends.protocol import BuildRequest, Executor, ExecutorBackend
+from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.build_request import describe_build
 from pi2.engine.cut_gates import CutFeedForward
@@ -32,6 +31,7 @@ from pi2.engine.loading import (
     open_layer_embedding,
     open_reader,
 )
+from pi2.engine.opened_model import OpenedModel, check_fit, open_model
 from pi2.engine.opened_store import begin_hashes, is_by_hotness, open_store
 from pi2.engine.parts import LayerParts, Parts
 from pi2.engine.routed import RoutedFeedForward
@@ -39,10 +39,8 @@ from pi2.engine.routing_dials import RoutingDials, make_dials
 from pi2.engine.twins import TwinNeurons
 from pi2.engine.unit_loading import build_shares, load_shares, make_rows
 from pi2.engine.whole_loading import load_whole, make_whole_forward
-from pi2.fit import find_plan_misfits
 from pi2.logging import get_logger
 from pi2.machine import (
-    Machine,
     bind_calling_thread,
     detect_machine,
     list_allowed_cores,
@@ -62,12 +60,10 @@ from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
-from pi2.plan.documents.backends import find_backend, find_executor_backend
+from pi2.plan.documents.backends import find_backend
 from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from pi2.plan.reading.thresholds import GivenThresholds
 
 MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]
@@ -132,126 +128,123 @@ def build(
         )
     if resolved.has_whole_unit:
         return build_whole_model(resolved, progress=progress, start=start, observed=make_observer)
-    parts = build_parts(resolved, progress=progress, start=start, make_observer=make_observer)
+    with ExitStack() as cleanup:
+        # Whoever looks at neurons wants to see them all: then the executor computes everything.
+        opened = open_model(resolved, progress, cleanup, alone=make_observer is not None)
+        parts = build_parts(
+            opened, cleanup, progress=progress, start=start, make_observer=make_observer
+        )
     return LoadedModel(parts)
 
 
 def build_parts(
-    resolved: ResolvedPlan,
+    opened: OpenedModel,
+    cleanup: ExitStack,
     *,
     progress: Progress,
     start: float,
     make_observer: MakeObserver | None = None,
 ) -> Parts:
-    """Instantiate a model that is computed layer by layer."""
-    backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
-    # The rules of the plan language have seen to it (P265).
-    assert backend is not None, resolved.sparse_unit
-    with ExitStack() as cleanup:
-        machine = detect_machine()
-        store = hashes = tokenizer = None
-        if backend.COMPUTES:
-            check_fit(resolved, machine)
-            store, tokenizer = open_store(resolved, cleanup)
-            hashes = begin_hashes(resolved, store, cleanup)
-        budget = make_budget(resolved)
-        embedding = open_embedding(resolved, store, budget)
-        layer_embedding = open_layer_embedding(resolved, store, budget)
-        rows = [own for own in (embedding, layer_embedding) if own is not None]
-        for own in rows:
-            cleanup.callback(own.close)
-        grouped = group_by_expert(resolved, store, budget)
-        bulk = BulkLoad(progress)
-        cleanup.callback(bulk.close)
-        dense, neurons = Batch(bulk), Batch(bulk)
-        request = describe_build(resolved, machine, store, rows, grouped, budget, dense, progress)
-        # Whoever looks at neurons wants to see them all: then the executor computes everything.
-        seen = make_observer is not None
-        if seen:
-            request = replace(request, rows=None)
-        cache = allocate_cache(
-            resolved,
-            budget,
-            by_hotness=is_by_hotness(store),
-            alone=seen,
-            granule=find_granule(resolved, grouped),
-        )
-        if store is not None:
-            cache.loops = load_host_loops(progress, machine.features)
-        reader = open_reader(resolved, store, cache)
-        cleanup.callback(reader.close)
-        # Its reads end before their files are closed.
-        cleanup.callback(bulk.close)
-        if store is not None:
-            store.check_unchanged()
-        fill = list_filled_layers(resolved)
-        if isinstance(reader, NullReader):
-            count_neurons(reader, cache, fill=fill)
-        else:
-            begin_neurons(reader, cache, neurons, fill=fill)
-        # Neurons are read while the executor is built, which may look at dense weights.
-        dense.finish()
-        executor = build_executor(backend, request, resolved, cleanup)
-        observer = None if make_observer is None else make_observer(executor, request)
-        if observer is not None:
-            executor.observe(observer)
-        shares = build_shares(resolved, executor, request, budget, progress, alone=seen)
-        cleanup.callback(shares.close)
-        staging = allocate_staging(resolved, budget)
-        load_shares(shares, resolved, reader, staging, progress)
-        neurons.finish()
-        load_gates(reader, cache, request, staging, progress)
-        if hashes is not None:
-            hashes.finish()
-        lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
-        balance = make_balance(resolved, cache, reader)
-        gates, gate_reader = open_gates(resolved, store, request.gates, executor, reader)
-        if gate_reader is not None:
-            cleanup.callback(gate_reader.close)
-        make_feed_forward: Callable[..., FeedForward] = FeedForward
-        if resolved.plan.decode.predictor == "router":
-            dials = make_plan_dials(resolved, request)
-            make_feed_forward = partial(RoutedFeedForward, dials=dials, gates=gates)
-        elif resolved.names_by_cutoff:
-            make_feed_forward = partial(CutFeedForward, cut=resolved.named_layers)
-        feed_forward = make_feed_forward(
-            executor,
-            cache,
-            reader,
-            staging,
-            layers=len(resolved.layers),
-            decode=resolved.plan.decode,
-            token_neurons=resolved.model.token_neurons,
-            balance=balance,
-            separate_scales=request.scales is not None,
-            shares=shares,
-            in_order=observer is not None,
-            experts=make_experts(resolved, grouped),
-            twins=make_twin_neurons(resolved, executor),
-        )
-        bind_first_thread(request, cleanup)
-        report_build(resolved, request, cache, reader, balance)
-        forward = Forward(
-            executor,
-            feed_forward,
-            layers=len(resolved.layers),
-            chunk=resolved.plan.prefill.chunk,
-            chunks=count_chunks(resolved),
-            context=resolved.plan.kv.context,
-            sequences=resolved.plan.decode.batch,
-            rows=make_rows(resolved, executor, shares),
-            loan=make_loan(resolved, cache, budget, balance),
-            embedding=embedding,
-            layer_embedding=layer_embedding,
-            has_states=bool(resolved.model.state_layers),
-            step_tokens=resolved.plan.decode.step_tokens,
-        )
-        draft = build_draft(resolved, tokenizer, progress, start, cleanup)
-        release = cleanup.pop_all()
+    """Instantiate a model that is computed layer by layer, which closes what ``cleanup`` does."""
+    resolved, backend, store = opened.resolved, opened.backend, opened.store
+    hashes = None if store is None else begin_hashes(resolved, store, cleanup)
+    budget = make_budget(resolved)
+    embedding = open_embedding(resolved, store, budget)
+    layer_embedding = open_layer_embedding(resolved, store, budget)
+    rows = [own for own in (embedding, layer_embedding) if own is not None]
+    for own in rows:
+        cleanup.callback(own.close)
+    grouped = group_by_expert(resolved, store, budget)
+    bulk = BulkLoad(progress)
+    cleanup.callback(bulk.close)
+    dense, neurons = Batch(bulk), Batch(bulk)
+    machine = opened.machine
+    request = describe_build(resolved, machine, store, rows, grouped, budget, dense, progress)
+    seen = make_observer is not None
+    if seen:
+        request = replace(request, rows=None)
+    cache = allocate_cache(
+        resolved,
+        budget,
+        by_hotness=is_by_hotness(store),
+        alone=seen,
+        granule=find_granule(resolved, grouped),
+    )
+    cache.loops = opened.loops
+    reader = open_reader(resolved, store, cache)
+    cleanup.callback(reader.close)
+    # Its reads end before their files are closed.
+    cleanup.callback(bulk.close)
+    if store is not None:
+        store.check_unchanged()
+    fill = list_filled_layers(resolved)
+    if isinstance(reader, NullReader):
+        count_neurons(reader, cache, fill=fill)
+    else:
+        begin_neurons(reader, cache, neurons, fill=fill)
+    # Neurons are read while the executor is built, which may look at dense weights.
+    dense.finish()
+    executor = backend.build(request)
+    cleanup.callback(executor.close)
+    observer = None if make_observer is None else make_observer(executor, request)
+    if observer is not None:
+        executor.observe(observer)
+    shares = build_shares(resolved, executor, request, budget, progress, alone=seen)
+    cleanup.callback(shares.close)
+    staging = allocate_staging(resolved, budget)
+    load_shares(shares, resolved, reader, staging, progress)
+    neurons.finish()
+    load_gates(reader, cache, request, staging, progress)
+    if hashes is not None:
+        hashes.finish()
+    lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
+    balance = make_balance(resolved, cache, reader)
+    gates, gate_reader = open_gates(resolved, store, request.gates, executor, reader)
+    if gate_reader is not None:
+        cleanup.callback(gate_reader.close)
+    make_feed_forward: Callable[..., FeedForward] = FeedForward
+    if resolved.plan.decode.predictor == "router":
+        dials = make_plan_dials(resolved, request)
+        make_feed_forward = partial(RoutedFeedForward, dials=dials, gates=gates)
+    elif resolved.names_by_cutoff:
+        make_feed_forward = partial(CutFeedForward, cut=resolved.named_layers)
+    feed_forward = make_feed_forward(
+        executor,
+        cache,
+        reader,
+        staging,
+        layers=len(resolved.layers),
+        decode=resolved.plan.decode,
+        token_neurons=resolved.model.token_neurons,
+        balance=balance,
+        separate_scales=request.scales is not None,
+        shares=shares,
+        in_order=observer is not None,
+        experts=make_experts(resolved, grouped),
+        twins=make_twin_neurons(resolved, executor),
+    )
+    bind_first_thread(request, cleanup)
+    report_build(resolved, request, cache, reader, balance)
+    forward = Forward(
+        executor,
+        feed_forward,
+        layers=len(resolved.layers),
+        chunk=resolved.plan.prefill.chunk,
+        chunks=count_chunks(resolved),
+        context=resolved.plan.kv.context,
+        sequences=resolved.plan.decode.batch,
+        rows=make_rows(resolved, executor, shares),
+        loan=make_loan(resolved, cache, budget, balance),
+        embedding=embedding,
+        layer_embedding=layer_embedding,
+        has_states=bool(resolved.model.state_layers),
+        step_tokens=resolved.plan.decode.step_tokens,
+    )
+    draft = build_draft(opened, progress, start, cleanup)
     return Parts(
         resolved=resolved,
         store=store,
-        tokenizer=tokenizer,
+        tokenizer=opened.tokenizer,
         budget=budget,
         layers=LayerParts(executor=executor, cache=cache, feed_forward=feed_forward),
         reader=reader,
@@ -260,32 +253,20 @@ def build_parts(
         loaded_bytes=bulk.total_bytes,
         compute_threads=request.threads,
         lock_fallback=lock_fallback,
-        release=release,
+        release=cleanup.pop_all(),
         draft=draft,
     )
 
 
 def build_draft(
-    resolved: ResolvedPlan,
-    tokenizer: Tokenizer | None,
-    progress: Progress,
-    start: float,
-    cleanup: ExitStack,
+    opened: OpenedModel, progress: Progress, start: float, cleanup: ExitStack
 ) -> Parts | None:
-    """Build the model that guesses tokens, if there is one; UserError P618 where its tokens are
-    others."""
-    if resolved.draft is None:
+    """Build the model that guesses tokens, if there is one."""
+    if opened.draft is None:
         return None
-    draft = build_parts(resolved.draft, progress=progress, start=start)
+    with ExitStack() as own:
+        draft = build_parts(opened.draft, own, progress=progress, start=start)
     cleanup.enter_context(draft.release)
-    if tokenizer is not None and draft.tokenizer is not None:
-        if tokenizer.get_vocab() != draft.tokenizer.get_vocab():
-            raise UserError.of(
-                "P618",
-                f"{resolved.draft.path} cannot guess for this plan: its tokens are others",
-                help="name the plan of a model with the same tokenizer in decode.speculation.plan",
-                file=str(resolved.path),
-            )
     return draft
 
 
@@ -364,21 +345,6 @@ def make_budget(resolved: ResolvedPlan) -> Budget:
     return Budget({**dict(memory.segments), **units})
 
 
-def build_executor(
-    backend: ExecutorBackend, request: BuildRequest, resolved: ResolvedPlan, cleanup: ExitStack
-) -> Executor:
-    """Build the sparse unit's executor, to be closed by ``cleanup``; UserError P320 where its
-    backend or that of another unit cannot run here."""
-    for unit in (resolved.sparse_unit, *resolved.dense_units):
-        name = resolved.name_backend(unit)
-        obstacles = find_backend(name).find_obstacles(request.features, request.architecture)
-        if obstacles:
-            raise UserError.of("P320", f"backend {name!r} cannot run here: {'; '.join(obstacles)}")
-    executor = backend.build(request)
-    cleanup.callback(executor.close)
-    return executor
-
-
 def bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:
     """Bind the calling thread, which is the first compute thread, to its core; ``cleanup`` lets it
     go."""
@@ -391,14 +357,6 @@ def bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:
             get_logger().warning("thread not bound to its core", core=core, reason=reason)
             return
         cleanup.callback(bind_calling_thread, free)
-
-
-def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
-    """UserError P3xx if the plan's device is not this machine."""
-    misfits = find_plan_misfits(resolved, machine)
-    errors = tuple(finding for finding in misfits if finding.severity == "error")
-    if errors:
-        raise UserError(errors, exit_code=2)
 
 
 def report_build(

@@ -96,8 +96,11 @@ def _load_or_compile(
         folder.mkdir(parents=True, exist_ok=True)
         probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=compiler.suffix)
     except OSError as error:
-        # A read-only home: compile for this process only.
+        # A read-only home: compile for this process only, and once.
         folder = _make_own_folder(folder, error.strerror)
+        cached = _find_intact(folder, key, compiler.suffix)
+        if cached is not None:
+            return cached
         probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=compiler.suffix)
     os.close(probe)
     temporary = Path(name)
@@ -223,7 +226,7 @@ def _compile(
             raise UserError.of(
                 "P651",
                 "compiling the kernels was ended by the system, as a rule for lack of memory",
-                help="run the plan once where 300 MiB more are free: compiled kernels are kept",
+                help="run the plan once where 200 MiB are free: compiled kernels are kept",
             )
         lines = errors.read_text(errors="replace").strip().splitlines()
         raise UserError.of(

@@ -1,4 +1,4 @@
-"""Compile a spec: ``python -m pi2.backends.compiler.compile MODULE SPEC.json OUT.so [TRIPLE]``.
+"""Compiles a spec: what `library_compiler` runs with MODULE SPEC.json OUT.so [TRIPLE].
 
 MODULE has ``read_program``, which turns the JSON of a spec into its `Program`.  TRIPLE, such as
 ``aarch64-linux-gnu``, is a machine on which the library runs without TVM (`ahead`); else it is for
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -158,10 +156,3 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({"linker": failures}), flush=True)
         return NO_LINKER
     return 0
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    # The compiler library's clean-up at exit takes time and serves nothing.
-    os._exit(status)

@@ -14,5 +14,5 @@ class Compiler:
     """Suffix of the file that it writes."""
 
 
-LIBRARIES = Compiler("pi2.backends.compiler.compile", ".so")
+LIBRARIES = Compiler("pi2.backends.compiler.library_compiler", ".so")
 """Shared libraries for the processor."""

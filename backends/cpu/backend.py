@@ -21,6 +21,7 @@ __all__ = [
     "find_limits",
     "find_obstacles",
     "need_workspace",
+    "prepare",
 ]
 
 COMPUTES = True
@@ -64,6 +65,14 @@ def find_limits(facts: UnitFacts) -> list[str]:
     if has_gates and model.quantization.ffn == "mxfp4":
         limits.append("keeps no gates of mxfp4: no `gate` predictor, no [sparsity]")
     return limits
+
+
+def prepare(request: BuildRequest) -> None:
+    """Compile the kernels unless they are cached."""
+    from pi2.backends.compiler.cache import load_or_compile
+    from pi2.backends.cpu.specification import make_spec
+
+    load_or_compile(make_spec(request), request.progress)
 
 
 def build(request: BuildRequest) -> Executor:

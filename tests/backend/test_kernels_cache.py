@@ -125,6 +125,7 @@ def test_a_read_only_cache_folder_does_not_stop_a_run_and_is_named(
     path = cache.load_or_compile(spec, ignore_progress)
     assert path.exists()
     assert tmp_path not in path.parents
+    assert cache.load_or_compile(spec, forbid_compiling) == path
     cache.load_or_compile(dataclasses.replace(spec, vocab=spec.vocab + 32), ignore_progress)
     line = json.loads(capsys.readouterr().err)  # one line for all kernels of a process
     assert line["level"] == "warning"

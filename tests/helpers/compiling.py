@@ -74,7 +74,9 @@ class LoadedCompiler:
 def _start_server(python_path: str) -> ForkServerContext:
     """Let the server, which starts with the first process, find pi2 where the tests have it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([LIBRARIES.module, KernelSpec.program, HostSpec.program])
+    context.set_forkserver_preload(
+        ["pi2.backends.compiler.compile", KernelSpec.program, HostSpec.program]
+    )
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = python_path
     try:

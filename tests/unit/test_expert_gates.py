@@ -25,6 +25,7 @@ from pi2.store.reordering import reorder_store
 from pi2.store.verification import verify_store
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
+from tests.helpers.preparing import watch_kernels
 
 TOKENS = [7, 100, 8, 290, 3, 3, 41, 250, 12, 77, 5]
 TEXT = "Some words, and other words; numbers like 12 and 345, and more of them. " * 24
@@ -302,6 +303,12 @@ def test_a_fitted_budget_keeps_a_cache_of_gates(plan: Path) -> None:
     assert kept == 1 << 20
     tight = fit_plan(resolved, 100 << 20)
     assert tight.needs.predictor.bytes <= tight.plan.memory.segments.predictor <= 1 << 20
+
+
+def test_kernels_for_gates_are_compiled_before_there_is_room_for_gates(plan: Path) -> None:
+    early, needed = watch_kernels(lambda: load(plan, {"backends.cpu": "cpu"}))
+    assert early == [needed]
+    assert needed.gate_rows is not None
 
 
 def test_a_model_without_experts_has_no_gates_to_keep_apart(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.preparing import watch_kernels
 
 TWIN: dict[str, Any] = {"twin.precision": "int2", "memory.segments.twin": "2 MiB"}
 TOKENS = [7, 100, 8, 290, 3, 3, 41, 250, 12, 77, 5]
@@ -104,6 +105,12 @@ def test_three_bits_are_nearer_to_the_neurons_than_two(plan: Path, tmp_path: Pat
     logits, stats = run(own, experts__most_reads=0, **finer)
     assert stats.flash_read_bytes == 0 and stats.twin_neurons > 0
     assert 0.0 < measure_change(logits, exact) < 0.8 * measure_change(coarse, exact)
+
+
+def test_kernels_for_twins_are_compiled_before_twins_are_read(plan: Path) -> None:
+    early, needed = watch_kernels(lambda: run(plan, backends__cpu="cpu", **TWIN))
+    assert early == [needed]
+    assert needed.twin == "int2"
 
 
 def test_nothing_is_read_where_twins_compute_all_that_is_missing(plan: Path) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         Backend,
         ExecutorBackend,
         GraphBackend,
+        Preparer,
         TextBackend,
         UnitBackend,
         WholeBackend,
@@ -36,6 +37,13 @@ def find_executor_backend(name: str) -> ExecutorBackend | None:
     """Import the module of a backend that computes whole models; None if it does not."""
     backend = find_backend(name)
     return cast("ExecutorBackend", backend) if hasattr(backend, "build") else None
+
+
+def find_preparer(name: str) -> Preparer | None:
+    """Import the module of a backend that makes something before memory is filled; None if it does
+    not."""
+    backend = find_backend(name)
+    return cast("Preparer", backend) if hasattr(backend, "prepare") else None
 
 
 def list_usual_backends() -> dict[UnitKind, str]:

@@ -1,0 +1,74 @@
+"""Kernels are compiled before a model's memory is filled: the kernels that it will then load."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pi2
+from pi2.backends.host import load_host_loops
+from pi2.backends.observer import ExecutorObserver
+from pi2.orchestrator import load
+from tests.helpers.models import make_tiny
+from tests.helpers.plans import write_plan
+from tests.helpers.preparing import watch_kernels
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("opened")
+    return write_plan(folder, make_tiny(folder), {"backends": {"cpu": "cpu"}})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decode.predictor": "low-rank"},
+        {"decode.predictor": "gate"},
+        {"decode.predictor": "none", "decode.batch": 2, "kv.type": "int8"},
+    ],
+    ids=lambda settings: str(settings["decode.predictor"]),
+)
+def test_what_is_compiled_early_is_what_is_loaded(plan: Path, settings: dict[str, Any]) -> None:
+    early, needed = watch_kernels(partial(pi2.load, plan, set=settings))
+    assert early == [needed]
+
+
+def test_an_observed_model_has_its_kernels_early(plan: Path) -> None:
+    def observe(executor: object, request: object) -> ExecutorObserver | None:
+        raise AssertionError("nothing is built")
+
+    early, needed = watch_kernels(partial(load, plan, make_observer=observe))
+    assert early == [needed]
+
+
+def test_a_model_that_guesses_has_its_kernels_before_the_other_takes_memory(plan: Path) -> None:
+    other = plan.with_name("other.plan.toml")
+    other.write_text(plan.read_text())
+    guessing = {"drafts": "plan", "plan": f"./{other.name}", "when": "always", "tokens": 3}
+    chosen = {"decode.speculation": guessing, "memory.budget": "4 GiB", "kv.type": "int8"}
+    early, needed = watch_kernels(partial(pi2.load, plan, set=chosen))
+    assert early[0] == needed
+    assert [spec.kv for spec in early] == ["int8", "fp16"]
+
+
+def test_loops_of_the_host_are_compiled_early(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def load_loops(*arguments: Any) -> object:
+        order.append("loops")
+        return load_host_loops(*arguments)
+
+    def note(*_arguments: object) -> None:
+        order.append("memory")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pi2.engine.opened_model.load_host_loops", load_loops)
+    monkeypatch.setattr("pi2.orchestrator.describe_build", note)
+    monkeypatch.setattr("pi2.backends.cpu.backend.prepare", lambda request: None)
+    with pytest.raises(KeyboardInterrupt):
+        pi2.load(plan)
+    assert order == ["loops", "memory"]
