@@ -46,11 +46,10 @@ OPERATORS = (
 """Tables and keys that decide what is computed; sizes, names and precisions are not among them."""
 
 ELSEWHERE = {
-    "attention.output_gate_of = 'head'": "stores have a gate for each element",
     "moe.shared_factor": "as weights of one half (below)",
-    "norm.weights = False": "stores have weights of 1 (test_further_families)",
     "rope.kind = 'proportional'": "as other_rope.kind",
     "other_rope.pairs = 'neighbours'": "as rope.pairs",
+    "other_rope.pairs = 'swapped'": "as rope.pairs",
     "other_rope.kind = 'linear'": "as rope.kind",
     "other_rope.kind = 'llama3'": "as rope.kind",
     "other_rope.kind = 'yarn'": "as rope.kind",
