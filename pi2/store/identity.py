@@ -37,17 +37,31 @@ _PARTS = (
     "quantization",
 )
 _OLDEST = {
+    "shape": ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context"),
     "norm": ("kind", "epsilon"),
     "rope": (
         *("kind", "theta", "factor", "low_frequency_factor", "high_frequency_factor"),
         "original_context",
     ),
+    "other_heads": ("layers", "heads", "kv_heads", "head_dim", "keys_are_values"),
+    "positions": ("offset",),
     "attention": ("qkv_bias",),
+    "layers": ("kinds",),
+    "recurrence": (
+        *("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "convolution_bias"),
+        *("projection_bias", "norm_groups", "shortest_step", "longest_step"),
+    ),
+    "convolution": ("width", "kernel", "bias"),
     "ffn": ("activation", "threshold"),
     "moe": ("experts", "active_experts", "router", "router_input", "normalise_weights"),
+    "side_ffn": ("width", "norms"),
+    "layer_embedding": ("width", "vocab", "factor", "projection_factor"),
+    "altup": ("streams", "laurel_rank", "scaled"),
     "multipliers": (),
+    "quantization": ("ffn", "attention", "embedding", "head", "predictor"),
 }
-"""Options of the first stores, which are always described; others where they are used."""
+"""Options of the first stores that had a table, which are always described; others where they are
+used, so that stores stay readable."""
 
 
 def describe_weights(model: Model) -> dict[str, Any]:

@@ -1,0 +1,42 @@
+"""Stores stay readable: options that are added to model documents change no description of weights
+that do not use them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from pydantic import BaseModel
+
+from pi2.plan.checking.check import check_file
+from pi2.plan.documents.model import Model
+from pi2.plan.reading.references import find_document
+from pi2.store.identity import _OLDEST, _PARTS, describe_weights
+
+
+def test_a_state_of_a_first_store_is_still_described_as_it_was() -> None:
+    model = check_file(find_document("qwen3-next-80b-a3b", "model", Path())).document
+    assert isinstance(model, Model) and model.recurrence is not None
+    assert describe_weights(model)["recurrence"] == {
+        "key_heads": 16,
+        "value_heads": 32,
+        "key_dim": 128,
+        "value_dim": 128,
+        "kernel": 4,
+        "convolution_bias": False,
+        "projection_bias": False,
+        "norm_groups": 1,
+        "shortest_step": 0.0,
+    }
+
+
+def test_every_table_says_which_options_its_first_stores_had() -> None:
+    for part in _PARTS:
+        kind = Model.model_fields[part].annotation
+        tables = [
+            kind
+            for kind in get_args(kind) or (kind,)
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        # Of another RoPE only what differs from the defaults is described.
+        assert not tables or part in _OLDEST or part == "other_rope", part
