@@ -38,9 +38,12 @@ def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[
 
 _OTHER_PARTS = {
     "read pictures": re.compile(
-        r"(^|\.)(visual|vision_\w+|embed_vision|multi_modal_projector|mm_\w+|connector)\."
+        r"(^|\.)(visual|vision_\w+|high_res_vision_\w+|embed_vision|(image|video)_tower"
+        r"|image_newline|multi_modal_projector|mm_\w+|connector|aligner)(\.|$)"
     ),
-    "read sound": re.compile(r"(^|\.)(audio_\w+|embed_audio)\."),
+    "draw pictures": re.compile(r"(^|\.)(generation_\w+|vqmodel)\."),
+    "read sound": re.compile(r"(^|\.)(audio_\w+|embed_audio|(acoustic|semantic)_tokenizer\w*)\."),
+    "read pictures or sound": re.compile(r"^(model\.)?(encoder|projector)\."),
     "choose keys in long contexts": re.compile(r"\.self_attn\.indexer\."),
     "draft tokens": re.compile(r"(^|\.)mtp\."),
 }

@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 TEXT_PARTS: dict[str, dict[str, Any]] = {
+    "deepseek_vl": {"model_type": "llama"},
+    "deepseek_vl_hybrid": {"model_type": "llama"},
+    "exaone4_5": {"model_type": "exaone4"},
     "gemma3": {
         "model_type": "gemma3_text",
         "vocab_size": 262208,
@@ -44,10 +47,17 @@ TEXT_PARTS: dict[str, dict[str, Any]] = {
     },
     "glm4v": {"model_type": "glm4v_text"},
     "glm4v_moe": {"model_type": "glm4v_moe_text"},
+    "glmasr": {"model_type": "llama"},
+    "got_ocr2": {"model_type": "qwen2"},
+    "granite_speech": {"model_type": "granite"},
+    "idefics2": {"model_type": "mistral"},
+    "idefics3": {"model_type": "llama"},
     "internvl": {"model_type": "qwen2"},
+    "janus": {"model_type": "llama"},
     "kimi_k25": {"model_type": "kimi_k2"},
     "lfm2_vl": {"model_type": "lfm2"},
     "lfm3_vl": {"model_type": "lfm3"},
+    "lighton_ocr": {"model_type": "qwen3"},
     "llama4": {
         "model_type": "llama4_text",
         "vocab_size": 202048,
@@ -61,14 +71,24 @@ TEXT_PARTS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
     },
     "llava": {"model_type": "llama"},
+    "llava_next": {"model_type": "llama"},
+    "llava_next_video": {"model_type": "llama"},
+    "llava_onevision": {"model_type": "qwen2"},
     "mistral3": {"model_type": "mistral"},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl_text"},
+    "qwen2_audio": {"model_type": "qwen2"},
     "qwen2_vl": {"model_type": "qwen2_vl_text"},
     "qwen3_5": {"model_type": "qwen3_5_text"},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
+    "qwen3_asr": {"model_type": "qwen3"},
     "qwen3_vl": {"model_type": "qwen3_vl_text"},
     "qwen3_vl_moe": {"model_type": "qwen3_vl_moe_text"},
     "smolvlm": {"model_type": "llama"},
+    "vibevoice_asr": {"model_type": "qwen2"},
+    "video_llama_3": {"model_type": "qwen2"},
+    "video_llava": {"model_type": "llama"},
+    "vipllava": {"model_type": "llama"},
+    "voxtral": {"model_type": "llama"},
 }
 """Families of such models, and what their configurations leave out of the text's because it is the
 family's default."""

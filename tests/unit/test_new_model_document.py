@@ -77,7 +77,7 @@ def test_the_document_lists_the_families() -> None:
     listed = re.search(r"\(`model_type`\): (.*?)\.", TEXT, re.DOTALL)
     assert listed is not None
     assert re.split(r",\s+", listed[1]) == sorted(FAMILIES)
-    wrapped = re.search(r"read\s+pictures\s+too\s+\((.*?)\)", TEXT, re.DOTALL)
+    wrapped = re.search(r"read\s+pictures,\s+sound\s+or\s+video\s+too\s+\((.*?)\)", TEXT, re.DOTALL)
     assert wrapped is not None
     assert re.split(r",\s+", wrapped[1]) == sorted(TEXT_PARTS)
 

@@ -49,6 +49,8 @@ def describe(model: Model) -> dict[str, Any]:
         ("lfm2", "lfm2_vl", "lfm2", "model.language_model."),
         ("llama", "llava", "llama", "language_model.model."),
         ("llama", "smolvlm", "llama", "model.text_model."),
+        ("llama", "voxtral", "llama", "language_model.model."),
+        ("qwen2", "llava_onevision", "qwen2", "model.language_model."),
         ("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "model.language_model."),
         ("qwen3", "internvl", "qwen3", "language_model.model."),
         ("qwen3", "qwen3_vl", "qwen3_vl_text", "model.language_model."),
@@ -65,6 +67,23 @@ def test_the_text_part_is_described_as_a_model_of_text_alone(
     assert found.tensors.query.startswith(prefix) or found.tensors.query == ""
     left_out = describe_other_parts(open_checkpoint(wrapped))
     assert left_out == ["left out: 1 tensor to read pictures"]
+
+
+def test_what_reads_pictures_and_sound_is_told_apart(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
+    weights = load_file(checkpoint / "model.safetensors")
+    others = (
+        *("model.aligner.fc1.weight", "model.image_newline", "model.generation_head.weight"),
+        *("model.acoustic_tokenizer_encoder.weight", "projector.query"),
+    )
+    weights |= dict.fromkeys(others, np.ones(2, np.float16))
+    save_file(weights, checkpoint / "model.safetensors")
+    assert describe_other_parts(open_checkpoint(checkpoint)) == [
+        "left out: 2 tensors to read pictures",
+        "left out: 1 tensor to draw pictures",
+        "left out: 1 tensor to read sound",
+        "left out: 1 tensor to read pictures or sound",
+    ]
 
 
 def test_positions_of_three_numbers_are_plain_where_there_is_text_alone(tmp_path: Path) -> None:
