@@ -62,7 +62,7 @@ class ReadSettings:
     """Neurons that are read together before they are computed, at least."""
     ahead: bool = False
     """Reads begin a layer ahead: the drive is busy with the next one's while these are computed,
-    all at once where the engine does not divide them among threads."""
+    all at once where the engine does not divide them among threads and nothing waits for gates."""
     request_bytes: int = 1 << 19
     """About so many bytes are one request, where neurons are read in larger stretches."""
     verify: bool = False
@@ -221,7 +221,9 @@ class FlashReader:
     def _divide(self, count: int) -> tuple[slice, ...]:
         """Clusters of ``count`` neurons."""
         settings = self._settings
-        is_one = settings.ahead and isinstance(self._engine, UringEngine)
+        # What follows a cluster's gates is read while the next one's are computed.
+        may_be_one = settings.ahead and not self._gate_bytes
+        is_one = may_be_one and isinstance(self._engine, UringEngine)
         most = 1 if is_one else 2 * settings.threads
         return divide_clusters(count, settings.cluster, most)
 

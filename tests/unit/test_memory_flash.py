@@ -106,6 +106,26 @@ def test_several_reads_may_be_under_way(file: BundleFile, engine: EngineName) ->
 
 
 @needs_ring
+@pytest.mark.parametrize(
+    ("settings", "clusters"),
+    [
+        ({}, 3),
+        ({"ahead": True}, 1),
+        ({"ahead": True, "engine": "pread"}, 3),
+        ({"ahead": True, "gate_bytes": 128, "direct": False}, 3),
+    ],
+)
+def test_reads_ahead_are_one_cluster_unless_something_waits_for_each(
+    file: BundleFile, settings: dict[str, Any], clusters: int
+) -> None:
+    reader = open_reader(file, **{"engine": "io_uring", **settings})
+    pending = reader.start(0, np.arange(0, 48, 2, dtype=np.int32), np.arange(24, dtype=np.int32))
+    assert len(pending.clusters) == clusters
+    assert finish(reader, pending) == list(range(24))
+    reader.close()
+
+
+@needs_ring
 def test_reads_go_on_between_computations_without_anybody_waiting(file: BundleFile) -> None:
     reader = open_reader(file, engine="io_uring", depth=2)
     pending = reader.start(0, np.arange(0, 60, 2, dtype=np.int32), np.arange(30, dtype=np.int32))

@@ -178,8 +178,8 @@ class Pipeline(Table):
     in more requests."""
     cluster: Count = 64
     """Minimum number of neurons that are read and computed together; all that a layer misses are
-    where ``decode.look_ahead = "layer"`` and ``io.engine = "io_uring"``, whose drive reads the next
-    layer's meanwhile."""
+    where ``decode.look_ahead = "layer"``, ``io.engine = "io_uring"`` and ``phases = 1``: the drive
+    reads the next layer's meanwhile."""
     prefill: Literal["chunks-first", "layers-first"] = "chunks-first"
     """``chunks-first`` computes one chunk of the prompt through all layers, then the next, and
     reads what is not in memory again for every chunk; ``layers-first`` reads every layer once,
