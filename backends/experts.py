@@ -186,7 +186,8 @@ def _mix(moe: Moe, scores: F32) -> tuple[I64, F32]:
 
 def list_chosen(routes: F32) -> I32:
     """Experts, ascending, that compute a token, from its weights float32 [experts]."""
-    return np.flatnonzero(routes).astype(np.int32)
+    # `flatnonzero` is three functions of Python.
+    return routes.nonzero()[0].astype(np.int32)
 
 
 def slice_tensor(tensor: Tensor, part: int, parts: int) -> Tensor:

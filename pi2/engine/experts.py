@@ -60,6 +60,11 @@ def mark_experts(experts: I32, named: I32) -> Bits:
     return np.array([expert in known for expert in experts.tolist()], np.bool_)
 
 
+def count_common(experts: I32, named: I32) -> int:
+    """How many of ``experts`` are ``named``."""
+    return len(set(experts.tolist()).intersection(named.tolist()))
+
+
 def unite_experts(tokens: Sequence[I32]) -> I32:
     """Experts, ascending, that compute any of some tokens, of which each has its own."""
     return tokens[0] if len(tokens) == 1 else np.unique(np.concatenate(tokens)).astype(np.int32)

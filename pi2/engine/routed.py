@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ import numpy as np
 from pi2.arrays import I32, I64, Bits
 from pi2.backends.protocol import InputReader, PartAdder
 from pi2.engine.expert_gates import ExpertGates
-from pi2.engine.experts import mark_experts, unite_experts
+from pi2.engine.experts import count_common, mark_experts, unite_experts
 from pi2.engine.feed_forward import FeedForward
+from pi2.engine.neuron_parts import NeuronParts
 from pi2.engine.read_ahead import ReadAhead
 from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.waves import Wave
@@ -195,20 +197,19 @@ class RoutedFeedForward(FeedForward):
         whole = self._part_neurons if adder is None else self._small_part_neurons
         # Rounded up.
         size = max(1, -(-open_share * whole // cache.granule))
-        parts = [indices[first : first + size] for first in range(0, len(indices), size)]
-        while parts:
+        parts = NeuronParts(indices, size)
+        while len(parts):
             count = self._begin_parts(layer, bounds.start, parts, by_token)
             if count == len(parts) and guessed is not None:
                 # This layer's reads come first.
                 self._wave, guessed = self._prefetch(layer + 1, guessed), None
             self._compute_twins(layer)
-            # Those that were cut in two are computed in their order.
-            if adder is None or any(len(part) != size for part in parts[: count - 1]):
-                for part in parts[:count]:
-                    self._compute_part(part)
+            if adder is not None and parts.is_even:
+                self._compute_parts(adder, parts, count)
             else:
-                self._compute_parts(adder, parts[:count], size)
-            del parts[:count]
+                for number in range(count):
+                    self._compute_part(parts.take(number))
+            parts.drop(count)
             wave, self._now = self._now, None
             assert wave is not None
             if wave.held:
@@ -268,18 +269,19 @@ class RoutedFeedForward(FeedForward):
         if self.twins is not None:
             self.twins.compute(layer, self._select_tokens())
 
-    def _begin_parts(self, layer: int, owned: int, parts: list[I32], by_token: I64 | None) -> int:
+    def _begin_parts(self, layer: int, owned: int, parts: NeuronParts, by_token: I64 | None) -> int:
         """Begin with as many ``parts`` as the cache has room for, at least one, and return how
         many.  There always is room for one, unless a unit was lost whose neurons the plan had not
         counted: then it is cut in two."""
-        cache, new = self._cache, parts
+        cache, new = self._cache, parts.indices
         count = most = min(len(parts), self._most_parts)
         while not cache.is_whole(layer):
-            new = self._leave_ahead(parts)
-            if sum(map(len, new)) <= cache.free_capacity:
+            new = self._leave_ahead(parts.indices)
+            if len(new) <= cache.free_capacity:
                 count = most
                 break
-            cold = np.cumsum([cache.count_cold(layer, part) for part in new])
+            starts = [*parts.count_before(new), len(new)]
+            cold = np.cumsum([cache.count_cold(layer, new[a:b]) for a, b in pairwise(starts)])
             fitting = np.searchsorted(cold, cache.free_capacity, side="right")
             count = min(int(fitting), most)
             if count:
@@ -291,22 +293,22 @@ class RoutedFeedForward(FeedForward):
             elif self._ahead is not None:
                 self._end_ahead()
             else:
-                half = len(parts[0]) // 2
-                assert half and any(unit.lost for unit in self.shares.units.values()), (
+                assert any(unit.lost for unit in self.shares.units.values()), (
                     "the cache has no room for a part"
                 )
-                parts[:1] = [parts[0][:half], parts[0][half:]]
-        wanted = new[0] if count == 1 else np.concatenate(new[:count])
-        self._now = self._begin_wave(layer, owned, wanted, by_token)
+                parts.cut()
+        if count < len(parts):
+            new = new[: parts.count_before(new)[count]]
+        self._now = self._begin_wave(layer, owned, new, by_token)
         return count
 
-    def _leave_ahead(self, parts: list[I32]) -> list[I32]:
-        """``parts`` without those neurons that were found or begun ahead."""
+    def _leave_ahead(self, indices: I32) -> I32:
+        """``indices`` without those neurons that were found or begun ahead."""
         if self._ahead is None or self._ahead.named is None:
-            return parts
-        known = np.zeros(self._cache.neurons, np.bool_)
-        known[self._ahead.named] = True
-        return [part.compress(~known.take(part)) for part in parts]
+            return indices
+        is_new = np.ones(self._cache.neurons, np.bool_)
+        is_new[self._ahead.named] = False
+        return indices.compress(is_new.take(indices))
 
     def _compute_part(self, part: I32) -> None:
         """Compute neurons when all of them have arrived, in stored order."""
@@ -315,39 +317,46 @@ class RoutedFeedForward(FeedForward):
         slots = self._cache.locate(self._now.layer, part)
         self._add_neurons(self._now, slots, part)
 
-    def _compute_parts(self, adder: PartAdder, parts: list[I32], size: int) -> None:
-        """Compute ``parts`` of ``size`` granules each but for the last, and add them up in their
-        order: first those in memory, then those that are read, of which the last one by itself."""
-        missing = self._find_missing(parts)
-        groups = [
-            [number for number, misses in enumerate(missing) if not misses],
-            *_split_last([number for number, misses in enumerate(missing) if misses]),
-        ]
+    def _compute_parts(self, adder: PartAdder, parts: NeuronParts, count: int) -> None:
+        """Compute the first ``count`` of ``parts``, and add them up in their order: first those in
+        memory, then those that are read, of which the last one by itself."""
+        missing = self._find_missing(parts, count)
+        groups = [[number for number in range(count) if not missing[number]]]
+        groups += _split_last([number for number in range(count) if missing[number]])
         groups = [group for group in groups if group]
         assert self._now is not None
         cache, layer = self._cache, self._now.layer
         for turn, group in enumerate(groups):
-            own = [parts[number] for number in group]
-            indices = own[0] if len(own) == 1 else np.concatenate(own)
             if missing[group[0]]:
-                self._wait_for_part(own[-1])
+                self._wait_for_part(parts.take(group[-1]))
             self._reader.advance()
+            indices = parts.join(group)
             slots = cache.locate(layer, indices)
-            finished = len(parts) if turn == len(groups) - 1 else 0
+            finished = count if turn == len(groups) - 1 else 0
             adder.add_parts(
-                layer, self._single.arena, slots, indices, cache.granule, group, size, finished
+                layer,
+                self._single.arena,
+                slots,
+                indices,
+                cache.granule,
+                group,
+                parts.size,
+                finished,
             )
 
-    def _find_missing(self, parts: Sequence[I32]) -> list[bool]:
-        """Whether something of each of ``parts`` is on its way."""
-        waves = [wave for wave in (self._ahead, self._now) if wave is not None]
-        if all(wave.pending is None for wave in waves):
-            return [False] * len(parts)
+    def _find_missing(self, parts: NeuronParts, count: int) -> list[bool]:
+        """Whether something of each of the first ``count`` of ``parts`` is on its way."""
+        pending = [
+            wave.pending.indices
+            for wave in (self._ahead, self._now)
+            if wave is not None and wave.pending is not None
+        ]
+        if not pending:
+            return [False] * count
         is_missing = np.zeros(self._cache.neurons, np.bool_)
-        for wave in waves:
-            if wave.pending is not None:
-                is_missing[wave.pending.indices] = True
-        return [bool(is_missing.take(part).any()) for part in parts]
+        for indices in pending:
+            is_missing[indices] = True
+        return parts.find_any(is_missing, count)
 
     def _wait_for_part(self, part: I32) -> None:
         """Wait until all neurons of ``part``, and what was asked for before them, are there."""
@@ -361,13 +370,15 @@ class RoutedFeedForward(FeedForward):
         pending = wave.pending
         if pending is None:
             return
-        clusters = pending.clusters
-        while wave.taken < len(clusters):
-            start = clusters[wave.taken].start
+        end, clusters = wave.taken, pending.clusters
+        while end < len(clusters):
+            start = clusters[end].start
             if start < len(pending.indices) and int(pending.indices[start]) > last:
-                return
-            self._reader.finish(pending, wave.taken)
-            wave.taken += 1
+                break
+            end += 1
+        if end > wave.taken:
+            self._reader.finish(pending, wave.taken, end - wave.taken)
+            wave.taken = end
 
     def _end_ahead(self) -> None:
         """Keep what was read ahead, but hold it no longer."""
@@ -381,7 +392,7 @@ class RoutedFeedForward(FeedForward):
     def _count_foreseen(self, chosen: Sequence[I32], guessed: Sequence[I32]) -> None:
         for own, ahead in zip(chosen, guessed, strict=True):
             self.counters.routed += len(own)
-            self.counters.foreseen += int(mark_experts(own, ahead).sum())
+            self.counters.foreseen += count_common(own, ahead)
 
     def abandon(self) -> None:
         """Forget reads and jobs that are under way, after an error or an interrupt."""
@@ -394,6 +405,6 @@ class RoutedFeedForward(FeedForward):
         super().abandon()
 
 
-def _split_last(numbers: list[int]) -> tuple[list[int], list[int]]:
+def _split_last(numbers: list[int]) -> list[list[int]]:
     """All of ``numbers`` but the last, and that one."""
-    return numbers[:-1], numbers[-1:]
+    return [numbers[:-1], numbers[-1:]]

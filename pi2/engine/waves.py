@@ -154,7 +154,7 @@ class Waves:
         Cold ones for which the cache has no slot now are left for later waves.
         """
         cache = self._cache
-        if self.balance is None and cache.is_all_hot(layer, indices):
+        if self.balance is None and (len(indices) == 0 or cache.is_all_hot(layer, indices)):
             found = cache.look_up(layer, indices)
             rest = indices[:0]
             self.counters.touched += len(indices) * cache.granule

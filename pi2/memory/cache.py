@@ -225,7 +225,7 @@ class NeuronCache:
         """
         counters = self.counters[layer]
         hot, start = self.hot_range(layer), self.hot_slots[layer].start
-        if self.is_all_hot(layer, indices):
+        if len(indices) == 0 or self.is_all_hot(layer, indices):
             counters.hits += len(indices)
             none = indices[:0]
             resident = indices + np.int32(start - hot.start)

@@ -28,14 +28,19 @@ class NeuronChecks:
         """Which of ``indices`` [n] have not been compared."""
         return ~self._compared[layer][indices]
 
+    def are_known(self, layer: int, indices: I32, granule: int) -> bool:
+        """Whether all neurons of the granules ``indices`` [n] have been compared."""
+        known = self._compared[layer].reshape(-1, granule).take(indices, axis=0)
+        # As `known.all()`, in a third of its time.
+        return int(np.count_nonzero(known)) == known.size
+
     def find_damaged(self, layer: int, indices: I32, arena: U8, slots: I32) -> list[int]:
         """Compare bundles ``indices`` [n], which are in ``slots`` [n] of ``arena``, unless they
         have been: return places in ``indices`` of those that are damaged."""
         known = self._compared[layer].take(indices)
-        # As `known.all()`, in a third of its time.
-        if np.count_nonzero(known) == len(known):
-            return []
         places = np.flatnonzero(~known)
+        if len(places) == 0:
+            return []
         wanted = indices[places]
         found = self._compute(arena, slots[places])
         good = found == self._checks[layer][wanted]

@@ -28,6 +28,7 @@ from pi2.memory.io_engine import (
 )
 from pi2.memory.observer import ReadObserver, WatchedRun
 from pi2.memory.requests import (
+    GranuleReads,
     Merging,
     ReadBatch,
     divide_clusters,
@@ -35,7 +36,6 @@ from pi2.memory.requests import (
     find_addresses,
     keep_gates,
     make_batch,
-    make_granule_batch,
     make_rest,
 )
 from pi2.memory.uring import RingUnavailable, UringEngine
@@ -108,6 +108,9 @@ class FlashReader:
         """Neurons of a slot: indices of what is read into slots count as many at once."""
         self._single_arena = divide_slots(arena, self._granule)
         self._address: int = arena.ctypes.data
+        self._granule_reads = GranuleReads(
+            address=self._address, size=arena.shape[1], request_bytes=settings.request_bytes
+        )
         self._loops = loops
         self._settings = settings
         self.engine_fallback: str | None = None
@@ -236,21 +239,10 @@ class FlashReader:
     def _start_granules(self, layer: int, indices: I32, slots: I32) -> PendingRead:
         """Begin to read granules, each of which is a cluster."""
         start_s = 0.0 if self._observer is None else time.perf_counter()
-        batch = make_granule_batch(
-            layer,
-            indices,
-            slots,
-            address=self._address,
-            base=self._files[layer].bundles_offset,
-            size=self._arena.shape[1],
-            request_bytes=self._settings.request_bytes,
-        )
+        base = self._files[layer].bundles_offset
+        clusters, batch = self._granule_reads.plan(layer, indices, slots, base)
         self._submit(batch)
-        clusters = tuple(slice(number, number + 1) for number in range(len(indices)))
-        pending = PendingRead(layer, indices, slots, clusters, batch)
-        if self._observer is not None:
-            self._observer.note_start(pending, start_s)
-        return pending
+        return self._note_start(PendingRead(layer, indices, slots, clusters, batch), start_s)
 
     def start_rest(self, pending: PendingRead, number: int, opened: Bits) -> PendingRead | None:
         """Begin to read up and down of those in cluster ``number`` whose gates, ``opened`` [n], are
@@ -296,20 +288,24 @@ class FlashReader:
         """Keep the drive busy with what was begun; called between computations, never waits."""
         self._engine.advance()
 
-    def finish(self, pending: PendingRead, number: int) -> I32:
-        """Wait for a cluster and return its slots.
+    def finish(self, pending: PendingRead, number: int, count: int = 1) -> I32:
+        """Wait for a cluster, or for ``count`` of them from ``number`` on, and return their slots.
 
         A short or failed read is tried again, then UserError P620; a bundle that is not what the
         store says is read again, then UserError P511.
         """
-        batch, cluster = pending.batch, pending.clusters[number]
+        if count > 1 and self._observer is not None:
+            # Whoever looks is told of every cluster.
+            return np.concatenate([self.finish(pending, number + more) for more in range(count)])
+        batch, last = pending.batch, number + count - 1
         assert batch is not None
+        cluster = slice(pending.clusters[number].start, pending.clusters[last].stop)
         slots = pending.slots[cluster]
         if len(slots) == 0:
             return slots
         start_s = 0.0 if self._observer is None else time.perf_counter()
-        self._engine.wait(batch, number)
-        part = batch.parts[number]
+        self._engine.wait(batch, number, count)
+        part = slice(batch.parts[number].start, batch.parts[last].stop)
         results, sizes = batch.results[part], batch.sizes[part]
         # Methods of arrays that reduce them are Python, several times as slow as this.
         if results.tobytes() != sizes.tobytes():
@@ -318,10 +314,7 @@ class FlashReader:
         # Bytes between neighbours were read too.
         self.read_bytes += int(np.add.reduce(sizes))
         if self._checks is not None:
-            arena = self._single_arena
-            indices = expand_stretches(pending.indices[cluster], self._granule)
-            own = expand_stretches(slots, self._granule)
-            self._verify(self._checks, pending.layer, indices, arena, own)
+            self._verify_slots(self._checks, pending.layer, pending.indices[cluster], slots)
         if self._observer is not None:
             self._observer.note_wait(pending, number, start_s, time.perf_counter())
         return slots
@@ -340,6 +333,14 @@ class FlashReader:
     def _read_bundle(self, layer: int, index: int, slot: int) -> None:
         target = self._arena[slot]
         self._opened.read(layer, target, self._files[layer].bundles_offset + index * target.size)
+
+    def _verify_slots(self, checks: NeuronChecks, layer: int, indices: I32, slots: I32) -> None:
+        """Compare the neurons ``indices`` [n] in ``slots`` [n], which may be of several each."""
+        granule = self._granule
+        if checks.are_known(layer, indices, granule):
+            return
+        own = expand_stretches(slots, granule)
+        self._verify(checks, layer, expand_stretches(indices, granule), self._single_arena, own)
 
     def _verify(
         self, checks: NeuronChecks, layer: int, indices: I32, bundles: U8, slots: I32

@@ -27,6 +27,10 @@ _UNKNOWN_USE = 0.1
 """Share of the neurons that a token uses, where nothing is known."""
 _CANDIDATES = 64
 """One slot of so many is a candidate for the next evictions."""
+_FEW_CANDIDATES = 16
+"""Candidates of a cache of some hundred slots, as one of whole experts, which would make a list for
+every read otherwise; one slot of as many at most, since what comes in while a list is used is
+passed over however rarely it is used."""
 _SAMPLE = 4096
 """Slots, at least, whose scores tell what a low one is."""
 _MOST_WEIGHT = 1e6
@@ -229,7 +233,9 @@ class LeastFrequentlyUsed:
 
     def _list_candidates(self, least: int, held: Bits) -> None:
         """List the slots with the lowest counts, at least ``least`` that may be given away."""
-        scores, size = self._scores, max(least, len(self._scores) // _CANDIDATES)
+        scores = self._scores
+        few = min(_FEW_CANDIDATES, len(scores) // _FEW_CANDIDATES)
+        size = max(least, few, len(scores) // _CANDIDATES)
         # Where they end need not be known exactly: some of the slots tell.
         sample = scores[:: max(1, len(scores) // _SAMPLE)]
         while True:

@@ -42,8 +42,8 @@ class IoEngine(Protocol):
         Where an engine has no threads of its own, its caller does this now and then.
         """
 
-    def wait(self, batch: ReadBatch, part: int) -> None:
-        """Wait until part number ``part`` is over."""
+    def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
+        """Wait until part number ``part``, or ``count`` of them from it on, are over."""
 
     def abandon(self, batch: ReadBatch) -> None:
         """Wait until nothing of ``batch`` is under way; what has not begun never does."""
@@ -131,10 +131,11 @@ class PreadEngine:
     def advance(self) -> None:
         """Its threads do."""
 
-    def wait(self, batch: ReadBatch, part: int) -> None:
+    def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         """See `IoEngine`."""
-        self._jobs[id(batch)][part].result()
-        if part == len(batch.parts) - 1:
+        for job in self._jobs[id(batch)][part : part + count]:
+            job.result()
+        if part + count == len(batch.parts):
             del self._jobs[id(batch)]
 
     def abandon(self, batch: ReadBatch) -> None:
@@ -169,9 +170,9 @@ class MappedEngine:
     def advance(self) -> None:
         """Its threads do."""
 
-    def wait(self, batch: ReadBatch, part: int) -> None:
+    def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         """See `IoEngine`."""
-        self._engine.wait(batch, part)
+        self._engine.wait(batch, part, count)
 
     def abandon(self, batch: ReadBatch) -> None:
         """See `IoEngine`."""

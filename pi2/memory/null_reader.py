@@ -49,7 +49,7 @@ class NullReader:
     def advance(self) -> None:
         """Nothing is under way."""
 
-    def finish(self, pending: PendingRead, number: int) -> I32:
+    def finish(self, pending: PendingRead, number: int, count: int = 1) -> I32:
         """Nothing is waited for."""
         return pending.slots
 

@@ -125,39 +125,62 @@ def make_batch(
     )
 
 
-def make_granule_batch(
-    file: int,
-    indices: I32,
-    slots: I32,
-    *,
-    address: int,
-    base: int,
-    size: int,
-    request_bytes: int,
-) -> ReadBatch:
-    """Plan reads of the granules ``indices`` [b] of ``size`` bytes into ``slots`` [b]: each is
-    read in equal requests of about ``request_bytes``, the first ones first."""
-    each = max(1, round(size / request_bytes))
-    step = -(-size // each // PAGE_BYTES) * PAGE_BYTES
-    starts = np.arange(0, size, step, dtype=np.int64)
-    each, number = len(starts), len(indices) * len(starts)
-    sizes = np.tile(np.minimum(step, size - starts), len(indices))
-    vectors = np.empty((number, 2), np.int64)
-    places = np.multiply(slots, size, dtype=np.int64) + address
-    vectors[:, 0] = (places[:, None] + starts).reshape(-1)
-    vectors[:, 1] = sizes
-    offsets = np.multiply(indices, size, dtype=np.int64) + base
-    return ReadBatch(
-        file=file,
-        vectors=vectors,
-        firsts=np.arange(number, dtype=np.int32),
-        counts=np.ones(number, np.int32),
-        offsets=(offsets[:, None] + starts).reshape(-1),
-        sizes=sizes,
-        requests=np.arange(0, number, each, dtype=np.int32),
-        results=np.full(number, PENDING, np.int64),
-        parts=tuple(slice(first, first + each) for first in range(0, number, each)),
-    )
+class GranuleReads:
+    """Plans reads of granules, each in equal requests, the first ones first.
+
+    What all of them have in common is made once, for as many as were ever read together.
+    """
+
+    def __init__(self, *, address: int, size: int, request_bytes: int) -> None:
+        """Granules have ``size`` bytes, requests about ``request_bytes``; slot 0 is at
+        ``address``."""
+        each = max(1, round(size / request_bytes))
+        step = -(-size // each // PAGE_BYTES) * PAGE_BYTES
+        self._size = size
+        self._starts = np.arange(0, size, step, dtype=np.int64)
+        self._each = len(self._starts)
+        self._targets = self._starts + address
+        self._make_room(16)
+
+    def _make_room(self, granules: int) -> None:
+        number = granules * self._each
+        bounds = range(0, number, self._each)
+        own = np.diff(self._starts, append=self._size)
+        self._granules = granules
+        self._firsts = np.arange(number, dtype=np.int32)
+        self._counts = np.ones(number, np.int32)
+        self._sizes: I64 = np.tile(own, granules)
+        self._requests = np.arange(0, number, self._each, dtype=np.int32)
+        self._parts = tuple(slice(first, first + self._each) for first in bounds)
+        self._clusters = tuple(slice(number, number + 1) for number in range(granules))
+
+    def plan(
+        self, file: int, indices: I32, slots: I32, base: int
+    ) -> tuple[tuple[slice, ...], ReadBatch]:
+        """Plan reads of the granules ``indices`` [b] into ``slots`` [b]; granule 0 lies at byte
+        ``base``.  Returns clusters of one granule each, and the reads."""
+        granules = len(indices)
+        if granules > self._granules:
+            self._make_room(2 * granules)
+        number = granules * self._each
+        vectors = np.empty((granules, self._each, 2), np.int64)
+        places = np.multiply(slots, self._size, dtype=np.int64)
+        np.add(places[:, None], self._targets, out=vectors[:, :, 0])
+        vectors[:, :, 1] = self._sizes[: self._each]
+        offsets = np.multiply(indices, self._size, dtype=np.int64)
+        offsets += base
+        batch = ReadBatch(
+            file=file,
+            vectors=vectors.reshape(number, 2),
+            firsts=self._firsts[:number],
+            counts=self._counts[:number],
+            offsets=np.add(offsets[:, None], self._starts).reshape(-1),
+            sizes=self._sizes[:number],
+            requests=self._requests[:granules],
+            results=np.full(number, PENDING, np.int64),
+            parts=self._parts[:granules],
+        )
+        return self._clusters[:granules], batch
 
 
 def find_addresses(slots: I32, address: int, stride: int) -> I64:

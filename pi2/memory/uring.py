@@ -219,9 +219,10 @@ class UringEngine:
         if self._waits:
             self._drive(0, 0)
 
-    def wait(self, batch: ReadBatch, part: int) -> None:
+    def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         """See `pi2.memory.io_engine.IoEngine`."""
-        self._wait(batch, batch.parts[part])
+        first, last = batch.parts[part], batch.parts[part + count - 1]
+        self._wait(batch, slice(first.start, last.stop))
 
     def _wait(self, batch: ReadBatch, part: slice) -> None:
         job = self._find_job(batch)

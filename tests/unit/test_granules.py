@@ -86,7 +86,7 @@ def test_a_request_that_fails_is_read_again(file: BundleFile) -> None:
     reader._engine.wait(pending.batch, 0)
     reader._arena[1, 4096:8192] = 0
     pending.batch.results[1] = -1
-    reader._engine.wait = lambda batch, part: None
+    reader._engine.wait = lambda batch, part, count=1: None
     reader.finish(pending, 0)
     truth = file.path.read_bytes()[OFFSET + 2 * GRANULE * STRIDE :][: GRANULE * STRIDE]
     assert reader._arena[1].tobytes() == truth
