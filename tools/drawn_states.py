@@ -284,6 +284,54 @@ def draw_nemotron_h(draw: random.Random) -> Options:
     }
 
 
+def draw_kimi_linear(draw: random.Random) -> Options:
+    """Kimi Linear."""
+    options, experts = draw_common(draw), draw.choice([2, 5, 6])
+    return options | {
+        "num_key_value_heads": options["num_attention_heads"],
+        # The code ties no head, whatever the configuration says.
+        "tie_word_embeddings": False,
+        "kv_lora_rank": draw.choice([8, 20, 32]),
+        "q_lora_rank": draw.choice([None, None, 12]),
+        "qk_rope_head_dim": draw.choice([4, 8]),
+        "qk_nope_head_dim": draw.choice([8, 12, 16]),
+        "v_head_dim": draw.choice([8, 12, 20]),
+        "num_local_experts": experts,
+        "num_experts_per_tok": draw.randint(1, 2),
+        "moe_intermediate_size": draw.choice([5, 12, 24]),
+        "n_shared_experts": draw.choice([1, 2]),
+        "layer_types": draw_kinds(
+            draw, options["num_hidden_layers"], "linear_attention", "full_attention"
+        ),
+        "linear_head_dim": draw.choice([4, 6, 8, 20, 32]),
+        "linear_num_heads": draw.choice([1, 2, 3, 5]),
+        "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
+        "norm_topk_prob": draw.random() < 0.7,
+        "attention_bias": draw.random() < 0.2,
+    }
+
+
+def draw_bailing_hybrid(draw: random.Random) -> Options:
+    """Ling 3: gates of heads, decays with a floor."""
+    options = draw_kimi_linear(draw)
+    for key in ("q_lora_rank", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
+        del options[key]
+    groups = draw.choice([1, 2])
+    each = draw.choice([2, 3])
+    return options | {
+        "num_local_experts": groups * each,
+        "n_group": groups,
+        "topk_group": draw.randint(1, groups),
+        "num_experts_per_tok": draw.randint(1, 2),
+        "head_dim": draw.choice([4, 6, 8, 20, 32]),
+        "short_conv_kernel_size": draw.choice([2, 3, 4]),
+        "kda_safe_gate": draw.random() < 0.7,
+        "kda_lower_bound": draw.choice([-5.0, -2.5]),
+        "first_k_dense_replace": draw.choice([0, 1, 2]),
+        "num_mtp_layers": 0,
+    }
+
+
 def _name(
     family: str, draw_options: Callable[[random.Random], Options], draw: random.Random
 ) -> Drawn:
@@ -291,10 +339,12 @@ def _name(
 
 
 STATE_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
+    "bailing_hybrid": partial(_name, "BailingHybrid", draw_bailing_hybrid),
     "bamba": partial(_name, "Bamba", draw_bamba),
     "falcon_mamba": partial(_name, "FalconMamba", draw_falcon_mamba),
     "granitemoehybrid": partial(_name, "GraniteMoeHybrid", draw_granite),
     "jamba": partial(_name, "Jamba", draw_jamba),
+    "kimi_linear": partial(_name, "KimiLinear", draw_kimi_linear),
     "lfm2": partial(_name, "Lfm2", draw_lfm2),
     "lfm2_moe": partial(_name, "Lfm2Moe", draw_lfm2_moe),
     "lfm3": partial(_name, "Lfm3", draw_lfm3),

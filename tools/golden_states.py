@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from golden_options import HYBRID, Options
+from golden_options import HYBRID, LATENT, Options
+
+_LATENT = {key: value for key, value in LATENT.items() if key != "n_routed_experts"}
 
 MODELS: dict[str, tuple[str, Options]] = {
     "qwen3-next": (
@@ -163,6 +165,36 @@ MODELS: dict[str, tuple[str, Options]] = {
             "state_size": 8,
             "n_groups": 2,
             "conv_kernel": 3,
+        },
+    ),
+    "kimi-linear": (
+        "KimiLinear",
+        _LATENT
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": [
+                *("linear_attention", "linear_attention", "full_attention", "linear_attention"),
+            ],
+            "q_lora_rank": None,
+            "num_local_experts": 6,
+            "linear_head_dim": 12,
+            "linear_num_heads": 3,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "bailing-hybrid": (
+        "BailingHybrid",
+        {key: value for key, value in _LATENT.items() if key != "q_lora_rank"}
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 6,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": 10,
+            "short_conv_kernel_size": 4,
+            "num_mtp_layers": 0,
         },
     ),
     "mamba": (

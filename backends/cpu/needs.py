@@ -83,7 +83,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     if state is not None:
         each = state.stored_width
         own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes
-        activations += (chunk + 1) * (own + 4 * state.rows + 4 * state.factors)
+        activations += (chunk + 1) * (own + 4 * (state.entries + state.factors + state.ranks))
     if model.side_ffn is not None:
         each = fill_groups(model.side_width)
         own = each * (4 + _count_planes(plan)) + each // GROUP * group_bytes

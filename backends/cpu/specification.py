@@ -169,6 +169,8 @@ def _describe_router(model: Model) -> RouterShape | None:
         return None
     if moe.router_input == "stream" or moe.expert_scale:
         return None
+    if not any(moe.has_router(layer) for layer in range(model.shape.layers)):
+        return None
     return RouterShape(
         kind=moe.router,
         experts=moe.experts,

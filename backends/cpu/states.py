@@ -55,13 +55,16 @@ class States:
         )
         if spec.isa.unpacks:
             self.room |= space.make_tiles("state_mixed", spec, shape.stored_width)
-        self.room["state_projected"] = space.wrap(space.make("float32", tokens, shape.rows))
-        if shape.step_rank:
-            ranks = space.make("float32", tokens, shape.stored_rank)
-            self.room["state_ranks"] = space.wrap(ranks)
-        kept = shape.factors - shape.stored_rank
-        factors = space.make("float32", tokens, max(1, kept))
-        self.room["state_factors"] = space.wrap(factors)
+        lengths = {
+            "state_projected": shape.entries,
+            "state_factors": max(1, shape.factors),
+            "state_ranks": shape.stored_rank,
+            "state_decays_ranks": shape.stored_decay_rank,
+            "state_output_gates_ranks": shape.stored_gate_rank,
+        }
+        for name, length in lengths.items():
+            if length:
+                self.room[name] = space.wrap(space.make("float32", tokens, length))
 
     def read(self, sequence: int) -> F32:
         """Return a copy of all states of a sequence."""

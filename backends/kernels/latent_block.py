@@ -110,6 +110,8 @@ class _Block(MixingBlock):
         def normalize(token: v.Expr) -> None:
             place = v.let(token * rows + (rows - latent.kept))
             _emit_vector_norm(self, qkv, place, self.norm_weight, latent.rank, qkv, place)
+            if latent.gates:
+                self._emit_gates(v.let(place - latent.gates))
             rank = latent.query_rank
             if self.made is not None and self.query_norm is not None and rank is not None:
                 start = v.let(token * rows)
@@ -134,6 +136,12 @@ class _Block(MixingBlock):
             v.store(self.absorbed, vector * latent.kept + row, value, 1)
 
         self._emit_by_head(self.to_latent, latent.rank, self.plain, store_absorbed)
+
+    def _emit_gates(self, first: v.Expr) -> None:
+        """Turn the gates of all heads, from ``first`` on, into factors."""
+        with T.serial(self.latent.gates) as head:
+            place = v.let(first + head)
+            v.store(self.qkv, place, v.take_sigmoid(v.let(self.qkv[place]), 1), 1)
 
     def _find_query(self, token: v.Expr, head: v.Expr) -> tuple[v.Buffer, v.Expr]:
         """Where a head's query begins."""
@@ -290,7 +298,7 @@ class _Block(MixingBlock):
 
     def emit_output(self) -> None:
         """Turn what was mixed into values, project them, and add them to x."""
-        spec = self.schedule.spec
+        spec, latent = self.schedule.spec, self.latent
 
         def quantize(token: v.Expr) -> None:
             with T.serial(spec.heads) as head:
@@ -298,8 +306,12 @@ class _Block(MixingBlock):
 
         def store_value(vector: v.Expr, row: v.Expr, value: v.Expr) -> None:
             token = v.let(T.floordiv(vector, spec.heads))
-            inside = (vector - token * spec.heads) * spec.head_dim + row
-            v.store(self.mixed.values, token * spec.width + inside, value, 1)
+            head = v.let(vector - token * spec.heads)
+            if latent.gates:
+                first = spec.qkv_rows - latent.kept - latent.gates
+                value = value * self.qkv[token * spec.qkv_rows + first + head]
+            place = token * spec.width + head * spec.head_dim + row
+            v.store(self.mixed.values, place, value, 1)
 
         emit_each_token(self.tokens, quantize)
         self._emit_by_head(self.to_value, spec.head_dim, self.found, store_value)

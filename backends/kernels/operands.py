@@ -62,6 +62,19 @@ class Activations:
         paired = self.tiles is not None and self.blocks is None
         return replace(own, planes=self.chunk_planes, several=None, paired=paired)
 
+    def keep_values(self, values: v.Buffer, length: int) -> Activations:
+        """Return others of ``length`` that are not quantised, for fp16 weights: ``values``
+        alone."""
+        return replace(
+            self,
+            length=length,
+            values=values,
+            several=None,
+            tiles=None,
+            blocks=None,
+            upper_sums=None,
+        )
+
     def for_one(self) -> Activations:
         """Return the same arrays as one token has them."""
         return replace(self, several=None, paired=False)

@@ -13,7 +13,7 @@ of them."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -76,9 +76,6 @@ def take_scan(
     part_norm = None
     if shape.part_norm == "weighted":
         part_norm = take.take_array("state_part_norm", "float32", shape.parts)
-    own = replace(
-        mixed, length=rank, values=ranks, several=None, tiles=None, blocks=None, upper_sums=None
-    )
     return ScanArrays(
         shape=shape,
         projected=projected,
@@ -90,7 +87,7 @@ def take_scan(
         skip=take.take_array("state_skip", "float32", width),
         parts=take_matrix(take, "state_parts", shape.parts, shape.stored_width, "fp16"),
         part_norm=part_norm,
-        ranks=own,
+        ranks=mixed.keep_values(ranks, rank),
         steps=take_matrix(take, "state_steps", width, rank, "fp16"),
     )
 
@@ -219,6 +216,6 @@ def _emit_token(
     for cell in results[1:]:
         result = result + cell.get()
     result = T.fma(value, v.load(arrays.skip, base, lanes), result)
-    gates = v.let(v.wide(token) * shape.rows + shape.channels)
+    gates = v.let(v.wide(token) * shape.entries + shape.channels)
     gate = v.let(v.load(arrays.projected, gates + base, lanes))
     v.store(values, place, result * v.take_silu(gate, lanes), lanes)

@@ -7,7 +7,10 @@ of its own sequence, ``output`` for all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.parameters import Parameters
@@ -17,8 +20,11 @@ from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import take_matrix
 from pi2.backends.kernels.scan import take_scan
 from pi2.backends.kernels.schedule import Schedule
-from pi2.backends.kernels.states import StateArrays, emit_state_mix
+from pi2.backends.kernels.states import RankArrays, StateArrays, emit_state_mix
 from pi2.plan.weights.states import StateShape
+
+Store = Callable[[v.Expr, v.Expr, v.Expr], None]
+"""Takes a token, a row of a product, and its value."""
 
 
 def emit_state_attend(schedule: Schedule, take: Parameters) -> None:
@@ -59,16 +65,17 @@ class _StateBlock(MixingBlock):
 
         def store_projected(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             total = value if bias is None else value + bias[row]
-            v.store(arrays.projected, v.wide(token) * shape.rows + v.wide(row), total, 1)
+            v.store(arrays.projected, arrays.find_row(token) + v.wide(row), total, 1)
 
         def store_gate(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             # Step sizes alone come second, where decays are.
-            column = row + (2 * shape.value_heads - shape.gates)
-            v.store(arrays.gates, token * (2 * shape.value_heads) + column, value, 1)
+            skipped = shape.value_heads if shape.kind == "mamba" else 0
+            v.store(arrays.gates, arrays.find_factors(token) + (row + skipped), value, 1)
 
         self.emit_input(store_projected)
         if self.gates is not None:
-            emit_multiply(isa, spec.threads, self.gates, self.hidden, self.tokens, store_gate)
+            store = _divide_ranks(arrays, store_gate)
+            emit_multiply(isa, spec.threads, self.gates, self.hidden, self.tokens, store)
 
     def emit_mix(self, first: v.Expr | None, count: v.Expr | None) -> None:
         """Mix the first ``count`` tokens, or the one whose number is ``first``; it stands at the
@@ -78,6 +85,35 @@ class _StateBlock(MixingBlock):
     def emit_output(self) -> None:
         """Project what was mixed and add it to x."""
         self.emit_add(self.arrays.mixed)
+
+
+def _divide_ranks(arrays: StateArrays, store_gate: Store) -> Store:
+    """Return what stores rows of ``state_gates``: by ``store_gate``, or, of what decays and gates
+    are made of, where that is kept."""
+    shape = arrays.shape
+    parts: list[tuple[int, Activations, int]] = []
+    end = shape.gates
+    for own, rank in ((arrays.output_gates, shape.gate_rank), (arrays.decays, shape.decay_rank)):
+        if own is not None:
+            end -= rank
+            parts.append((end, own.ranks, rank))
+
+    def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        emit_from(0, token, row, value)
+
+    def emit_from(number: int, token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        if number == len(parts):
+            store_gate(token, row, value)
+            return
+        first, ranks, _ = parts[number]
+        with T.If(row >= first):
+            with T.Then():
+                place = v.wide(token) * ranks.length + v.wide(row - first)
+                v.store(ranks.values, place, value, 1)
+            with T.Else():
+                emit_from(number + 1, token, row, value)
+
+    return store
 
 
 def _take_block(schedule: Schedule, take: Parameters, number: str) -> _StateBlock:
@@ -128,11 +164,19 @@ def _take_arrays(take: Parameters, shape: StateShape, mixed: Activations) -> Sta
     def take_vector(name: str, length: int, there: bool = True) -> v.Buffer | None:
         return take.take_array(f"state_{name}", "float32", length) if there else None
 
+    def take_ranks(name: str, rows: int, length: int) -> RankArrays | None:
+        if not length:
+            return None
+        ranks = take.take_array(f"state_{name}_ranks", "float32", "tokens", length)
+        return RankArrays(
+            ranks=mixed.keep_values(ranks, length),
+            matrix=take_matrix(take, f"state_{name}", rows, length, "fp16"),
+        )
+
     heads, scans = shape.value_heads, shape.kind == "mamba1"
     recurs = shape.kind != "convolution" and not scans
-    factors = max(1, shape.factors - shape.stored_rank)
-    projected = take.take_array("state_projected", "float32", "tokens", shape.rows)
-    gates = take.take_array("state_factors", "float32", "tokens", factors)
+    projected = take.take_array("state_projected", "float32", "tokens", shape.entries)
+    gates = take.take_array("state_factors", "float32", "tokens", max(1, shape.factors))
     memory = take.take_array("state_memory", "float32", max(1, shape.memory))
     return StateArrays(
         shape=shape,
@@ -144,8 +188,10 @@ def _take_arrays(take: Parameters, shape: StateShape, mixed: Activations) -> Sta
         convolution=take.take_array("state_convolution", "float32", shape.kernel, shape.channels),
         convolution_bias=take_vector("convolution_bias", shape.channels, shape.convolution_bias),
         decay=take_vector("decay", heads, recurs),
-        step=take_vector("step", heads, recurs),
+        step=take_vector("step", shape.decays, recurs),
         skip=take_vector("skip", heads, shape.kind == "mamba"),
         norm=take_vector("norm", shape.width if shape.kind == "mamba" else shape.value_dim, recurs),
         scan=take_scan(take, shape, mixed, projected, gates, memory) if scans else None,
+        decays=take_ranks("decays", shape.decays, shape.stored_decay_rank),
+        output_gates=take_ranks("output_gates", shape.width, shape.stored_gate_rank),
     )

@@ -4,7 +4,7 @@
 The recurrent state of a value head is a matrix S [key_dim, value_dim].  For every token, with its
 key k, query q, value v, decay a and entry b::
 
-    delta:  S = a S;  S += k (b (v - S^T k))^T;  result = S^T q
+    delta:  S = a S;  S += k (b (v - S^T k))^T;  result = S^T q   (a of S, or of each of its rows)
     mamba:  S = a S;  S += k (b v)^T;            result = S^T q + skip v
 
 Columns of S do not depend on each other: a task takes some lanes of a head's values through all
@@ -23,7 +23,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.kv import count_lanes
-from pi2.backends.kernels.matrix import emit_shared
+from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.scan import ScanArrays, emit_scan
@@ -33,12 +33,21 @@ from pi2.plan.weights.states import StateShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankArrays:
+    """What factors or gates are made of, [tokens, rank], and the matrix that makes them; values
+    alone are multiplied, in float32: decays multiply up."""
+
+    ranks: Activations
+    matrix: Matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateArrays:
     """What mixing reads and writes; flat float32 buffers.
 
-    ``projected`` [tokens, rows] as `StateShape` has them; ``gates`` [tokens, 2 value_heads], of
-    which the first half becomes b and the second a; ``tail`` [kernel - 1, channels], the oldest
-    token's first; ``memory`` [value_heads, value_dim / lanes, key_dim, lanes].
+    ``projected`` [tokens, entries] as `StateShape` has them; ``gates`` [tokens, factors], of
+    which the first ``value_heads`` become b and the others a; ``tail`` [kernel - 1, channels], the
+    oldest token's first; ``memory`` [value_heads, value_dim / lanes, key_dim, lanes].
     """
 
     shape: StateShape
@@ -55,6 +64,10 @@ class StateArrays:
     norm: v.Buffer | None
     scan: ScanArrays | None
     """What the first Mamba has instead of the four before it."""
+    decays: RankArrays | None
+    """What decays are made of, and how, if not of the layer's input."""
+    output_gates: RankArrays | None
+    """What gates of values are made of, and how, if not of the layer's input."""
 
     @property
     def once(self) -> v.Expr:
@@ -63,11 +76,15 @@ class StateArrays:
 
     def find_row(self, token: v.Expr) -> v.Expr:
         """Return where the projections of a token begin."""
-        return v.let(v.wide(token) * self.shape.rows)
+        return v.let(v.wide(token) * self.shape.entries)
 
     def find_result(self, token: v.Expr) -> v.Expr:
         """Return where what a token has mixed begins."""
         return v.let(v.wide(token) * self.shape.stored_width)
+
+    def find_factors(self, token: v.Expr) -> v.Expr:
+        """Return where b and a of a token begin."""
+        return v.let(token * self.shape.factors)
 
 
 def emit_state_mix(
@@ -95,6 +112,7 @@ def emit_state_mix(
     if arrays.scan is not None:
         emit_scan(schedule, arrays.scan, number, tokens)
         return
+    _emit_ranks(schedule, arrays, number, tokens)
     emit_each_token(count, lambda step: _emit_factors(arrays, v.let(first + step)))
     _emit_recurrence(arrays, first, count)
     finish = _emit_mamba_norm if shape.kind == "mamba" else _emit_head_norms
@@ -188,25 +206,76 @@ def _emit_gated_convolution(arrays: StateArrays, first: v.Expr, count: v.Expr) -
     emit_shared(shape.channels // lanes, v.wide(count) * (16 * shape.channels), convolve)
 
 
+def _emit_ranks(
+    schedule: Schedule, arrays: StateArrays, first: v.Expr | None, count: v.Expr | None
+) -> None:
+    """Set the decays and gates of the first ``count`` tokens, or of the one whose number is
+    ``first``, that are made of fewer elements."""
+    shape, threads = arrays.shape, schedule.spec.threads
+    origin = T.int32(0) if first is None else first
+
+    def store_decay(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        place = arrays.find_factors(v.let(origin + token)) + (row + shape.value_heads)
+        v.store(arrays.gates, place, value, 1)
+
+    def store_gate(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        place = arrays.find_row(v.let(origin + token)) + v.wide(row + shape.channels)
+        v.store(arrays.projected, place, value, 1)
+
+    for own, store in ((arrays.decays, store_decay), (arrays.output_gates, store_gate)):
+        if own is not None:
+            emit_multiply(schedule.isa, threads, own.matrix, own.ranks, count, store, first)
+
+
 def _emit_factors(arrays: StateArrays, token: v.Expr) -> None:
     """Turn a token's gates into b and a of every value head; normalise queries and keys."""
     shape, gates = arrays.shape, arrays.gates
     assert arrays.decay is not None and arrays.step is not None
     heads = shape.value_heads
+    base = arrays.find_factors(token)
     with T.serial(heads * arrays.once) as head:
-        place = v.let(token * (2 * heads) + head)
-        size = v.let(v.take_softplus(gates[place + heads] + arrays.step[head], 1))
+        place = v.let(base + head)
         if shape.kind == "delta":
             entry = v.let(v.take_sigmoid(gates[place], 1))
+        if shape.decay_of == "key":
+            _emit_key_decays(arrays, base, head)
         else:
+            size = v.let(v.take_softplus(gates[place + heads] + arrays.step[head], 1))
+        if shape.kind != "delta":
             size = v.let(T.max(size, v.constant(shape.shortest_step, "float32")))
             if shape.longest_step is not None:
                 size = v.let(T.min(size, v.constant(shape.longest_step, "float32")))
             entry = size
         v.store(gates, place, entry, 1)
-        v.store(gates, place + heads, v.take_exponential(arrays.decay[head] * size, 1), 1)
-    if shape.kind != "delta":
-        return
+        if shape.decay_of == "head":
+            v.store(gates, place + heads, v.take_exponential(arrays.decay[head] * size, 1), 1)
+    if shape.kind == "delta":
+        _emit_key_norms(arrays, token)
+
+
+def _emit_key_decays(arrays: StateArrays, base: v.Expr, head: v.Expr) -> None:
+    """Turn what a token's factors, from ``base`` on, have of a head's decays into a, of every
+    element of its keys."""
+    shape, gates = arrays.shape, arrays.gates
+    assert arrays.decay is not None and arrays.step is not None
+    lanes = count_lanes(shape.key_dim)
+    rate = v.let(v.splat(arrays.decay[head], lanes))
+    with T.serial(shape.key_dim // lanes * arrays.once) as step:
+        own = v.let(head * shape.key_dim + step * lanes)
+        place = v.let(base + shape.value_heads + own)
+        size = v.let(v.load(gates, place, lanes) + v.load(arrays.step, own, lanes))
+        if shape.decay_floor is None:
+            power = rate * v.take_softplus(size, lanes)
+        else:
+            # Rates are stored with a sign.
+            share = v.take_sigmoid(v.let(v.constant(0.0, "float32", lanes) - rate * size), lanes)
+            power = v.constant(shape.decay_floor, "float32", lanes) * share
+        v.store(gates, place, v.take_exponential(v.let(power), lanes), lanes)
+
+
+def _emit_key_norms(arrays: StateArrays, token: v.Expr) -> None:
+    """Normalise a token's queries and keys."""
+    shape = arrays.shape
     lanes = count_lanes(shape.key_dim)
     row = arrays.find_row(token)
     for origin, factor in ((0, 1.0 / math.sqrt(shape.key_dim)), (shape.key_heads, 1.0)):
@@ -268,23 +337,35 @@ def _emit_token(
     key = v.let(query + keys)
     inside = v.let(head * shape.value_dim + block * lanes)
     value = v.let(v.load(projected, row + v.wide(inside + 2 * keys), lanes))
-    factors = v.let(token * (2 * shape.value_heads) + head)
-    decay = v.let(v.splat(gates[factors + shape.value_heads], lanes))
+    factors = v.let(arrays.find_factors(token) + head)
+    of_keys = shape.decay_of == "key"
+    decays = v.let(arrays.find_factors(token) + shape.value_heads)
+    if of_keys:
+        decays = v.let(decays + head * shape.key_dim)
+    else:
+        decay = v.let(v.splat(gates[decays + head], lanes))
     added = value
     if shape.kind == "delta":
         known = [v.Cell(zeros) for _ in range(turns)]
         with T.serial(shape.key_dim // turns * arrays.once) as step:
             for turn, cell in enumerate(known):
-                at = v.let(v.wide(step * turns + turn))
+                number = v.let(step * turns + turn)
+                at = v.let(v.wide(number))
                 part = v.load(arrays.memory, memory + at * lanes, lanes)
-                cell.set(T.fma(part, v.splat(projected[key + at], lanes), cell.get()))
-        added = value - _add_cells(known) * decay
+                weight = projected[key + at]
+                if of_keys:
+                    weight = weight * gates[decays + number]
+                cell.set(T.fma(part, v.splat(weight, lanes), cell.get()))
+        added = value - (_add_cells(known) if of_keys else _add_cells(known) * decay)
     added = v.let(added * v.splat(gates[factors], lanes))
     results = [v.Cell(zeros) for _ in range(turns)]
     with T.serial(shape.key_dim // turns * arrays.once) as step:
         for turn, cell in enumerate(results):
-            at = v.let(v.wide(step * turns + turn))
+            number = v.let(step * turns + turn)
+            at = v.let(v.wide(number))
             place = v.let(memory + at * lanes)
+            if of_keys:
+                decay = v.splat(gates[decays + number], lanes)
             old = v.load(arrays.memory, place, lanes) * decay
             new = v.let(T.fma(added, v.splat(projected[key + at], lanes), old))
             v.store(arrays.memory, place, new, lanes)
@@ -303,8 +384,9 @@ def _add_cells(cells: list[v.Cell]) -> v.Expr:
 
 
 def _emit_head_norms(spec: KernelSpec, arrays: StateArrays, token: v.Expr) -> None:
-    """RMSNorm of every value head, times SiLU of its gates."""
+    """RMSNorm of every value head, times SiLU or the sigmoid of its gates."""
     shape, values = arrays.shape, arrays.mixed.values
+    activate = v.take_silu if shape.gate == "silu" else v.take_sigmoid
     assert arrays.norm is not None
     lanes = count_lanes(shape.value_dim)
     gates = v.let(arrays.find_row(token) + shape.channels)
@@ -318,7 +400,7 @@ def _emit_head_norms(spec: KernelSpec, arrays: StateArrays, token: v.Expr) -> No
             part = v.load(values, place, lanes) * v.splat(factor, lanes)
             part = part * v.load(arrays.norm, at, lanes)
             gate = v.let(v.load(arrays.projected, gates + inside + at, lanes))
-            v.store(values, place, part * v.take_silu(gate, lanes), lanes)
+            v.store(values, place, part * activate(gate, lanes), lanes)
 
 
 def _emit_mamba_norm(spec: KernelSpec, arrays: StateArrays, token: v.Expr) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.kv_cache import KvCache
-from pi2.backends.reference.operators import normalize, rotate
+from pi2.backends.reference.operators import normalize, rotate, take_sigmoid
 from pi2.backends.rope import RopeTables, compute_growth
 from pi2.plan.weights.layout import fill_groups
 from pi2.plan.weights.rounding import dequantize
@@ -62,8 +62,10 @@ class LatentAttention:
         values are made of from ``position`` on."""
         shape, latent = self._model.shape, self._latent
         count, end = len(qkv), position + len(qkv)
-        cuts = [qkv.shape[1] - latent.kept, qkv.shape[1] - latent.rotated]
-        made, vector, key = np.split(qkv, cuts, axis=-1)
+        gates = shape.heads if self._model.attention.output_gate else 0
+        last = qkv.shape[1] - latent.kept
+        cuts = [last - gates, last, qkv.shape[1] - latent.rotated]
+        made, gate, vector, key = np.split(qkv, cuts, axis=-1)
         cos, sin = (table[position:end] for table in self._rope.arrays)
         query = self._find_queries(layer, made)
         plain, turned = query[..., : latent.plain], rotate(query[..., latent.plain :], cos, sin)
@@ -86,5 +88,8 @@ class LatentAttention:
         found = np.einsum("hts,sr->thr", weights, keys[:, : latent.rank])
         padding = ((0, 0), (0, 0), (0, fill_groups(latent.rank) - latent.rank))
         by_head = self._read(layer, "latent_value").reshape(shape.heads, shape.head_dim, -1)
-        mixed = np.einsum("thr,hvr->thv", np.pad(found, padding), by_head).reshape(count, -1)
+        mixed = np.einsum("thr,hvr->thv", np.pad(found, padding), by_head)
+        if gates:
+            mixed = mixed * take_sigmoid(gate)[:, :, None]
+        mixed = mixed.reshape(count, -1)
         return np.pad(mixed, ((0, 0), (0, shape.stored_query - shape.query))).astype(np.float32)

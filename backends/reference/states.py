@@ -112,17 +112,18 @@ class States:
             query = _normalize_l2(query) * np.float32(shape.key_dim**-0.5)
             key = _normalize_l2(key)
             entry = take_sigmoid(gates[:, : shape.value_heads])
-            decay = np.exp(rate * take_softplus(gates[:, shape.value_heads :] + step_bias))
+            steps = self._make_decays(gates, place) + step_bias
+            decay = self._take_decays(steps.reshape(count, shape.value_heads, -1), rate[:, None])
         else:
             entry = take_softplus(gates + step_bias)
             entry = np.clip(entry, shape.shortest_step, shape.longest_step or np.inf)
-            decay = np.exp(rate * entry)
+            decay = np.exp(rate * entry)[:, :, None]
         together = shape.value_heads // shape.key_heads
         query, key = np.repeat(query, together, axis=1), np.repeat(key, together, axis=1)
         memory = self._memories[place]
         mixed = np.empty_like(value)
         for token in range(count):
-            memory *= decay[token, :, None, None]
+            memory *= decay[token, :, :, None]
             added = value[token]
             if shape.kind == "delta":
                 added = added - np.einsum("hkv,hk->hv", memory, key[token])
@@ -131,7 +132,31 @@ class States:
             mixed[token] = np.einsum("hkv,hk->hv", memory, query[token])
         if shape.kind == "mamba":
             mixed += self._read(place, "state_skip")[0][None, :, None] * value
-        return self._normalize_output(place, mixed, projected[:, shape.channels :])
+        return self._normalize_output(place, mixed, self._make_gates(projected, gates, place))
+
+    def _make_decays(self, gates: F32, place: _Place) -> F32:
+        """What decays are, before their biases, [T, decays]."""
+        shape = self._shape
+        first = shape.value_heads
+        if not shape.decay_rank:
+            return gates[:, first : first + shape.decays]
+        weights = self._read(place, "state_decays")[:, : shape.decay_rank]
+        return np.asarray(gates[:, first : first + shape.decay_rank] @ weights.T)
+
+    def _take_decays(self, steps: F32, rate: F32) -> F32:
+        """Decays of ``steps`` [T, value heads, 1 or key_dim]; ``rate`` [value heads, 1]."""
+        floor = self._shape.decay_floor
+        if floor is None:
+            return np.asarray(np.exp(rate * take_softplus(steps)))
+        return np.asarray(np.exp(np.float32(floor) * take_sigmoid(-rate * steps)))
+
+    def _make_gates(self, projected: F32, gates: F32, place: _Place) -> F32:
+        """Gates of what is mixed, [T, width]."""
+        shape = self._shape
+        if not shape.gate_rank:
+            return projected[:, shape.channels :]
+        weights = self._read(place, "state_output_gates")[:, : shape.gate_rank]
+        return np.asarray(gates[:, shape.gates - shape.gate_rank :] @ weights.T)
 
     def _scan(self, projected: F32, place: _Place) -> F32:
         """The first Mamba's recurrence: every element of a channel's state has a decay of its
@@ -177,7 +202,8 @@ class States:
             factor = 1 / np.sqrt(np.mean(np.square(groups), axis=-1, keepdims=True) + epsilon)
             return np.asarray((groups * factor).reshape(len(mixed), -1) * weight)
         factor = 1 / np.sqrt(np.mean(np.square(mixed), axis=-1, keepdims=True) + epsilon)
-        return np.asarray((mixed * factor * weight).reshape(len(mixed), -1) * take_silu(gates))
+        activate = take_silu if shape.gate == "silu" else take_sigmoid
+        return np.asarray((mixed * factor * weight).reshape(len(mixed), -1) * activate(gates))
 
 
 def _normalize_l2(x: F32) -> F32:

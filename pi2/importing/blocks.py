@@ -28,7 +28,10 @@ _KINDS = {
 """Kinds of blocks by their names in configurations, old and new, and in patterns."""
 _OWNERS = {"mamba": "mamba.{mixer}", "attention": "self_attn", "mlp": "mlp", "moe": "mlp"}
 _FIXED = (("backbone.embeddings.", "model.embed_tokens."), ("backbone.norm_f.", "model.norm."))
-_NUMBERED = re.compile(r"(backbone\.layers\.\d{1,9}\.(?:mixer|norm)\.)(.+)")
+_NUMBERED = re.compile(
+    r"(backbone\.layers\.\d{1,9}\.(?:mixer|norm)\."
+    r"|model\.layers\.\d{1,9}\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.))(.+)"
+)
 
 _Tensor = TypeVar("_Tensor")
 
@@ -74,6 +77,8 @@ def _group(kinds: Sequence[str]) -> list[Layer]:
 def list_beginnings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Beginnings of names in the checkpoint, and those by which pi2 knows the tensors; none where
     the blocks are no layers, which is said later."""
+    if config.get("model_type") == "kimi_linear":
+        return _list_kimi(config)
     if config.get("model_type") != "nemotron_h":
         return []
     layers = describe_layers(config)
@@ -93,6 +98,14 @@ def list_beginnings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
             found.append((f"{old}.mixer.", f"{new}.{owner}."))
             found.append((f"{old}.norm.", f"{new}.{norm}."))
     return found
+
+
+def _list_kimi(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """FFNs of Kimi Linear's layers without experts: transformers writes them by the name of a
+    mixture."""
+    count = config.get("num_hidden_layers")
+    layers = [f"model.layers.{n}" for n in range(min(count, 1024) if type(count) is int else 0)]
+    return [(f"{layer}.block_sparse_moe.", f"{layer}.mlp.") for layer in layers]
 
 
 def rename_tensors(

@@ -62,11 +62,7 @@ def find_dense_rows(
     if kind in ("qkv", "qkv_bias") and model.attention.output_gate:
         keys = (*keys, kind.replace("qkv", "query_gate"))
     if latent is not None and kind in ("qkv", "qkv_bias"):
-        query = "query" if latent.query_rank is None else "latent_query"
-        keys = (query, "latent") if kind == "qkv" else (f"{query}_bias", "latent_bias")
-        if keys[0] == "query_bias":
-            none = Rows(tensor=make_zeros(model.shape.heads * latent.key))
-            return [none, find_rows(tensors, model, keys[1], layer)]
+        return _find_latent(tensors, model, kind, layer)
     if keys[-1] == "query_gate_bias" and model.tensors.query_gate is not None:
         found = [find_rows(tensors, model, key, layer) for key in keys[:-1]]
         return [*found, Rows(tensor=make_zeros(model.view_layer(layer).shape.query))]
@@ -98,6 +94,26 @@ def _fill_side(source: SourceTensor, model: Model, count: int) -> Rows:
     """``count`` gates or ups of an FFN beside experts, and zeros up to what stores keep."""
     missing = model.side_width - count
     return Rows(tensor=source, index=np.arange(count) if missing else None, missing=missing)
+
+
+def _find_latent(
+    tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int
+) -> list[Rows]:
+    """Queries or what they are made of, gates of heads, and what keys and values are made of; or
+    their biases, of which queries and gates have none."""
+    latent, heads = model.attention.latent, model.shape.heads
+    assert latent is not None
+    query = "query" if latent.query_rank is None else "latent_query"
+    gates = ["query_gate"] if model.attention.output_gate else []
+    if kind == "qkv":
+        keys = [query, *gates, "latent"]
+        return [find_rows(tensors, model, key, layer) for key in keys]
+    found = [find_rows(tensors, model, "latent_bias", layer)]
+    if gates:
+        found.insert(0, Rows(tensor=make_zeros(heads)))
+    if latent.query_rank is None:
+        return [Rows(tensor=make_zeros(heads * latent.key)), *found]
+    return [find_rows(tensors, model, "latent_query_bias", layer), *found]
 
 
 def _find_streams(tensors: Mapping[str, SourceTensor], model: Model, kind: str) -> list[Rows]:

@@ -155,6 +155,8 @@ def _list_latent(model: Model) -> dict[str, tuple[int, ...]]:
             "latent_query_norm": (rank,),
             "latent_query_out": (heads * latent.key, rank),
         }
+    if model.attention.output_gate:
+        needs["query_gate"] = (heads, hidden)
     if latent.bias:
         needs["latent_bias"] = (latent.kept,)
         needs |= {} if rank is None else {"latent_query_bias": (rank,)}
@@ -329,7 +331,9 @@ def find_tensor_problem(
 
 
 def drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without leading dimensions of 1, by which vectors are written in two ways."""
+    """A shape without dimensions of 1 at its ends, by which vectors are written in several ways."""
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape

@@ -119,7 +119,7 @@ def _choose_rows(model: Model, key: str, source: str, layer: int) -> I64 | None:
     if part not in _QKV:
         return None
     if key == "query_gate" and model.tensors.query_gate is not None:
-        is_whole = model.attention.output_gate_of == "element"
+        is_whole = model.attention.output_gate_of == "element" or model.attention.latent is not None
         return None if is_whole else np.repeat(np.arange(shape.heads), shape.head_dim)
     has_gates = model.attention.output_gate and model.tensors.query_gate is None
     if part == "query" and rest != "norm" and has_gates:

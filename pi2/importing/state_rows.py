@@ -28,11 +28,20 @@ def list_state_shapes(model: Model) -> Shapes:
     """Tensors of a layer with a state, and their shapes in the checkpoint."""
     shape = _describe(model)
     hidden, order, heads = model.shape.hidden, model.tensors.state_order, shape.value_heads
+    keys, values = shape.key_heads * shape.key_dim, shape.width
     needs: Shapes = {"state_convolution": (shape.channels, 1, shape.kernel)}
-    if order == "separate":
+    if order == "single":
+        for name, rows in (("in", keys), ("key", keys), ("value", values)):
+            needs[f"state_{name}"] = (rows, hidden)
+        for name, rows in (("", keys), ("key_", keys), ("value_", values)):
+            needs[f"state_{name}convolution"] = (rows, 1, shape.kernel)
+    elif order == "separate":
         needs["state_in"] = (shape.channels, hidden)
-        needs["state_gate"] = (shape.width, hidden)
-        needs |= {"state_beta": (heads, hidden), "state_alpha": (heads, hidden)}
+    if order in ("single", "separate"):
+        needs["state_gate"] = (shape.gate_rank or values, hidden)
+        needs["state_beta"] = (heads, hidden)
+        needs["state_alpha"] = (shape.decay_rank or shape.decays, hidden)
+        needs |= _list_rank_shapes(shape)
     elif order == "grouped":
         needs |= {"state_in": (shape.rows, hidden), "state_beta": (2 * heads, hidden)}
     else:
@@ -50,11 +59,21 @@ def list_state_shapes(model: Model) -> Shapes:
         needs |= {"state_decay": (channels, keys), "state_step": (channels,)}
         needs["state_skip"] = (channels,)
     elif shape.kind != "convolution":
-        needs |= {"state_decay": (heads,), "state_step": (heads,)}
+        needs |= {"state_decay": (heads,), "state_step": (shape.decays,)}
         needs["state_norm"] = (shape.width if shape.kind == "mamba" else shape.value_dim,)
     if shape.kind == "mamba":
         needs["state_skip"] = (heads,)
     needs["state_output"] = (hidden, shape.width)
+    return needs
+
+
+def _list_rank_shapes(shape: StateShape) -> Shapes:
+    """Projections of what decays and gates are made of."""
+    needs: Shapes = {}
+    if shape.decay_rank:
+        needs["state_decays"] = (shape.decays, shape.decay_rank)
+    if shape.gate_rank:
+        needs["state_output_gates"] = (shape.width, shape.gate_rank)
     return needs
 
 
@@ -75,10 +94,13 @@ def find_state_rows(
 
 def _list_rows(model: Model, shape: StateShape, kind: str) -> Iterator[tuple[str, I64 | None]]:
     order = model.tensors.state_order
-    if kind == "state_in" and order == "separate":
-        yield from (("state_in", None), ("state_gate", None))
-    elif kind == "state_gates" and order == "separate":
-        yield from (("state_beta", None), ("state_alpha", None))
+    is_open = order in ("single", "separate")
+    if kind == "state_in" and is_open:
+        keys = ("state_in", *(("state_key", "state_value") if order == "single" else ()))
+        yield from ((key, None) for key in (*keys, *(() if shape.gate_rank else ("state_gate",))))
+    elif kind == "state_gates" and is_open:
+        keys = ("state_beta", "state_alpha", *(("state_gate",) if shape.gate_rank else ()))
+        yield from ((key, None) for key in keys)
     elif kind == "state_in" and order == "grouped":
         yield "state_in", _ungroup(shape)
     elif kind == "state_gates" and order == "grouped":
@@ -126,7 +148,8 @@ def read_state_vector(
     is_rate = isinstance(tensor, RateLogarithms)
     values = tensor.source.read() if isinstance(tensor, RateLogarithms) else tensor.read()
     if kind == "state_convolution":
-        values = values.reshape(shape.channels, shape.kernel).T
+        every = [values, *(source.read() for source in sources[1:])]
+        values = np.concatenate([each.reshape(-1, shape.kernel) for each in every]).T
     elif kind == "state_decay" and shape.kind == "mamba1":
         values = values.T
     else:
@@ -151,6 +174,8 @@ def list_vector_sources(
     keys = list(_PART_NORMS) if kind == "state_part_norm" else [kind]
     if kind == "state_step" and _has_step_bias(model):
         keys.append("state_in_bias")
+    if kind == "state_convolution" and model.tensors.state_order == "single":
+        keys += ["state_key_convolution", "state_value_convolution"]
     names = (getattr(model.tensors, key) for key in keys)
     return [tensors[fill_name(name, layer, mixer=mixer)] for name in names]
 

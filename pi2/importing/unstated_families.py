@@ -3,20 +3,18 @@ states."""
 
 from __future__ import annotations
 
-_KEY_DECAY = "delta rules with a decay for every element of a key"
 _SHARED = "attention whose weights several layers share"
 _ALIBI = "scores that fall with the distance of tokens (ALiBi)"
 
 UNSTATED = {
     "apertus": "an activation of which every layer states the shape (xIELU)",
     "axk1": "norms of what experts give, and none of what attention gives",
-    "bailing_hybrid": _KEY_DECAY,
     "bloom": _ALIBI,
     "diffllama": "attention that is the difference of two",
     "doge": "keys that values choose for a query",
+    "glm5_next_text": "several residual streams that layers mix (hyper-connections)",
     "falcon_h1": "Mamba-2 and attention beside each other, with factors of their parts",
     "jetmoe": "experts of attention",
-    "kimi_linear": _KEY_DECAY,
     "longcat_flash": "two times attention in a layer, and experts that compute nothing",
     "mimo_v2_flash": "values that are narrower than keys, and sinks in some layers",
     "minimax": "lightning attention, whose state decays by a number of each head",

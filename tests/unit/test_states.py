@@ -31,7 +31,10 @@ from tests.helpers.goldens import (
     read_golden,
 )
 
-NAMES = ("qwen3-next", "granite-hybrid", "lfm2", "jamba", "nemotron-h-moe", "nemotron-h-blocks")
+NAMES = (
+    *("qwen3-next", "granite-hybrid", "lfm2", "jamba", "nemotron-h-moe", "nemotron-h-blocks"),
+    "kimi-linear",
+)
 """A golden model of every kind of state, one with layers that have attention, too, or two states,
 and one with layers that have three, no mixer, or no FFN."""
 

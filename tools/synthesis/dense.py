@@ -54,6 +54,8 @@ _PROJECTIONS = {
     "side_down": 8,
     "state_parts": 9,
     "state_steps": 10,
+    "state_decays": 11,
+    "state_output_gates": 12,
 }
 """Numbers of projections' random streams; 2 are biases, 3 gates, and 20 more are those of a layer's
 second state."""
@@ -107,7 +109,7 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             return [(np.zeros((tensor.rows, tensor.length), np.float32), None)]
         case "sinks" | "router_bias" | "choice_bias":
             return [(np.zeros((1, tensor.length), np.float32), None)]
-        case "state_parts" | "state_steps":
+        case "state_parts" | "state_steps" | "state_decays" | "state_output_gates":
             return _draw_projection(blueprint, tensor, layer, kind, inner * _INNER_STREAMS)
         case "state_in" | "state_output" | "side_in" | "side_down" | "experts_in" | "experts_out":
             return _draw_projection(blueprint, tensor, layer, kind, inner * _INNER_STREAMS)

@@ -79,12 +79,16 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "attention.clip": attention.clip is not None,
         "attention.growth with latent attention": attention.growth > 0
         and attention.latent is not None,
+        "attention.output_gate with latent attention": attention.output_gate
+        and attention.latent is not None,
         "attention.output_gate_function": attention.output_gate_function != "sigmoid",
         'attention.head_norm_of = "all"': attention.head_norm_of == "all",
         "attention.value_norm": attention.value_norm,
         "attention.sub_norm": attention.sub_norm,
         "other_heads": model.other_heads is not None,
         "layers of the kind mamba1": model.state_kind == "mamba1",
+        "recurrence.decay_of": model.recurrence is not None and model.recurrence.decay_of == "key",
+        "recurrence.gate": model.recurrence is not None and model.recurrence.gate != "silu",
         "layer_scale": model.layer_scale,
         "layer_embedding": model.layer_embedding is not None,
         "altup": model.altup is not None,

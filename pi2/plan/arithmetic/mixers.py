@@ -120,6 +120,7 @@ def count_mixer_weights(model: Model) -> int:
     if state is not None:
         rows = state.rows + state.gates + state.stored_width
         inner = state.parts * state.stored_width + state.stored_rank * state.width
+        inner += state.decays * state.stored_decay_rank + state.width * state.stored_gate_rank
         total += len(model.states) * (rows * shape.stored_hidden + inner)
     return total // shape.layers + sum(rows * length for rows, length in _list_side(model))
 

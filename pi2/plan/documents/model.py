@@ -355,7 +355,8 @@ class Model(Document):
         with latent attention to what they are made of, or to queries and that."""
         shape, latent = self.shape, self.attention.latent
         if latent is not None:
-            return (latent.query_rank or shape.heads * latent.key) + latent.kept
+            gates = shape.heads if self.attention.output_gate else 0
+            return (latent.query_rank or shape.heads * latent.key) + gates + latent.kept
         gates = shape.query if self.attention.output_gate else 0
         own = 2 * shape.kv_heads * shape.head_dim if self.has_keys else 0
         return shape.query + own + gates

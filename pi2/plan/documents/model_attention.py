@@ -144,7 +144,8 @@ class Attention(Table):
     (Qwen3-Next)."""
     output_gate_of: Literal["element", "head"] = "element"
     """What has a gate of its own: every element of what a head mixes, or every head (LFM3), whose
-    row of ``tensors.query_gate`` stores repeat for its elements."""
+    row of ``tensors.query_gate`` stores repeat for its elements; latent attention has gates of
+    heads, whose rows are not repeated (Ling 3)."""
     output_gate_function: Literal["sigmoid", "softplus"] = "sigmoid"
     """What becomes of a gate before it multiplies (``softplus``: Laguna)."""
     sub_norm: bool = False

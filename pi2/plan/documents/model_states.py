@@ -40,8 +40,9 @@ class LayerKinds(Table):
 
 class Recurrence(Table):
     """Sizes of layers of the kinds ``delta`` (Yang, Kautz and Hatamizadeh 2024, "Gated Delta
-    Networks"), ``mamba`` (Dao and Gu 2024, "Transformers are SSMs") and ``mamba1`` (Gu and Dao
-    2023, "Mamba"), which has one head, whose channels are its values."""
+    Networks"; with decays of keys, Kimi Team 2025, "Kimi Linear"), ``mamba`` (Dao and Gu 2024,
+    "Transformers are SSMs") and ``mamba1`` (Gu and Dao 2023, "Mamba"), which has one head, whose
+    channels are its values."""
 
     key_heads: Annotated[int, Field(ge=1, le=2**14, examples=[16])]
     """Heads of queries and keys; Mamba-2's groups."""
@@ -64,6 +65,20 @@ class Recurrence(Table):
     with them (Jamba; ``mamba1``)."""
     part_epsilon: float = Field(default=1e-6, gt=0.0)
     """Added to the mean of squares there."""
+    decay_of: Literal["head", "key"] = "head"
+    """Whether a head's state decays as a whole, or every element of its keys has a decay of its
+    own (``delta``: Kimi Linear)."""
+    decay_rank: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[128])
+    """Elements that the decays of keys are made of, and these of the layer's input; absent means
+    that decays are made of the input."""
+    decay_floor: Annotated[float, Field(lt=0.0)] | None = Field(default=None, examples=[-5.0])
+    """Least logarithm of a decay of keys: decays are exp(floor sigmoid(rate step)) then (Ling 3);
+    absent means exp(-rate softplus(step))."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """What gates of the output go through (``delta``)."""
+    gate_rank: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[128])
+    """Elements that these gates are made of, and these of the layer's input (``delta``); absent
+    means that gates are made of the input."""
     norm_groups: Count = 1
     """Parts of its output that are normalised apart (``mamba``)."""
     shortest_step: StepLimit = 0.0

@@ -209,22 +209,41 @@ class Tensors(Table):
     state_in: str = "model.layers.{layer}.linear_attn.in_proj_qkv.weight"
     """Projection into a layer with a state: ``state_order`` says what its rows are. In this name
     and those that follow, ``{mixer}`` is the number of the mixer in its layer, from 0 on."""
-    state_order: Literal["separate", "grouped", "mamba", "mamba1", "convolution"] = "separate"
+    state_order: Literal["separate", "single", "grouped", "mamba", "mamba1", "convolution"] = (
+        "separate"
+    )
     """``separate``: queries, keys and values in ``state_in``, their gates in ``state_gate``, and
-    input gates and decays in ``state_beta`` and ``state_alpha``; ``grouped``: for every key head
-    its query, key, values and gates in ``state_in``, its input gates and decays in ``state_beta``;
-    ``mamba``: gates, x, B, C and step sizes, all in ``state_in``; ``mamba1``: x and its gates;
-    ``convolution``: b, c and x."""
+    input gates and decays in ``state_beta`` and ``state_alpha``; ``single``: that, but queries,
+    keys and values in tensors of their own, ``state_in``, ``state_key`` and ``state_value``, and so
+    are their convolutions; ``grouped``: for every key head its query, key, values and gates in
+    ``state_in``, its input gates and decays in ``state_beta``; ``mamba``: gates, x, B, C and step
+    sizes, all in ``state_in``; ``mamba1``: x and its gates; ``convolution``: b, c and x."""
     state_in_bias: str = "model.layers.{layer}.mamba.in_proj.bias"
     """Bias of ``state_in``."""
+    state_key: str = "model.layers.{layer}.self_attn.k_proj.weight"
+    """Projection to keys [key_heads x key_dim, hidden] (``single``)."""
+    state_value: str = "model.layers.{layer}.self_attn.v_proj.weight"
+    """Projection to values [value_heads x value_dim, hidden] (``single``)."""
     state_gate: str = "model.layers.{layer}.linear_attn.in_proj_z.weight"
-    """Projection to gates of the output [value_heads x value_dim, hidden]."""
+    """Projection to gates of the output [value_heads x value_dim, hidden], or to what they are made
+    of [gate_rank, hidden]."""
+    state_output_gates: str = "model.layers.{layer}.self_attn.g_b_proj.weight"
+    """Projection of what gates of the output are made of [value_heads x value_dim, gate_rank], with
+    ``recurrence.gate_rank``."""
     state_beta: str = "model.layers.{layer}.linear_attn.in_proj_b.weight"
     """Projection to input gates [value_heads, hidden]."""
     state_alpha: str = "model.layers.{layer}.linear_attn.in_proj_a.weight"
-    """Projection to decays [value_heads, hidden]."""
+    """Projection to decays [value_heads, hidden], with ``decay_of = "key"``
+    [value_heads x key_dim, hidden], or to what they are made of [decay_rank, hidden]."""
+    state_decays: str = "model.layers.{layer}.self_attn.f_b_proj.weight"
+    """Projection of what decays are made of [value_heads x key_dim, decay_rank], with
+    ``recurrence.decay_rank``."""
     state_convolution: str = "model.layers.{layer}.linear_attn.conv1d.weight"
-    """Convolution over tokens [channels, 1, kernel]."""
+    """Convolution over tokens [channels, 1, kernel]; of queries alone (``single``)."""
+    state_key_convolution: str = "model.layers.{layer}.self_attn.k_conv1d.weight"
+    """Convolution of keys over tokens [key_heads x key_dim, 1, kernel] (``single``)."""
+    state_value_convolution: str = "model.layers.{layer}.self_attn.v_conv1d.weight"
+    """Convolution of values over tokens [value_heads x value_dim, 1, kernel] (``single``)."""
     state_convolution_bias: str = "model.layers.{layer}.linear_attn.conv1d.bias"
     """Bias of the convolution [channels]."""
     state_decay: str = "model.layers.{layer}.linear_attn.A_log"
@@ -241,7 +260,8 @@ class Tensors(Table):
     state_query_norm: str = "model.layers.{layer}.mamba.c_layernorm.weight"
     """Norm of C [key_dim]."""
     state_step: str = "model.layers.{layer}.linear_attn.dt_bias"
-    """Bias of step sizes [value_heads], or [value_dim] (``mamba1``)."""
+    """Bias of step sizes [value_heads], [value_heads x key_dim] with ``decay_of = "key"``, or
+    [value_dim] (``mamba1``)."""
     state_skip: str = "model.layers.{layer}.linear_attn.D"
     """Share of the values that is added to the output [value_heads] (``mamba``), or [value_dim]
     (``mamba1``)."""

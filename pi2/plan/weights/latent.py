@@ -22,6 +22,8 @@ class LatentShape:
     rotated: int
     epsilon: float
     """Epsilon of the norms of what keys, values and queries are made of."""
+    gates: int = 0
+    """Gates of what heads have mixed, one for each, or none."""
 
     @property
     def key(self) -> int:
@@ -34,8 +36,9 @@ class LatentShape:
         return self.rank + self.rotated
 
     def count_rows(self, heads: int) -> int:
-        """Rows of the projection that all of it comes from."""
-        return (self.query_rank or heads * self.key) + self.kept
+        """Rows of the projection that all of it comes from: queries or what they are made of,
+        gates, and what is kept."""
+        return (self.query_rank or heads * self.key) + self.gates + self.kept
 
 
 def describe_latent(model: Model) -> LatentShape | None:
@@ -49,4 +52,5 @@ def describe_latent(model: Model) -> LatentShape | None:
         plain=latent.plain,
         rotated=latent.rotated,
         epsilon=latent.epsilon,
+        gates=model.shape.heads if model.attention.output_gate else 0,
     )

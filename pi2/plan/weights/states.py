@@ -7,7 +7,11 @@ heads, which go through a causal convolution of some tokens and SiLU, and to a g
 values; of ``mamba``, queries are called C, keys B and values x.  A layer of the kind ``mamba1``
 projects to values x, which are convolved, and a gate for each of them; of what is convolved,
 further projections make step sizes, B and C.  A layer of the kind ``convolution`` projects to b, c
-and x. Rows of the projection are in this order, heads one after the other."""
+and x. Rows of the projection are in this order, heads one after the other.
+
+Where every element of a key has a decay (``decay_of``), decays are as many as keys, and are made of
+``decay_rank`` elements, which are rows of ``state_gates``, by a second projection; gates of values
+likewise of ``gate_rank`` elements, and are no rows of ``state_in`` then."""
 
 from __future__ import annotations
 
@@ -43,6 +47,13 @@ class StateShape:
     """Whether these, B and C are normalised, and with weights."""
     part_epsilon: float = 0.0
     """Added to the mean of squares there."""
+    decay_of: Literal["head", "key"] = "head"
+    decay_rank: int = 0
+    """Elements that decays of keys are made of; 0 where the layer's input gives them."""
+    decay_floor: float | None = None
+    gate: Literal["silu", "sigmoid"] = "silu"
+    gate_rank: int = 0
+    """Elements that gates of values are made of; 0 where the layer's input gives them."""
     convolution_bias: bool = False
     projection_bias: bool = False
     norm_groups: int = 1
@@ -57,14 +68,25 @@ class StateShape:
     @property
     def rows(self) -> int:
         """Rows of the projection ``state_in``: what is convolved, and gates or b and c."""
+        return self.channels if self.gate_rank else self.entries
+
+    @property
+    def entries(self) -> int:
+        """Elements of a token that are convolved or gate what is mixed, wherever they come from."""
         return 3 * self.width if self.kind == "convolution" else self.channels + self.width
 
     @property
+    def decays(self) -> int:
+        """Decays of a token: of value heads, or of all elements of keys."""
+        return self.value_heads * (self.key_dim if self.decay_of == "key" else 1)
+
+    @property
     def gates(self) -> int:
-        """Rows of the projection ``state_gates``: input and decay gates of value heads, or step
-        sizes."""
-        each = {"delta": 2, "mamba": 1, "mamba1": 0, "convolution": 0}
-        return each[self.kind] * self.value_heads
+        """Rows of the projection ``state_gates``: input gates of value heads, decays or what they
+        are made of, and what gates are made of; or step sizes."""
+        if self.kind == "delta":
+            return self.value_heads + (self.decay_rank or self.decays) + self.gate_rank
+        return self.value_heads if self.kind == "mamba" else 0
 
     @property
     def parts(self) -> int:
@@ -77,12 +99,27 @@ class StateShape:
         return fill_groups(self.step_rank)
 
     @property
+    def stored_decay_rank(self) -> int:
+        """Length of what decays are made of in stores and backends: zeros fill it up."""
+        return fill_groups(self.decay_rank)
+
+    @property
+    def stored_gate_rank(self) -> int:
+        """Length of what gates are made of in stores and backends: zeros fill it up."""
+        return fill_groups(self.gate_rank)
+
+    @property
     def factors(self) -> int:
-        """Elements that backends keep of a token beside its projections: entries and decays of
-        value heads, or step sizes, keys and queries and what step sizes are made of."""
+        """Elements that backends keep of a token beside its projections: input gates and decays, or
+        step sizes, keys and queries."""
         if self.step_rank:
-            return self.stored_rank + 2 * self.key_dim + self.width
-        return 2 * self.value_heads
+            return 2 * self.key_dim + self.width
+        return self.value_heads + self.decays
+
+    @property
+    def ranks(self) -> int:
+        """Elements that backends keep of a token of what its factors and gates are made of."""
+        return self.stored_rank + self.stored_decay_rank + self.stored_gate_rank
 
     @property
     def kept(self) -> int:
@@ -132,6 +169,11 @@ def describe_state(model: Model) -> StateShape | None:
         step_rank=(sizes.step_rank or 0) if kind == "mamba1" else 0,
         part_norm=sizes.part_norm if kind == "mamba1" else "none",
         part_epsilon=sizes.part_epsilon if kind == "mamba1" else 0.0,
+        decay_of=sizes.decay_of,
+        decay_rank=sizes.decay_rank or 0,
+        decay_floor=sizes.decay_floor,
+        gate=sizes.gate,
+        gate_rank=sizes.gate_rank or 0,
         convolution_bias=sizes.convolution_bias,
         projection_bias=sizes.projection_bias,
         norm_groups=sizes.norm_groups,
@@ -155,14 +197,17 @@ def list_state_tensors(model: Model, shape: StateShape) -> list[StateTensor]:
 
     ``state_in`` [rows, hidden]; ``state_gates`` [gates, hidden], fp16 because decays multiply up;
     ``state_convolution`` float32 [kernel, channels], the oldest token's first; ``state_decay``
-    float32 [1, value heads], the rate of decay -exp(A_log); ``state_step`` [1, value heads], added
+    float32 [1, value heads], the rate of decay -exp(A_log); ``state_step`` [1, decays], added
     to step sizes; ``state_skip`` [1, value heads], Mamba-2's D; ``state_norm`` [1, value_dim] or,
     of Mamba-2, [1, width]; ``state_output`` [hidden, width]; biases.
 
     Of ``mamba1``, fp16 ``state_parts`` [step_rank + 2 key_dim, width], which gives what step sizes
     are made of, B and C, float32 ``state_part_norm`` [1, step_rank + 2 key_dim], the weights of
     their norms, and fp16 ``state_steps`` [width, step_rank]; ``state_decay`` is float32 [key_dim,
-    width], and ``state_step`` and ``state_skip`` are [1, width]; there is no ``state_norm``."""
+    width], and ``state_step`` and ``state_skip`` are [1, width]; there is no ``state_norm``.
+
+    With ranks, fp16 ``state_decays`` [decays, decay_rank] and ``state_output_gates`` [width,
+    gate_rank]."""
     hidden, precision = model.shape.stored_hidden, model.quantization.attention
     found = [
         StateTensor(kind="state_in", precision=precision, rows=shape.rows, length=hidden),
@@ -176,6 +221,24 @@ def list_state_tensors(model: Model, shape: StateShape) -> list[StateTensor]:
     if shape.gates:
         found.append(
             StateTensor(kind="state_gates", precision="fp16", rows=shape.gates, length=hidden)
+        )
+    if shape.decay_rank:
+        found.append(
+            StateTensor(
+                kind="state_decays",
+                precision="fp16",
+                rows=shape.decays,
+                length=shape.stored_decay_rank,
+            )
+        )
+    if shape.gate_rank:
+        found.append(
+            StateTensor(
+                kind="state_output_gates",
+                precision="fp16",
+                rows=shape.width,
+                length=shape.stored_gate_rank,
+            )
         )
     add_vector("state_convolution", shape.channels, shape.kernel)
     if shape.convolution_bias:
@@ -196,7 +259,7 @@ def list_state_tensors(model: Model, shape: StateShape) -> list[StateTensor]:
         add_vector("state_skip", shape.width)
     elif shape.kind != "convolution":
         add_vector("state_decay", shape.value_heads)
-        add_vector("state_step", shape.value_heads)
+        add_vector("state_step", shape.decays)
         if shape.kind == "mamba":
             add_vector("state_skip", shape.value_heads)
         add_vector("state_norm", shape.width if shape.kind == "mamba" else shape.value_dim)

@@ -117,6 +117,7 @@ def _check_recurrence(model: Model, states: Sequence[str]) -> Iterator[Finding]:
             "layers of the kind delta have no biases, parts of norms and limits of steps",
             "remove them, or write mamba instead of delta",
         )
+    yield from _check_delta(sizes, states)
     if "mamba1" in states:
         yield from _check_first_mamba(sizes)
     elif states and (sizes.step_rank is not None or sizes.part_norm != "none"):
@@ -130,6 +131,31 @@ def _check_recurrence(model: Model, states: Sequence[str]) -> Iterator[Finding]:
             ("recurrence", "longest_step"),
             f"the longest step {sizes.longest_step:g} is below the shortest, "
             f"{sizes.shortest_step:g}",
+            "take both from the checkpoint's configuration",
+        )
+
+
+def _check_delta(sizes: Recurrence, states: Sequence[str]) -> Iterator[Finding]:
+    """What only the delta rule has: decays of keys, and gates of other kinds."""
+    of_keys = sizes.decay_of == "key"
+    own = sizes.gate != "silu" or sizes.gate_rank is not None
+    if states and states[0] != "delta" and (of_keys or own):
+        yield _find(
+            ("recurrence",),
+            f"layers of the kind {states[0]} have no decays of keys, and gates of no other kind",
+            "remove decay_of, gate and gate_rank, or write delta",
+        )
+    if not of_keys and (sizes.decay_rank is not None or sizes.decay_floor is not None):
+        yield _find(
+            ("recurrence", "decay_of"),
+            "decay_rank and decay_floor are of decays of keys",
+            'write decay_of = "key", or remove them',
+        )
+    if of_keys and sizes.key_heads != sizes.value_heads:
+        yield _find(
+            ("recurrence", "key_heads"),
+            f"decays of keys need as many key heads as value heads, not {sizes.key_heads} for "
+            f"{sizes.value_heads}",
             "take both from the checkpoint's configuration",
         )
 

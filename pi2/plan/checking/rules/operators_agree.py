@@ -360,6 +360,14 @@ def _check_latent(model: Model) -> Iterator[Finding]:
             message=f"latent attention has no {key}",
             help=f"remove {key}, or the table [attention.latent]",
         )
+    of_heads = attention.output_gate_of == "head" and attention.output_gate_function == "sigmoid"
+    if attention.output_gate and not of_heads:
+        yield Finding(
+            document="model",
+            path=("attention", "output_gate_of"),
+            message="latent attention has a gate for each head, which goes through a sigmoid",
+            help='write output_gate_of = "head", and remove output_gate_function',
+        )
     if shape.heads != shape.kv_heads:
         yield Finding(
             document="model",
