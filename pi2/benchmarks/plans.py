@@ -10,12 +10,16 @@ from pi2.benchmarks.bandwidth import BUFFER_BYTES, BandwidthLimit
 from pi2.benchmarks.contestant import RemoteContestant
 from pi2.benchmarks.llama_cpp import LlamaRecipe, check_installed
 from pi2.benchmarks.plan_contestant import PlanRecipe
-from pi2.benchmarks.session import Outcome, run_session
+from pi2.benchmarks.session import NoteLost, Outcome, run_session
 from pi2.benchmarks.workloads import Workload
 from pi2.caches import find_cache_folder
+from pi2.diagnostics import UserError
 from pi2.plan.resolve import load_plan
 from pi2.progress import Progress, ignore_progress
 from pi2.sharing.resolver import LockedReferences
+
+_ENDS = ("P640", "P652")
+"""Findings of an engine that has failed, not of what it was asked for."""
 
 
 def measure_plan(
@@ -28,13 +32,15 @@ def measure_plan(
     against: str | None = None,
     text: str | None = None,
     progress: Progress = ignore_progress,
+    note_lost: NoteLost = lambda error: None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Outcome]:
     """Measure ``workloads`` with the plan at ``path``.
 
     ``against`` names an engine (``llama.cpp``) that does the same in turns with the plan; ``text``
     is what tokens are taken from.  Raises `UserError` as loading does, P641 and P642 for what
-    cannot be measured, P652-P654 if the other engine is not there or fails.
+    cannot be measured, P653 and P654 if the other engine is not there.  ``note_lost`` is told where
+    it fails (P652) or crashes (P640): the plan is measured without it.
     """
     resolved = load_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
     if against is not None:
@@ -50,7 +56,12 @@ def measure_plan(
                 threads=threads,
                 folder=find_cache_folder("peers"),
             )
-            contestants.append(stack.enter_context(RemoteContestant(other, progress)))
+            try:
+                contestants.append(stack.enter_context(RemoteContestant(other, progress)))
+            except UserError as error:
+                if error.diagnostics[0].code not in _ENDS:
+                    raise
+                note_lost(error)
         limit = stack.enter_context(BandwidthLimit(threads, size_bytes=buffer_bytes))
         return list(
             run_session(
@@ -60,5 +71,6 @@ def measure_plan(
                 limit=limit,
                 with_profile=with_profile,
                 progress=progress,
+                note_lost=note_lost,
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Protocol
@@ -17,6 +17,7 @@ from pi2.benchmarks.samples import (
     add_counters,
 )
 from pi2.benchmarks.workloads import Workload
+from pi2.diagnostics import UserError
 from pi2.progress import Progress, ignore_progress
 
 
@@ -50,9 +51,37 @@ class Outcome:
     profile: Profile | None = None
 
 
+NoteLost = Callable[[UserError], None]
+"""Is told why a program that others are compared with has ended."""
+
+
 @dataclass(slots=True)
-class _Taken:
+class _Turn:
+    contestant: Measured
+    workload: Workload
     samples: list[Sample] = field(default_factory=list)
+
+
+class _Turns:
+    """Contestants that are left.  The first is what is measured: what it raises is raised; others
+    that fail are left out from then on, and what has been measured is kept."""
+
+    def __init__(self, contestants: Sequence[Measured], note_lost: NoteLost) -> None:
+        self.left = list(contestants)
+        self._first = contestants[0]
+        self._note_lost = note_lost
+
+    def run(self, turn: _Turn) -> None:
+        """Run a turn, unless its contestant was lost."""
+        if turn.contestant not in self.left:
+            return
+        try:
+            turn.samples.append(turn.contestant.run(turn.workload))
+        except UserError as error:
+            if turn.contestant is self._first:
+                raise
+            self.left.remove(turn.contestant)
+            self._note_lost(error)
 
 
 def run_session(
@@ -63,41 +92,45 @@ def run_session(
     limit: Limit,
     with_profile: bool = False,
     progress: Progress = ignore_progress,
+    note_lost: NoteLost = lambda error: None,
 ) -> Iterator[Outcome]:
     """Measure every workload with every contestant, in turns: A B A B.  Workloads that follow each
     other and differ in the number of sequences only take turns, too.
 
     Machines grow slower and faster while a benchmark runs; in turns they do so for all alike.  The
     first run of each is a warm-up and not counted.  The bandwidth is measured before, after, and
-    in the middle of the repetitions.
+    in the middle of the repetitions.  A contestant other than the first that raises `UserError` is
+    left out from then on, with its rows of this and later workloads; ``note_lost`` is told why.
     """
+    course = _Turns(contestants, note_lost)
     for _, alike in groupby(workloads, lambda workload: replace(workload, sequences=None)):
-        turns = [(contestant, workload) for workload in alike for contestant in contestants]
-        label, steps = f"measuring {turns[0][1].name}", repetitions + 1
+        turns = [_Turn(contestant, workload) for workload in alike for contestant in course.left]
+        label, steps = f"measuring {turns[0].workload.name}", repetitions + 1
         progress(label, 0.0)
-        for contestant, workload in turns:
-            contestant.run(workload)
-        taken = [_Taken() for _ in turns]
+        for turn in turns:
+            course.run(turn)
+            turn.samples.clear()
         speeds = limit.measure()
         for repetition in range(repetitions):
             progress(label, (repetition + 1) / steps)
-            for (contestant, workload), place in zip(turns, taken, strict=True):
-                place.samples.append(contestant.run(workload))
+            for turn in turns:
+                course.run(turn)
             if repetition == repetitions // 2:
                 speeds += limit.measure()
         speeds += limit.measure()
         progress(label, 1.0)
         bandwidth = limit.summarise(speeds)
-        for (contestant, workload), place in zip(turns, taken, strict=True):
+        for turn in turns:
+            if turn.contestant not in course.left:
+                continue
             yield Outcome(
-                row=_make_row(contestant, workload, place.samples, bandwidth),
-                profile=contestant.profile(workload) if with_profile else None,
+                row=_make_row(turn, bandwidth),
+                profile=turn.contestant.profile(turn.workload) if with_profile else None,
             )
 
 
-def _make_row(
-    contestant: Measured, workload: Workload, samples: Sequence[Sample], bandwidth: Bandwidth
-) -> Row:
+def _make_row(turn: _Turn, bandwidth: Bandwidth) -> Row:
+    contestant, workload, samples = turn.contestant, turn.workload, turn.samples
     counters = add_counters(samples)
     active = None if counters is None else counters.active_share
     return Row(

@@ -155,6 +155,7 @@ def command(
     content = None if text is None else read_text(text)
     conditions = describe_conditions(None if text is None else text.name)
     outcomes: list[Outcome] = []
+    lost: list[UserError] = []
     for plan in plans:
         with ProgressBar() as progress:
             outcomes += measure_plan(
@@ -166,6 +167,7 @@ def command(
                 against=against,
                 text=content,
                 progress=progress,
+                note_lost=lost.append,
             )
     write = {
         "md": report.write_markdown,
@@ -173,6 +175,9 @@ def command(
         "csv": report.write_csv,
     }[output]
     click.echo(write(conditions, outcomes))
+    if lost:
+        # What was measured has been written.
+        raise lost[0]
 
 
 def measure_loads(

@@ -124,6 +124,47 @@ def test_profiles_are_made_after_the_timed_runs_and_only_if_asked_for() -> None:
     assert log.count("a profile") == 1
 
 
+@dataclass
+class Failing(FakeContestant):
+    """Fails when it has no times left."""
+
+    def run(self, workload: Workload) -> Sample:
+        if not self.seconds:
+            raise UserError.of("P640", f"{self.name} was ended by SIGSEGV")
+        return super().run(workload)
+
+
+@pytest.mark.parametrize("runs", [0, 1, 3])
+def test_what_others_are_compared_with_may_crash(runs: int) -> None:
+    log: list[str] = []
+    a = FakeContestant("a", log, [99.0, 1.0, 2.0] * 2)
+    b = Failing("b", log, [1.0] * runs)
+    workloads = [Workload("pp", 8, 0), Workload("tg", 8, 0)]
+    lost: list[UserError] = []
+    session = run_session(
+        [a, b],
+        workloads,
+        repetitions=2,
+        limit=FakeLimit(log, [1.0] * 6),
+        note_lost=lost.append,
+    )
+    rows = [item.row for item in session]
+    names = [(row.description.engine, row.workload.name) for row in rows]
+    # What the other one has done to the end is kept.
+    kept = [("b", "pp8")] if runs == 3 else []
+    assert names == [("a", "pp8"), *kept, ("a", "tg8")]
+    assert [row.speed.repetitions for row in rows if row.description.engine == "a"] == [2, 2]
+    assert [str(error.diagnostics[0].message) for error in lost] == ["b was ended by SIGSEGV"]
+
+
+def test_what_is_measured_may_not() -> None:
+    log: list[str] = []
+    contestants = [Failing("a", log, [1.0]), FakeContestant("b", log, [1.0] * 3)]
+    limit = FakeLimit(log, [1.0] * 3)
+    with pytest.raises(UserError, match="SIGSEGV"):
+        list(run_session(contestants, [Workload("tg", 8, 0)], repetitions=1, limit=limit))
+
+
 # Processes
 
 

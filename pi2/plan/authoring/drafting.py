@@ -88,7 +88,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
             f"{approximate_bytes(budget)} is not enough: this plan needs at least "
             f"{approximate_bytes(shortage.needed_bytes)}",
             help=f"--memory '{shortage.needed_bytes // MIB} MiB', or a shorter --context",
-            notes=[f"{name}: {approximate_bytes(size)}" for name, size in shortage.sizes.items()],
+            notes=[f"{name}: {approximate_bytes(n)}" for name, n in shortage.sizes.items() if n],
         ) from None
     values["memory"] = write_memory(fitted.plan)
     values["layers"]["hot"] = fitted.plan.layers.hot

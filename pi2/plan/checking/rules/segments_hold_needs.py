@@ -42,10 +42,12 @@ def check(facts: Facts) -> Iterator[Finding]:
         help_text = f'write {name} = "{format_bytes(round_for_people(need.bytes))}"'
         if name in _REMEDIES:
             help_text += f", or {_REMEDIES[name]}"
+        has, needs = approximate_bytes(size), approximate_bytes(need.bytes)
+        if has == needs:
+            has, needs = format_bytes(size), format_bytes(need.bytes)
         yield Finding(
             path=("memory", "segments", name),
-            message=f"segment {name} has {format_bytes(size)} and needs "
-            f"{approximate_bytes(need.bytes)}: {need.explanation}",
+            message=f"segment {name} has {has} and needs {needs}: {need.explanation}",
             help=help_text,
             origins=_find_origins(resolved, name),
         )
