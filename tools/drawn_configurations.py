@@ -208,6 +208,18 @@ def draw_olmoe(drawn: random.Random) -> Drawn:
     return "Olmoe", options | ({"clip_qkv": 0.8} if drawn.random() < 0.3 else {})
 
 
+def draw_aria(drawn: random.Random) -> Drawn:
+    """The text of Aria."""
+    options = draw_shape(drawn, free_head=False) | draw_rope(drawn)
+    experts = drawn.choice([2, 5, 8])
+    options |= {
+        "moe_num_experts": experts,
+        "moe_topk": drawn.randint(1, min(3, experts)),
+        "moe_num_shared_experts": drawn.choice([1, 2]),
+    }
+    return "AriaText", options | flip(drawn, "attention_bias")
+
+
 def draw_phimoe(drawn: random.Random) -> Drawn:
     """Phi-3.5-MoE."""
     options = draw_shape(drawn) | draw_rope(drawn, kinds="dd")
@@ -358,6 +370,15 @@ def draw_gemma4(drawn: random.Random) -> Drawn:
     return "Gemma4Text", options
 
 
+def draw_unified_gemma4(drawn: random.Random) -> Drawn:
+    """Gemma 4 12B, which has neither experts nor embeddings of layers."""
+    _, options = draw_gemma4(drawn)
+    for key in ("hidden_size_per_layer_input", "enable_moe_block", "num_experts", "top_k_experts"):
+        options.pop(key, None)
+    options.pop("moe_intermediate_size", None)
+    return "Gemma4UnifiedText", options
+
+
 def draw_small_gemma4(drawn: random.Random) -> Drawn:
     """Gemma 4 with embeddings of layers, and last layers that share keys and values."""
     kind, options = draw_gemma4(drawn)
@@ -411,6 +432,7 @@ DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "gemma3n": draw_gemma3n,
     "gemma4": draw_gemma4,
     "gemma4_small": draw_small_gemma4,
+    "gemma4_unified": draw_unified_gemma4,
     "gpt_oss": draw_gpt_oss,
     "deepseek_v2": draw_deepseek_v2,
     "deepseek_v3": draw_deepseek_v3,
@@ -421,6 +443,7 @@ DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "ernie4_5": draw_ernie,
     "ernie4_5_moe": draw_ernie_moe,
     "olmoe": draw_olmoe,
+    "aria_text": draw_aria,
     "phimoe": draw_phimoe,
     "hunyuan_v1_dense": draw_hunyuan,
     "hunyuan_v1_moe": draw_hunyuan_moe,

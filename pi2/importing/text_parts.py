@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 TEXT_PARTS: dict[str, dict[str, Any]] = {
+    "aria": {"model_type": "aria_text"},
     "deepseek_vl": {"model_type": "llama"},
     "deepseek_vl_hybrid": {"model_type": "llama"},
     "exaone4_5": {"model_type": "exaone4"},
@@ -43,6 +44,18 @@ TEXT_PARTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma4_unified": {
+        "model_type": "gemma4_unified_text",
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
         "hidden_activation": "gelu_pytorch_tanh",
     },
     "glm4v": {"model_type": "glm4v_text"},

@@ -45,6 +45,7 @@ def describe(model: Model) -> dict[str, Any]:
     ("name", "kind", "text_kind", "prefix"),
     [
         ("deepseek-v3", "kimi_k25", "kimi_k2", "language_model.model."),
+        ("gemma4", "gemma4_unified", "gemma4_unified_text", "model.language_model."),
         ("glm4-moe", "glm4v_moe", "glm4v_moe_text", "model.language_model."),
         ("lfm2", "lfm2_vl", "lfm2", "model.language_model."),
         ("llama", "llava", "llama", "language_model.model."),

@@ -85,6 +85,12 @@ def describe_gemma4(config: Config) -> Tables:
     return tables
 
 
+def describe_gemma4_unified(config: Config) -> Tables:
+    """The 12B of Gemma 4: no experts, and no embeddings of layers."""
+    plain = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+    return describe_gemma4(config.change(plain).set_default("sliding_window", 1024))
+
+
 def describe_gemma3n(config: Config) -> Tables:
     """Gemma with several residual streams, LAuReL, embeddings that layers have of their own, last
     layers without keys and values, and cutoffs of gates."""
@@ -253,5 +259,6 @@ FAMILIES = {
     "gemma3_text": describe_gemma3,
     "gemma3n_text": describe_gemma3n,
     "gemma4_text": describe_gemma4,
+    "gemma4_unified_text": describe_gemma4_unified,
     "vaultgemma": describe_vaultgemma,
 }
