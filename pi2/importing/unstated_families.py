@@ -3,6 +3,7 @@ states."""
 
 from __future__ import annotations
 
+_STREAMS = "several residual streams that layers mix (hyper-connections)"
 _SHARED = "attention whose weights several layers share"
 _ALIBI = "scores that fall with the distance of tokens (ALiBi)"
 
@@ -12,7 +13,7 @@ UNSTATED = {
     "bloom": _ALIBI,
     "diffllama": "attention that is the difference of two",
     "doge": "keys that values choose for a query",
-    "glm5_next_text": "several residual streams that layers mix (hyper-connections)",
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), _STREAMS),
     "falcon_h1": "Mamba-2 and attention beside each other, with factors of their parts",
     "jetmoe": "experts of attention",
     "longcat_flash": "two times attention in a layer, and experts that compute nothing",

@@ -52,6 +52,7 @@ def describe(model: Model) -> dict[str, Any]:
         ("llama", "smolvlm", "llama", "model.text_model."),
         ("llama", "voxtral", "llama", "language_model.model."),
         ("qwen2", "llava_onevision", "qwen2", "model.language_model."),
+        ("qwen2", "ovis2", "qwen2", "model.language_model."),
         ("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "model.language_model."),
         ("qwen3", "internvl", "qwen3", "language_model.model."),
         ("qwen3", "qwen3_vl", "qwen3_vl_text", "model.language_model."),
