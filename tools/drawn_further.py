@@ -353,6 +353,28 @@ def draw_llama4(drawn: random.Random) -> Drawn:
     }
 
 
+def draw_minimax_m3(drawn: random.Random) -> Drawn:
+    """The text of MiniMax M3, whose index may choose fewer blocks than there are."""
+    options = draw_shape(drawn) | draw_rope(drawn, share=True, kinds="dd")
+    layers = options[LAYERS]
+    options |= draw_experts(drawn, "num_local_experts", "num_experts_per_tok")
+    options["intermediate_size"] = drawn.choice([8, 13, 24])
+    options.setdefault("head_dim", 16)
+    return "MiniMaxM3VLText", options | {
+        "dense_intermediate_size": drawn.choice([8, 20, 33]),
+        "shared_intermediate_size": drawn.choice([8, 13, 30]),
+        "swiglu_limit": drawn.choice([0.3, 7.0]),
+        "swiglu_alpha": drawn.choice([1.0, 1.702]),
+        "routed_scaling_factor": drawn.choice([1.0, 2.0]),
+        "mlp_layer_types": drawn.choices(["dense", "sparse", "sparse"], k=layers),
+        "layer_types": drawn.choices(["full_attention", "minimax_m3_sparse"], k=layers),
+        "index_n_heads": options["num_key_value_heads"],
+        "index_head_dim": options["head_dim"],
+        "index_block_size": 8,
+        "index_topk_blocks": drawn.choice([8, 16]),
+    }
+
+
 FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "afmoe": draw_afmoe,
     "cohere2_moe": draw_cohere2_moe,
@@ -377,6 +399,7 @@ FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "llama4_text": draw_llama4,
     "mellum": draw_mellum,
     "minicpm3": draw_minicpm3,
+    "minimax_m3_vl_text": draw_minimax_m3,
     "ministral": draw_ministral,
     "mistral4": draw_mistral4,
     "nanochat": draw_nanochat,

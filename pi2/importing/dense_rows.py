@@ -9,7 +9,7 @@ import numpy as np
 
 from pi2.arrays import F32, Raw
 from pi2.importing.cutoffs import find_cutoff
-from pi2.importing.ffn_rows import find_ffn_rows
+from pi2.importing.ffn_rows import find_ffn_rows, name_part
 from pi2.importing.rows import Rows, fill_name, find_rows
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.virtual_tensor import make_ones, make_zeros
@@ -83,17 +83,21 @@ def _find_beside(
     names = {"side_in": ("dense_gate", "dense_up"), "side_down": ("dense_down",)}.get(kind, ())
     if not names or layer in model.ffn.absent_layers:
         return [Rows(tensor=make_zeros(*size))]
-    wanted = names if model.ffn.gated else names[-1:]
-    sources = [tensors[fill_name(getattr(model.tensors, name), layer)] for name in wanted]
-    if kind == "side_down":
-        return [Rows(tensor=source) for source in sources]
-    return [_fill_side(source, model, moe.dense_ffn or 0) for source in sources]
+    width, found = moe.dense_ffn or 0, []
+    for name in names if model.ffn.gated else names[-1:]:
+        pattern, first = name_part(model.tensors.fused_dense, name, model, width)
+        source = tensors[fill_name(pattern, layer)]
+        is_down = kind == "side_down"
+        found.append(Rows(tensor=source) if is_down else _fill_side(source, model, width, first))
+    return found
 
 
-def _fill_side(source: SourceTensor, model: Model, count: int) -> Rows:
-    """``count`` gates or ups of an FFN beside experts, and zeros up to what stores keep."""
-    missing = model.side_width - count
-    return Rows(tensor=source, index=np.arange(count) if missing else None, missing=missing)
+def _fill_side(source: SourceTensor, model: Model, count: int, first: int = 0) -> Rows:
+    """``count`` gates or ups of an FFN beside experts from row ``first`` on, and zeros up to what
+    stores keep."""
+    missing, is_whole = model.side_width - count, source.shape[0] == count
+    index = None if is_whole and not missing else np.arange(first, first + count)
+    return Rows(tensor=source, index=index, missing=missing)
 
 
 def _find_latent(

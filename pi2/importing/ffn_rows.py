@@ -46,16 +46,17 @@ def find_ffn_rows(
     ):
         return Rows(tensor=_make_zeros(model, key, ffn))
     if moe is not None and not model.has_router(layer):
-        source = fill_name(getattr(names, f"dense_{key}"), layer)
-        return _take_part(tensors[source], model, key, moe.find_dense_width(layer, ffn), expert)
+        total = moe.find_dense_width(layer, ffn)
+        source, first = name_part(names.fused_dense, f"dense_{key}", model, total)
+        tensor = tensors[fill_name(source, layer)]
+        return _take_part(tensor, model, key, total, expert, first)
     if moe is not None and expert >= moe.experts + moe.shared_experts:
         return Rows(tensor=_make_zeros(model, key, ffn))
     if moe is not None and expert >= moe.experts:
         total = moe.shared_ffn or moe.shared_experts * ffn
-        fused = names.fused_shared if key in ("gate", "up") else None
-        source = fill_name(fused or getattr(names, f"shared_{key}"), layer)
-        first = total if fused is not None and key == "up" else 0
-        return _take_part(tensors[source], model, key, total, expert - moe.experts, first)
+        source, first = name_part(names.fused_shared, f"shared_{key}", model, total)
+        tensor = tensors[fill_name(source, layer)]
+        return _take_part(tensor, model, key, total, expert - moe.experts, first)
     chosen = name_ffn_source(model, key)
     pattern = getattr(names, chosen)
     tensor = tensors[fill_name(pattern, layer, expert)]
@@ -81,6 +82,14 @@ def _choose_fused(model: Model, key: str, source: str) -> I64 | None:
     if model.tensors.gate_up_order == "neighbours":
         return np.arange(ffn) * 2 + is_up
     return np.arange(ffn) + ffn * is_up
+
+
+def name_part(fused: str | None, name: str, model: Model, total: int) -> tuple[str, int]:
+    """Name of the tensor with a part of an FFN of ``total`` neurons, the key ``name`` of
+    ``model.tensors`` if gates and ups are not ``fused``; and the part's first row in it."""
+    if fused is None or name.endswith("_down"):
+        return str(getattr(model.tensors, name)), 0
+    return fused, total if name.endswith("_up") else 0
 
 
 def _take_part(

@@ -32,8 +32,11 @@ _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 """Prefixes of names that some checkpoints leave out."""
 _LONGER = ("language_model.model.", "model.language_model.", "model.text_model.")
 """Prefixes that stand for ``model.`` in models that read pictures too."""
-_SINGLE_EXPERT = ".{expert}.gate_proj.weight"
-"""End of the name of one expert's gates."""
+_SINGLE_EXPERT = (".{expert}.gate_proj.weight", ".{expert}.w1.weight")
+"""Ends of the name of one expert's gates."""
+_BLOCK = ".block_sparse_moe."
+"""What mixtures are called in the checkpoints of some families; transformers calls all FFNs one
+thing."""
 _FIRST = ("schema_version", "name", "description", "id", "licence")
 
 
@@ -60,6 +63,7 @@ def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> New
     config = Config(file, checkpoint.config)
     tables = describe_family(config)
     _match_names(checkpoint, tables)
+    _match_blocks(checkpoint, tables)
     _match_stacks(checkpoint, tables)
     _find_predictors(checkpoint, tables)
     tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
@@ -214,14 +218,41 @@ def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
             return
 
 
+def _match_blocks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
+    """Name FFNs as transformers does in memory, where the checkpoint has them so: mixtures like
+    other FFNs, gates and ups of an FFN in one tensor."""
+    if "moe" not in tables:
+        return
+    names, layers = tables["tensors"], range(tables["shape"]["layers"])
+
+    def is_there(pattern: str) -> bool:
+        return any(fill_name(pattern, layer) in checkpoint.tensors for layer in layers)
+
+    router = names.get("router", "")
+    plain = router.replace(_BLOCK, ".mlp.")
+    if plain != router and not is_there(router) and is_there(plain):
+        for key, pattern in names.items():
+            if isinstance(pattern, str):
+                names[key] = pattern.replace(_BLOCK, ".mlp.")
+        bias = names.get("choice_bias", "").replace(".mlp.", ".mlp.gate.")
+        if is_there(bias):
+            names["choice_bias"] = bias
+    for kind in ("shared", "dense"):
+        gate = names.get(f"{kind}_gate", getattr(Tensors(), f"{kind}_gate"))
+        fused = gate.replace(".gate_proj.", ".gate_up_proj.")
+        if not is_there(gate) and is_there(fused):
+            names[f"fused_{kind}"] = fused
+
+
 def _match_stacks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     """Name the tensors of all experts, where the checkpoint has these instead of one for each: as
     transformers keeps them in memory, and some models are published."""
     names = tables["tensors"]
     pattern = names.get("gate", "")
-    if "moe" not in tables or not pattern.endswith(_SINGLE_EXPERT):
+    ending = next((ending for ending in _SINGLE_EXPERT if pattern.endswith(ending)), None)
+    if "moe" not in tables or ending is None:
         return
-    base = pattern.removesuffix(_SINGLE_EXPERT)
+    base = pattern.removesuffix(ending)
     for layer in range(tables["shape"]["layers"]):
         if fill_name(pattern, layer) in checkpoint.tensors:
             return

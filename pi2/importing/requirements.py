@@ -220,6 +220,8 @@ def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     needs: dict[str, tuple[int, ...]] = {}
     if not model.has_router(layer):
         width = moe.find_dense_width(layer, model.shape.ffn)
+        if model.tensors.fused_dense is not None:
+            return {"fused_dense": (2 * width, hidden), "dense_down": (hidden, width)}
         needs |= {"dense_gate": (width, hidden)} if model.ffn.gated else {}
         return needs | {"dense_up": (width, hidden), "dense_down": (hidden, width)}
     needs["router"] = (moe.experts, hidden)

@@ -88,6 +88,7 @@ TEXT_PARTS: dict[str, dict[str, Any]] = {
     "llava_next": {"model_type": "llama"},
     "llava_next_video": {"model_type": "llama"},
     "llava_onevision": {"model_type": "qwen2"},
+    "minimax_m3_vl": {"model_type": "minimax_m3_vl_text"},
     "minicpmv4_6": {"model_type": "qwen3_5_text"},
     "mistral3": {"model_type": "mistral"},
     "ovis2": {"model_type": "qwen2"},

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.families import BASES, describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from tests.helpers.goldens import copy_checkpoint
+from tests.helpers.goldens import copy_checkpoint, make_small_tokenizer
 
 COMMON: dict[str, Any] = {
     "hidden_size": 48,
@@ -200,6 +201,12 @@ def convert(checkpoint: Path, model: Model, output: Path) -> bytes:
     return (output / "dense.arrow").read_bytes()
 
 
+def read_store(checkpoint: Path, model: Model, output: Path) -> dict[str, bytes]:
+    """All weights of the checkpoint's store, by file."""
+    convert_checkpoint(checkpoint, model, output)
+    return {file.name: file.read_bytes() for file in output.rglob("*.arrow")}
+
+
 def test_norms_without_weights_are_those_whose_weights_are_one(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("cohere", tmp_path / "checkpoint")
     model = describe_checkpoint(checkpoint, "golden").model
@@ -262,3 +269,87 @@ def test_gates_of_heads_may_be_a_tensor_of_their_own(tmp_path: Path) -> None:
     names = model.tensors.model_copy(update={"query_gate": pattern})
     apart = model.model_copy(update={"tensors": names})
     assert convert(checkpoint, apart, tmp_path / "apart") == expected
+
+
+def test_minimax_m3_is_read_by_the_names_of_the_hub_and_by_those_of_transformers(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.default_rng(5)
+
+    def draw(*shape: int) -> F16:
+        return (rng.standard_normal(shape) * 0.1).astype(np.float16)
+
+    hidden, ffn, dense, shared, experts = 48, 16, 40, 24, 3
+    plain: dict[str, F16] = {}
+    for name in ("model.embed_tokens", "lm_head"):
+        plain[f"{name}.weight"] = draw(96, hidden)
+    plain["model.norm.weight"] = draw(hidden)
+    for layer in range(2):
+        base = f"model.layers.{layer}"
+        for name, rows, width in (("q", 48, 48), ("k", 24, 48), ("v", 24, 48), ("o", 48, 48)):
+            plain[f"{base}.self_attn.{name}_proj.weight"] = draw(rows, width)
+        for name in ("q", "k"):
+            plain[f"{base}.self_attn.{name}_norm.weight"] = draw(12)
+        for name in ("input", "post_attention"):
+            plain[f"{base}.{name}_layernorm.weight"] = draw(hidden)
+    of_hub, of_transformers = dict(plain), dict(plain)
+
+    def add_ffn(hub: str, fused: str, width: int) -> None:
+        gate, up, down = draw(width, hidden), draw(width, hidden), draw(hidden, width)
+        for name, matrix in (("gate", gate), ("up", up), ("down", down)):
+            of_hub[f"{hub}.{name}_proj.weight"] = matrix
+        of_transformers[f"{fused}.gate_up_proj.weight"] = np.concatenate([gate, up])
+        of_transformers[f"{fused}.down_proj.weight"] = down
+
+    add_ffn("model.layers.0.mlp", "model.layers.0.mlp", dense)
+    hub, ours = "model.layers.1.block_sparse_moe", "model.layers.1.mlp"
+    add_ffn(f"{hub}.shared_experts", f"{ours}.shared_experts", shared)
+    of_hub[f"{hub}.gate.weight"] = of_transformers[f"{ours}.gate.weight"] = draw(experts, hidden)
+    bias = draw(experts)
+    of_hub[f"{hub}.e_score_correction_bias"] = bias
+    of_transformers[f"{ours}.gate.e_score_correction_bias"] = bias
+    gates, ups = draw(experts, ffn, hidden), draw(experts, ffn, hidden)
+    downs = draw(experts, hidden, ffn)
+    for expert in range(experts):
+        for name, matrices in (("w1", gates), ("w3", ups), ("w2", downs)):
+            of_hub[f"{hub}.experts.{expert}.{name}.weight"] = matrices[expert].copy()
+    of_transformers[f"{ours}.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+    of_transformers[f"{ours}.experts.down_proj"] = downs
+    # What chooses keys in long contexts is left out.
+    of_hub["model.layers.1.self_attn.index_k_proj.weight"] = draw(16, hidden)
+    of_transformers["model.layers.1.self_attn.indexer.k_proj.weight"] = draw(16, hidden)
+    config = {
+        **COMMON,
+        "model_type": "minimax_m3_vl_text",
+        "num_hidden_layers": 2,
+        "intermediate_size": ffn,
+        "dense_intermediate_size": dense,
+        "shared_intermediate_size": shared,
+        "moe_intermediate_size": ffn,
+        "num_local_experts": experts,
+    }
+    older = {
+        "moe_layer_freq": [0, 1],
+        "sparse_attention_config": {
+            "sparse_attention_freq": [0, 1],
+            "sparse_block_size": 4,
+            "sparse_topk_blocks": 5,
+        },
+    }
+    newer = {
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 5,
+    }
+    stores = []
+    for name, tensors, options in (("hub", of_hub, older), ("ours", of_transformers, newer)):
+        checkpoint = tmp_path / name
+        checkpoint.mkdir()
+        save_file(tensors, checkpoint / "model.safetensors")
+        (checkpoint / "config.json").write_text(json.dumps(config | options))
+        (checkpoint / "tokenizer.json").write_bytes(make_small_tokenizer(96))
+        model = describe_checkpoint(checkpoint, "made").model
+        assert (model.shape.context, model.norm.weight_offset) == (20, 1)
+        stores.append(read_store(checkpoint, model, tmp_path / f"{name}-store"))
+    assert stores[0] == stores[1]

@@ -169,7 +169,7 @@ def test_layers_that_draft_tokens_are_left_out_with_a_word(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "nearest"), [("llama5_text", "'llama4_text'"), ("minimax_m3", "'minimax_m2'")]
+    ("kind", "nearest"), [("llama5_text", "'llama4_text'"), ("minimax_m9", "'minimax_m2'")]
 )
 def test_the_nearest_family_of_an_unknown_one_is_named(
     tmp_path: Path, kind: str, nearest: str

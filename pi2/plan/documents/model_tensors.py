@@ -204,6 +204,11 @@ class Tensors(Table):
     """Up projection of those layers [dense_ffn, hidden]."""
     dense_down: str = "model.layers.{layer}.mlp.down_proj.weight"
     """Down projection of those layers [hidden, dense_ffn]."""
+    fused_dense: str | None = Field(
+        default=None, examples=["model.layers.{layer}.mlp.gate_up_proj.weight"]
+    )
+    """Gate and up projections of the layers of a mixture that have one FFN in one tensor, gates
+    first."""
     shared_router: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
     """Router of the shared experts [1, hidden]."""
     state_in: str = "model.layers.{layer}.linear_attn.in_proj_qkv.weight"
