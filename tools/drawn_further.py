@@ -353,13 +353,37 @@ def draw_llama4(drawn: random.Random) -> Drawn:
     }
 
 
+def draw_mimo(drawn: random.Random) -> Drawn:
+    """MiMo V2 Flash, whose layers with a window have twice as many keys."""
+    options = draw_groups(drawn, draw_shape(drawn))
+    layers, heads = options[LAYERS], drawn.choice([2, 4])
+    options.pop("n_shared_experts")
+    options |= draw_kinds(drawn, options)
+    options["rope_parameters"] = {
+        f"{kind}_attention": {
+            "rope_type": "default",
+            "rope_theta": drawn.choice([100.0, 10000.0]),
+            "partial_rotary_factor": drawn.choice([0.334, 0.5, 1.0]),
+        }
+        for kind in ("full", "sliding")
+    }
+    return "MiMoV2Flash", options | flip(drawn, "attention_bias") | {
+        "num_key_value_heads": heads,
+        "num_attention_heads": 2 * heads * drawn.choice([1, 2]),
+        "head_dim": drawn.choice([12, 24]),
+        "v_head_dim": drawn.choice([4, 8, 12]),
+        "attention_value_scale": drawn.choice([None, 0.707]),
+        "mlp_layer_types": drawn.choices(["dense", "sparse", "sparse"], k=layers),
+    }
+
+
 def draw_minimax_m3(drawn: random.Random) -> Drawn:
     """The text of MiniMax M3, whose index may choose fewer blocks than there are."""
     options = draw_shape(drawn) | draw_rope(drawn, share=True, kinds="dd")
     layers = options[LAYERS]
     options |= draw_experts(drawn, "num_local_experts", "num_experts_per_tok")
     options["intermediate_size"] = drawn.choice([8, 13, 24])
-    options.setdefault("head_dim", 16)
+    options["head_dim"] = drawn.choice([8, 16])
     return "MiniMaxM3VLText", options | {
         "dense_intermediate_size": drawn.choice([8, 20, 33]),
         "shared_intermediate_size": drawn.choice([8, 13, 30]),
@@ -398,6 +422,7 @@ FURTHER_DRAWERS: dict[str, Callable[[random.Random], Drawn]] = {
     "laguna": draw_laguna,
     "llama4_text": draw_llama4,
     "mellum": draw_mellum,
+    "mimo_v2_flash": draw_mimo,
     "minicpm3": draw_minicpm3,
     "minimax_m3_vl_text": draw_minimax_m3,
     "ministral": draw_ministral,

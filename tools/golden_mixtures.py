@@ -154,6 +154,46 @@ MODELS: dict[str, tuple[str, Options]] = {
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         },
     ),
+    "minimax-m3": (
+        "MiniMaxM3VLText",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "dense_intermediate_size": 44,
+            "shared_intermediate_size": 28,
+            "swiglu_limit": 0.8,
+            "head_dim": 16,
+            "mlp_layer_types": ["dense", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "mimo-v2-flash": (
+        "MiMoV2Flash",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "v_head_dim": 10,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "rope_parameters": {
+                "full_attention": ROPE | {"partial_rotary_factor": 0.5},
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 100.0,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+        },
+    ),
     "ernie4-5-moe": (
         "Ernie4_5_Moe",
         {

@@ -93,6 +93,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         qkv_clip=model.attention.clip,
         sinks=model.attention.sinks,
         value_norm=model.attention.value_norm,
+        value_scale=model.attention.value_scale,
         growth=model.attention.growth > 0,
         score_scale=model.attention.scale,
         score_cap=model.attention.softcap,

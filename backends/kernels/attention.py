@@ -85,12 +85,16 @@ def divide_blocks(
     )
 
 
-def find_share(top: v.Expr, total: v.Expr, sink: v.Expr) -> v.Expr:
-    """What sums of shares, relative to the largest score ``top``, are multiplied with where a
-    ``sink`` has a share, too.  A sink that is far larger leaves nothing."""
+def find_share(spec: KernelSpec, top: v.Expr, total: v.Expr, sink: v.Expr | None) -> v.Expr:
+    """What sums of shares, relative to the largest score ``top``, are multiplied with; a ``sink``
+    has a share, too.  One that is far larger leaves nothing."""
+    scale = v.constant(spec.value_scale, "float32")
+    if sink is None:
+        return scale / total
     most = v.let(T.max(top, sink))
     own = v.let(v.take_exponential(top - most, 1))
-    return own / (total * own + v.take_exponential(sink - most, 1))
+    share = own / (total * own + v.take_exponential(sink - most, 1))
+    return share if spec.value_scale == 1.0 else share * scale
 
 
 def emit_span_attention(
@@ -161,9 +165,7 @@ def emit_merge(
                 old = v.load(output, result + part * lanes, lanes)
                 new = T.fma(value, v.splat(factor, lanes), old)
                 v.store(output, result + part * lanes, new, lanes)
-        share = v.constant(1.0, "float32") / total.get()
-        if sinks is not None:
-            share = find_share(top.get(), total.get(), sinks[head])
+        share = find_share(spec, top.get(), total.get(), None if sinks is None else sinks[head])
         _emit_scale(spec, cache, output, result, v.let(share))
 
 

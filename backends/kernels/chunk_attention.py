@@ -180,11 +180,9 @@ class _Task:
         chunk, room, spec = self.chunk, self.room, self.chunk.schedule.spec
         totals = room.floats["totals"].load(slot * LANES, LANES)
         total = v.let(v.add_lanes(totals, "float32", LANES))
-        if chunk.sinks is None:
-            share = v.constant(1.0, "float32") / total
-        else:
-            _, head = self._find_query(slot)
-            share = find_share(room.floats["tops"].load(slot, 1), total, chunk.sinks[head])
+        _, head = self._find_query(slot)
+        sink = None if chunk.sinks is None else chunk.sinks[head]
+        share = find_share(spec, room.floats["tops"].load(slot, 1), total, sink)
         factor = v.let(share)
         lanes = count_lanes(spec.head_dim)
         result = v.let(room.integers["result_places"].load(slot, 1))

@@ -216,6 +216,8 @@ class KernelSpec:
     """Whether every head has a score that no token has."""
     value_norm: bool = False
     """Whether values have a norm."""
+    value_scale: float = 1.0
+    """Factor of values, by which what heads mix is multiplied."""
     growth: bool = False
     """Whether queries have a factor for each position."""
     score_scale: float | None = None

@@ -119,7 +119,7 @@ class Attention:
             weights /= total if sinks is None else total + np.exp(sinks[head] - top)
             mixed[:, head] = weights @ values[:, kv_head]
         padding = np.zeros((count, shape.stored_query - shape.query), np.float32)
-        flat = mixed.reshape(count, -1)
+        flat = mixed.reshape(count, -1) * np.float32(attention.value_scale)
         if attention.output_gate:
             is_soft = attention.output_gate_function == "softplus"
             flat = flat * (take_softplus(gates) if is_soft else take_sigmoid(gates))

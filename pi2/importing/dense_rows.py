@@ -12,7 +12,7 @@ from pi2.importing.cutoffs import find_cutoff
 from pi2.importing.ffn_rows import find_ffn_rows, name_part
 from pi2.importing.rows import Rows, fill_name, find_rows
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.importing.virtual_tensor import make_ones, make_zeros
+from pi2.importing.virtual_tensor import make_ones, make_same, make_zeros
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.cutoffs import GATE_CUTOFF
 from pi2.plan.weights.projections import list_side_matrices
@@ -24,6 +24,9 @@ _FUSED = {
     "side_in": ("side_gate", "side_up"),
 }
 """Tensors of the store that are several in the checkpoint, one after another."""
+
+_NO_SINK = -1e30
+"""Score of a sink beside which that of any token takes all of the attention."""
 
 
 def find_dense_rows(
@@ -41,6 +44,8 @@ def find_dense_rows(
     if kind in ("query_norm", "key_norm") and not model.attention.head_norm_weights:
         widths = dict(zip(("query_norm", "key_norm"), model.head_norm_widths, strict=True))
         return [Rows(tensor=make_ones(widths[kind]))]
+    if kind == "sinks" and not model.attention.has_sinks(layer):
+        return [Rows(tensor=make_same(model.view_layer(layer).shape.heads, _NO_SINK))]
     if kind == "down_bias":
         return [_find_down_biases(tensors, model, layer)]
     if latent is not None and kind == "latent_key":

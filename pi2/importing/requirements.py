@@ -96,6 +96,7 @@ def _list_attention(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     has_values, model = not model.shares_key_rows(layer), model.view_layer(layer)
     shape, attention = model.shape, model.attention
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    width = attention.value_width or shape.head_dim
     needs = _list_latent(model) if attention.latent is not None else _list_projections(model)
     if not model.has_keys:
         del needs["key"]
@@ -105,16 +106,17 @@ def _list_attention(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
         needs["fused_qkv_bias"] = (queries + 2 * keys,)
     elif attention.qkv_bias:
         needs["query_bias"] = (queries * (1 + _has_gate_rows(model)),)
-        needs |= {"key_bias": (keys,), "value_bias": (keys,)} if model.has_keys else {}
+        values = shape.kv_heads * width
+        needs |= {"key_bias": (keys,), "value_bias": (values,)} if model.has_keys else {}
     if attention.head_norm and attention.head_norm_weights:
         of_queries, of_keys = model.head_norm_widths
         needs["query_norm"] = (of_queries,)
         needs |= {"key_norm": (of_keys,)} if model.has_keys else {}
     if attention.sub_norm:
         needs["attention_sub_norm"] = (queries,)
-    if attention.sinks:
+    if attention.has_sinks(layer):
         needs["sinks"] = (shape.heads,)
-    needs["output"] = (shape.hidden, queries)
+    needs["output"] = (shape.hidden, shape.heads * width)
     if attention.output_bias:
         needs["output_bias"] = (shape.hidden,)
     return needs
@@ -125,7 +127,8 @@ def _list_projections(model: Model) -> dict[str, tuple[int, ...]]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if model.tensors.fused_qkv is not None:
         return {"fused_qkv": (queries + 2 * keys, shape.hidden)}
-    sizes = {"query": queries * (1 + _has_gate_rows(model)), "key": keys, "value": keys}
+    values = shape.kv_heads * (model.attention.value_width or shape.head_dim)
+    sizes = {"query": queries * (1 + _has_gate_rows(model)), "key": keys, "value": values}
     if model.attention.output_gate and model.tensors.query_gate is not None:
         is_whole = model.attention.output_gate_of == "element"
         sizes["query_gate"] = queries if is_whole else shape.heads

@@ -14,6 +14,7 @@ import numpy as np
 
 from pi2.arrays import F32, I64, Raw
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.virtual_tensor import fill_heads
 from pi2.plan.documents.model import Model
 
 _QKV = ("query", "key", "value")
@@ -102,10 +103,21 @@ def find_rows(tensors: Mapping[str, SourceTensor], model: Model, key: str, layer
     source, pattern = name_source(model, key)
     if key == "value" and model.shares_key_rows(layer):
         pattern = model.tensors.key
-    return Rows(
-        tensor=tensors[fill_name(pattern, layer)],
-        index=_choose_rows(model.view_layer(layer), key, source, layer),
-    )
+    own = model.view_layer(layer)
+    tensor = _fill_values(tensors[fill_name(pattern, layer)], own, key)
+    return Rows(tensor=tensor, index=_choose_rows(own, key, source, layer))
+
+
+def _fill_values(tensor: SourceTensor, model: Model, key: str) -> SourceTensor:
+    """A projection of values as wide as keys, or the columns that take them."""
+    width, shape = model.attention.value_width, model.shape
+    if width is None or width == shape.head_dim:
+        return tensor
+    if key in ("value", "value_bias"):
+        return fill_heads(tensor, shape.kv_heads, shape.head_dim)
+    if key == "output":
+        return fill_heads(tensor, shape.heads, shape.head_dim, by_columns=True)
+    return tensor
 
 
 def _choose_rows(model: Model, key: str, source: str, layer: int) -> I64 | None:

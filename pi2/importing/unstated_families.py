@@ -17,7 +17,6 @@ UNSTATED = {
     "falcon_h1": "Mamba-2 and attention beside each other, with factors of their parts",
     "jetmoe": "experts of attention",
     "longcat_flash": "two times attention in a layer, and experts that compute nothing",
-    "mimo_v2_flash": "values that are narrower than keys, and sinks in some layers",
     "minimax": "lightning attention, whose state decays by a number of each head",
     "mpt": _ALIBI,
     "olmo_hybrid": "layers that have norms before what mixes tokens, and others after it",

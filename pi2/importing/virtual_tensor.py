@@ -1,5 +1,5 @@
 """Tensors that a checkpoint does not have as such: one expert's part of a tensor of all experts, a
-matrix whose columns the file has as rows, zeros and ones."""
+matrix whose columns the file has as rows, heads that are filled up, zeros and ones."""
 
 from __future__ import annotations
 
@@ -81,6 +81,53 @@ def turn_tensor(stored: SourceTensor) -> SourceTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsTensor(SourceTensor):
+    """Rows or columns of heads, each of which zeros follow; ``offset`` means nothing here."""
+
+    stored: SourceTensor
+    heads: int
+    by_columns: bool
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        """Rows ``start`` to ``stop`` in float32."""
+        axis = 1 if self.by_columns else 0
+        count, size = self.stored.shape[axis] // self.heads, self.shape[axis] // self.heads
+        if self.by_columns:
+            rows = self.stored.read(start, stop).reshape((-1, self.heads, count))
+            filled = np.zeros((len(rows), self.heads, size), np.float32)
+            filled[..., :count] = rows
+            return filled.reshape((len(rows), -1))
+        places = np.arange(self.shape[0])[start:stop]
+        found = np.zeros((len(places), *self.shape[1:]), np.float32)
+        is_there = places % size < count
+        if is_there.any():
+            wanted = places[is_there] // size * count + places[is_there] % size
+            first = int(wanted[0])
+            rows = self.stored.read(first, int(wanted[-1]) + 1)
+            found[is_there] = rows[wanted - first]
+        return found
+
+
+def fill_heads(
+    stored: SourceTensor, heads: int, size: int, *, by_columns: bool = False
+) -> SourceTensor:
+    """A tensor of ``heads``, of which each has as many rows, or columns, filled up with zeros to
+    ``size`` of them."""
+    shape = (stored.shape[0], heads * size) if by_columns else (heads * size, *stored.shape[1:])
+    return HeadsTensor(
+        file=stored.file,
+        name=stored.name,
+        dtype="F32",
+        shape=shape,
+        offset=0,
+        size_bytes=stored.size_bytes,
+        stored=stored,
+        heads=heads,
+        by_columns=by_columns,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroTensor(SourceTensor):
     """Zeros, which no file has; ``offset`` means nothing here."""
 
@@ -95,16 +142,27 @@ class ZeroTensor(SourceTensor):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneTensor(SourceTensor):
-    """A vector of ones, which no file has; ``offset`` means nothing here."""
+class SameTensor(SourceTensor):
+    """A vector of one number, which no file has; ``offset`` means nothing here."""
+
+    number: float
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        return np.ones(len(range(self.shape[0])[start:stop]), np.float16)
+        count = len(range(self.shape[0])[start:stop])
+        return np.full(count, self.number, np.float32)
+
+
+def make_same(length: int, number: float) -> SourceTensor:
+    """A vector of one number."""
+    file, shape = Path(), (length,)
+    return SameTensor(
+        file=file, name="same", dtype="F32", shape=shape, offset=0, size_bytes=0, number=number
+    )
 
 
 def make_ones(length: int) -> SourceTensor:
     """A vector of ones."""
-    return OneTensor(file=Path(), name="ones", dtype="F16", shape=(length,), offset=0, size_bytes=0)
+    return make_same(length, 1.0)
 
 
 def make_zeros(*shape: int) -> SourceTensor:

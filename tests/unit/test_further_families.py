@@ -221,6 +221,44 @@ def test_norms_without_weights_are_those_whose_weights_are_one(tmp_path: Path) -
     assert convert(checkpoint, without, tmp_path / "without") == expected
 
 
+def test_older_configurations_of_mimo_say_the_same_in_other_words() -> None:
+    layers = {"num_hidden_layers": 4, "num_attention_heads": 8, "v_head_dim": 8}
+    newer = describe(
+        "mimo_v2_flash",
+        **layers,
+        sliding_window=17,
+        layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        rope_parameters={
+            f"{kind}_attention": {"rope_theta": base, "partial_rotary_factor": 0.5}
+            for kind, base in (("full", 7e5), ("sliding", 3e3))
+        },
+    )
+    older = describe(
+        "mimo_v2_flash",
+        **layers,
+        sliding_window_size=16,
+        hybrid_layer_pattern=[0, 1, 1, 0],
+        moe_layer_freq=[0, 1, 0, 1],
+        partial_rotary_factor=0.5,
+        rope_theta=7e5,
+        swa_rope_theta=3e3,
+        swa_num_key_value_heads=4,
+        routed_scaling_factor=None,
+    )
+    assert newer == older
+    attention, heads = newer.attention, newer.other_heads
+    assert (attention.value_width, attention.value_scale) == (8, 0.707)
+    assert attention.window_layers == attention.sink_layers == (1, 2)
+    assert heads is not None
+    assert (heads.layers, heads.kv_heads) == ((1, 2), 4)
+    assert (
+        describe("mimo_v2_flash", **layers, attention_value_scale=None).attention.value_scale == 1
+    )
+    with pytest.raises(UserError, match="v_head_dim is 13"):
+        describe("mimo_v2_flash", **layers | {"v_head_dim": 13})
+
+
 def test_contexts_end_where_an_index_would_choose_keys() -> None:
     latent = {"num_key_value_heads": 4, "v_head_dim": 12, "n_group": 1, "topk_group": 1}
     for kind in ("deepseek_v32", "glm_moe_dsa"):

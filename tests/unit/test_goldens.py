@@ -63,7 +63,15 @@ def test_the_cpu_backend_agrees(make_plan: Callable[[str], Path], name: str) -> 
 COMPUTED_ALIKE = {
     *("bamba", "granite-hybrid-dense", "lfm2-moe", "lfm2-plain", "qwen3-5", "qwen3-5-moe"),
     *("arcee", "dots1", "ernie4-5", "ernie4-5-moe", "glm4-moe", "glm4-moe-lite", "granite-moe"),
-    *("granite-moe-shared", "hunyuan-moe", "minimax-m2", "nemotron", "olmo2", "phimoe"),
+    *(
+        "granite-moe-shared",
+        "hunyuan-moe",
+        "minimax-m2",
+        "minimax-m3",
+        "nemotron",
+        "olmo2",
+        "phimoe",
+    ),
     *(
         "gemma3",
         "gemma3n-narrow",

@@ -84,6 +84,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "attention.output_gate_function": attention.output_gate_function != "sigmoid",
         'attention.head_norm_of = "all"': attention.head_norm_of == "all",
         "attention.value_norm": attention.value_norm,
+        "attention.value_scale": attention.value_scale != 1.0,
         "attention.sub_norm": attention.sub_norm,
         "other_heads": model.other_heads is not None,
         "layers of the kind mamba1": model.state_kind == "mamba1",

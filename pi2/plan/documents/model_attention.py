@@ -137,6 +137,11 @@ class Attention(Table):
     """What that norm is taken of: every head, or all heads together (OLMo 2)."""
     head_norm_place: Literal["before", "after"] = "before"
     """Whether it comes ``before`` the rotation, or ``after`` it (Hunyuan)."""
+    value_width: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[128])
+    """Elements of a head's value in checkpoints, where it is narrower than its key: stores fill it
+    up with zeros, and the output projection's columns (MiMo V2 Flash)."""
+    value_scale: float = Field(default=1.0, gt=0.0, le=1e6)
+    """Factor of values (MiMo V2 Flash)."""
     value_norm: bool = False
     """Whether values go through an RMSNorm that has no weights, one for each head (Gemma 4)."""
     output_gate: bool = False
@@ -156,6 +161,8 @@ class Attention(Table):
     sinks: bool = False
     """Whether every head has a score of its own beside those of the tokens, whose share of the
     attention goes nowhere (gpt-oss)."""
+    sink_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[1, 2, 3]])
+    """Layers that have such scores; absent means all (MiMo V2 Flash)."""
     growth: float = Field(default=0.0, ge=0.0)
     """Queries at position p are multiplied by 1 + growth ln(1 + floor((p + growth_offset) /
     growth_interval)) (Ministral 3, Llama 4)."""
@@ -181,6 +188,10 @@ class Attention(Table):
     kv_shared_layers: Annotated[int, Field(ge=0, le=1024, examples=[20])] = 0
     """Last layers that have no keys and values of their own: they read those of the last layer
     before them with the same window and the same heads (Gemma 4 E2B)."""
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether a layer's heads have scores of their own."""
+        return self.sinks and (self.sink_layers is None or layer in self.sink_layers)
 
     @property
     def has_bias(self) -> bool:

@@ -7,7 +7,7 @@ groups of equal size; latent attention has norms, biases and heads of its own; l
 keys and values need an earlier one that is like them; several residual streams go with embeddings
 of layers, and cutoffs of gates are stated for each layer; experts of another width than the
 residual stream's have what they share beside them; a norm of activations is that of one FFN
-without biases.
+without biases; values that are narrower than keys have a projection of their own.
 
 Example: ``activation = "drelu"`` with ``gated = false``.
 
@@ -102,7 +102,8 @@ def check(facts: Facts) -> Iterator[Finding]:
             help="remove sub_norm = true",
         )
     yield from _check_latent(model)
-    for key in ("head_norm_layers", "growth_layers"):
+    yield from _check_values(model)
+    for key in ("head_norm_layers", "growth_layers", "sink_layers"):
         chosen = getattr(model.attention, key)
         yield from _find_missing(model, ("attention", key), chosen or ())
     layers = model.attention.window_layers
@@ -353,6 +354,8 @@ def _check_latent(model: Model) -> Iterator[Finding]:
         return
     others = ["qkv_bias", "head_norm", "value_norm", "sub_norm", "sinks", "clip"]
     others.append("sliding_window")
+    if attention.value_scale != 1.0:
+        others.append("value_scale")
     for key in (key for key in others if getattr(attention, key)):
         yield Finding(
             document="model",
@@ -373,6 +376,45 @@ def _check_latent(model: Model) -> Iterator[Finding]:
             document="model",
             path=("shape", "kv_heads"),
             message=f"with latent attention every head has its own key: kv_heads is {shape.heads}",
+        )
+
+
+def _check_values(model: Model) -> Iterator[Finding]:
+    """Look for values that cannot be narrower than keys, and for layers with sinks of none."""
+    attention = model.attention
+    sizes = [model.shape.head_dim, *([model.other_heads.head_dim] if model.other_heads else [])]
+    if attention.sink_layers is not None and not attention.sinks:
+        yield Finding(
+            document="model",
+            path=("attention", "sink_layers"),
+            message="layers have sinks, but the model has none",
+            help="write sinks = true, or remove sink_layers",
+        )
+    if attention.value_width is None:
+        return
+    if attention.value_width > min(sizes):
+        yield Finding(
+            document="model",
+            path=("attention", "value_width"),
+            message=f"values of {attention.value_width} elements are wider than a head of "
+            f"{min(sizes)}",
+            help="remove value_width where values are as wide as keys",
+        )
+    reasons = {
+        "[attention.latent]": attention.latent is not None,
+        "output_gate": attention.output_gate,
+        "sub_norm": attention.sub_norm,
+        "tensors.fused_qkv": model.tensors.fused_qkv is not None,
+        "other_heads.keys_are_values": any(
+            model.shares_key_rows(layer) for layer in range(model.shape.layers)
+        ),
+    }
+    for name in (name for name, holds in reasons.items() if holds):
+        yield Finding(
+            document="model",
+            path=("attention", "value_width"),
+            message=f"values are as wide as keys where there is {name}",
+            help=f"remove value_width, or {name}",
         )
 
 
