@@ -10,6 +10,9 @@ from typing import Any
 
 TEXT_PARTS: dict[str, dict[str, Any]] = {
     "aria": {"model_type": "aria_text"},
+    "aya_vision": {"model_type": "cohere2"},
+    # As cohere2 does, logits are scaled here, which transformers leaves out of both.
+    "cohere2_vision": {"model_type": "cohere2"},
     "deepseek_vl": {"model_type": "llama"},
     "deepseek_vl_hybrid": {"model_type": "llama"},
     "exaone4_5": {"model_type": "exaone4"},

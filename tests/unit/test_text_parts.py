@@ -44,6 +44,8 @@ def describe(model: Model) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "kind", "text_kind", "prefix"),
     [
+        ("cohere2", "aya_vision", "cohere2", "language_model.model."),
+        ("cohere2", "cohere2_vision", "cohere2", "model.language_model."),
         ("deepseek-v3", "kimi_k25", "kimi_k2", "language_model.model."),
         ("gemma4", "gemma4_unified", "gemma4_unified_text", "model.language_model."),
         ("glm4-moe", "glm4v_moe", "glm4v_moe_text", "model.language_model."),
