@@ -180,8 +180,7 @@ class _Task:
         chunk, room, spec = self.chunk, self.room, self.chunk.schedule.spec
         totals = room.floats["totals"].load(slot * LANES, LANES)
         total = v.let(v.add_lanes(totals, "float32", LANES))
-        _, head = self._find_query(slot)
-        sink = None if chunk.sinks is None else chunk.sinks[head]
+        sink = None if chunk.sinks is None else chunk.sinks[self._find_query(slot)[1]]
         share = find_share(spec, room.floats["tops"].load(slot, 1), total, sink)
         factor = v.let(share)
         lanes = count_lanes(spec.head_dim)

@@ -60,8 +60,13 @@ def add_dense_layers(tables: Tables, ffn: int, layers: range | list[int]) -> Non
 
 
 def list_dense_layers(config: Config, layers: int, first: int) -> list[int]:
-    """Layers that are no mixture: those of ``mlp_layer_types``, else the ``first`` ones."""
-    kinds = config.read_list("mlp_layer_types")
+    """Layers that are no mixture: those of ``mlp_layer_types``, else of ``moe_layer_freq`` where
+    that is a list, as in older configurations, else the ``first`` ones."""
+    kinds, older = config.read_list("mlp_layer_types"), config.values.get("moe_layer_freq")
+    if not kinds and isinstance(older, list):
+        if len(older) != layers:
+            raise config.refuse(f"moe_layer_freq is not a list of {layers} numbers")
+        return [layer for layer, is_mixture in enumerate(older) if not is_mixture]
     if not kinds:
         return list(range(min(first, layers)))
     if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):

@@ -43,7 +43,7 @@ def describe_mimo_v2_flash(config: Config) -> Tables:
     if config.values.get("routed_scaling_factor") is None:
         values["routed_scaling_factor"] = 1
     add_experts(config.change(values), tables)
-    add_dense_layers(tables, dense, _list_dense(config, layers))
+    add_dense_layers(tables, dense, list_dense_layers(config, layers, 1))
     add_sigmoids(config, tables, 1, 1)
     tables["tensors"]["sinks"] = f"{LAYER}.self_attn.attention_sink_bias"
     return tables
@@ -64,16 +64,6 @@ def _name_window(config: Config) -> Config:
         kinds = ("full_attention", "sliding_attention")
         changes["layer_types"] = [kinds[bool(has_window)] for has_window in older]
     return config.change(changes)
-
-
-def _list_dense(config: Config, layers: int) -> list[int]:
-    """Layers that are no mixture, as newer and older configurations list them."""
-    older = config.read_list("moe_layer_freq")
-    if config.read_list("mlp_layer_types") or not older:
-        return list_dense_layers(config, layers, 1)
-    if len(older) != layers:
-        raise config.refuse(f"moe_layer_freq is not a list of {layers} numbers")
-    return [layer for layer, is_mixture in enumerate(older) if not is_mixture]
 
 
 def _add_heads(config: Config, tables: Tables, local: list[int]) -> None:

@@ -66,22 +66,12 @@ def describe_minimax_m3(config: Config) -> Tables:
     }
     tables["moe"] |= {"shared_ffn": shared} if shared % ffn else {}
     dense = config.read("dense_intermediate_size", int, 12288)
-    add_dense_layers(tables, dense, _list_dense(config, layers))
+    add_dense_layers(tables, dense, list_dense_layers(config, layers, 0))
     block = f"{LAYER}.block_sparse_moe"
     tables["tensors"] = name_kimi_experts(block)
     tables["tensors"]["choice_bias"] = f"{block}.e_score_correction_bias"
     _limit_context(config, tables["shape"])
     return tables
-
-
-def _list_dense(config: Config, layers: int) -> list[int]:
-    """Layers that are no mixture, as newer and older configurations list them."""
-    older = config.read_list("moe_layer_freq")
-    if config.read_list("mlp_layer_types") or not older:
-        return list_dense_layers(config, layers, 0)
-    if len(older) != layers:
-        raise config.refuse(f"moe_layer_freq is not a list of {layers} numbers")
-    return [layer for layer, is_mixture in enumerate(older) if not is_mixture]
 
 
 def _limit_context(config: Config, shape: Tables) -> None:
