@@ -10,7 +10,9 @@ last one that is read is computed alone, since nothing is read meanwhile.  Other
 computed in their order.
 
 Looking ahead is to read what the router would choose: the next layer's on this layer's input, or
-this layer's before its attention.  What it gets wrong is read when the routing is known.
+this layer's before its attention.  A drive that has nothing to do when a layer's FFN begins reads
+for the layer after the next one, too: layers miss many experts or none, and evenly the drive would
+keep up.  What looking ahead gets wrong is read when the routing is known.
 """
 
 from __future__ import annotations
@@ -68,11 +70,15 @@ class RoutedFeedForward(FeedForward):
         self._small_part_neurons = count(self._most_parts)
         # Dials ask what is in memory: if times decided that, a prompt would give other texts.
         self.read_ahead = ReadAhead(is_measured=dials is None)
+        self._may_look_far = dials is None and gates is None
+        """Whether two layers may be looked ahead at; gates have room for those of one."""
         self._start_s = 0.0
+        self._begun: dict[int, list[Wave]] = {}
+        """What has been begun ahead, by layer."""
 
     _by_twins: Sequence[I32] = ()
     """Experts whose twins compute, of each token since the last ``begin_ffn``."""
-    _ahead: Wave | None = None
+    _ahead: Sequence[Wave] = ()
     """What was begun ahead of the layer that is computed."""
     _now: Wave | None = None
     """What has been begun since its routing was known."""
@@ -107,10 +113,11 @@ class RoutedFeedForward(FeedForward):
 
     def _count_begun(self, layer: int) -> int:
         """Experts of ``layer`` that have been read ahead, or a part of them."""
-        if self._ahead is None:
+        if not self._ahead:
             return 0
         missing = np.zeros(self._cache.neurons, np.int32)
-        missing[self._ahead.found.missing] = 1
+        for wave in self._ahead:
+            missing[wave.found.missing] = 1
         return int(self._groups.list_all(layer, missing).any(axis=1).sum())
 
     def begin_step(self, tokens: int) -> None:
@@ -126,28 +133,38 @@ class RoutedFeedForward(FeedForward):
             self.counters.without_ahead = self.read_ahead.idle_tokens
 
     def prepare_sparse(self, layer: int) -> None:
-        """Begin to read what the layer's router would choose now, where the plan looks ahead."""
-        if self._looks_ahead(layer):
-            super().prepare_sparse(layer)
-        else:
-            self._reader.advance()
+        """Begin to read what the layer's router would choose now, where the plan looks ahead and
+        nothing has been begun."""
+        if layer not in self._begun and self._looks_ahead(layer):
+            self._prefetch(layer, self._guess(layer))
+        self._reader.advance()
 
     def _looks_ahead(self, layer: int) -> bool:
         """Whether reads of ``layer`` begin before its routing is known."""
-        if layer == self._layers or not self.read_ahead.is_on or self._only_resident:
+        if self._look_ahead == "none" or layer >= self._layers or self._only_resident:
             return False
-        return not self._cache.is_whole(layer)
+        return self.read_ahead.is_on and not self._cache.is_whole(layer)
 
-    def _begin_ahead(self, following: int, layer: int) -> Wave:
-        """Begin to read what the router of ``following`` would choose now; the FFN of ``layer``
-        begins when its own input is known."""
-        self._begin_ffn(following, is_guess=True)
-        return self._prefetch(following, self._list_experts())
+    def _guess(self, layer: int) -> list[I32]:
+        """The experts of each token that the router of ``layer`` would choose now."""
+        self._begin_ffn(layer, is_guess=True)
+        return self._list_experts()
 
-    def _prefetch(self, layer: int, guessed: list[I32]) -> Wave:
+    def _guess_following(self, layer: int) -> dict[int, list[I32]]:
+        """What the routers of the layers after ``layer`` would choose now: of the next one, and of
+        the one after it if the drive has nothing to do."""
+        if self._look_ahead != "layer":
+            return {}
+        following = [layer + 1]
+        if self._may_look_far and self._reader.is_idle():
+            following.append(layer + 2)
+        return {later: self._guess(later) for later in following if self._looks_ahead(later)}
+
+    def _prefetch(self, layer: int, guessed: list[I32]) -> None:
         """Begin to read what experts miss, of each token, as far as the cache has room."""
         owned, united = self._count_owned(layer), unite_experts(guessed)
-        indices = self._groups.list_neurons(layer, united, owned)
+        begun = self._begun.setdefault(layer, [])
+        indices = self._leave_begun(self._groups.list_neurons(layer, united, owned), begun)
         if self._gates is not None:
             # Which neurons are worth a read, the layer's own input says.
             self._gates.prefetch(layer, united)
@@ -155,19 +172,17 @@ class RoutedFeedForward(FeedForward):
         wave = self._begin_wave(layer, owned, indices)
         wave.named, wave.rest = indices[: len(indices) - len(wave.rest)], indices[:0]
         wave.experts = guessed
-        return wave
+        begun.append(wave)
 
     def run_sparse(self, layer: int) -> None:
         """Compute the neurons of the experts that the router chose, for every token of a step."""
-        executor, guessed = self._executor, None
-        self._ahead, self._wave = self._wave, None
-        if self._look_ahead == "layer" and self._looks_ahead(layer + 1):
-            self._begin_ffn(layer + 1, is_guess=True)
-            guessed = self._list_experts()
+        executor = self._executor
+        self._ahead = self._begun.pop(layer, ())
+        guessed = self._guess_following(layer)
         owned = self._begin_layer(layer)
         chosen = self._list_experts()
-        if self._ahead is not None:
-            self._count_foreseen(chosen, self._ahead.experts or [])
+        if self._ahead:
+            self._count_foreseen(chosen, self._ahead)
         self.counters.possible += self._token_neurons * len(chosen)
         self._note_twins(layer)
         self._compute_chosen(layer, chosen, range(owned, self._cache.neurons), guessed)
@@ -181,10 +196,10 @@ class RoutedFeedForward(FeedForward):
         layer: int,
         chosen: Sequence[I32],
         bounds: range,
-        guessed: list[I32] | None = None,
+        guessed: dict[int, list[I32]] | None = None,
     ) -> None:
         """Compute those neurons of the ``chosen`` experts of each token whose stored indices are
-        within ``bounds``; then begin with what the next layer is ``guessed`` to need."""
+        within ``bounds``; meanwhile begin with what later layers are ``guessed`` to need."""
         cache, by_token = self._cache, None
         adder = self._adder if len(chosen) == 1 else None
         found, open_share = self._list_read(layer, chosen, bounds)
@@ -200,9 +215,11 @@ class RoutedFeedForward(FeedForward):
         parts = NeuronParts(indices, size)
         while len(parts):
             count = self._begin_parts(layer, bounds.start, parts, by_token)
-            if count == len(parts) and guessed is not None:
+            if count == len(parts) and guessed:
                 # This layer's reads come first.
-                self._wave, guessed = self._prefetch(layer + 1, guessed), None
+                for later, experts in guessed.items():
+                    self._prefetch(later, experts)
+                guessed = None
             self._compute_twins(layer)
             if adder is not None and parts.is_even:
                 self._compute_parts(adder, parts, count)
@@ -276,7 +293,7 @@ class RoutedFeedForward(FeedForward):
         cache, new = self._cache, parts.indices
         count = most = min(len(parts), self._most_parts)
         while not cache.is_whole(layer):
-            new = self._leave_ahead(parts.indices)
+            new = self._leave_begun(parts.indices, self._ahead)
             if len(new) <= cache.free_capacity:
                 count = most
                 break
@@ -286,11 +303,11 @@ class RoutedFeedForward(FeedForward):
             count = min(int(fitting), most)
             if count:
                 break
-            if self._wave is not None:
-                # The next layer's neurons, guessed ahead, have taken the slots.
-                following, self._wave = self._wave, None
-                self._abandon_wave(following)
-            elif self._ahead is not None:
+            if self._begun:
+                # Neurons of later layers, guessed ahead, have taken the slots.
+                for wave in self._begun.pop(max(self._begun)):
+                    self._abandon_wave(wave)
+            elif self._ahead:
                 self._end_ahead()
             else:
                 assert any(unit.lost for unit in self.shares.units.values()), (
@@ -302,12 +319,14 @@ class RoutedFeedForward(FeedForward):
         self._now = self._begin_wave(layer, owned, new, by_token)
         return count
 
-    def _leave_ahead(self, indices: I32) -> I32:
-        """``indices`` without those neurons that were found or begun ahead."""
-        if self._ahead is None or self._ahead.named is None:
+    def _leave_begun(self, indices: I32, begun: Sequence[Wave]) -> I32:
+        """``indices`` without those neurons that ``begun`` have found or begun."""
+        if not begun:
             return indices
         is_new = np.ones(self._cache.neurons, np.bool_)
-        is_new[self._ahead.named] = False
+        for wave in begun:
+            if wave.named is not None:
+                is_new[wave.named] = False
         return indices.compress(is_new.take(indices))
 
     def _compute_part(self, part: I32) -> None:
@@ -348,7 +367,7 @@ class RoutedFeedForward(FeedForward):
         """Whether something of each of the first ``count`` of ``parts`` is on its way."""
         pending = [
             wave.pending.indices
-            for wave in (self._ahead, self._now)
+            for wave in (*self._ahead, self._now)
             if wave is not None and wave.pending is not None
         ]
         if not pending:
@@ -361,7 +380,7 @@ class RoutedFeedForward(FeedForward):
     def _wait_for_part(self, part: I32) -> None:
         """Wait until all neurons of ``part``, and what was asked for before them, are there."""
         last = int(part[-1])
-        for wave in (self._ahead, self._now):
+        for wave in (*self._ahead, self._now):
             if wave is not None:
                 self._wait(wave, last)
 
@@ -382,24 +401,26 @@ class RoutedFeedForward(FeedForward):
 
     def _end_ahead(self) -> None:
         """Keep what was read ahead, but hold it no longer."""
-        if self._ahead is None:
-            return
-        self._wait(self._ahead, self._cache.neurons)
-        ahead, self._ahead = self._ahead, None
-        if ahead.held:
-            self._cache.release(ahead.found)
+        ahead, self._ahead = self._ahead, ()
+        for wave in ahead:
+            self._wait(wave, self._cache.neurons)
+            if wave.held:
+                self._cache.release(wave.found)
 
-    def _count_foreseen(self, chosen: Sequence[I32], guessed: Sequence[I32]) -> None:
-        for own, ahead in zip(chosen, guessed, strict=True):
+    def _count_foreseen(self, chosen: Sequence[I32], ahead: Sequence[Wave]) -> None:
+        for token, own in enumerate(chosen):
+            guessed = unite_experts([wave.experts[token] for wave in ahead if wave.experts])
             self.counters.routed += len(own)
-            self.counters.foreseen += count_common(own, ahead)
+            self.counters.foreseen += count_common(own, guessed)
 
     def abandon(self) -> None:
         """Forget reads and jobs that are under way, after an error or an interrupt."""
-        for wave in (self._now, self._ahead):
+        later = [wave for waves in self._begun.values() for wave in waves]
+        for wave in (self._now, *self._ahead, *later):
             if wave is not None:
                 self._abandon_wave(wave)
-        self._now = self._ahead = None
+        self._now, self._ahead = None, ()
+        self._begun.clear()
         if self._gates is not None:
             self._gates.abandon()
         super().abandon()

@@ -288,6 +288,10 @@ class FlashReader:
         """Keep the drive busy with what was begun; called between computations, never waits."""
         self._engine.advance()
 
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way, as far as the engine knows."""
+        return self._engine.is_idle()
+
     def finish(self, pending: PendingRead, number: int, count: int = 1) -> I32:
         """Wait for a cluster, or for ``count`` of them from ``number`` on, and return their slots.
 

@@ -42,6 +42,9 @@ class IoEngine(Protocol):
         Where an engine has no threads of its own, its caller does this now and then.
         """
 
+    def is_idle(self) -> bool:
+        """Whether nothing that was submitted is on its way; never waits."""
+
     def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         """Wait until part number ``part``, or ``count`` of them from it on, are over."""
 
@@ -131,6 +134,10 @@ class PreadEngine:
     def advance(self) -> None:
         """Its threads do."""
 
+    def is_idle(self) -> bool:
+        """See `IoEngine`."""
+        return all(job.done() for jobs in self._jobs.values() for job in jobs)
+
     def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         """See `IoEngine`."""
         for job in self._jobs[id(batch)][part : part + count]:
@@ -169,6 +176,10 @@ class MappedEngine:
 
     def advance(self) -> None:
         """Its threads do."""
+
+    def is_idle(self) -> bool:
+        """See `IoEngine`."""
+        return self._engine.is_idle()
 
     def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         """See `IoEngine`."""

@@ -49,6 +49,10 @@ class NullReader:
     def advance(self) -> None:
         """Nothing is under way."""
 
+    def is_idle(self) -> bool:
+        """Nothing is under way."""
+        return True
+
     def finish(self, pending: PendingRead, number: int, count: int = 1) -> I32:
         """Nothing is waited for."""
         return pending.slots

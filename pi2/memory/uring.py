@@ -219,6 +219,12 @@ class UringEngine:
         if self._waits:
             self._drive(0, 0)
 
+    def is_idle(self) -> bool:
+        """See `pi2.memory.io_engine.IoEngine`."""
+        if self._waits or self._ring.in_flight:
+            self._drive(0, 0)
+        return not self._waits and not self._ring.in_flight
+
     def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
         """See `pi2.memory.io_engine.IoEngine`."""
         first, last = batch.parts[part], batch.parts[part + count - 1]

@@ -128,7 +128,8 @@ class Decode(Table):
     """When a layer's neurons are predicted: ``none`` after its attention; ``attention`` before
     its attention, which then hides the reads; ``layer`` before the FFN of the previous layer, so
     that storage is never idle. Earlier predictions find slightly fewer active neurons; with
-    ``router`` only reads begin early, and what they miss is read in time."""
+    ``router`` only reads begin early, two layers early while storage is idle, and what they
+    miss is read in time."""
     speculation: Annotated[Speculation, Field(examples=[{"drafts": "prompt"}])] | None = None
     """Tokens that are guessed and verified together; absent generates them one by one."""
 
