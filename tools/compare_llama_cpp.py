@@ -36,7 +36,9 @@ from pi2.backends.reference import executor, layer_inputs, neurons, prediction
 from pi2.backends.reference.operators import activate
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.documents.model import Model, Quantization, find_normal_quantile
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_ffn import find_normal_quantile
+from pi2.plan.documents.model_storage import Quantization
 from suited_goldens import suit_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_gemma import write_gemma3n, write_gemma4

@@ -6,7 +6,8 @@ import dataclasses
 
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.sizes import count_experts
-from pi2.plan.documents.model import Ffn, Model
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_ffn import Ffn
 from pi2.plan.weights.layout import BundleLayout
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
+from pi2.plan.documents.model_ffn import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import (

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.plan.documents.model import Model, Norm
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_shape import Norm
 
 
 def activate(model: Model, gate: F32, up: F32 | None, cutoffs: F32 | None = None) -> F32:

@@ -22,7 +22,8 @@ import numpy as np
 from pi2.arrays import U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
-from pi2.plan.documents.model import FfnPrecision, Model
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_storage import FfnPrecision
 from pi2.plan.weights.codes import unpack_codes
 from pi2.plan.weights.layout import GROUP
 from pi2.plan.weights.rounding import dequantize

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
     from pi2.importing.quantizers.errors import TensorError
     from pi2.importing.quantizers.quantizer import Method
-    from pi2.plan.documents.model import FfnPrecision, Model, Precision
+    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.model_storage import FfnPrecision, Precision
     from pi2.plan.weights.layout import ScalesPlace
 
 GROUP = "Convert"
@@ -268,7 +269,7 @@ def write_errors(
 def choose_precision(model: Model, precision: FfnPrecision) -> Model:
     """The model with weights of one type; tables, heads and predictors have 8 bits at least, and
     beside neurons of mxfp4 all others have."""
-    from pi2.plan.documents.model import Quantization
+    from pi2.plan.documents.model_storage import Quantization
 
     attention = "int8" if precision == "mxfp4" else precision
     careful: Precision = "fp16" if precision == "fp16" else "int8"

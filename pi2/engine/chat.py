@@ -22,7 +22,7 @@ from pi2.store.manifest import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from pi2.plan.documents.model import Tokenizer as TokenizerSettings
+    from pi2.plan.documents.model_storage import Tokenizer as TokenizerSettings
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "..."}``, and whatever else a template reads."""

@@ -19,7 +19,8 @@ from pi2.importing.requirements import (
 )
 from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
-from pi2.plan.documents.model import Model, Predictor
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_ffn import Predictor
 from pi2.plan.weights.layout import GROUP, round_up
 
 _HELP = "give their file with --predictors, or remove [predictor] from the model document"

@@ -16,7 +16,8 @@ import numpy as np
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.authoring.writing import write_document
-from pi2.plan.documents.model import Model, Predictor
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_ffn import Predictor
 from pi2.plan.weights.rounding import quantize
 from pi2.predictors.layers import LayerFit
 from pi2.store.manifest import DENSE_FILE

@@ -15,8 +15,11 @@ import numpy as np
 
 from pi2.arrays import F16, I32, U8, Raw, Scales
 from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.plan.documents.model import Ffn, Model, Precision, Predictor, Quantization, Shape
+from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_attention import Attention
+from pi2.plan.documents.model_ffn import Ffn, Predictor
+from pi2.plan.documents.model_shape import Shape
+from pi2.plan.documents.model_storage import Precision, Quantization
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.tensor_names import EMBEDDING
 from pi2.progress import Progress

@@ -15,7 +15,8 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import Count, Identifier, Table
-from pi2.plan.documents.model import FfnPrecision, Model
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_storage import FfnPrecision
 from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import (
     BundleLayout,

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from pi2.arrays import I32, I64, U8, U32
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
-from pi2.plan.documents.model import Model, Tokenizer
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_storage import Tokenizer
 from pi2.plan.weights.bundles import join_scales, view_scales
 from pi2.plan.weights.layout import BundleLayout
 from pi2.regular_file import open_stream

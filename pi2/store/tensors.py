@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pi2.plan.documents.model import AttentionPrecision, Model
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_storage import AttentionPrecision
 from pi2.plan.weights.cutoffs import GATE_CUTOFF, find_cutoff_precision, list_cutoff_matrices
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.projections import (

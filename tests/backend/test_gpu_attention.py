@@ -15,7 +15,7 @@ from pi2.backends.gpu.kernels.specification import AttentionKernels, NormKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.reference.kv_cache import quantize_kv
 from pi2.backends.reference.operators import cap, normalize, rotate
-from pi2.plan.documents.model import Norm
+from pi2.plan.documents.model_shape import Norm
 from tests.helpers.gpu import Bench, measure_error
 
 CLOSE = 3e-6

@@ -16,7 +16,7 @@ from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_neurons, pack_slots
 from pi2.backends.gpu.sizes import DenseSizes
-from pi2.plan.documents.model import Activation, Ffn
+from pi2.plan.documents.model_ffn import Activation, Ffn
 from pi2.progress import ignore_progress
 from tests.helpers.gpu import Bench, RandomNeurons, measure_error
 

@@ -22,8 +22,11 @@ from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.machine.cpu import detect_cpu
-from pi2.plan.documents.model import Ffn, Model, Predictor, Quantization, Shape
+from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_attention import Attention, Rope
+from pi2.plan.documents.model_ffn import Ffn, Predictor
+from pi2.plan.documents.model_shape import Shape
+from pi2.plan.documents.model_storage import Quantization
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.documents.plan_running import ActivationType
 from pi2.plan.weights.bundles import pack_bundles, slice_part

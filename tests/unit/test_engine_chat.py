@@ -16,7 +16,7 @@ from pi2.cli.run import command
 from pi2.diagnostics import UserError
 from pi2.engine.chat import ChatTemplate, read_chat_template
 from pi2.importing.convert import convert_checkpoint
-from pi2.plan.documents.model import Tokenizer as Settings
+from pi2.plan.documents.model_storage import Tokenizer as Settings
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model, make_tiny, make_tokenizer
 from tests.helpers.plans import write_plan

@@ -19,7 +19,8 @@ from pi2.plan.arithmetic.sizes import (
     find_block_bytes,
     round_for_people,
 )
-from pi2.plan.documents.model import Model, Predictor
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_ffn import Predictor
 from pi2.plan.resolve import load_plan
 from pi2.plan.weights.layout import GROUP
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pi2.backends.gpu.kernels.signature import Api
-from pi2.plan.documents.model import SMOOTH_ACTIVATIONS, Activation
+from pi2.plan.documents.model_ffn import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.latent import LatentShape
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups

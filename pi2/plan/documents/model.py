@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, cast
+from typing import Literal, cast
 
 from pydantic import Field
 
 from pi2.plan.documents.common import (
-    Count,
     Document,
-    FilePath,
     Identifier,
-    LayerNumber,
-    Origin,
-    Share,
-    Table,
 )
 from pi2.plan.documents.model_attention import (
     Attention,
@@ -24,7 +18,15 @@ from pi2.plan.documents.model_attention import (
     Rope,
 )
 from pi2.plan.documents.model_experts import Moe, SideFfn
+from pi2.plan.documents.model_ffn import (
+    SMOOTH_ACTIVATIONS,
+    Ffn,
+    Predictor,
+    Sparsity,
+    find_normal_quantile,
+)
 from pi2.plan.documents.model_residual import AltUp, LayerEmbedding
+from pi2.plan.documents.model_shape import Multipliers, Norm, Shape
 from pi2.plan.documents.model_states import (
     Convolution,
     LayerKind,
@@ -32,190 +34,10 @@ from pi2.plan.documents.model_states import (
     Mixer,
     Recurrence,
 )
+from pi2.plan.documents.model_storage import Quantization, Tokenizer
 from pi2.plan.documents.model_tensors import Tensors
 from pi2.plan.documents.sampling import Sampling
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
-
-Precision = Literal["int4", "int8", "fp16"]
-"""Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
-
-AttentionPrecision = Literal["ternary", "int4", "int8", "fp16"]
-"""Storage type of projections.  ternary weights are -1, 0 or 1, with one scale for a row: BitNet's
-are published so, and stores hold them exactly."""
-
-FfnPrecision = Literal["ternary", "int4", "int8", "fp16", "mxfp4"]
-"""Storage type of neurons.  mxfp4 is what gpt-oss is published in: 4-bit floats, of which 32 have a
-power of two as their scale; stores hold the published weights exactly."""
-
-Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh"]
-"""Activation of the FFN.  dReLU applies ReLU to gate and up (TurboSparse, eq. 2); FATReLU is zero
-below a threshold (ProSparse); relu2 is the square of ReLU; gelu_tanh is the approximation of GELU
-that Gemma uses."""
-
-SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh"})
-"""Those that are zero nowhere: no neuron can be left out without changing the result."""
-
-
-class Shape(Table):
-    """Sizes, in elements."""
-
-    layers: Annotated[int, Field(ge=1, le=1024, examples=[32])]
-    """Number of transformer blocks."""
-    hidden: Annotated[int, Field(ge=1, le=2**20, examples=[4096])]
-    """Width of the residual stream."""
-    ffn: Annotated[int, Field(ge=1, le=2**22, examples=[11008])]
-    """FFN neurons per layer; in a mixture of experts, of one expert."""
-    heads: Annotated[int, Field(ge=1, le=2**14, examples=[32])]
-    """Query heads."""
-    kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[8])]
-    """Key and value heads; fewer than ``heads`` is grouped-query attention (GQA)."""
-    head_dim: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
-    """Width of one head."""
-    vocab: Annotated[int, Field(ge=1, le=2**24, examples=[32000])]
-    """Tokens of the vocabulary."""
-    context: Annotated[int, Field(ge=1, le=2**27, examples=[4096])]
-    """Longest sequence the model was made for, in tokens."""
-
-    @property
-    def query(self) -> int:
-        """Width of all query heads together."""
-        return self.heads * self.head_dim
-
-    @property
-    def stored_hidden(self) -> int:
-        """Length of the residual stream's vectors in stores and backends: zeros fill it up."""
-        return fill_groups(self.hidden)
-
-    @property
-    def stored_query(self) -> int:
-        """Length of attention's output in stores and backends: zeros fill it up."""
-        return fill_groups(self.query)
-
-
-class Norm(Table):
-    """Normalisation before attention, before the FFN, and at the end."""
-
-    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """``rmsnorm``: x / sqrt(mean(x^2) + epsilon) * weight; ``layernorm``: that of x - mean(x)."""
-    epsilon: float = Field(default=1e-5, gt=0.0)
-    """Added to the mean of squares."""
-    bias: bool = False
-    """Whether a bias is added."""
-    weights: bool = True
-    """Whether checkpoints have weights of the norms before attention, before the FFN and at the
-    end; else all of them are 1 (OLMo)."""
-    weight_offset: float = 0.0
-    """Constant added to the checkpoint's weights: 1 for Gemma, whose norms multiply by 1 +
-    weight."""
-    inputs: bool = True
-    """Whether the inputs of attention and FFN are normalised (not those of OLMo 2)."""
-    embedding: bool = False
-    """Whether embeddings go through an RMSNorm without weights before the first layer
-    (nanochat)."""
-    outputs: bool = False
-    """Whether the outputs of attention and FFN are normalised before they are added to the
-    residual stream (Gemma 2)."""
-
-
-class Ffn(Table):
-    """The feed-forward network: down(act(gate x) * up x), or down(act(up x)) without gates."""
-
-    activation: Activation
-    """Activation function."""
-    threshold: float = 0.0
-    """Activations at or below it are zero (``fatrelu``)."""
-    gated: bool = True
-    """Whether neurons have a gate."""
-    bias: bool = False
-    """Whether gate, up and down have biases."""
-    absent_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[51]])
-    """Layers that have no FFN; stores keep zeros for them, which add nothing."""
-    sub_norm: bool = False
-    """Whether the activations of all neurons go through an RMSNorm before they are multiplied with
-    down vectors (BitNet)."""
-    gate_sparsity: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], ...] = Field(
-        default=(), examples=[[0.95, 0.95, 0.0]]
-    )
-    """Share of each layer's gates that a cutoff closes, where it is not 0 (Gemma 3n).  For a token
-    the cutoff is the mean of all gates and as many of their standard deviations above it as leave
-    that share of a normal distribution below.  It is subtracted from gates, those below it count
-    as 0, and the activation follows."""
-    slope: float = Field(default=1.0, gt=0.0)
-    """SiLU is x sigmoid(slope x) (gpt-oss: 1.702)."""
-    limit: float | None = Field(default=None, gt=0.0, examples=[7.0])
-    """Gates are cut to at most the limit, ups to -limit..limit, where it is stated (``silu``)."""
-    up_offset: float = 0.0
-    """Added to ups before they are multiplied with gates (gpt-oss: 1)."""
-
-
-class Multipliers(Table):
-    """Constants that a few families multiply by; 1 where they do not."""
-
-    embedding: float = 1.0
-    """Embeddings, as they enter the first layer."""
-    residual: float = 1.0
-    """What attention and the FFN add to the residual stream."""
-    logits: float = 1.0
-    """Logits, before their soft cap."""
-
-
-class Tokenizer(Table):
-    """How text becomes tokens."""
-
-    file: FilePath = "tokenizer.json"
-    """File of the `tokenizers` library, relative to the neuron store."""
-    bos: int | None = Field(default=None, ge=0, examples=[1])
-    """Id of the beginning-of-sequence token."""
-    eos: tuple[int, ...] = Field(default=(), examples=[[2]])
-    """Ids of end-of-sequence tokens."""
-    add_bos: bool = False
-    """Whether a prompt begins with ``bos``."""
-
-
-class Quantization(Table):
-    """Precision of the weights by class of tensor."""
-
-    ffn: FfnPrecision = "int4"
-    """Neuron bundles."""
-    attention: AttentionPrecision = "int4"
-    """Query, key, value and output projections."""
-    embedding: Precision = "int8"
-    """Embedding table, and the head where it is tied."""
-    head: Precision = "int8"
-    """Output head where it is not tied."""
-    predictor: Precision = "int8"
-    """Activation predictors."""
-
-
-class Predictor(Table):
-    """Low-rank activation predictors: fc2 relu(fc1 x) + bias >= threshold, x after the FFN norm."""
-
-    rank: Count
-    """Rows of fc1, a multiple of 32; the largest where layers differ."""
-    recall: Share | None = None
-    """Recall: share of the active neurons that are predicted, on held-out text."""
-    active: Share | None = None
-    """Share of neurons that are predicted to be active."""
-
-
-class Sparsity(Origin):
-    """What is known of the FFN's activations."""
-
-    active: Share
-    """Mean share of neurons that a token activates; in a mixture, of its active experts'."""
-    skew: Share | None = None
-    """Share of a layer's neurons that make 80 % of its activations."""
-    gate_open: Share | None = None
-    """Mean share whose gate is open, which is what is computed where gates find active neurons;
-    absent means that it is not known."""
-
-
-def find_normal_quantile(share: float) -> float:
-    """Standard deviations above the mean that leave ``share`` of a normal distribution below."""
-    # It imports modules that start-up does without.
-    from statistics import NormalDist
-
-    return NormalDist().inv_cdf(share)
 
 
 class Model(Document):

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Literal
 from pi2.plan.weights.layout import fill_groups
 
 if TYPE_CHECKING:
-    from pi2.plan.documents.model import AttentionPrecision, Model
+    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.model_storage import AttentionPrecision
 
 StateKind = Literal["delta", "mamba", "mamba1", "convolution"]
 
