@@ -30,25 +30,29 @@ reading flash for most of a millisecond: 2.8 instead of 4.0 tokens/s of a 7B wit
 neurons on flash, and nothing is gained in memory."""
 
 
-class _WithoutTorch(MetaPathFinder):
-    """Refuses to find PyTorch for the thread that made it."""
+_OF_NO_USE = frozenset({"torch", "ml_dtypes"})
+"""Libraries that tvm_ffi imports wherever they are installed, for tensors that nobody passes here:
+180 MiB of PyTorch, and 2 of NumPy's further types, that no plan's budget has."""
+
+
+class _WithoutOthers(MetaPathFinder):
+    """Refuses to find libraries that are of no use, for the thread that made it."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        """Leave all modules but PyTorch, and all other threads, to the finders that follow."""
-        if name == "torch" and threading.get_ident() == self._thread:
+        """Leave all other modules, and all other threads, to the finders that follow."""
+        if name in _OF_NO_USE and threading.get_ident() == self._thread:
             raise ModuleNotFoundError(f"{name} is of no use here", name=name)
 
 
 def import_ffi() -> ModuleType:
-    """Import tvm_ffi, and no PyTorch with it.
+    """Import tvm_ffi, and neither PyTorch nor ml_dtypes with it.
 
-    tvm_ffi imports PyTorch wherever that is installed, for tensors that nobody passes here: 180 MiB
-    that no plan's budget has.  Where the process has imported it before, tvm_ffi sees it.
+    Where the process has imported one of them before, tvm_ffi sees it.
     """
-    finder = _WithoutTorch()
+    finder = _WithoutOthers()
     sys.meta_path.insert(0, finder)
     try:
         return importlib.import_module("tvm_ffi")

@@ -305,8 +305,10 @@ class RoutedFeedForward(FeedForward):
                 break
             if self._begun:
                 # Neurons of later layers, guessed ahead, have taken the slots.
-                for wave in self._begun.pop(max(self._begun)):
-                    self._abandon_wave(wave)
+                farthest = max(self._begun)
+                while self._begun[farthest]:
+                    self._abandon_wave(self._begun[farthest].pop())
+                del self._begun[farthest]
             elif self._ahead:
                 self._end_ahead()
             else:
@@ -401,9 +403,10 @@ class RoutedFeedForward(FeedForward):
 
     def _end_ahead(self) -> None:
         """Keep what was read ahead, but hold it no longer."""
+        for wave in self._ahead:
+            self._wait(wave, self._cache.neurons)
         ahead, self._ahead = self._ahead, ()
         for wave in ahead:
-            self._wait(wave, self._cache.neurons)
             if wave.held:
                 self._cache.release(wave.found)
 

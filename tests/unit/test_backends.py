@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pi2.plan.documents.backends import (
     find_backend,
     find_executor_backend,
@@ -101,15 +103,18 @@ def test_without_its_folder_it_is_no_word_of_the_plan_language() -> None:
     assert "`cpu`" in done.stderr + done.stdout
 
 
-def test_torch_is_not_imported_with_tvm_ffi_and_can_be_imported_later(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("class Tensor:\n    pass\n")
+@pytest.mark.parametrize("name", ["torch", "ml_dtypes"])
+def test_what_is_of_no_use_is_not_imported_with_tvm_ffi_and_can_be_imported_later(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{name}.py").write_text("class Tensor:\n    pass\n")
     done = run(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from pi2.backends.compiler.functions import import_ffi\n"
         "found = import_ffi()\n"
-        "print(found.__name__, 'torch' in sys.modules)\n"
-        "import torch\n"
-        "print(torch.__file__)\n"
+        f"print(found.__name__, {name!r} in sys.modules)\n"
+        f"import {name}\n"
+        f"print({name}.__file__)\n"
     )
-    expected = f"tvm_ffi False\n{tmp_path / 'torch.py'}\n"
+    expected = f"tvm_ffi False\n{tmp_path / name}.py\n"
     assert done.stdout == expected, done.stderr
