@@ -19,6 +19,7 @@ from tests.helpers.servers import (
     make_chat_plan,
     post,
     serve,
+    wait_until_idle,
 )
 
 
@@ -139,6 +140,8 @@ def test_texts_are_embedded(client: Any, plan: Path, openai: Any) -> None:
 
 def test_numbers_for_prometheus_have_their_usual_names(address: str, client: Any) -> None:
     client.completions.create(model="tiny", prompt="a", max_tokens=2)
+    # An answer is sent a moment before its place is free again.
+    wait_until_idle(address)
     text = get(f"{address}/metrics").text
     for name in (
         'vllm:num_requests_running{model_name="tiny"} 0.0',
