@@ -93,7 +93,6 @@ def list_settings(threads: list[int], depths: list[int], gaps: list[int]) -> Ite
             yield make_settings("pread", count, 1, gap)
         for depth in depths:
             yield make_settings("io_uring", 1, depth, gap)
-    yield ReadSettings(engine="mmap", threads=max(threads))
 
 
 def make_settings(engine: EngineName, threads: int, depth: int, gap: int) -> ReadSettings:

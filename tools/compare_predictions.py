@@ -62,7 +62,6 @@ class Cell:
     policy: str
     dense: float
     """Part of the hot neurons that the NPU computes."""
-    pipeline: str
     prompt: int
 
 
@@ -117,7 +116,6 @@ def draw_cell(source: random.Random) -> Cell:
         else "none",
         policy=source.choice(("lfu", "lru")),
         dense=dense,
-        pipeline=source.choice((*("neuron-cluster",) * 8, "layer-barrier", "mmap")),
         prompt=source.choice(PROMPTS),
     )
 
@@ -161,7 +159,6 @@ def make_plan(cell: Cell) -> ResolvedPlan:
         values["threads"] = {"compute": cell.threads}
     values["decode"]["look_ahead"] = cell.look_ahead
     values["cache"] = {"policy": cell.policy}
-    values["pipeline"] = {"policy": cell.pipeline}
     values["memory"]["budget"] = "1 GiB"
     resolved = resolve_values(values, device, model)
     neurons = model.shape.layers * model.layer_neurons * bundle.stride
@@ -227,7 +224,7 @@ def main() -> None:
     print("| cells | number | mean | within 10 % | worst |")
     print("| --- | ---: | ---: | ---: | ---: |")
     print(describe_errors("generation, all", [item.error for item in found]))
-    for field in ("device", "model", "predictor", "pipeline", "look_ahead", "batch", "threads"):
+    for field in ("device", "model", "predictor", "look_ahead", "batch", "threads"):
         values: dict[str, list[float]] = {}
         for item in found:
             values.setdefault(str(getattr(item.cell, field)), []).append(item.error)

@@ -3,7 +3,7 @@
     python tools/validate_simulator.py            # rewrite the tables of docs
     python tools/validate_simulator.py --check    # exit 1 if they are out of date
     python tools/validate_simulator.py --print    # print the comparison only
-    python tools/validate_simulator.py --print --budget 8.5 --system LLMFlash
+    python tools/validate_simulator.py --print --budget 8.5 --system PowerInfer-2
                                                   # TurboSparse-Mixtral-47B with 8.5 GB
 
 The text around the tables is written by people; what stands between ``<!-- name -->`` and the next

@@ -27,13 +27,6 @@ class Constants:
         "calibrated",
         "time in which all CPU threads of a parallel operation have met and gone on",
     )
-    graph_barriers: float = _constant(
-        16.0,
-        "per layer",
-        "estimated",
-        "operations with a barrier in engines that run a graph of matrix operations "
-        "(llama.cpp: norms, q, k, v, rope, scores, softmax, values, output, gate, up, down)",
-    )
     cluster_barriers: float = _constant(
         6.0,
         "per layer",
@@ -95,9 +88,6 @@ class Constants:
         "s",
         "estimated",
         "one small read in an idle queue, where the device states no storage.latency",
-    )
-    reader_wake_s: float = _constant(
-        190e-6, "s", "calibrated", "time to wake one reading thread for a layer's reads"
     )
     place_s: float = _constant(
         1.9e-6,
@@ -181,33 +171,11 @@ class Constants:
         "assumed",
         "part of an expert's choice that the previous token decides: none",
     )
-    page_fault_s: float = _constant(
-        2.6e-6, "s", "calibrated", "work of the kernel for one 4 KiB page of a mapped file"
-    )
-    page_cache_share: float = _constant(
-        0.93,
-        "share",
-        "calibrated",
-        "part of the memory left for it that a page cache fills before the system takes pages back",
-    )
-    readahead_bytes: float = _constant(
-        512 * 1024,
-        "B",
-        "estimated",
-        "what the system reads ahead of a page fault (phones set 128 KiB to 2 MiB)",
-    )
     streaming_compute_share: float = _constant(
         0.55,
         "share",
         "calibrated",
         "part of its prefill rate that an NPU keeps while weights come from flash",
-    )
-    copy_bytes_s: float = _constant(
-        13e9,
-        "B/s",
-        "estimated",
-        "one core copying what was read to where it is computed with, where reading and "
-        "computing do not overlap",
     )
     cpu_of_peak: float = _constant(
         43.9 / 76.8,

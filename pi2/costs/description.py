@@ -100,9 +100,8 @@ class Description:
         )
 
     def find_dense(self, kind: LayerKind) -> float:
-        """Share of a layer's neurons that the dense unit computes: of those that stay.  Mapped
-        files are computed by the processor."""
-        return 0.0 if self.settings.pipeline == "mmap" else min(kind.dense, kind.hot)
+        """Share of a layer's neurons that the dense unit computes: of those that stay."""
+        return min(kind.dense, kind.hot)
 
     def choose(self, kind: LayerKind) -> tuple[Sizes, Settings]:
         """Sizes and settings of layers of a kind."""

@@ -56,11 +56,6 @@ class PromptSettings:
     """Part of its arithmetic rate that a unit keeps while weights come from flash."""
     neuron_bytes: int = 0
     """Bytes of a neuron that the unit which computes prompts reads from memory."""
-    attention_too: bool = False
-    """Whether attention's weights are read with a layer: it is one file."""
-    blocking_s: float = 0.0
-    """Seconds of a byte that is copied after it was read, by engines that do not overlap reading
-    and computing."""
     interleaves: bool = False
     """Whether neurons in memory are computed between pieces that are read, wherever they lie."""
     graphs: tuple[int, ...] = ()
@@ -97,8 +92,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         launch_s, bytes_s, skips = dense.launch_s, dense.bytes_s, False
         if dense.is_npu:
             neuron_bytes = sizes.dense_neuron
-    policy = plan.pipeline.policy
-    whole = all(layer.hot >= 1.0 for layer in resolved.layers) and policy != "mmap"
+    whole = all(layer.hot >= 1.0 for layer in resolved.layers)
     stream = None
     slowed = 1.0
     if not whole and rates.measured:
@@ -107,7 +101,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         flash = check_flash(rates, resolved.device)
         stream = Stream(
             byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG),
-            overlap=find_stream_overlap(rates) if policy == "neuron-cluster" else 0.0,
+            overlap=find_stream_overlap(rates),
             neurons=model.layer_neurons,
             stride=resolved.bundle.neuron_bytes,
         )
@@ -125,8 +119,6 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         stream=stream,
         slowed=slowed,
         neuron_bytes=neuron_bytes,
-        attention_too=policy == "layer-barrier",
-        blocking_s=1.0 / rates.constants.copy_bytes_s if policy == "layer-barrier" else 0.0,
         interleaves=rates.measured and model.moe is not None and plan.decode.predictor == "router",
         graphs=list_dense_graphs(resolved, rates) if computes else (),
     )
@@ -147,14 +139,8 @@ def list_prompt_layers(description: Description, tokens: int) -> list[PromptLaye
 
 
 def time_once(description: Description, tokens: int) -> float:
-    """Seconds of a prompt beside its layers: rows of the embedding, and the head, which engines
-    that read layers as files read, too."""
-    prompts, sizes = description.prompts, description.sizes
-    seconds = description.head_s + tokens * description.embedding_s
-    reads = any(kind.hot + kind.cold < 1.0 - 1e-3 for kind in description.kinds)
-    if prompts.attention_too and prompts.stream is not None and reads:
-        seconds += sizes.head * (prompts.stream.byte_s + prompts.blocking_s)
-    return seconds
+    """Seconds of a prompt beside its layers: rows of the embedding, and the head."""
+    return description.head_s + tokens * description.embedding_s
 
 
 def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]) -> PromptLayer:
@@ -166,11 +152,7 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
     touched = 1.0 - (1.0 - description.chosen) ** tokens
     absent = activity.neurons - round(kind.hot * activity.neurons)
     fits = kind.hot >= 1.0
-    faults = description.settings.faults
-    if faults is not None:
-        fits = faults.ffn_share <= 0.0
-        absent = 0 if fits else activity.neurons
-    elif prompts.reads_all and not rates.measured:
+    if prompts.reads_all and not rates.measured:
         fits = kind.hot + kind.cold >= 1.0 - 1e-3
         absent = 0 if fits else activity.neurons
     reading = stream is not None and absent > 0
@@ -210,19 +192,13 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
         )
     assert stream is not None
     size = absent * touched * stream.stride
-    if prompts.attention_too:
-        size += sizes.projections
-    byte_s = stream.byte_s + prompts.blocking_s
-    if faults is not None:
-        size += faults.attention_bytes / description.layers
-        byte_s = faults.byte_s
     if rates.measured:
         size = float(absent * stream.stride)
     return PromptLayer(
         before_s=before_s,
         streamed_s=slow * ffn_s * streamed,
         pieces=ceil(absent / stream.neurons - 1e-9),
-        read_s=size * byte_s,
+        read_s=size * stream.byte_s,
         read_bytes=size,
         count=kind.count,
     )

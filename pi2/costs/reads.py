@@ -14,7 +14,6 @@ from math import inf, log
 from typing import Literal
 
 from pi2.costs.activity import MergedReads
-from pi2.costs.constants import Constants
 from pi2.costs.flash import Flash, FlashPoint
 from pi2.costs.stored import find_touched_bytes
 
@@ -159,38 +158,6 @@ class Reads:
         return _interpolate([(item.threads, item.time(reads)) for item in self.choices], busy)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockingReads:
-    """What a layer misses, read by threads that do one read after the other, while nothing
-    computes."""
-
-    threads: int
-    neuron_s: float
-    """Time of one of many reads of a neuron."""
-    latency_s: float
-    """One read in an idle queue."""
-    wake_s: float
-    """Waking a thread."""
-    place_s: float
-    """Finding room for a neuron."""
-    byte_s: float
-    """A byte of neurons that lie one after the other."""
-    stride: int
-
-    def time(self, missing: float, absent: float) -> float:
-        """Seconds until ``missing`` of a layer's ``absent`` neurons, which are not hot, are there;
-        those that continue a neighbour's read need none of their own."""
-        if missing <= 0.0:
-            return 0.0
-        fixed_s = self.threads * self.wake_s + self.latency_s
-        stream_s = self.stride * self.byte_s
-        reads = missing * (1.0 - min(missing / absent, 1.0))
-        blocking_s = reads * max(self.neuron_s, self.latency_s / self.threads)
-        single_s = max(blocking_s, missing * stream_s) + missing * self.place_s
-        # Or all of them in order, computed where they arrive.
-        return fixed_s + min(single_s, absent * stream_s)
-
-
 def find_stretches(single_s: float, stream_s: float, density: float) -> MergedReads:
     """The best way to read neurons of which a part ``density`` is missing, where those between two
     missing ones may be read with them: ``single_s`` is a neuron's own read, ``stream_s`` its part
@@ -287,23 +254,6 @@ def find_reads(
         place_s=place_s,
         whole_byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG) if streams else None,
         most_parts=inf if streams else None,
-    )
-
-
-def block_reads(
-    flash: Flash, stride: int, range_bytes: int, threads: int, constants: Constants, *, kept: bool
-) -> BlockingReads:
-    """Reads of engines that wait for each layer's; ``kept``: what comes is put into a cache."""
-    penalty = 1.0 - flash.reader_penalty if threads > 1 else 1.0
-    rate = flash.find_rate_bytes_s("random", stride, range_bytes=range_bytes)
-    return BlockingReads(
-        threads=threads,
-        neuron_s=stride / rate / penalty,
-        latency_s=flash.latency_s,
-        wake_s=constants.reader_wake_s,
-        place_s=constants.place_s if kept else 0.0,
-        byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG),
-        stride=stride,
     )
 
 

@@ -8,9 +8,8 @@ from typing import Literal
 
 from pi2.costs.activity import Policy, PredictorMode
 from pi2.costs.experts import GateReads, ReadLimits, read_gates, read_limits
-from pi2.costs.paging import PageFaults, find_page_faults
 from pi2.costs.rates import Rates, check_flash
-from pi2.costs.reads import BlockingReads, Phases, Reads, block_reads, find_reads
+from pi2.costs.reads import Phases, Reads, find_reads
 from pi2.costs.sizes import Sizes
 from pi2.costs.stored import find_range_bytes, read_stored
 from pi2.costs.stream import Stream, find_stream
@@ -22,7 +21,6 @@ from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import round_up
 
 LookAhead = Literal["none", "attention", "layer"]
-Pipeline = Literal["neuron-cluster", "layer-barrier", "mmap"]
 POSITION = MEAN_TOKENS
 """Tokens of context that a mean token has."""
 
@@ -40,9 +38,6 @@ class Settings:
     """How missing neurons are read; None where nothing is read, or everything streams by."""
     stream: Stream | None = None
     """How layers stream by, where every neuron is computed."""
-    blocking: BlockingReads | None = None
-    """How missing neurons are read by engines that wait for each layer's."""
-    pipeline: Pipeline = "neuron-cluster"
     position: int = POSITION
     batch: int = 1
     """Sequences that generate at the same time."""
@@ -52,8 +47,6 @@ class Settings:
     """Part of the rows of attention's projections that the dense unit computes."""
     head_share: float = 0.0
     """The same of the head."""
-    faults: PageFaults | None = None
-    """What a token reads where the file is mapped."""
     graphs: tuple[int, ...] = ()
     """Numbers of tokens, ascending, that the dense unit computes; none for any number."""
     gates: GateReads | None = None
@@ -88,32 +81,8 @@ def read_settings(
     numbers = resolved.named_layers if named else resolved.whole_layers
     layers = [resolved.layers[number] for number in numbers] or resolved.layers
     whole = all(layer.hot >= 1.0 for layer in layers)
-    reads = stream = blocking = faults = None
-    segments = plan.memory.segments
-    pipeline = plan.pipeline.policy
-    if pipeline == "layer-barrier" and not whole:
-        blocking = block_reads(
-            check_flash(rates, resolved.device),
-            resolved.bundle.stride,
-            find_range_bytes(resolved.model, resolved.bundle.stride, store),
-            1 if plan.io.engine == "io_uring" else plan.io.threads,
-            rates.constants,
-            kept=plan.memory.segments.cold > 0,
-        )
-    elif pipeline == "mmap":
-        model = resolved.model
-        faults = find_page_faults(
-            check_flash(rates, resolved.device),
-            sizes,
-            rates.constants,
-            layers=model.shape.layers,
-            neurons=model.layer_neurons,
-            chosen=model.active_experts / model.expert_count,
-            capacity_bytes=float(
-                segments.hot + segments.cold + segments.attention + segments.predictor
-            ),
-        )
-    elif predictor == "none":
+    reads = stream = None
+    if predictor == "none":
         # What does not stay streams by, whatever the cache has room for.
         stream = None if whole else find_stream(resolved, rates)
     elif not whole and not _fits_cache(resolved, position):
@@ -142,14 +111,11 @@ def read_settings(
         policy=plan.cache.policy,
         reads=reads,
         stream=stream,
-        blocking=blocking,
-        pipeline=pipeline,
         position=min(position, plan.kv.context),
         batch=plan.decode.batch,
         rounds_steps=(plan.decode.activations, plan.decode.batch_activations) == ("int16", "int8"),
         attention_share=(rows.attention or {}).get(dense, 0.0) if dense else 0.0,
         head_share=(rows.head or {}).get(dense, 0.0) if dense else 0.0,
-        faults=faults,
         graphs=list_dense_graphs(resolved, rates),
         gates=read_gates(resolved, rates.flash, store),
         leave_out=plan.decode.leave_out or 0.0,

@@ -81,13 +81,11 @@ class LayerTerms:
     hot_part: float
     """Time of the hot neurons that the processor computes, over that of gathering them: engines
     that compute clusters densely let those stream by of which most are active."""
-    barrier_s: float
-    """Further meetings of all threads, in engines that run a graph of matrix operations."""
 
     @property
     def before_s(self) -> float:
         """What comes before the FFN's neurons, whatever they are."""
-        return self.attention_s + self.norm_s + self.python_s + self.barrier_s + self.gates_s
+        return self.attention_s + self.norm_s + self.python_s + self.gates_s
 
     def time_look_up(self, missing: float, cached: float, *, expected: bool = False) -> float:
         """Seconds of looking neurons up; ``expected``: of mean numbers, whose chance to be none
@@ -111,7 +109,6 @@ def find_terms(
     speed, batch = rates.scale(settings.threads), settings.batch
     unit = rates.dense
     shared = rates.shared_bytes_s
-    graph = settings.pipeline != "neuron-cluster"
     predict = _find_predict(rates, sizes, settings)
     attention_s, position_s = _time_attention(rates, sizes, settings)
     gates_s = 0.0
@@ -141,10 +138,6 @@ def find_terms(
             )
             seconds = max(seconds, operations / unit.ops_s)
         computed = Work(seconds=seconds, bytes_s=0.0 if unit.has_memory else size / seconds)
-    barrier_s = 0.0
-    if graph:
-        done = 5.0 + sizes.predictors
-        barrier_s = max(rates.constants.graph_barriers - done, 0.0) * rates.constants.barrier_s
     return LayerTerms(
         attention_s=attention_s,
         position_s=position_s,
@@ -165,7 +158,6 @@ def find_terms(
         dense=computed,
         shared_bytes_s=shared,
         hot_part=_find_hot_part(rates, settings, activity, hot, dense),
-        barrier_s=barrier_s,
     )
 
 
@@ -232,8 +224,7 @@ def _find_hot_part(
 ) -> float:
     """Engines of devices that pi2 has no kernels for are taken to compute hot clusters densely, as
     PowerInfer-2 does; pi2's own gathers what is named."""
-    clusters = settings.pipeline == "neuron-cluster" and settings.is_predicted
-    if rates.measured or rates.whole_unit is not None or not clusters:
+    if rates.measured or rates.whole_unit is not None or not settings.is_predicted:
         return 1.0
     chances = average_chances(activity.named)
     share = weigh_hot(hot) - weigh_hot(min(dense, hot))

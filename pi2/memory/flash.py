@@ -21,7 +21,6 @@ from pi2.memory.granules import divide_slots
 from pi2.memory.io_engine import (
     EngineName,
     IoEngine,
-    MappedEngine,
     PreadEngine,
     make_readers,
     read_in_python,
@@ -125,7 +124,7 @@ class FlashReader:
         self._scratch = np.empty(0, np.uint8)
         self._opened = BundleFiles(
             files,
-            direct=settings.direct and settings.engine != "mmap",
+            direct=settings.direct,
             gate_bytes=settings.gate_bytes,
             # A slot's content is overwritten before anybody uses it.
             room=arena[-1] if len(arena) else np.empty(0, np.uint8),
@@ -157,8 +156,6 @@ class FlashReader:
                 return UringEngine(descriptors, settings.depth, self._loops), "io_uring"
             except RingUnavailable as reason:
                 self.engine_fallback = str(reason)
-        if settings.engine == "mmap":
-            return MappedEngine(descriptors, settings.threads), "mmap"
         read_runs = read_in_python if self._loops is None else self._loops.read_runs
         return PreadEngine(descriptors, settings.threads, read_runs), "pread"
 

@@ -7,7 +7,6 @@ nothing: `pi2.memory.flash` does.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,12 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Literal, Protocol
 
-import numpy as np
-
 from pi2.arrays import I32, I64
 from pi2.memory.requests import ReadBatch
 
-EngineName = Literal["pread", "io_uring", "mmap"]
+EngineName = Literal["pread", "io_uring"]
 
 NotePart = Callable[[ReadBatch, int, float, float], None]
 """Is told of every part that a thread has read: batch, number of the part, and from when to when
@@ -152,70 +149,3 @@ class PreadEngine:
     def close(self) -> None:
         """See `IoEngine`."""
         self._pool.shutdown()
-
-
-class MappedEngine:
-    """Copies out of files that are mapped into memory, so through the page cache.
-
-    The simplest way, and the slowest where memory is short: every page that is missing is waited
-    for.  Files that were cut are noticed before a batch, not within it.
-    """
-
-    def __init__(self, files: Sequence[int], threads: int) -> None:
-        """``files``: descriptors."""
-        self._files = files
-        self._maps = [mmap.mmap(fd, 0, access=mmap.ACCESS_READ) for fd in files]
-        for mapped in self._maps:
-            # Read-ahead would fill the memory with neurons that nobody asked for.
-            mapped.madvise(mmap.MADV_RANDOM)
-        self._engine = PreadEngine(files, threads, self._copy)
-
-    def submit(self, batch: ReadBatch) -> None:
-        """See `IoEngine`."""
-        self._engine.submit(batch)
-
-    def advance(self) -> None:
-        """Its threads do."""
-
-    def is_idle(self) -> bool:
-        """See `IoEngine`."""
-        return self._engine.is_idle()
-
-    def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
-        """See `IoEngine`."""
-        self._engine.wait(batch, part, count)
-
-    def abandon(self, batch: ReadBatch) -> None:
-        """See `IoEngine`."""
-        self._engine.abandon(batch)
-
-    def _copy(
-        self,
-        fd: int,
-        vectors: I64,
-        firsts: I32,
-        counts: I32,
-        offsets: I64,
-        results: I64,
-        start: int,
-        step: int,
-    ) -> None:
-        copy = ctypes.CDLL(None).memcpy
-        mapped = np.frombuffer(self._maps[self._files.index(fd)], np.uint8)
-        source, size = mapped.ctypes.data, os.fstat(fd).st_size
-        for i in range(start, len(firsts), step):
-            at = int(offsets[i])
-            end = at
-            for address, length in vectors[firsts[i] : firsts[i] + counts[i]].tolist():
-                if end + length > size:
-                    break
-                # ctypes lets go of Python's lock: other threads run while a page is read.
-                copy(ctypes.c_void_p(address), ctypes.c_void_p(source + end), length)
-                end += length
-            results[i] = end - at
-
-    def close(self) -> None:
-        """See `IoEngine`."""
-        self._engine.close()
-        for mapped in self._maps:
-            mapped.close()

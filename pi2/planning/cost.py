@@ -58,8 +58,6 @@ class Cost:
     """What is taken to be otherwise than the engine does it, a sentence each."""
     embedding_s: float = 0.0
     """Reading a token's row of the embedding, where it does not stay in memory."""
-    faults_s: float = 0.0
-    """Reading mapped weights beside the FFN's that did not stay."""
     whole_unit: str | None = None
     """The GPU or NPU that has the whole model, where one has."""
 
@@ -85,7 +83,7 @@ class Cost:
     @property
     def token_s(self) -> float:
         """Seconds between two tokens of a sequence."""
-        once_s = self.head_s + self.embedding_s + self.faults_s
+        once_s = self.head_s + self.embedding_s
         return sum(layer.total_s for layer in self.layers) + once_s
 
     @property
@@ -163,7 +161,6 @@ def cost_description(
             dense=description.find_dense(kind),
         )
         costs |= dict.fromkeys(kind.layers, cost)
-    faults = settings.faults
     return Cost(
         layers=tuple(costs[number] for number in range(description.layers)),
         head_s=description.head_s,
@@ -177,7 +174,6 @@ def cost_description(
         power_w=rates.power_w,
         both_w=rates.both_w if description.uses_dense else rates.power_w,
         embedding_s=settings.batch * description.embedding_s,
-        faults_s=0.0 if faults is None else faults.attention_bytes * faults.byte_s,
         whole_unit=rates.whole_unit,
         assumptions=description.assumptions,
     )

@@ -153,11 +153,6 @@ def _cost_counts(kind: _Kind, terms: LayerTerms, counts: _Counts, chance: float)
             read_s = settings.stream.time_read(absent)
             before_s = terms.before_s + gathered_s + terms.call_s
             wait_s = settings.stream.time_wait(absent, before_s, missing_s + calls_s)
-        elif settings.faults is not None:
-            read_s = wait_s = counts.missing * sizes.whole_neuron * settings.faults.byte_s
-        elif settings.blocking is not None:
-            absent = _count_possible(activity) * (1.0 - hot)
-            read_s = wait_s = settings.blocking.time(counts.missing, absent)
         elif settings.reads is not None:
             merged = ALONE
             if settings.reads.merge_gap is not None:
@@ -176,7 +171,7 @@ def _cost_counts(kind: _Kind, terms: LayerTerms, counts: _Counts, chance: float)
         ffn_s = run_beside(steps, terms) + wait_s
     return LayerCost(
         attention_s=terms.attention_s,
-        norm_s=terms.norm_s + terms.barrier_s + terms.gates_s,
+        norm_s=terms.norm_s + terms.gates_s,
         predict_s=terms.predict.seconds,
         look_up_s=look_up_s,
         python_s=terms.python_s,
@@ -208,16 +203,6 @@ def _count_neurons(
     possible = _count_possible(activity)
     dense = min(dense, hot)
     absent = possible * (1.0 - hot)
-    if settings.faults is not None:
-        missing = possible * settings.faults.ffn_share
-        return _Counts(
-            used=possible,
-            missing=missing,
-            resident=possible - missing,
-            cached=0.0,
-            absent=absent,
-            hot_weight=possible - missing,
-        )
     if settings.predictor == "none":
         # What does not stay is streamed, layer after layer, whatever the cache holds; of a mixture
         # all experts pass by.

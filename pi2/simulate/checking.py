@@ -38,8 +38,7 @@ def read_inputs(
 
 def _check_reads(resolved: ResolvedPlan) -> list[Diagnostic]:
     """Kinds of reads that the device says nothing about, where anything is read."""
-    mapped = resolved.plan.pipeline.policy == "mmap"
-    if not mapped and all(layer.hot >= 1.0 for layer in resolved.layers):
+    if all(layer.hot >= 1.0 for layer in resolved.layers):
         return []
     device = resolved.device
     patterns = {item.pattern for item in device.storage.reads}

@@ -81,21 +81,19 @@ def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
     zeros = np.zeros(tokens)
     head_s, settings = description.head_s, description.settings
     stalled = settings.batch * description.embedding_s
-    faults = settings.faults
-    faulted = 0.0 if faults is None else faults.attention_bytes
-    stalled += 0.0 if faults is None else faulted * faults.byte_s
+    read_bytes = 0.0
     # The time of gates is in that before each layer's neurons.
     gates, gates_s = settings.gates, 0.0
     if gates is not None:
         gates_s = description.layers * gates.records * gates.record_s
-        faulted += description.layers * gates.records * gates.bytes
+        read_bytes = description.layers * gates.records * gates.bytes
     return {
         "token_s": zeros + head_s + stalled,
         "flash_s": zeros + stalled + gates_s,
         "waiting_s": zeros + stalled,
         "cpu_s": zeros + head_s,
         "dense_s": zeros + (head_s if settings.head_share > 0.0 else 0.0),
-        "read_bytes": zeros + faulted,
+        "read_bytes": zeros + read_bytes,
         "active_neurons": zeros.copy(),
         "missing_neurons": zeros.copy(),
     }
@@ -124,9 +122,6 @@ def draw_work(
     possible = activity.neurons * activity.chosen
     every = np.full((len(shifts), kind.count), possible)
     none = np.zeros_like(every)
-    if settings.faults is not None:
-        missing = every * settings.faults.ffn_share
-        return TokenWork(resident=every - missing, cached=none, missing=missing, active=every)
     dense_share = description.find_dense(kind)
     if settings.predictor == "none":
         # What does not stay streams by, whatever the cache has room for.

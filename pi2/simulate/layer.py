@@ -61,12 +61,7 @@ class LayerSimulation:
         env = simpy.Environment()
         bus = Bus(env, shared_bytes_s=self.terms.shared_bytes_s, read_overlap=self._overlap)
         run = LayerRun(env, bus, self.plan, work, self.threads, recorder)
-        policies = {
-            "neuron-cluster": run.flow_clusters,
-            "layer-barrier": run.wait_for_layer,
-            "mmap": run.fault_pages,
-        }
-        env.run(until=env.process(policies[self.plan.settings.pipeline]()))
+        env.run(until=env.process(run.flow_clusters()))
         duration_s, meter = env.now, bus.meter
         if self.streams:
             # Attention was played with the layer, because the first piece is read behind it.
@@ -82,9 +77,7 @@ class LayerSimulation:
     @property
     def streams(self) -> bool:
         """Whether attention is played with the layer."""
-        settings = self.plan.settings
-        pieces = self.plan.streamed >= 1.0 and settings.pipeline == "neuron-cluster"
-        return settings.stream is not None and pieces
+        return self.plan.settings.stream is not None and self.plan.streamed >= 1.0
 
     @property
     def looks_ahead(self) -> bool:

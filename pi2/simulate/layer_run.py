@@ -1,4 +1,4 @@
-"""One layer of one token as SimPy processes: what each policy does with the same work."""
+"""One layer of one token as SimPy processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _Task:
 
 
 class LayerRun:
-    """Processes of one layer; each policy is one of the public methods."""
+    """Processes of one layer."""
 
     def __init__(
         self,
@@ -242,33 +242,6 @@ class LayerRun:
             yield reading
             self._note(READ_LANE, "stream neurons", start)
         yield dense
-
-    # ------------------------------------------------------------ other policies
-
-    def wait_for_layer(self) -> Process:
-        """Read all that the layer misses, then compute everything."""
-        dense = self._env.process(self._compute_dense())
-        yield from self._find_neurons()
-        missing, blocking = self._work.missing, self._settings.blocking
-        if missing > 0 and blocking is not None:
-            start = self._env.now
-            seconds = blocking.time(missing, self._plan.absent)
-            yield self._bus.read(seconds, missing * blocking.stride)
-            several = "1 thread" if blocking.threads == 1 else f"{blocking.threads} threads"
-            self._note(READ_LANE, f"{several} read", start)
-        yield from self._compute_together(self._work.resident + missing)
-        yield dense
-
-    def fault_pages(self) -> Process:
-        """Touch mapped weights: every page that is not in memory stops the computation."""
-        missing, faults = self._work.missing, self._settings.faults
-        yield from self._find_neurons()
-        if missing > 0 and faults is not None:
-            start = self._env.now
-            size = missing * self._plan.neuron_bytes
-            yield self._bus.read(size * faults.byte_s, size)
-            self._note(READ_LANE, "page faults", start)
-        yield from self._compute_together(self._work.resident + missing)
 
     # ------------------------------------------------------------------- common
 

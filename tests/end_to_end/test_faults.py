@@ -51,7 +51,7 @@ def expect_code(error: pytest.ExceptionInfo[UserError], code: str) -> None:
     assert error.value.diagnostics[0].help
 
 
-@pytest.mark.parametrize("engine", ["pread", "io_uring", "mmap"])
+@pytest.mark.parametrize("engine", ["pread", "io_uring"])
 def test_a_store_cut_while_it_runs_ends_the_generation(plan: Path, engine: str) -> None:
     with pi2.load(plan, set={"io.engine": engine}) as model:
         generate(model, 2)

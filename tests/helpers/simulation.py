@@ -10,10 +10,9 @@ from pi2.costs.constants import Constants
 from pi2.costs.description import Description, LayerKind
 from pi2.costs.flash import Flash, FlashPoint
 from pi2.costs.kernel_times import Linear
-from pi2.costs.paging import find_page_faults
 from pi2.costs.prompts import PromptSettings
 from pi2.costs.rates import DenseUnit, Rates
-from pi2.costs.reads import Phases, block_reads, find_reads
+from pi2.costs.reads import Phases, find_reads
 from pi2.costs.settings import Settings
 from pi2.costs.sizes import Sizes
 from pi2.costs.stream import Stream
@@ -41,16 +40,13 @@ WORKLOAD: dict[str, Any] = {
     "batch": 1,
 }
 CHOICES: dict[str, Any] = {
-    "pipeline": "neuron-cluster",
     "phases": 2,
     "cluster": 64,
     "reads_all": True,
     "together": 512,
     "compute_threads": 5,
-    "io_threads": 1,
     "cold_neurons": None,
     "predictor": "low-rank",
-    "page_cache_bytes": 1e9,
     "look_ahead": "none",
     "cache": "lru",
 }
@@ -118,7 +114,7 @@ def make_inputs(
         digest="0" * 64,
         rates=rates,
         sizes=sizes,
-        settings=make_settings(work, settings, rates, sizes, cold, hot),
+        settings=make_settings(work, settings, rates, hot),
         prompts=make_prompts(settings, rates, work, hot),
         kinds=(kind,),
         chosen=share,
@@ -198,29 +194,13 @@ def make_settings(
     work: dict[str, Any],
     choices: dict[str, Any],
     rates: Rates,
-    sizes: Sizes,
-    cold: float,
     hot: float,
 ) -> Settings:
     """Settings of a plan with two reads of each neuron, half of it each."""
-    reads = blocking = faults = stream = None
+    reads = stream = None
     assert rates.flash is not None
-    extent, neurons = work["ffn"] * STRIDE, work["ffn"] * work["experts"]
-    pipeline = choices["pipeline"]
-    if pipeline == "mmap":
-        faults = find_page_faults(
-            rates.flash,
-            sizes,
-            rates.constants,
-            layers=work["layers"],
-            neurons=neurons,
-            chosen=work["active_experts"] / work["experts"],
-            capacity_bytes=choices["page_cache_bytes"],
-        )
-    elif pipeline == "layer-barrier":
-        threads = choices["io_threads"]
-        blocking = block_reads(rates.flash, STRIDE, extent, threads, rates.constants, kept=cold > 0)
-    elif choices["predictor"] == "none":
+    extent = work["ffn"] * STRIDE
+    if choices["predictor"] == "none":
         stream = Stream(byte_s=2.5e-10, overlap=1.0, neurons=512, stride=STRIDE)
     elif hot < 1.0:
         half = Phases(gate_bytes=STRIDE // 2, open_share=rates.constants.up_down_share)
@@ -245,9 +225,6 @@ def make_settings(
         policy=choices["cache"],
         reads=reads,
         stream=stream,
-        blocking=blocking,
-        faults=faults,
-        pipeline=pipeline,
         position=0,
         attention_share=0.5 if rates.dense is not None else 0.0,
         head_share=0.5 if rates.dense is not None else 0.0,

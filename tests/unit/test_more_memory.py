@@ -46,7 +46,6 @@ def draw_plan(source: random.Random, *, npu: bool = False) -> ResolvedPlan:
         look_ahead=source.choice(("none", "layer")) if looks else "none",
         policy=source.choice(("lfu", "lru")),
         dense=source.choice(NPU_SHARES) if npu else 0.0,
-        pipeline=source.choice((*("neuron-cluster",) * 3, "layer-barrier")),
         prompt=128,
     )
     return make_plan(cell)

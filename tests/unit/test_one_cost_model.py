@@ -33,7 +33,6 @@ def test_prompts_agree_as_well(outcomes: list[Outcome]) -> None:
 def test_the_grid_has_every_kind_of_plan(outcomes: list[Outcome]) -> None:
     for field, values in {
         "predictor": {"none", "gate", "low-rank", "router"},
-        "pipeline": {"neuron-cluster", "layer-barrier", "mmap"},
         "look_ahead": {"none", "attention", "layer"},
         "batch": {1, 2, 4},
         "threads": {None, 1, 2, 4, 5},

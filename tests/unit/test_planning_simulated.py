@@ -107,16 +107,6 @@ def test_what_reading_costs_the_cores_and_slower_reads_slow_a_machine_down() -> 
         assert worse[0] < 0.95 * usual[0] and worse[1] < 0.95 * usual[1]
 
 
-def test_a_queue_is_one_reader_and_threads_are_several() -> None:
-    barrier = {"pipeline.policy": "layer-barrier", "io.threads": 4}
-    queue = read_inputs(load_plan(HALF, overrides=barrier)).settings.blocking
-    threads = read_inputs(
-        load_plan(HALF, overrides=barrier | {"io.engine": "pread"})
-    ).settings.blocking
-    assert queue is not None and threads is not None
-    assert (queue.threads, threads.threads) == (1, 4)
-
-
 def test_a_phone_is_simulated_with_the_plans_cache() -> None:
     lfu, lru = (
         read_inputs(load_plan(HALF, overrides={"cache.policy": policy}))

@@ -148,8 +148,6 @@ class TestMissingFigures:
         inputs = read(path)
         assert inputs.settings.reads is None
         assert simulate(inputs, tokens=2).decode.read_bytes.sum() == 0.0
-        with pytest.raises(UserError):
-            read(path, pipeline__policy="mmap")
 
     def test_reads_of_one_pattern_are_not_enough(self, tmp_path: Path) -> None:
         random = r'\[\[storage\.reads\]\][^\[]*?pattern = "random".*?(?=\n\[|\Z)'

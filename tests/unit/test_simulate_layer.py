@@ -1,4 +1,4 @@
-"""One layer under each policy: nothing is lost, nothing takes less time than it must."""
+"""One layer: nothing is lost, nothing takes less time than it must."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pytest
 
 from pi2.costs.constants import Constants
 from pi2.costs.description import Description
-from pi2.costs.settings import Pipeline
 from pi2.simulate.layer import LayerSimulation, LayerTimes
 from pi2.simulate.layer_run import LayerWork
 from tests.helpers.simulation import STRIDE, make_inputs
 
 WORK = LayerWork(resident=300.0, missing=150.0)
-POLICIES: list[Pipeline] = ["neuron-cluster", "layer-barrier", "mmap"]
 
 
 def run_layer(inputs: Description, work: LayerWork = WORK) -> LayerTimes:
@@ -33,11 +31,8 @@ def list_works() -> list[LayerWork]:
 
 @pytest.mark.parametrize("work", list_works(), ids=str)
 @pytest.mark.parametrize("dense", [0.0, 0.35])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_at_work_longer_than_the_layer_takes(
-    policy: Pipeline, dense: float, work: LayerWork
-) -> None:
-    times = run_layer(make_inputs(choices={"pipeline": policy}, dense=dense), work)
+def test_nothing_is_at_work_longer_than_the_layer_takes(dense: float, work: LayerWork) -> None:
+    times = run_layer(make_inputs(dense=dense), work)
     meter = times.meter
     for busy in (meter.cpu_s, meter.dense_s, meter.flash_s, meter.waiting_s):
         assert 0.0 <= busy <= times.duration_s + 1e-12
@@ -54,10 +49,8 @@ def test_clusters_read_the_gate_of_each_missing_neuron_and_the_rest_of_open_ones
     assert read == pytest.approx(work.missing * (4096 + share * 4096))
 
 
-@pytest.mark.parametrize("policy", ["neuron-cluster", "layer-barrier"])
-def test_with_one_phase_every_missing_bundle_is_read_once(policy: Pipeline) -> None:
-    one = {"pipeline": policy, "phases": 1}
-    read = run_layer(make_inputs(choices=one)).meter.read_bytes
+def test_with_one_phase_every_missing_bundle_is_read_once() -> None:
+    read = run_layer(make_inputs(choices={"phases": 1})).meter.read_bytes
     assert read == pytest.approx(WORK.missing * STRIDE)
 
 
@@ -89,13 +82,6 @@ def test_the_layer_takes_at_least_the_longest_of_its_parts() -> None:
     assert times.duration_s >= max(dense_s, read_s)
 
 
-def test_clusters_are_never_slower_than_waiting_for_the_layer() -> None:
-    for work in list_works():
-        flowing = run_layer(make_inputs(), work).duration_s
-        waiting = run_layer(make_inputs(choices={"pipeline": "layer-barrier"}), work).duration_s
-        assert flowing <= waiting
-
-
 def test_without_misses_the_flash_rests() -> None:
     meter = run_layer(make_inputs(), replace(WORK, missing=0.0)).meter
     assert (meter.flash_s, meter.waiting_s, meter.read_bytes) == (0.0, 0.0, 0.0)
@@ -117,28 +103,6 @@ def test_where_most_cold_neurons_are_missing_all_are_read_in_one_stream() -> Non
     absent = 0.6 * 14336
     assert times.meter.read_bytes == pytest.approx(absent * STRIDE, rel=0.02)
     assert times.meter.flash_s == pytest.approx(absent * STRIDE / 4e9, rel=0.05)
-
-
-def test_reading_threads_beyond_the_first_lose_the_penalty_and_hide_latency() -> None:
-    work = replace(WORK, missing=300.0)  # of more, all of the layer is read in order
-
-    def time_reads(threads: int) -> float:
-        choices = {"pipeline": "layer-barrier", "io_threads": threads}
-        return run_layer(make_inputs(choices=choices), work).meter.flash_s
-
-    assert time_reads(1) > time_reads(4) > time_reads(8)
-    assert time_reads(64) > time_reads(16)  # waking them costs more than they bring
-
-
-def test_neurons_that_are_kept_take_time_to_place_and_others_do_not() -> None:
-    def time_reads(place_s: float, cold_neurons: float) -> float:
-        choices = {"pipeline": "layer-barrier", "io_threads": 8, "cold_neurons": cold_neurons}
-        constants = Constants(place_s=place_s)
-        return run_layer(make_inputs(choices=choices, constants=constants)).meter.flash_s
-
-    without = time_reads(0.0, 1000.0)
-    assert time_reads(10e-6, 1000.0) == pytest.approx(without + WORK.missing * 10e-6)
-    assert time_reads(10e-6, 0.0) == pytest.approx(without)
 
 
 def test_equal_work_is_simulated_once() -> None:

@@ -122,33 +122,6 @@ def test_experts_that_rest_cost_nothing_but_memory() -> None:
     assert active == pytest.approx(0.15, rel=0.03)
 
 
-def test_an_engine_that_maps_a_file_larger_than_memory_reads_it_all_for_every_token() -> None:
-    dense = {"active": 1.0, "predictor_bytes": 0}
-    mmap = {"pipeline": "mmap", "predictor": "none", "page_cache_bytes": 5e8}
-    inputs = make_inputs(workload=dense, choices=mmap, machine={"dense_bytes_s": None})
-    file_bytes = 8 * (24e6 + 14336 * 6912) + 70e6
-    assert run(inputs, tokens=2).decode.read_bytes == pytest.approx([file_bytes] * 2, rel=1e-3)
-    fits = make_inputs(
-        workload=dense,
-        choices={**mmap, "page_cache_bytes": 2e9},
-        machine={"dense_bytes_s": None},
-    )
-    assert run(fits, tokens=2).decode.read_bytes.sum() == 0.0
-
-
-def test_mapped_experts_are_found_as_far_as_memory_reaches() -> None:
-    moe = {"experts": 8, "active_experts": 2, "ffn": 7168, "active": 1.0, "predictor_bytes": 0}
-
-    def read(gigabytes: float) -> float:
-        mmap = {"pipeline": "mmap", "predictor": "none", "page_cache_bytes": gigabytes * 1e9}
-        inputs = make_inputs(workload=moe, choices=mmap, machine={"dense_bytes_s": None})
-        return float(run(inputs, tokens=2).decode.read_bytes.mean())
-
-    amounts = [read(size) for size in (1.0, 2.0, 3.0, 4.0)]
-    assert amounts == sorted(amounts, reverse=True)
-    assert amounts[-1] == 0.0
-
-
 class TestPrefill:
     def test_it_takes_the_longer_of_reading_and_computing(self) -> None:
         result = simulate(make_inputs(), prompt_tokens=128, tokens=1).prefill
@@ -229,7 +202,6 @@ def test_hot_neurons_stream_where_more_of_them_is_active_than_gathering_reaches(
     assert 0.2 < part <= 1.0
     assert find_part(workload={"batch": 8}) < part, "more of them is active"
     assert find_part(constants=Constants(gather_efficiency=1.0)) == 1.0
-    assert find_part(choices={"pipeline": "layer-barrier"}) == 1.0
     crowd = make_inputs(dense=0.0, workload={"batch": 8})
     probed = replace(crowd, rates=replace(crowd.rates, measured=True))
     assert probed.find_terms(probed.kinds[0]).hot_part == 1.0, "pi2's own engine gathers"

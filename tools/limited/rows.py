@@ -132,7 +132,6 @@ ROWS: Mapping[str, Row] = {
         limit=-0.5,
         goal="each step faster than the one before",
         steps={
-            "mmap": {**NO_CACHE, **ALONE, "io.engine": "mmap", "cache.policy": "lru"},
             "bundles": {**NO_CACHE, **ALONE, "io.engine": "pread", "cache.policy": "lru"},
             "cache": {**LEND, **ALONE, "io.engine": "pread"},
             "pipeline": AHEAD,

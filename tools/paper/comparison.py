@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from paper.points import BAMBOO, L13, QWEN, Measure, Point
-from paper.scenarios import MIXTRAL, Scenario, read_scenario
+from paper.points import Measure, Point
+from paper.scenarios import Scenario, read_scenario
 from pi2.costs.constants import Constants
 from pi2.diagnostics import UserError
 from pi2.simulate import SimulationResult, simulate
@@ -89,24 +89,10 @@ def _compare_point(point: Point, tokens: int, constants: Constants) -> Compariso
 
 
 def _find_speed_up(point: Point, tokens: int, constants: Constants) -> float:
-    """Speed of a system divided by a rival's: of one model, or the mean over several."""
-    models = {
-        "mean speed-up": (L13, QWEN, BAMBOO, MIXTRAL),
-        "mean prefill speed-up": (L13, QWEN, BAMBOO),
-    }.get(point.measure, (point.scenario.model,))
-    prefill = point.measure == "mean prefill speed-up"
-    measure = MEASURES["prefill tokens/s" if prefill else "decode tokens/s"]
-    ratios = []
-    for model in models:
-        ours = replace(point.scenario, model=model)
-        theirs = replace(ours, system=point.rival)
-        count = 1 if prefill else tokens
-        speeds = [
-            measure(_simulate(item, point.prompt, count, constants)) for item in (ours, theirs)
-        ]
-        assert speeds[0] is not None and speeds[1] is not None
-        ratios.append(speeds[0] / speeds[1])
-    return sum(ratios) / len(ratios)
+    """Speed of a system divided by another's."""
+    systems = (point.scenario, replace(point.scenario, system=point.rival))
+    ours, theirs = (_simulate(item, point.prompt, tokens, constants).tokens_s for item in systems)
+    return ours / theirs
 
 
 @lru_cache(maxsize=512)

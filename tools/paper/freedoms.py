@@ -50,19 +50,13 @@ CONSTANTS: Mapping[str, tuple[float, str]] = {
     "barrier_s": (0.0, "0"),
     "dense_launch_s": (0.0, "0"),
     "gather_efficiency": (1.0, "1: as fast as streaming"),
-    "reader_wake_s": (0.0, "0"),
     "place_s": (0.0, "0"),
     "named_margin": (1e-9, "0: what fires is named"),
     "default_spread": (0.775, "0.775: what PowerInfer publishes of other models"),
-    "page_fault_s": (0.0, "0"),
-    "page_cache_share": (1.0, "1"),
     "streaming_compute_share": (1.0, "1"),
-    "copy_bytes_s": (1e18, "no copy"),
 }
 SHARES: Mapping[str, tuple[float, str]] = {
     "COLD_SHARE": (0.1, "0.1"),
-    "ABLATION_READERS": (1, "1"),
-    "LLMFLASH_READERS": (8, "8"),
 }
 
 

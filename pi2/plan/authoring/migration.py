@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import tomli
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.reading.deprecations import RENAMES, Rename, find_old_keys
 from pi2.plan.reading.versions import STEPS, Step
+from pi2.plan.toml.paths import format_path
 from pi2.plan.toml.source import Kind, SourceFile, parse_source
 from pi2.plan.toml.text import write_key
 
@@ -54,8 +58,9 @@ def migrate_text(
     if changes:
         source = parse_source(Path(name), name, text)
         assert not isinstance(source, list), source
-    text, renamed = _rename_keys(kind, source, renames)
-    return Migration(text, (*changes, *renamed))
+    text, renamed = _rename_keys(kind, source, [item for item in renames if item.new])
+    text, removed = _remove_keys(kind, text, [item for item in renames if not item.new])
+    return Migration(text, (*changes, *renamed, *removed))
 
 
 def _add_version(text: str, version: int) -> str:
@@ -93,7 +98,28 @@ def _rename_keys(
     changes = []
     for span, rename in sorted(found, key=lambda item: (-item[0].line, -item[0].column)):
         line = lines[span.line - 1]
-        new = write_key(rename.new)
+        new = write_key(rename.new or "")
         lines[span.line - 1] = line[: span.column - 1] + new + line[span.end_column - 1 :]
         changes.append(f"line {span.line}: {rename.old} is {rename.new} now")
     return "\n".join(lines), changes[::-1]
+
+
+def _remove_keys(kind: Kind, text: str, renames: Sequence[Rename]) -> tuple[str, list[str]]:
+    """Remove the keys that are gone."""
+    found = [
+        path
+        for rename in renames
+        if rename.kind == kind and rename.old in text
+        for path in find_old_keys(tomli.loads(text), rename)
+    ]
+    if not found:
+        return text, []
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    for path in found:
+        table: Any = document
+        for part in path[:-1]:
+            table = table[part]
+        del table[path[-1]]
+    return tomlkit.dumps(document), [f"removed {format_path(path)}" for path in found]

@@ -15,10 +15,9 @@ class Io(Table):
 
     mode: Literal["direct", "buffered"] = "direct"
     """``direct`` bypasses the page cache (O_DIRECT), ``buffered`` uses it."""
-    engine: Literal["pread", "io_uring", "mmap"] = "io_uring"
+    engine: Literal["pread", "io_uring"] = "io_uring"
     """``io_uring`` (Linux) queues many requests per system call, without threads, and falls back
-    to ``pread`` where it is not available; ``pread`` reads with threads, one request each;
-    ``mmap`` copies from mapped files through the page cache, as a baseline."""
+    to ``pread`` where it is not available; ``pread`` reads with threads, one request each."""
     threads: Annotated[int, Field(ge=1, le=64)] = 4
     """Number of threads that issue reads; with ``io_uring``, half the number of clusters that a
     layer's reads are divided into."""
@@ -161,16 +160,8 @@ class Serve(Table):
 
 
 class Pipeline(Table):
-    """How reading and computing go together while a token is generated.
+    """How reading and computing go together while a token is generated."""
 
-    The engine heeds ``phases``, ``cluster`` and ``prefill``; ``policy`` is read by `pi2 simulate`
-    only.  It lets a plan describe other engines, so that they can be compared on the same device.
-    """
-
-    policy: Literal["neuron-cluster", "layer-barrier", "mmap"] = "neuron-cluster"
-    """``neuron-cluster`` computes what is in memory while one thread reads the rest, cluster by
-    cluster; ``layer-barrier`` reads all that a layer misses, then computes; ``mmap`` maps the
-    file and waits for every page that is not in memory."""
     phases: Literal[1, 2] = 1
     """Reads for a missing neuron: the whole bundle in 1, or gate first and, only where the gate is
     open, up and down (2); the others do not stay in the cache.  Neighbours in the store, which

@@ -1,5 +1,5 @@
-"""Documents of older versions, and keys that have another name now: read as before, with a warning,
-and upgraded by `pi2 migrate`."""
+"""Documents of older versions, renamed and deleted keys: read with a warning, and upgraded by
+`pi2 migrate`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.reading.versions import STEPS, is_old
 from pi2.plan.toml.paths import KeyPath, format_path
 from pi2.plan.toml.source import Kind, SourceFile
+from pi2.plan.toml.text import write_value
 
 ANY = "*"
 """Stands for any key, or any entry of an array."""
@@ -20,14 +21,17 @@ ANY = "*"
 
 @dataclass(frozen=True, kw_only=True)
 class Rename:
-    """A key that is called ``new`` now."""
+    """A key that is called ``new`` now, or that is gone."""
 
     kind: Kind
     path: tuple[str, ...]
     """The key's old path; its last part is the old name."""
-    new: str
+    new: str | None = None
+    """The new name; None for a key that is gone, so that its value is ignored."""
     reason: str
-    """The reason for the new name, as the end of a sentence."""
+    """The reason for the change, as the end of a sentence."""
+    value: object = None
+    """The value that is gone, of a key that remains; None for any value."""
 
     @property
     def old(self) -> str:
@@ -47,6 +51,17 @@ RENAMES = (
         path=("storage", "reads", ANY, "core"),
         new="cluster",
         reason="it names one of the CPU's clusters, and `core` is their micro-architecture",
+    ),
+    Rename(
+        kind="plan",
+        path=("pipeline", "policy"),
+        reason="plans describe pi2's own engine, which reads neuron clusters while it computes",
+    ),
+    Rename(
+        kind="plan",
+        path=("io", "engine"),
+        value="mmap",
+        reason="files are read with `io_uring` or `pread`; absent means `io_uring`",
     ),
 )
 """All renames; one that is listed here is never taken away before the next schema version."""
@@ -83,16 +98,24 @@ def modernise(
         table: Any = values
         for part in path[:-1]:
             table = table[part]
-        renamed = {item.new if key == item.old else key: value for key, value in table.items()}
-        table.clear()
-        table.update(renamed)
-        aliases[(*path[:-1], item.new)] = path
+        if item.new is None:
+            del table[item.old]
+            shown = item.old if item.value is None else f"{item.old} = {write_value(item.value)}"
+            message = f"`{shown}` is ignored, it no longer exists: {item.reason}"
+            advice = "delete it, or let `pi2 migrate` do it"
+        else:
+            renamed = {item.new if key == item.old else key: value for key, value in table.items()}
+            table.clear()
+            table.update(renamed)
+            aliases[(*path[:-1], item.new)] = path
+            message = f"`{item.old}` is called `{item.new}` now: {item.reason}"
+            advice = f"write `{item.new}`, or let `pi2 migrate` do it"
         warnings.append(
             Diagnostic(
                 code="P109",
                 severity="warning",
-                message=f"`{item.old}` is called `{item.new}` now: {item.reason}",
-                help=f"write `{item.new}`, or let `pi2 migrate` do it",
+                message=message,
+                help=advice,
                 span=source.spans.find_key(path),
                 path=format_path(path),
             )
@@ -114,5 +137,7 @@ def find_old_keys(values: Any, rename: Rename) -> Iterator[KeyPath]:
                 below += [((*path, index), value) for index, value in enumerate(item)]
         places = below
     for path, item in places:
-        if isinstance(item, dict) and rename.old in item and rename.new not in item:
+        if not isinstance(item, dict) or rename.old not in item or rename.new in item:
+            continue
+        if rename.value is None or item[rename.old] == rename.value:
             yield (*path, rename.old)

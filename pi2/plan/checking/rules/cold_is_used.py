@@ -25,7 +25,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Compare the segment with what such plans need of it."""
     resolved = facts.resolved
     plan, size = resolved.plan, resolved.plan.memory.segments.cold
-    if plan.decode.predictor != "none" or plan.pipeline.policy != "neuron-cluster":
+    if plan.decode.predictor != "none":
         return
     wasted = size - resolved.needs.cold.bytes
     whole_in_memory = all(layer.hot >= 1.0 for layer in resolved.layers)
