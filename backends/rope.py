@@ -66,18 +66,25 @@ def compute_rope_tables(
     """Cosines and sines [context, head_dim / 2], float32."""
     angles = np.outer(np.arange(context), compute_frequencies(rope, head_dim, is_long=is_long))
     cosines, sines = np.cos(angles), np.sin(angles)
-    if rope.kind in ("yarn", "longrope"):
-        factor = rope.attention_factor
-        if is_long and rope.long_attention_factor is not None:
-            factor = rope.long_attention_factor
-        if factor is None and rope.kind == "yarn":
-            factor = 0.1 * math.log(rope.factor) + 1.0
-        elif factor is None:
-            factor = math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_context))
+    factor = _find_factor(rope, is_long)
+    if factor != 1.0:
         pairs = rope.count_rotated(head_dim) // 2
         cosines[:, :pairs] *= factor
         sines[:, :pairs] *= factor
     return cosines.astype(np.float32), sines.astype(np.float32)
+
+
+def _find_factor(rope: Rope, is_long: bool) -> float:
+    """What sines and cosines are multiplied by."""
+    if is_long and rope.long_attention_factor is not None:
+        return rope.long_attention_factor
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.kind == "yarn":
+        return 0.1 * math.log(rope.factor) + 1.0
+    if rope.kind == "longrope":
+        return math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_context))
+    return 1.0
 
 
 def compute_growth(model: Model, layer: int, first: int, end: int) -> F32:

@@ -463,13 +463,13 @@ class LoadedModel:
         return find_hidden_reader(self._parts) is not None
 
     def embed(
-        self, prompt: str | Sequence[int], *, pooling: Literal["mean", "last"] = "mean"
+        self, prompt: str | Sequence[int], *, pooling: Literal["mean", "last"] | None = None
     ) -> F32:
         """The embedding of a text, or of token ids: float32 [hidden], of the length 1.
 
-        It is the mean of what the head would read of all tokens, or that of the last one; all
-        neurons are computed.  Raises UserError P601, P603, P606 and P615 as `generate` does, P617
-        where `can_embed` is false.
+        It is the mean of what the head would read of all tokens, or that of the last one: by
+        default what the model document says.  All neurons are computed.  Raises UserError P601,
+        P603, P606 and P615 as `generate` does, P617 where `can_embed` is false.
         """
         forward = find_hidden_reader(self._parts)
         if forward is None:
@@ -480,7 +480,9 @@ class LoadedModel:
             )
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_ids(ids, answer=0)
-        return embed_tokens(self._parts, forward, self._scheduler, ids, pooling)
+        return embed_tokens(
+            self._parts, forward, self._scheduler, ids, pooling or self.plan.model.pooling
+        )
 
     def _check_ids(self, ids: Sequence[int], *, answer: int = 1) -> None:
         if not ids:

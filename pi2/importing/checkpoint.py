@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pi2.diagnostics import UserError
+from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.blocks import list_beginnings, rename_tensors
 from pi2.importing.decoded_tensor import MOST_EXPERTS
 from pi2.importing.places import check_place, read_place
@@ -21,6 +21,7 @@ from pi2.importing.quantized import decode_weights
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 from pi2.importing.shards import Shards, StreamedTensor, list_streamed
 from pi2.importing.text_parts import unwrap_config
+from pi2.plan.documents.model import Model
 
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 """Weight files that are a whole checkpoint; safetensors files are preferred."""
@@ -29,6 +30,9 @@ MLC_CONFIG = "mlc-chat-config.json"
 """What MLC-LLM calls the configuration."""
 SENTENCE_PIECE = "tokenizer.model"
 """The SentencePiece library's file."""
+_ADAPTERS = ("adapter_config.json",)
+"""What describes changes of weights, in files of their own, that transformers adds to them."""
+_LAST = "pooling_mode_lasttoken"
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PICKLED = (".bin", ".pt", ".pth")
 """Endings of PyTorch files."""
@@ -86,6 +90,26 @@ class Checkpoint:
             if content is not None and _TEMPLATE_NAME.fullmatch(file.stem):
                 found[file.stem] = content
         return found
+
+    @property
+    def takes_last(self) -> bool:
+        """Whether embeddings of texts are those of their last tokens, as sentence-transformers
+        states it."""
+        content = self.read_file("1_Pooling/config.json")
+        file = self.folder / "1_Pooling/config.json"
+        return content is not None and parse_json(file, content).get(_LAST) is True
+
+    def find_unread(self, model: Model) -> Iterator[Diagnostic]:
+        """What the checkpoint states beside its tensors, and ``model``, which was made of it,
+        leaves out."""
+        for name in _ADAPTERS:
+            if (self.folder / name).is_file():
+                yield Diagnostic(
+                    code="P537",
+                    message=f"{self.folder} has an adapter, {name}, which pi2 does not add to "
+                    "the weights",
+                    help="merge it into the weights and save them, or take it out of the folder",
+                )
 
     def describe_name(self, name: str) -> str:
         """Name by which the checkpoint itself knows the tensor ``name``, whether it has it or

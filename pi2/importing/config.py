@@ -148,6 +148,10 @@ ROTATED_SHARE = "gguf_rotated_share"
 """Key of a configuration that pi2 makes of a GGUF file: it counts whatever the family is."""
 FUSED_ORDER = "gguf_fused_order"
 """Another: order of query, key and value in a tensor of Falcon."""
+NORMALISED_EXPERTS = "gguf_normalised_experts"
+"""Another: whether weights of experts add up to 1, where the family's code takes no word on it."""
+TURN_FACTOR = "gguf_turn_factor"
+"""Another: what sines and cosines are multiplied by, beside what the scaling of positions does."""
 SPLIT_EXPERTS = "gguf_split_experts"
 """Another: every expert has gate, up and down of its own, where the family has them together."""
 
@@ -172,6 +176,18 @@ def scale_rope(
     config: Config, scaling: Config, theta: float, context: int, share: float | None = None
 ) -> dict[str, Any]:
     """The model document's table for the scaling that a table of ``config`` states."""
+    rope = _scale_rope(config, scaling, theta, context, share)
+    factor = config.read(TURN_FACTOR, float, 1.0)
+    if factor == 1.0:
+        return rope
+    if "attention_factor" not in rope and rope.get("kind") == "yarn":
+        rope["attention_factor"] = 0.1 * math.log(rope["factor"]) + 1.0
+    return rope | {"attention_factor": rope.get("attention_factor", 1.0) * factor}
+
+
+def _scale_rope(
+    config: Config, scaling: Config, theta: float, context: int, share: float | None
+) -> dict[str, Any]:
     kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
     stated = share
     for key in ("rope_pct", "rotary_pct", "partial_rotary_factor"):

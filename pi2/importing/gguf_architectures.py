@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pi2.importing.config import SPLIT_EXPERTS
 from pi2.importing.gguf_architecture import Architecture
-from pi2.importing.gguf_bitnet import complete_bitnet, read_bitnet
+from pi2.importing.gguf_bitnet import read_bitnet
 from pi2.importing.gguf_decoders import (
     complete_llama,
     complete_opt,
@@ -51,6 +51,7 @@ from pi2.importing.gguf_names import (
     OPT,
     PHI3,
     PHI_MIXTURE,
+    QWEN2,
     QWEN_HYBRID,
     QWEN_HYBRID_MIXTURE,
     QWEN_MIXTURE,
@@ -69,11 +70,9 @@ ARCHITECTURES = {
     "llama4": Architecture(
         model_type="llama4_text", names=LLAMA4, settings={SPLIT_EXPERTS: True}, read=read_llama4
     ),
-    "bitnet": Architecture(
-        model_type="bitnet", names=BITNET, read=read_bitnet, complete=complete_bitnet
-    ),
+    "bitnet": Architecture(model_type="bitnet", names=BITNET, read=read_bitnet),
     "bamboo": Architecture(model_type="bamboo", permutes=True, activation="relu"),
-    "qwen2": Architecture(model_type="qwen2"),
+    "qwen2": Architecture(model_type="qwen2", names=QWEN2),
     "qwen3": Architecture(model_type="qwen3"),
     "gemma": Architecture(model_type="gemma", activation="gelu_pytorch_tanh", norm_offset=1.0),
     "phi3": Architecture(model_type="phi3", names=PHI3),
@@ -240,7 +239,7 @@ class Place:
 
 
 def find_place(names: Names, name: str) -> Place | None:
-    """The place of the tensor ``name`` of a file; None if no model needs it."""
+    """The place of the tensor ``name`` of a file; None if it has none."""
     numbered = _NUMBERED.fullmatch(name)
     if numbered is None:
         pattern = names.get(name)

@@ -7,8 +7,9 @@ that are turned, and predictors that read what the FFN's norm reads.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F16, F32, I64, U8, Raw
-from pi2.diagnostics import UserError
+from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
+from pi2.importing.decoded_tensor import refuse_shape
 from pi2.importing.generation_config import make_generation_config
 from pi2.importing.gguf_architecture import Architecture
 from pi2.importing.gguf_architectures import (
@@ -32,11 +34,13 @@ from pi2.importing.gguf_config import make_config
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_names import Names
-from pi2.importing.gguf_positions import scale_positions
+from pi2.importing.gguf_positions import POSITIONS, scale_positions
+from pi2.importing.gguf_statements import find_unread
 from pi2.importing.gguf_states import read_delta_heads, restore_mamba, restore_state
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
 from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -45,6 +49,10 @@ _PIECE_WEIGHTS = 2**20
 _KEEP_THREE = ("F32", "F16", "BF16", "Q8_0", "TQ1_0", "TQ2_0")
 """Types in which -1, 0 and 1 times a scale still have one magnitude: Q4_0 and its like round one of
 the two signs."""
+_LAST = 3
+"""Number of embeddings that are those of last tokens."""
+_UNSCALED = ("token_embd",)
+"""Matrices that may be two things, of which llama.cpp multiplies neither."""
 _PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 
 
@@ -77,7 +85,7 @@ class GgufTensor(PackedTensor):
 
     @property
     def is_mxfp4(self) -> bool:
-        return self.block.name == "MXFP4"
+        return self.block.name == "MXFP4" and self.factors is None
 
     def is_ternary(self) -> bool:
         if self.block.name not in _KEEP_THREE or len(self.shape) != 2:
@@ -103,8 +111,20 @@ class GgufTensor(PackedTensor):
 class GgufCheckpoint(Checkpoint):
     """GGUF files; the tokenizer is made from their metadata."""
 
-    metadata: Mapping[str, Any]
+    statements: Metadata
     names: Names
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The metadata of the file, of several that of the first."""
+        return self.statements.values
+
+    @property
+    def takes_last(self) -> bool:
+        return bool(self.statements.read("{arch}.pooling_type", int, 0) == _LAST)
+
+    def find_unread(self, model: Model) -> Iterator[Diagnostic]:
+        return find_unread(self.statements, model)
 
     def read_file(self, name: str) -> bytes | None:
         if name == "tokenizer.json":
@@ -144,9 +164,14 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         architecture, {name for file in files for name in file.entries}, mixed=experts > 0
     )
     tensors: dict[str, SourceTensor] = {}
+    scales = _list_scales(files, names)
     for file in files:
         for entry in file.entries.values():
-            for name, tensor in _place_tensor(file, entry, names, architecture, metadata).items():
+            if entry.name in scales or entry.name in POSITIONS:
+                continue
+            scale = scales.get(f"{entry.name.removesuffix('.weight')}.scale")
+            placed = _place_tensor(file, entry, names, architecture, metadata, scale)
+            for name, tensor in placed.items():
                 if name in tensors:
                     raise UserError.of(
                         "P536",
@@ -177,7 +202,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         config_file=path,
         tensors=tensors,
         files=tuple(file.path for file in files),
-        metadata=files[0].metadata,
+        statements=metadata,
         names=names,
     )
 
@@ -234,11 +259,13 @@ def _place_tensor(
     names: Names,
     architecture: Architecture,
     metadata: Metadata,
+    scale: F32 | None,
 ) -> dict[str, SourceTensor]:
-    """A tensor of the file as those of a Hugging Face checkpoint, by name."""
+    """A tensor of the file as those of a Hugging Face checkpoint, by name; by its own where these
+    have none.  ``scale``: what its numbers are multiplied by, one number or one for each expert."""
     place = find_place(names, entry.name)
     if place is None:
-        return {}
+        return {entry.name: _make_tensor(file, entry)}
     is_turned = place.kind == "ffn_down_t.weight"
     shape = entry.shape[::-1] if is_turned else entry.shape
     if place.kind == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
@@ -246,17 +273,13 @@ def _place_tensor(
     norm = place.kind.endswith("norm.weight") and place.kind != "ssm_norm.weight"
     if place.kind == "shortconv.conv.weight" and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
-    tensor = GgufTensor(
-        file=file.path,
-        name=entry.name,
-        dtype=entry.block.name,
+    tensor = replace(
+        _make_tensor(file, entry),
         shape=shape,
-        offset=entry.offset,
-        size_bytes=entry.size_bytes,
-        block=entry.block,
         is_turned=is_turned,
         added=architecture.norm_offset if norm else 0.0,
         order=_restore_order(place.kind, entry, architecture, metadata),
+        factors=scale if scale is not None and len(scale) == 1 else None,
     )
     if ".mamba." in place.pattern:
         return {place.pattern: restore_mamba(place.pattern, tensor)}
@@ -280,6 +303,7 @@ def _place_tensor(
             shape=entry.shape[1:],
             offset=entry.offset + expert * each,
             size_bytes=each,
+            factors=None if scale is None else scale[expert : expert + 1],
         )
         for expert in range(entry.shape[0])
     }
@@ -325,12 +349,14 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
 
 
 def _read_vector(files: list[GgufFile], name: str) -> F32 | None:
-    """The numbers of a tensor that no model needs; None if no file has it."""
+    """The numbers of a tensor that is no part of a checkpoint; None if no file has it."""
     file = next((file for file in files if name in file.entries), None)
-    if file is None:
-        return None
-    entry = file.entries[name]
-    tensor = GgufTensor(
+    return None if file is None else _make_tensor(file, file.entries[name]).read()
+
+
+def _make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
+    """A tensor as the file has it."""
+    return GgufTensor(
         file=file.path,
         name=entry.name,
         dtype=entry.block.name,
@@ -339,7 +365,32 @@ def _read_vector(files: list[GgufFile], name: str) -> F32 | None:
         size_bytes=entry.size_bytes,
         block=entry.block,
     )
-    return tensor.read()
+
+
+def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
+    """Numbers that matrices are multiplied by, by the names of their tensors: ``attn_q.scale`` is
+    that of ``attn_q.weight``.
+
+    Raises `UserError` P534 for more numbers than one, or than one for each expert.
+    """
+    entries = {name: (file, entry) for file in files for name, entry in file.entries.items()}
+    scales = {}
+    for name, (file, entry) in entries.items():
+        base, _, end = name.rpartition(".")
+        _, matrix = entries.get(f"{base}.weight", (file, None))
+        if end != "scale" or find_place(names, name) is not None:
+            continue
+        is_matrix = matrix is not None and len(matrix.shape) > 1 and base not in _UNSCALED
+        if not is_matrix or find_place(names, f"{base}.weight") is None:
+            continue  # said later
+        assert matrix is not None
+        experts = matrix.shape[0] if len(matrix.shape) == 3 else 1
+        count = math.prod(entry.shape)
+        if count not in (1, experts):
+            raise refuse_shape(_make_tensor(file, entry), (experts,))
+        numbers = _make_tensor(file, entry).read().reshape(-1)
+        scales[name] = numbers if count == experts else np.repeat(numbers, experts)
+    return scales
 
 
 def _fold_norms(tensors: dict[str, SourceTensor]) -> None:

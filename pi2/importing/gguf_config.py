@@ -18,10 +18,13 @@ def make_config(
     later = read("{arch}.nextn_predict_layers", int, 0)
     if 0 < later < layers:
         layers -= later  # they draft, and are no part of the model
+    else:
+        later = 0
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "_name_or_path": read("general.name", str, metadata.file.stem),
         "num_hidden_layers": layers,
+        "num_nextn_predict_layers": later,
         "hidden_size": count("{arch}.embedding_length"),
         "num_attention_heads": count("{arch}.attention.head_count"),
         "vocab_size": vocab,

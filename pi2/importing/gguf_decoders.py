@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE
+from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.gguf_latent import read_latent, read_score_factor
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_mixtures import read_experts
@@ -50,6 +50,7 @@ def read_decoder(metadata: Metadata, config: dict[str, Any], activation: str) ->
         found["sliding_window"] = window
     if metadata.has("{arch}.use_parallel_residual"):
         found["use_parallel_residual"] = read("{arch}.use_parallel_residual", bool)
+    found[TURN_FACTOR] = read("{arch}.rope.scaling.attn_factor", float, 1.0)
     scaling = _read_scaling(metadata, config["max_position_embeddings"])
     if scaling and is_latent:
         scaling |= read_score_factor(metadata)
@@ -57,12 +58,11 @@ def read_decoder(metadata: Metadata, config: dict[str, Any], activation: str) ->
 
 
 def _read_scaling(metadata: Metadata, context: int) -> dict[str, Any]:
-    kind = metadata.read("{arch}.rope.scaling.type", str, "none")
-    if kind in ("none", ""):
-        factor = metadata.read("{arch}.rope.scale_linear", float, 1.0)
-        return {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
-    factor = metadata.read("{arch}.rope.scaling.factor", float)
-    if kind == "linear" and factor == 1.0:
+    kind = metadata.read("{arch}.rope.scaling.type", str, "linear")
+    factor = metadata.read("{arch}.rope.scale_linear", float, 0.0)
+    # 0 stands for nothing, and so does a factor of positions that are not scaled.
+    factor = metadata.read("{arch}.rope.scaling.factor", float, factor) or 1.0
+    if kind in ("none", "") or (kind == "linear" and factor == 1.0):
         return {}
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":

@@ -19,6 +19,8 @@ class Metadata:
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         self.file = file
         self.values = values
+        self.used = set[str]()
+        """Keys whose values somebody asked for."""
         self.architecture: str = self.read("general.architecture", str)
 
     def read(self, key: str, kind: type[object], default: Any = None) -> Any:
@@ -28,7 +30,7 @@ class Metadata:
         layer counts as one number if they are all equal.
         """
         key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
-        value: Any = self.values.get(key)
+        value: Any = self._take(key)
         if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
             if key.endswith((".head_count_kv", ".feed_forward_length")) and value.any():
                 # Layers that keep a state have no keys, and blocks that mix tokens no FFN.
@@ -62,7 +64,7 @@ class Metadata:
     def read_counts(self, key: str, layers: int) -> list[int]:
         """A whole number of 1 or more for each of ``layers`` layers, of which a file states one or
         all; raises as `read_flags` and `read_count` do."""
-        value = self.values.get(key.replace("{arch}", self.architecture))
+        value = self._take(key.replace("{arch}", self.architecture))
         if not isinstance(value, np.ndarray | list):
             return [self.read_count(key)] * layers
         counts = np.asarray(value)
@@ -76,7 +78,7 @@ class Metadata:
 
         `UserError` P532 for a list of another length, or of text.
         """
-        value = self.values.get(key.replace("{arch}", self.architecture))
+        value = self._take(key.replace("{arch}", self.architecture))
         if not isinstance(value, np.ndarray | list):
             return None
         if len(value) < layers:
@@ -92,7 +94,7 @@ class Metadata:
         """
         if not self.has(key):
             return None
-        value = self.values[key.replace("{arch}", self.architecture)]
+        value = self._take(key.replace("{arch}", self.architecture))
         numbers = np.asarray(value)
         if numbers.ndim != 1 or numbers.dtype.kind not in "iuf" or len(numbers) < layers:
             raise self.refuse(f"{key} is not a list of {layers} numbers")
@@ -101,6 +103,10 @@ class Metadata:
     def has(self, key: str) -> bool:
         """Whether ``key`` is stated."""
         return key.replace("{arch}", self.architecture) in self.values
+
+    def _take(self, key: str) -> Any:
+        self.used.add(key)
+        return self.values.get(key)
 
     def refuse(self, problem: str) -> UserError:
         return UserError.of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pi2.importing.config import NORMALISED_EXPERTS
 from pi2.importing.gguf_metadata import Metadata
 
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -19,7 +20,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "expert_weights_scale": ("routed_scaling_factor",),
-    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_weights_norm": ("norm_topk_prob", NORMALISED_EXPERTS),
 }
 """What families call the number that a file states under a key."""
 _ABSENT: dict[str, int | float | bool] = {

@@ -84,7 +84,11 @@ MIXTURE: Names = {
     **_name_ffn(f"{_SPARSE_BLOCK}.experts.{{expert}}", ".{expert}", _W),
 }
 
-PHI_MIXTURE: Names = {**MIXTURE, "output.bias": "lm_head.bias"}
+_HEAD_BIAS: Names = {"output.bias": "lm_head.bias"}
+
+QWEN2: Names = {**DECODER, **_HEAD_BIAS}
+
+PHI_MIXTURE: Names = {**MIXTURE, **_HEAD_BIAS}
 
 MINIMAX: Names = {
     **MIXTURE,

@@ -11,10 +11,13 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
+from pi2.importing.config import TURN_FACTOR
 from pi2.importing.gguf_metadata import Metadata
 
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+POSITIONS = (_FREQUENCIES, _LONG, _SHORT)
+"""Tensors that `scale_positions` reads."""
 
 
 Scale = Callable[[dict[str, Any], F32], bool]
@@ -41,7 +44,6 @@ def scale_positions(
     if long is None or short is None or config["model_type"] not in ("phi3", "phimoe"):
         raise _refuse(metadata.file, _SHORT if long is None else _LONG)
     context = metadata.read_count("{arch}.rope.scaling.original_context_length")
-    factor = "{arch}.rope.scaling.attn_factor"
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
         "original_max_position_embeddings": context,
@@ -49,8 +51,9 @@ def scale_positions(
         "long_factor": [float(str(number)) for number in long],
         "short_factor": [float(str(number)) for number in short],
     }
-    if metadata.has(factor):
-        scaling["attention_factor"] = metadata.read(factor, float)
+    if metadata.has("{arch}.rope.scaling.attn_factor"):
+        # It is all that they are multiplied by.
+        scaling["attention_factor"] = config.pop(TURN_FACTOR)
     config |= {"rope_scaling": scaling, "original_max_position_embeddings": context}
 
 

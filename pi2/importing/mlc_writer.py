@@ -25,6 +25,7 @@ import numpy as np
 from pi2.arrays import F16, F32, U32, Raw
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint
+from pi2.importing.config import TURN_FACTOR
 from pi2.progress import Progress
 
 MlcQuantization = Literal["q4f16_1", "q0f16"]
@@ -90,6 +91,13 @@ def write_mlc(
             "P547",
             f"checkpoints of the family {family!r} cannot be written for MLC-LLM",
             help=f"known are {', '.join(FAMILIES)}; `mlc_llm convert_weight` knows others",
+        )
+    if source.config.get(TURN_FACTOR, 1.0) != 1.0:
+        raise UserError.of(
+            "P547",
+            f"{source.folder} multiplies sines and cosines by {source.config[TURN_FACTOR]:g} "
+            "(rope.scaling.attn_factor), which MLC-LLM does not",
+            help="run it with another backend",
         )
     if output.exists():
         raise UserError.of("P631", f"{output} exists already", help="choose another folder")

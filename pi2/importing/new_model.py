@@ -67,6 +67,8 @@ def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> New
     _match_stacks(checkpoint, tables)
     _find_predictors(checkpoint, tables)
     tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
+    if checkpoint.takes_last:
+        tables["pooling"] = "last"
     sampling = read_sampling(checkpoint)
     if sampling is not None:
         tables["sampling"] = sampling.model_dump(exclude_unset=True)
@@ -85,7 +87,8 @@ def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> New
         model = _validate(config, tables)
     says = f"{file.name} says" if file.suffix == ".json" else "its metadata says"
     check_checkpoint(checkpoint, model, says=says)
-    raise_findings(list(find_leftovers(checkpoint, model, says)))
+    left = [*checkpoint.find_unread(model), *find_leftovers(checkpoint, model, says)]
+    raise_findings(left)
     return NewModel(model=model, text=write_model(model, name_origin(place)))
 
 

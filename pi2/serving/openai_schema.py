@@ -239,8 +239,8 @@ class EmbeddingRequest(Body):
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    pooling: Literal["mean", "last"] = "mean"
-    """Not OpenAI's: of all tokens, or of the last one."""
+    pooling: Literal["mean", "last"] | None = None
+    """Not OpenAI's: of all tokens, or of the last one; by default what the model says."""
 
 
 class TokenizeRequest(BaseModel):

@@ -147,7 +147,8 @@ def add_routing(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_expert_group_used_count(config["topk_group"])
     if "n_routed_experts" in config:
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
-        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        # The code of DeepSeek V2 takes no word on it.
+        writer.add_expert_weights_norm(config["norm_topk_prob"] and family != "deepseek_v2")
     if family == "granitemoeshared":
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pi2.importing.config import Config, read_rope
+from pi2.importing.config import NORMALISED_EXPERTS, Config, read_rope
 from pi2.importing.families.decoders import Tables, describe_decoder
 from pi2.importing.families.experts import (
     add_dense_layers,
@@ -62,7 +62,7 @@ def describe_deepseek_v2(config: Config) -> Tables:
         raise config.refuse(f"topk_method is {method!r}")
     add_experts(config, tables)
     # The code does not scale weights to add up to 1, whatever norm_topk_prob says.
-    tables["moe"]["normalise_weights"] = False
+    tables["moe"]["normalise_weights"] = config.read(NORMALISED_EXPERTS, bool, False)
     if method == "group_limited_greedy":
         tables["moe"] |= {
             "groups": config.read("n_group", int),

@@ -17,6 +17,8 @@ def describe_qwen2(config: Config) -> Tables:
     if config.read("use_sliding_window", bool, False):
         window = read_window(config, tables["shape"]["layers"], _is_late(config))
     tables["attention"] = {"qkv_bias": True, **window}
+    # No configuration says so: it is what GGUF files have.
+    tables["head_bias"] = config.read("lm_head_bias", bool, False)
     return tables
 
 

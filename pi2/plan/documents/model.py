@@ -91,6 +91,8 @@ class Model(Document):
     """Whether the head is the embedding table."""
     head_bias: bool = False
     """Whether the head has a bias."""
+    pooling: Literal["mean", "last"] = "mean"
+    """Which tokens an embedding of a text is made of, if nobody says: all, or the last one."""
     tokenizer: Tokenizer = Tokenizer.default()
     """Tokenizer."""
     quantization: Quantization = Quantization.default()

@@ -41,8 +41,8 @@ class Rope(Table):
     whole_pairs: bool = True
     """Whether the two bounds are rounded to whole pairs (``yarn``)."""
     attention_factor: float | None = Field(default=None, gt=0.0, le=1e6, examples=[1.1])
-    """Factor of sines and cosines; default: 0.1 ln(factor) + 1 (``yarn``) or sqrt(1 + ln(factor)
-    / ln(original_context)) (``longrope``)."""
+    """Factor of sines and cosines; default: 0.1 ln(factor) + 1 (``yarn``), sqrt(1 + ln(factor)
+    / ln(original_context)) (``longrope``), 1 (other kinds)."""
     short_factors: tuple[Divisor, ...] = ()
     """Divisors of each pair's frequency in sequences of up to ``original_context`` tokens
     (``longrope``)."""

@@ -1,0 +1,278 @@
+"""What a GGUF file states is computed, or it is refused by its name: nothing is left out in
+silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.rope import compute_rope_tables
+from pi2.arrays import F32
+from pi2.diagnostics import UserError
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.leftovers import describe_other_parts
+from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.documents.model import Model
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_goldens import UNNAMED, convert, expect_same_weights
+from tests.helpers.gguf_tensors import ARCHITECTURES, read_checkpoint, translate
+from tests.helpers.goldens import EXACT, copy_checkpoint
+
+pytest.importorskip("gguf")
+
+
+class Job:
+    """A GGUF file of the golden ``name``."""
+
+    def __init__(self, folder: Path, name: str = "llama") -> None:
+        self.folder = folder
+        self.checkpoint = copy_checkpoint(name, folder / "checkpoint")
+        self.config, weights = read_checkpoint(self.checkpoint)
+        weights = {key: v for key, v in weights.items() if not key.endswith(UNNAMED.get(name, ()))}
+        self.tensors = translate(weights, self.config)
+        kind = self.config["model_type"]
+        self.architecture = ARCHITECTURES.get(kind, kind)
+
+    def write(self, name: str = "tiny", **keys: Any) -> Path:
+        """Write it; ``keys``: further ones of the architecture, with two lines for a dot."""
+        changes = {
+            f"{self.architecture}.{key.replace('__', '.')}": value for key, value in keys.items()
+        }
+        return write_gguf(self.folder / f"{name}.gguf", self.config, self.tensors, changes=changes)
+
+    def describe(self, **keys: Any) -> Model:
+        return describe_checkpoint(self.write(**keys)).model
+
+    def refuse(self, code: str, *words: str, **keys: Any) -> None:
+        with pytest.raises(UserError, match=code) as caught:
+            self.describe(**keys)
+        for word in words:
+            assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("golden", "matrix"),
+    [
+        ("llama", "blk.0.attn_q"),
+        ("llama", "blk.1.ffn_down"),
+        ("llama", "output"),
+        ("qwen3-5", "blk.0.attn_gate"),
+        ("granite-hybrid", "blk.0.ssm_out"),
+        ("qwen2-moe", "blk.0.ffn_down_shexp"),
+        ("mixtral", "blk.0.ffn_gate_exps"),
+        ("qwen3-moe", "blk.1.ffn_down_exps"),
+    ],
+)
+def test_a_matrix_is_multiplied_by_its_scale(tmp_path: Path, golden: str, matrix: str) -> None:
+    """As llama.cpp does, in every architecture: one number, or one for each expert."""
+    job = Job(tmp_path, golden)
+    name = f"{matrix}.weight"
+    count = len(job.tensors[name]) if job.tensors[name].ndim == 3 else 1
+    scale = np.asarray([0.5, 2.0, 0.25, 4.0, 8.0, 0.125, 16.0, 1.0][:count], np.float32)
+    plain = job.tensors[name]
+    job.tensors[f"{matrix}.scale"] = scale
+    scaled = job.write("scaled")
+    del job.tensors[f"{matrix}.scale"]
+    shape = (count, 1, 1) if plain.ndim == 3 else (1, 1)
+    job.tensors[name] = plain * scale.reshape(shape)
+    expected = job.write("expected")
+    tokenizer = job.checkpoint / "tokenizer.json"
+    convert(scaled, tmp_path / "a", tokenizer, EXACT)
+    convert(expected, tmp_path / "b", tokenizer, EXACT)
+    expect_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_scale_has_one_number_or_one_for_each_expert(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.tensors["blk.0.attn_q.scale"] = np.ones(3, np.float32)
+    job.refuse("P534", "blk.0.attn_q.scale")
+
+
+def vector(count: int) -> F32:
+    return np.ones(count, np.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "output.bias",
+        "blk.0.attn_sinks.weight",
+        "blk.0.post_attention_norm.weight",
+        "blk.1.post_ffw_norm.weight",
+        "blk.0.attn_q_norm.weight",
+        "blk.0.attn_output.bias",
+        "blk.0.attn_sub_norm.weight",
+        "blk.0.layer_output_scale.weight",
+        "blk.1.exp_probs_b.bias",
+        "blk.0.attn_norm_2.weight",
+        "blk.0.attn_rot_embd",
+        "blk.0.attn_norm.scale",
+        "token_embd.scale",
+        "token_embd_norm.weight",
+        "cls.output.weight",
+        "dense_2.weight",
+    ],
+)
+def test_a_tensor_that_nothing_reads_is_named(tmp_path: Path, name: str) -> None:
+    job = Job(tmp_path)
+    job.tensors[name] = vector(32)
+    job.refuse("P537", f"'{name}'", "no operator of the model")
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.input_scale", "blk.1.ffn_up.input_scale"])
+def test_scales_of_numbers_that_are_not_rounded_change_nothing(tmp_path: Path, name: str) -> None:
+    job = Job(tmp_path)
+    job.tensors[name] = vector(1)
+    assert job.describe().shape.layers == 2
+
+
+def test_a_bias_of_the_head_is_that_of_qwen2(tmp_path: Path) -> None:
+    job = Job(tmp_path, "qwen2")
+    job.tensors["output.bias"] = vector(job.config["vocab_size"])
+    assert job.describe().head_bias
+
+
+def test_layers_that_draft_tokens_are_left_out_with_a_word(tmp_path: Path) -> None:
+    job = Job(tmp_path, "glm4-moe")
+    layers = job.config["num_hidden_layers"]
+    for name, values in list(job.tensors.items()):
+        if name.startswith(f"blk.{layers - 1}."):
+            job.tensors[name.replace(str(layers - 1), str(layers), 1)] = values
+    job.tensors[f"blk.{layers}.nextn.eh_proj.weight"] = vector(4)
+    file = job.write(block_count=layers + 1, nextn_predict_layers=1)
+    assert describe_checkpoint(file).model.shape.layers == layers
+    assert any("draft tokens" in line for line in describe_other_parts(open_checkpoint(file)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "factor"),
+    [
+        ({"type": "yarn", "factor": 4.0}, "yarn", 0.9 * (0.1 * np.log(4.0) + 1.0)),
+        ({"type": "linear", "factor": 2.0}, "linear", 0.9),
+        ({"type": "none", "factor": 2.0}, "plain", 0.9),
+        ({}, "plain", 0.9),
+    ],
+)
+def test_sines_and_cosines_are_multiplied(
+    tmp_path: Path, keys: dict[str, Any], kind: str, factor: float
+) -> None:
+    """By what llama.cpp multiplies them by: the file's factor, and that of YaRN."""
+    stated = {f"rope__scaling__{key}": value for key, value in keys.items()}
+    model = Job(tmp_path).describe(rope__scaling__attn_factor=0.9, **stated)
+    assert model.rope.kind == kind
+    cosines, sines = compute_rope_tables(model.rope, model.shape.head_dim, 8)
+    np.testing.assert_allclose(np.hypot(cosines, sines), factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize("key", ["rope__scaling__factor", "rope__scale_linear"])
+def test_a_scaling_without_a_kind_is_linear(tmp_path: Path, key: str) -> None:
+    rope = Job(tmp_path).describe(**{key: 4.0}).rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention__causal", False),
+        ("attention__max_alibi_bias", 8.0),
+        ("attention__output_scale", 0.5),
+        ("attention__temperature_scale", 0.1),
+        ("attention__temperature_length", 8192),
+        ("attention__indexer__top_k", 16),
+        ("attention__sliding_window_pattern", 2),
+        ("attention__shared_kv_layers", 1),
+        ("rope__scaling__yarn_attn_factor", 0.8),
+        ("rope__scaling__yarn_ext_factor", 0.5),
+        ("rope__scaling__yarn_log_multiplier", 0.1),
+        ("router_logit_softcapping", 30.0),
+        ("swiglu_clamp_exp", 7.0),
+        ("rope__scaling__alpha", 1000.0),
+        ("something__new", 3),
+    ],
+)
+def test_a_key_that_nothing_reads_is_named_with_its_value(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    job = Job(tmp_path)
+    job.refuse("P544", f"llama.{key.replace('__', '.')} = {value!r}"[:40], **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("golden", "key", "value", "path"),
+    [
+        ("llama", "logit_scale", 0.25, "multipliers.logits"),
+        ("llama", "embedding_scale", 12.0, "multipliers.embedding"),
+        ("llama", "residual_scale", 0.5, "multipliers.residual"),
+        ("llama", "attention__scale", 0.5, "attention.scale"),
+        ("llama", "attention__clamp_kqv", 4.0, "attention.clip"),
+        ("llama", "attn_logit_softcapping", 50.0, "attention.softcap"),
+        ("llama", "final_logit_softcapping", 30.0, "logit_softcap"),
+        ("llama", "use_parallel_residual", True, "residual"),
+        ("llama", "hidden_activation", "gelu", "ffn.activation"),
+        ("llama", "rope__freq_base_swa", 7000.0, "other_rope.theta"),
+        ("llama", "pooling_type", 2, "pooling"),
+        ("qwen3", "attention__sliding_window", 8, "attention.sliding_window"),
+        ("mixtral", "expert_gating_func", 2, "moe.router"),
+        ("mixtral", "expert_weights_norm", False, "moe.normalise_weights"),
+        ("mixtral", "expert_weights_scale", 2.5, "moe.scaling"),
+        ("mixtral", "expert_group_count", 2, "moe.groups"),
+        ("qwen2-moe", "expert_weights_norm", True, "moe.normalise_weights"),
+    ],
+)
+def test_a_value_that_the_model_does_not_have_is_named(
+    tmp_path: Path, golden: str, key: str, value: object, path: str
+) -> None:
+    job = Job(tmp_path, golden)
+    stated = f"{job.architecture}.{key.replace('__', '.')} is {value!r}"
+    job.refuse("P537", stated, path, **{key: value})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attention__causal": True, "pooling_type": 0, "vocab_size": 96},
+        {"logit_scale": 1.0, "residual_scale": 1.0, "embedding_scale": 1.0},
+        {"attention__clamp_kqv": 0.0, "final_logit_softcapping": 0.0},
+        {"tensor_data_layout": "Meta AI original pth", "rope__scaling__finetuned": False},
+        {"rope__scaling__attn_factor": 1.0, "rope__scaling__yarn_ext_factor": 1.0},
+    ],
+)
+def test_values_that_stand_for_nothing_are_taken(tmp_path: Path, keys: dict[str, Any]) -> None:
+    assert Job(tmp_path).describe(**keys).rope.kind == "plain"
+
+
+def test_weights_of_experts_add_up_to_1_where_a_file_of_deepseek_v2_says_so(tmp_path: Path) -> None:
+    model = Job(tmp_path, "deepseek-v2").describe(expert_weights_norm=True)
+    assert model.moe is not None
+    assert model.moe.normalise_weights
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("general.type", "adapter"), ("general.type", "mmproj"), ("adapter.lora.alpha", 16.0)],
+)
+def test_what_is_no_model_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    job = Job(tmp_path)
+    file = write_gguf(tmp_path / "a.gguf", job.config, job.tensors, changes={key: value})
+    with pytest.raises(UserError, match=rf"P544.*{key} = {value!r}"):
+        describe_checkpoint(file)
+
+
+def test_an_adapter_in_a_folder_is_named(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    (job.checkpoint / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"P537.*adapter_config\.json"):
+        describe_checkpoint(job.checkpoint)
+
+
+def test_the_last_token_is_the_embedding_where_a_file_says_so(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.describe().pooling == "mean"
+    assert job.describe(pooling_type=3).pooling == "last"
+    folder = job.checkpoint / "1_Pooling"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    assert describe_checkpoint(job.checkpoint).model.pooling == "last"
