@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pi2.caches import VARIABLE
+from pi2.caches import VARIABLE, find_home
 from pi2.diagnostics import UserError
 
 PLAN = "default.plan.toml"
@@ -124,7 +124,7 @@ def find_models_folder(environment: Mapping[str, str] | None = None) -> Path:
     common = values.get("XDG_DATA_HOME")
     if common and Path(common).is_absolute():
         return Path(common) / "pi2" / "models"
-    return Path(os.path.expanduser("~/.local/share")) / "pi2" / "models"
+    return find_home(values) / ".local/share/pi2/models"
 
 
 def list_models() -> list[PulledModel]:

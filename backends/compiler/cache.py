@@ -10,6 +10,7 @@ may compile the same kernels at once.
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -29,7 +30,7 @@ from typing import Protocol, TextIO
 import pi2
 from pi2.backends.compiler.compilers import LIBRARIES, Compiler
 from pi2.backends.compiler.signature import find_signatures
-from pi2.caches import VARIABLE, find_cache_folder
+from pi2.caches import VARIABLE, find_cache_folder, find_problem
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
 from pi2.progress import Progress
@@ -37,6 +38,9 @@ from pi2.progress import Progress
 LABEL = "compiling kernels"
 _DIGITS = 32
 _NO_TOOL = 3
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ROOM_BYTES = 8 << 20
+"""Room that compiling needs, or less."""
 
 
 class Spec(Protocol):
@@ -86,42 +90,85 @@ def _load_or_compile(
     spec: Spec, progress: Progress, compiler: Compiler, triple: str | None
 ) -> Path:
     key = compute_key(spec, triple)
-    folder = find_cache_folder("kernels")
+    # What is for another machine, or for a GPU, is never loaded from the folder.
+    runs_code = triple is None and compiler is LIBRARIES
+    kept = find_cache_folder("kernels")
+    problem = _full.get(kept) or find_problem(kept, runs_code=runs_code)
+    if problem is None:
+        try:
+            return _find_or_make(kept, spec, key, progress, compiler, triple)
+        except _NoRoom as error:
+            problem = _full[kept] = str(error)
+    # A read-only home, say: compile for this process only, and once.
+    own = _make_own_folder(kept, problem, runs_code=runs_code)
+    try:
+        return _find_or_make(own, spec, key, progress, compiler, triple)
+    except _NoRoom as error:
+        raise _refuse_folders((kept, problem), (own, str(error))) from None
+
+
+_full: dict[Path, str] = {}
+"""Folders in which there was no room, with the system's words: not tried again."""
+
+
+class _NoRoom(Exception):
+    """A folder has no room for kernels."""
+
+
+def _find_or_make(
+    folder: Path,
+    spec: Spec,
+    key: str,
+    progress: Progress,
+    compiler: Compiler,
+    triple: str | None,
+) -> Path:
+    """The kernels of ``folder``, made now unless they are there; raises `_NoRoom`."""
     cached = _find_intact(folder, key, compiler.suffix)
     if cached is not None:
         get_logger().debug("kernels are cached", file=str(cached))
         return cached
     start = time.monotonic()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=compiler.suffix)
+        with tempfile.TemporaryDirectory(dir=folder, prefix="compiling-") as room:
+            temporary = Path(room) / f"new{compiler.suffix}"
+            _compile(spec, temporary, progress, compiler, triple)
+            target = folder / f"{key}-{_hash_files(temporary)}{compiler.suffix}"
+            # The file itself comes last: where a library is, its signatures are.
+            if find_signatures(temporary).exists():
+                os.replace(find_signatures(temporary), find_signatures(target))
+            os.replace(temporary, target)
     except OSError as error:
-        # A read-only home: compile for this process only, and once.
-        folder = _make_own_folder(folder, error.strerror)
-        cached = _find_intact(folder, key, compiler.suffix)
-        if cached is not None:
-            return cached
-        probe, name = tempfile.mkstemp(dir=folder, prefix="compiling-", suffix=compiler.suffix)
-    os.close(probe)
-    temporary = Path(name)
-    try:
-        _compile(spec, temporary, progress, compiler, triple)
-        target = folder / f"{key}-{_hash_files(temporary)}{compiler.suffix}"
-        # The file itself comes last: where a library is, its signatures are.
-        if find_signatures(temporary).exists():
-            os.replace(find_signatures(temporary), find_signatures(target))
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-        find_signatures(temporary).unlink(missing_ok=True)
+        if error.errno in _FULL:
+            raise _NoRoom(error.strerror) from None
+        raise
+    except UserError as error:
+        words = [os.strerror(number) for number in _FULL]
+        notes = "\n".join(error.diagnostics[0].notes)
+        found = next((word for word in words if word in notes), None)
+        if found is None and shutil.disk_usage(folder).free < _ROOM_BYTES:
+            found = words[0]
+        if found is not None:
+            raise _NoRoom(found) from None
+        raise
     seconds = round(time.monotonic() - start, 2)
     get_logger().info("kernels were compiled", file=str(target), seconds=seconds)
     return target
 
 
 @cache
-def _make_own_folder(folder: Path, reason: str) -> Path:
-    """Make a folder that goes with the process, and warn once that ``folder`` is of no use."""
+def _make_own_folder(folder: Path, reason: str, *, runs_code: bool) -> Path:
+    """Make a folder that goes with the process, and warn once that ``folder`` is of no use.
+
+    `UserError` P655 where no folder for temporary files can be used either.
+    """
+    try:
+        common = Path(tempfile.gettempdir())
+    except OSError as error:
+        raise _refuse_folders((folder, reason), (Path("TMPDIR"), str(error.strerror))) from None
+    problem = find_problem(common, runs_code=runs_code)
+    if problem is not None:
+        raise _refuse_folders((folder, reason), (common, problem))
     get_logger().warning(
         "compiled kernels cannot be kept: every start will compile them again",
         folder=str(folder),
@@ -131,6 +178,18 @@ def _make_own_folder(folder: Path, reason: str) -> Path:
     own = Path(tempfile.mkdtemp(prefix="pi2-kernels-"))
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     return own
+
+
+def _refuse_folders(*tried: tuple[Path, str]) -> UserError:
+    """What to raise where kernels can be put nowhere."""
+    (folder, problem), *others = tried
+    return UserError.of(
+        "P655",
+        f"compiled kernels cannot be put into {folder}: {problem}",
+        help=f"set {VARIABLE} to a folder with {_ROOM_BYTES >> 20} MiB of room that you may write "
+        "to, on a file system that runs code",
+        notes=[f"nor into {other}, the folder for temporary files: {why}" for other, why in others],
+    )
 
 
 def _find_intact(folder: Path, key: str, suffix: str) -> Path | None:
@@ -181,8 +240,10 @@ def _compile(
     """Run the compiler in a process of its own."""
     progress(LABEL, 0.0)
     paths = [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    with tempfile.TemporaryDirectory() as folder:
+    # The compiler's own files lie beside its output: there is room, or it is said of that folder.
+    own = {"TMPDIR": str(output.parent), "LC_ALL": "C"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)} | own
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         spec_path = Path(folder) / "spec.json"
         spec_path.write_text(spec.to_json())
         errors = Path(folder) / "errors.txt"

@@ -21,6 +21,8 @@ from typing import Any
 import numpy.typing as npt
 
 from pi2.backends.compiler.signature import Parameter
+from pi2.caches import VARIABLE
+from pi2.diagnostics import UserError
 
 _ANY_CORE, _ONE_CORE_EACH = 1, -2
 """Affinity modes of TVM's thread pool."""
@@ -112,7 +114,16 @@ class CompiledFunctions:
             # A library looks for the pool when it is loaded.
             _start_threads(threads, cores)
         self._ffi = import_ffi()
-        self._module = self._ffi.load_module(str(path))
+        try:
+            self._module = self._ffi.load_module(str(path))
+        except (OSError, RuntimeError) as error:
+            raise UserError.of(
+                "P655",
+                f"compiled kernels cannot be loaded from {path.parent}",
+                help=f"set {VARIABLE} to a folder on a file system that runs code, or remove "
+                f"{path.name}: it is compiled again",
+                notes=[" ".join(str(error).split())[-300:]],
+            ) from None
         self._found: dict[str, Callable[..., object]] = {}
 
     def bind(

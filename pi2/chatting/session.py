@@ -204,7 +204,7 @@ class Session:
     def _save(self, name: str) -> str:
         if not name:
             raise _refuse("/save needs the name of a file")
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         text = json.dumps({"messages": self.messages, "settings": self.settings}, indent=1)
         try:
@@ -222,7 +222,7 @@ class Session:
     def _load(self, name: str) -> str:
         if not name:
             raise _refuse("/load needs the name of a file")
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         try:
             found = json.loads(path.read_text("utf-8"))
             messages = [

@@ -3,6 +3,7 @@ of pulled models, and finds the result there from then on."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pi2.caches import VARIABLE
 from pi2.diagnostics import UserError
 from pi2.pulled_models import (
     LocalSource,
@@ -83,17 +85,26 @@ def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -
 
     again = ", which has changed," if replace else ""
     click.echo(f"{path}{again} is converted once, into {find_models_folder() / name}", err=True)
-    with ProgressBar() as progress:
-        checkpoint = open_checkpoint(path)
-        make_model(
-            checkpoint,
-            source,
-            find_models_folder() / name,
-            progress,
-            title=name,
-            origin=path.name,
-            replace=replace,
+    try:
+        with ProgressBar() as progress:
+            checkpoint = open_checkpoint(path)
+            make_model(
+                checkpoint,
+                source,
+                find_models_folder() / name,
+                progress,
+                title=name,
+                origin=path.name,
+                replace=replace,
+            )
+    except UserError as error:
+        found = error.diagnostics[0]
+        if found.code != "P523":
+            raise
+        help_text = (
+            f"free disk space, or set {VARIABLE} to a folder with room that you may write to"
         )
+        raise UserError([dataclasses.replace(found, help=help_text)]) from None
     click.echo(f"`pi2 run {name}` runs it from now on, too; `pi2 remove {name}`", err=True)
 
 
@@ -129,7 +140,11 @@ def make_model(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError.of("P764", f"cannot make {output.parent}: {error.strerror}") from None
+        raise UserError.of(
+            "P764",
+            f"cannot make {output.parent}: {error.strerror}",
+            help=f"set {VARIABLE} to a folder that you may write to",
+        ) from None
     manifest = convert_checkpoint(
         checkpoint, document, output, notes=notes, replace=replace, progress=progress
     )

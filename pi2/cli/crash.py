@@ -8,6 +8,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from pi2.caches import find_state_folder
+
 _LIBRARIES = ("apache-tvm", "apache-tvm-ffi", "click", "numpy", "pyarrow", "pydantic", "tomli")
 
 
@@ -47,9 +49,9 @@ def find_version(name: str) -> str:
 
 def write_log(text: str) -> Path | None:
     """Write ``text`` to a new file in the user's state folder, else in the temporary one."""
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    for folder in (Path(state) / "pi2", Path(tempfile.gettempdir())):
+    for find in (lambda: find_state_folder(os.environ), lambda: Path(tempfile.gettempdir())):
         try:
+            folder = find()
             folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(prefix="pi2-crash-", suffix=".log", dir=folder)
             with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:

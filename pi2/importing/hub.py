@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pi2.caches import VARIABLE
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import PICKLED, read_json
 from pi2.importing.config import Config
@@ -81,8 +82,9 @@ def find_repository(reference: HubReference, file: str | None = None) -> Reposit
             chosen = choose_files(reference, files, file)
             return Repository(name=name, commit=folder.name, sizes=chosen, cached=folder)
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
+        if info.sha is None:
+            raise _NotTheHub("it names no commit")
     files = {item.rfilename: item.size or 0 for item in info.siblings or []}
-    assert info.sha is not None
     chosen = choose_files(reference, files, file)
     cached = _find_cached(name, info.sha, list(chosen))
     return Repository(name=name, commit=info.sha, sizes=chosen, cached=cached)
@@ -206,6 +208,15 @@ def fetch_file(
             endpoint=endpoint,
             tqdm_class=_make_bar(report),
         )
+        file, size = folder / name, repository.sizes[name]
+        if size and file.stat().st_size != size:
+            found = file.stat().st_size
+            file.unlink()  # the next call would take it for the file
+            raise _NotTheHub(f"{name} has {found} bytes there, {size} were announced")
+
+
+class _NotTheHub(ValueError):
+    """What has answered is no hub."""
 
 
 def check_family(folder: Path) -> None:
@@ -247,7 +258,11 @@ def hold_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise UserError.of("P764", f"cannot make {folder}: {error.strerror}") from None
+        raise UserError.of(
+            "P764",
+            f"cannot make {folder}: {error.strerror}",
+            help=f"set {VARIABLE} to a folder that you may write to",
+        ) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -274,6 +289,19 @@ def _make_bar(report: Any) -> Any:
             return None
 
     return Bar
+
+
+def find_endpoint() -> str:
+    """The hub's address."""
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _describe_answer(error: Exception) -> str:
+    if isinstance(error, _NotTheHub):
+        return str(error)
+    return "it sends a page" if isinstance(error, ValueError) else "it sends another kind of JSON"
 
 
 @contextmanager
@@ -319,6 +347,16 @@ def explain_errors(reference: HubReference) -> Iterator[None]:
             "P762" if refused else "P763",
             f"the hub answers {error.response.status_code} for {name}",
             help="log in with `hf auth login`, or set HF_TOKEN" if refused else "try again later",
+        ) from None
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        # A network that asks to log in, a proxy, a wrong address: a page instead of an answer.
+        raise UserError.of(
+            "P763",
+            f"what answers at {find_endpoint()} is no hub: {_describe_answer(error)}",
+            help="open the address in a browser: a network may ask you to log in; look at "
+            "HF_ENDPOINT and the proxy",
         ) from None
     except (httpx2.HTTPError, ConnectionError, TimeoutError) as error:
         raise UserError.of(

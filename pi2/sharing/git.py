@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Literal, NoReturn
 from urllib.parse import unquote, urlsplit
 
+from pi2.caches import find_home
 from pi2.diagnostics import UserError
 from pi2.plan.toml.source import MAX_BYTES
 
 RevisionKind = Literal["tag", "branch", "commit"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SHA256_DIGITS = 64
 _KEPT = frozenset({"GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"})
 """Variables of git that may speak of the user's configuration; others, such as ``GIT_DIR`` in a
 hook, speak of another repository."""
@@ -54,7 +56,7 @@ class GitFile:
 
     data: bytes
     commit: str
-    """Commit hash, all 40 digits."""
+    """Commit hash, all 40 digits, or 64 of a repository with SHA-256."""
     kind: RevisionKind
     """Kind of the revision: tag, branch or commit."""
 
@@ -147,7 +149,7 @@ class _Repository:
         Only git's upload-pack runs in it, which is made for repositories that are not trusted.
         """
         place = unquote(urlsplit(self.url).path)
-        home = Path(environment.get("HOME") or "~").expanduser()
+        home = find_home(environment)
         config = Path(environment.get("XDG_CONFIG_HOME") or home / ".config")
         own = environment.get("GIT_CONFIG_GLOBAL")
         files = [Path(own)] if own else [config / "git/config", home / ".gitconfig"]
@@ -185,8 +187,9 @@ class _Repository:
             message = f"{self.url} did not answer within {self.timeout_s:g} seconds"
             raise UserError.of("P721", message, help="try again later") from None
 
-    def create(self) -> None:
-        self.run("init", "--quiet", "--bare", "--template=", str(self.folder / "bare.git"))
+    def create(self, *options: str) -> None:
+        place = str(self.folder / "bare.git")
+        self.run("init", "--quiet", "--bare", "--template=", *options, place)
         self.run("config", "remote.origin.url", self.url)
 
     def resolve(self, revision: str) -> Revision:
@@ -209,11 +212,15 @@ class _Repository:
         raise UserError.of(
             "P726",
             f"{self.url} has no tag and no branch `{revision}`",
-            help="look at its tags; a commit is written with all 40 digits",
+            help="look at its tags; a commit is written with all of its 40 or 64 digits",
         )
 
     def fetch(self, commit: str) -> None:
         """Fetch one commit without history, and of its files only those that may be documents."""
+        if len(commit) == _SHA256_DIGITS:
+            # A repository has commits of one kind, and so has the one that they come from.
+            shutil.rmtree(self.folder / "bare.git")
+            self.create("--object-format=sha256")
         limit = f"--filter=blob:limit={MAX_BYTES + 1}"
         options = ("--quiet", "--depth=1", "--no-tags", "--no-write-fetch-head", "--no-auto-gc")
         self.run("fetch", *options, limit, "origin", commit)

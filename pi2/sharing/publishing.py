@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tomli
 
+from pi2.caches import find_home
 from pi2.diagnostics import UserError
 from pi2.plan.checking.check import check_file
 from pi2.plan.checking.privacy import find_private, strip_private
@@ -64,7 +65,7 @@ def prepare_profile(path: Path) -> Prepared:
     assert not isinstance(source, list), name
     _check_alone(source.values, name)
     text, found = strip_private(source.text)
-    home = os.path.expanduser("~")
+    home = str(find_home(os.environ))
     at_home = len(home) > 1 and home in text
     if at_home:
         text = text.replace(home, "~")

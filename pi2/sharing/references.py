@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.toml.source import KINDS, detect_kind
@@ -89,11 +89,17 @@ def parse_reference(text: str) -> Reference:
     """Take ``text`` apart; `UserError` P701 to P706 points at what is wrong with it."""
     if len(text) > MAX_LENGTH:
         _refuse(text, "P701", f"a reference has at most {MAX_LENGTH} characters", MAX_LENGTH)
-    for number, char in enumerate(text):
-        if not char.isprintable() or char in '\\ "<>`^{|}':
-            shown = "a blank" if char == " " else repr(char)
-            _refuse(text, "P701", f"{shown} in a reference", number, number + 1)
     found = _SCHEME.match(text)
+    blanks_from = _find_paths(text, "" if found is None else found[0])
+    for number, char in enumerate(text):
+        is_inner = (
+            text[number + 1 : number + 2] not in ("", "@", "/") and text[number - 1] not in "/:"
+        )
+        if char == " " and not (is_inner and number >= blanks_from):
+            hint = "write %20 in addresses; names of files and folders may have blanks in them"
+            _refuse(text, "P701", "a blank in a reference", number, number + 1, help=hint)
+        if not char.isprintable() or char in '\\"<>`^{|}':
+            _refuse(text, "P701", f"{char!r} in a reference", number, number + 1)
     if found is None:
         schemes = ", ".join(f"{item}:" for item in SCHEMES if "http:" not in f"{item}:")
         _refuse(text, "P701", "a reference begins with its scheme", 0, help=f"one of {schemes}")
@@ -111,6 +117,16 @@ def parse_reference(text: str) -> Reference:
     if scheme == "file":
         return _parse_file(text, start)
     return _parse_git(text, scheme, start)
+
+
+def _find_paths(text: str, scheme: str) -> int:
+    """Where what may have blanks begins: paths of this machine, and those in a repository."""
+    if scheme in ("file", "git+file"):
+        return len(scheme) + 1
+    if scheme in ("gh", "git+https", "git+http"):
+        at = text.find("//", text.find("//") + 2 if scheme != "gh" else 0)
+        return len(text) if at < 0 else at
+    return len(text)
 
 
 def _as_scheme(text: str) -> Scheme:
@@ -270,7 +286,8 @@ def _check_path(text: str, path: str, start: int) -> None:
             )
         if part.lower() == ".git" or part.startswith("-") or "%" in part or ":" in part:
             message = f"`{part}` is not taken as a part of a path"
-            _refuse(text, "P705", message, offset, end)
+            hint = "write the characters themselves, a blank too" if "%" in part else None
+            _refuse(text, "P705", message, offset, end, help=hint)
         offset = end + 1
     _check_suffix(text, path, start)
 
@@ -334,5 +351,8 @@ def locate_repository(reference: Reference, github: str, base: Path) -> str:
     if reference.scheme == "gh":
         return f"{github}/{reference.url}"
     if reference.scheme == "git+file":
-        return (base / reference.url).resolve().as_uri()
+        place = base / reference.url
+        # People write blanks as addresses have them, too.
+        decoded = base / unquote(reference.url)
+        return (place if place.exists() else decoded).resolve().as_uri()
     return reference.url

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pi2.backends.compiler import cache
 from pi2.backends.compiler.cache import start_compiler
+from pi2.backends.compiler.functions import CompiledFunctions
 from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.diagnostics import UserError
@@ -131,6 +135,70 @@ def test_a_read_only_cache_folder_does_not_stop_a_run_and_is_named(
     assert line["level"] == "warning"
     assert line["folder"] == str(tmp_path / "file" / "kernels")
     assert "PI2_CACHE_DIR" in line["help"]
+
+
+def give_problems(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Let no code run in ``folders``."""
+
+    def find(folder: Path, *, runs_code: bool) -> str | None:
+        is_there = any(folder.is_relative_to(other) for other in folders)
+        return "noexec" if runs_code and is_there else None
+
+    monkeypatch.setattr(cache, "find_problem", find)
+    cache._make_own_folder.cache_clear()
+
+
+def test_kernels_are_compiled_for_this_start_where_the_cache_runs_no_code(
+    spec: KernelSpec, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_problems(monkeypatch, folder)
+    path = cache.load_or_compile(spec, ignore_progress)
+    assert folder not in path.parents
+    assert cache.load_or_compile(spec, forbid_compiling) == path
+
+
+def test_both_folders_are_named_where_neither_runs_code(
+    spec: KernelSpec, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    give_problems(monkeypatch, folder, tmp_path)
+    with pytest.raises(UserError, match="P655") as caught:
+        cache.load_or_compile(spec, ignore_progress)
+    found = caught.value.diagnostics[0]
+    assert str(folder / "kernels") in found.message
+    assert "PI2_CACHE_DIR" in str(found.help)
+    assert str(tmp_path) in found.notes[0]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_folder_without_room_is_no_missing_linker(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_room: bool
+) -> None:
+    """The linker says so itself: kernels then go into a folder of this start, if that has room."""
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "full"))
+    cache._make_own_folder.cache_clear()
+    compile_it = cache._compile
+
+    def fail(spec: KernelSpec, output: Path, *others: Any) -> None:
+        if has_room and tmp_path not in output.parents:
+            compile_it(spec, output, *others)
+            return
+        note = f"ld: final link failed: {os.strerror(errno.ENOSPC)}"
+        raise UserError.of("P650", "no linker works on this machine", notes=[note])
+
+    monkeypatch.setattr(cache, "_compile", fail)
+    if has_room:
+        assert cache.load_or_compile(spec, ignore_progress).exists()
+        return
+    with pytest.raises(UserError, match=r"P655.*No space left on device"):
+        cache.load_or_compile(spec, ignore_progress)
+
+
+def test_a_library_that_cannot_be_loaded_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    with pytest.raises(UserError, match=r"P655.*cannot be loaded") as caught:
+        CompiledFunctions(tmp_path / "broken.so")
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_machine_without_a_linker_is_told_so(

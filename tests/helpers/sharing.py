@@ -88,10 +88,12 @@ class Repository:
         run_git(self.folder, "tag", "-m", name, *force, name)
 
 
-def make_repository(folder: Path, files: dict[str, str] | None = None) -> Repository:
+def make_repository(
+    folder: Path, files: dict[str, str] | None = None, *, digests: str = "sha1"
+) -> Repository:
     """A repository with one commit, tagged ``v1``."""
     folder.mkdir(parents=True)
-    run_git(folder, "init", "--quiet")
+    run_git(folder, "init", "--quiet", f"--object-format={digests}")
     repository = Repository(folder)
     chosen = {"devices/acme-12.device.toml": DEVICE} if files is None else files
     for path, text in chosen.items():

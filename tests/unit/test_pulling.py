@@ -22,6 +22,7 @@ from pi2.pulled_models import find_models_folder
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.hub import COMMIT, Hub, serve_repository
 from tests.helpers.models import draw_weights, make_model
+from tests.helpers.sharing import start_server
 
 
 @pytest.fixture
@@ -153,6 +154,37 @@ def test_a_disk_without_room_is_said_before_anything_comes(hub: Hub, tmp_path: P
     with pytest.raises(UserError, match="P764"):
         fetch_files(repository, tmp_path / "work", endpoint=hub.address)
     assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        (b"<html>Log in to the network</html>", "text/html", "it sends a page"),
+        (b"[1]", "application/json", "another kind of JSON"),
+        (b"{}", "application/json", "another kind of JSON"),
+    ],
+)
+def test_what_is_no_hub_is_named(
+    environment: dict[str, str], body: bytes, kind: str, words: str
+) -> None:
+    """A network that asks to log in answers everything with its page."""
+    with start_server() as server:
+        server.serve(
+            "/api/models/org/tiny/revision/main?blobs=true", body, **{"Content-Type": kind}
+        )
+        there = Hub(Path(), "org/tiny", address=server.locate("").rstrip("/"))
+        code, said = pull(environment, there, "hf:org/tiny")
+    assert (code, "P763" in said, "Traceback" in said) == (2, True, False)
+    assert there.address in said
+    assert words in said
+
+
+def test_a_page_in_the_place_of_a_file_is_not_kept(hub: Hub, tmp_path: Path) -> None:
+    sizes = {"config.json": 10}
+    repository = Repository(name=hub.repository, commit=COMMIT, sizes=sizes)
+    with pytest.raises(UserError, match=r"P763.*config\.json has \d+ bytes there, 10 were"):
+        fetch_files(repository, tmp_path / "work", endpoint=hub.address)
+    assert not (tmp_path / "work/config.json").exists()
 
 
 def test_what_the_hubs_own_cache_has_is_converted_offline(

@@ -61,6 +61,14 @@ class TestGit:
         assert found.commit == run_git(repository.folder, "rev-parse", "HEAD")
         assert found.kind == kind
 
+    def test_reads_a_repository_of_sha256(self, tmp_path: Path) -> None:
+        repository = make_repository(tmp_path / "tap", digests="sha256")
+        commit = run_git(repository.folder, "rev-parse", "HEAD")
+        assert len(commit) == 64
+        for revision, kind in (("v1", "tag"), ("main", "branch"), (commit, "commit")):
+            found = read_git_file(repository.url, PATH, revision, timeout_s=TIMEOUT_S)
+            assert (found.data.decode(), found.commit, found.kind) == (DEVICE, commit, kind)
+
     def test_reads_a_file_at_a_commit_that_no_branch_has_at_its_end(
         self, repository: Repository
     ) -> None:
