@@ -11,7 +11,7 @@ from pi2.machine import Machine, list_allowed_cores
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.backends import find_backend
 from pi2.plan.documents.device import Device, Unit
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import compare_bytes, write_most
 from pi2.plan.documents.selectors import list_cores
 
 _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 doctor` lists them"
@@ -134,21 +134,21 @@ def _check_bound(bound: Sequence[int]) -> Iterator[Diagnostic]:
 def _check_memory(machine: Machine, budget_bytes: int) -> Iterator[Diagnostic]:
     memory = machine.memory
     if memory.limit_bytes and budget_bytes > memory.limit_bytes:
+        wanted, limit = compare_bytes(budget_bytes, memory.limit_bytes)
         kind = "installed" if memory.limit_bytes == memory.installed_bytes else "allowed here"
         yield Diagnostic(
             code="P303",
-            message=f"the plan's budget is {approximate_bytes(budget_bytes)},"
-            f" {approximate_bytes(memory.limit_bytes)} of memory is {kind}",
-            help="lower memory.budget and its segments, or run it where there is more memory",
+            message=f"the plan's budget is {wanted}, {limit} of memory is {kind}",
+            help=f"--memory '{write_most(memory.limit_bytes)}' fits the plan to it",
             path="memory.budget",
         )
     elif memory.limit_bytes and budget_bytes > memory.available_bytes:
+        wanted, free = compare_bytes(budget_bytes, memory.available_bytes)
         yield Diagnostic(
             code="P305",
             severity="warning",
-            message=f"the plan's budget is {approximate_bytes(budget_bytes)},"
-            f" only {approximate_bytes(memory.available_bytes)} of memory is free now",
-            help="end other programs, or lower memory.budget and its segments",
+            message=f"the plan's budget is {wanted}, only {free} of memory is free now",
+            help=f"end other programs, or --memory '{write_most(memory.available_bytes)}'",
             path="memory.budget",
         )
 

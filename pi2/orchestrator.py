@@ -90,23 +90,24 @@ def load(
     names, ``"none"`` that there are none yet.  Raises `UserError` with all findings.
     """
     # A bundle has none of these: its plan was resolved where it was built.
-    from pi2.plan.resolve import load_plan
-    from pi2.refit import parse_budget, refit_plan
+    from pi2.plan.documents.quantities import parse_size
+    from pi2.refit import read_plan
     from pi2.sharing.resolver import LockedReferences
 
     start = time.perf_counter()
     resolver = LockedReferences(Path(path).parent, locked=locked)
-    read = partial(load_plan, path, resolver=resolver, thresholds=thresholds)
-    resolved = read(overrides=set or {})
-    changes: tuple[str, ...] = ()
-    if memory is not None:
-        refit = refit_plan(resolved, parse_budget(memory))
-        get_logger().info("plan fitted to another budget", changes=refit.changes)
-        fitted = {**(set or {}), **refit.overrides}
-        resolved, changes = read(overrides=fitted), refit.changes
+    found = read_plan(
+        Path(path),
+        overrides=set,
+        memory_bytes=None if memory is None else parse_size(memory),
+        resolver=resolver,
+        thresholds=thresholds,
+    )
+    if found.changes:
+        get_logger().info("plan fitted", changes=found.changes)
     report = progress or ignore_progress
-    model = build(resolved, progress=report, start=start, make_observer=make_observer)
-    model.changes = changes
+    model = build(found.resolved, progress=report, start=start, make_observer=make_observer)
+    model.changes = found.changes
     return model
 
 

@@ -1,4 +1,4 @@
-"""Another memory budget for a plan: which segments become smaller or larger, and by how much.
+"""A plan with overrides, or for another memory budget: what the plan derived is derived again.
 
 Where not all neurons fit, the embedding and the unused part of the context make room for them.
 """
@@ -6,24 +6,39 @@ Where not all neurons fit, the embedding and the unused part of the context make
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pi2.diagnostics import UserError
-from pi2.memory.context import describe_context
-from pi2.plan.arithmetic.fitting import Shortage, find_room, fit_plan
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.plan.arithmetic.fitting import MIB, Shortage, find_room, fit_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
+from pi2.plan.checking.check import Report, check_plan
+from pi2.plan.checking.reuse import Reuse
 from pi2.plan.checking.splits import list_placed_splits
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import (
-    BYTE_UNITS,
-    QuantityError,
     approximate_bytes,
+    compare_bytes,
     format_bytes,
-    parse_quantity,
+    parse_size,
+    write_least,
 )
+from pi2.plan.reading.references import Resolver
+from pi2.plan.toml.text import write_value
+from pi2.plan.weights.layout import round_up
 
+if TYPE_CHECKING:
+    from pi2.plan.reading.thresholds import GivenThresholds
+
+_TRIES = 32
+"""Budgets that are tried at most, a MiB apart, to find the least."""
+
+SIZE_CODES = frozenset({"P201", "P202", "P263", "P264"})
+"""Findings about sizes, which another fit of the plan mends."""
 _WORTHWHILE_NEURONS = 256
 """Room for so many neurons saves more reads than the two that a row of the embedding takes: of the
 neurons that a cache just holds, one in a hundred or more is used for a token."""
@@ -39,15 +54,119 @@ class Refit:
     """The changed values in words, one line each."""
 
 
-def parse_budget(text: str) -> int:
-    """Bytes of a text such as ``"3 GiB"``; UserError P612."""
-    try:
-        size = int(parse_quantity(text, BYTE_UNITS))
-    except QuantityError as error:
-        raise UserError.of("P612", str(error), help="for example `--memory 3GiB`") from None
-    if size < 1:
-        raise UserError.of("P612", "the budget is zero", help="for example `--memory 3GiB`")
-    return size
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedPlan:
+    """A plan as a command or a program wants it."""
+
+    report: Report
+    overrides: Mapping[str, object]
+    """Values to load the plan with, by key: the given ones, and the ones that follow from them."""
+    changes: tuple[str, ...] = ()
+    """The values that followed, in words, one line each."""
+    fitted: Mapping[str, object] = field(default_factory=dict)
+    """The overrides that followed."""
+
+    @property
+    def resolved(self) -> ResolvedPlan:
+        """The plan; `UserError` with all findings if it has errors."""
+        if self.report.resolved is None:
+            raise self.report.make_error()
+        return self.report.resolved
+
+
+def read_plan(
+    path: Path,
+    *,
+    name: str | None = None,
+    overrides: Mapping[str, object] | None = None,
+    memory_bytes: int | None = None,
+    resolver: Resolver | None = None,
+    thresholds: GivenThresholds = None,
+) -> FittedPlan:
+    """Read the plan at ``path`` with ``overrides``, fitted to ``memory_bytes`` if that is given.
+
+    A value of the plan's files that contradicts an override gives way to it, and sizes that an
+    override makes too small are fitted again.  Raises `UserError` P611 if even the least does not
+    fit.
+    """
+    check = partial(
+        check_plan, path, name=name, resolver=resolver, thresholds=thresholds, reuse=Reuse()
+    )
+    given = dict(overrides or {})
+    report = check(overrides=given)
+    errors = _list_errors(report)
+    unfit = FittedPlan(report=_leave_out_sizes(report), overrides=given)
+    if memory_bytes is None and not (given and errors):
+        return unfit
+    if errors and any(
+        memory_bytes is None or item.code not in SIZE_CODES
+        for item in (_list_errors(check()) if given else errors)
+    ):
+        return unfit
+    fitted: dict[str, object] = {}
+    changes: list[str] = []
+    while odd := [item for item in errors if item.code not in SIZE_CODES]:
+        found = _give_way(report, odd, {**given, **fitted})
+        if not found:
+            return unfit
+        fitted |= dict.fromkeys(found)
+        changes += [f"{key}: {write_value(old)} gives way to --set" for key, old in found.items()]
+        report = check(overrides={**given, **fitted})
+        errors = _list_errors(report)
+    if report.candidate is not None and (errors or memory_bytes is not None):
+        refit = refit_plan(report.candidate, memory_bytes or report.candidate.plan.memory.budget)
+        if memory_bytes is None and _contradicts(refit.overrides, given):
+            return unfit
+        fitted |= refit.overrides
+        changes += refit.changes
+        report = check(overrides={**given, **fitted})
+    return FittedPlan(
+        report=report, overrides={**given, **fitted}, changes=tuple(changes), fitted=fitted
+    )
+
+
+def _leave_out_sizes(report: Report) -> Report:
+    """The report without sizes that follow from what is wrong otherwise."""
+    others = [item for item in report.diagnostics if item.code not in SIZE_CODES]
+    if all(item.severity != "error" for item in others):
+        return report
+    return replace(report, diagnostics=tuple(others))
+
+
+def _list_errors(report: Report) -> list[Diagnostic]:
+    return [item for item in report.diagnostics if item.severity == "error"]
+
+
+def _give_way(
+    report: Report, errors: list[Diagnostic], given: Mapping[str, object]
+) -> dict[str, object]:
+    """Keys of the plan's files that ``errors`` are about, with their values; none if one of them
+    is about something else, or about what was ``given``."""
+    found: dict[str, object] = {}
+    for item in errors:
+        key = item.path or ""
+        value: object = report.files["plan"].values if "plan" in report.files else {}
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None or any(_overlap(key, other) for other in given):
+            return {}
+        found[key] = value
+    return found
+
+
+def _overlap(key: str, other: str) -> bool:
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def _contradicts(fitted: Mapping[str, object], given: Mapping[str, object]) -> bool:
+    """Whether the fit is another one than what was given."""
+    for key in fitted.keys() & given.keys():
+        value = given[key]
+        if key.startswith("memory.") and isinstance(value, str):
+            value = format_bytes(parse_size(value, key))
+        if fitted[key] != value:
+            return True
+    return False
 
 
 def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
@@ -58,10 +177,10 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     is `pi2.plan.arithmetic.fitting`'s.  Raises UserError P611 if even the least does not fit.
     """
     memory, overrides = resolved.plan.memory, dict[str, object]()
-    changes = [_describe("budget", memory.budget, budget_bytes)]
-    runtime_bytes = memory.segments.runtime
-    if not resolved.list_unit_kinds():  # of what drivers take, the plan knows more
-        runtime_bytes = min(runtime_bytes, count_runtime(resolved.model, budget_bytes))
+    changes = []
+    if memory.budget != budget_bytes:
+        changes.append(_describe("budget", memory.budget, budget_bytes))
+    runtime_bytes = _find_runtime(resolved, budget_bytes)
     if find_room(resolved, budget_bytes, runtime_bytes) < count_ffn_bytes(resolved):
         resolved, savings = _save_memory(resolved)
         overrides |= {key: value for key, value, _ in savings}
@@ -69,7 +188,7 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     try:
         fitted = fit_plan(resolved, budget_bytes, runtime_bytes=runtime_bytes)
     except Shortage as shortage:
-        raise _explain_shortage(budget_bytes, shortage) from None
+        raise _explain_shortage(resolved, budget_bytes, shortage) from None
     overrides["memory.budget"] = format_bytes(budget_bytes)
     sizes, shares = _list_sizes(fitted.plan), _list_shares(fitted.plan)
     for key, before in _list_sizes(resolved.plan).items():
@@ -81,6 +200,13 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
             overrides[key] = shares[key]
             changes.append(f"{key}: {_write_share(share)} -> {_write_share(shares[key])}")
     return Refit(overrides=overrides, changes=tuple(changes))
+
+
+def _find_runtime(resolved: ResolvedPlan, budget_bytes: int) -> int:
+    stated = resolved.plan.memory.segments.runtime
+    if resolved.list_unit_kinds():  # of what drivers take, the plan knows more
+        return stated
+    return min(stated, count_runtime(resolved.model, budget_bytes))
 
 
 def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, object, str]]]:
@@ -98,6 +224,8 @@ def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, 
             reason = f"rows are read when their tokens come: {approximate_bytes(saved)} for neurons"
             found.append(("memory.embedding", "flash", f"resident -> flash, {reason}"))
     if plan.decode.predictor != "none" and "lend" not in plan.kv.model_fields_set:
+        from pi2.memory.context import describe_context  # numpy
+
         kv = plan.kv.model_copy(update={"lend": True})
         resolved = replace(resolved, plan=plan.model_copy(update={"kv": kv}))
         lent = approximate_bytes(describe_context(resolved).count_unused(0))
@@ -132,15 +260,37 @@ def _write_share(share: float | Mapping[str, float]) -> str:
 
 
 def _describe(name: str, before: int, after: int) -> str:
-    return f"{name}: {approximate_bytes(before)} -> {approximate_bytes(after)}"
+    return f"{name}: {' -> '.join(compare_bytes(before, after))}"
 
 
-def _explain_shortage(budget_bytes: int, shortage: Shortage) -> UserError:
+def _find_least(resolved: ResolvedPlan, shortage: Shortage) -> int:
+    """The least budget, in whole MiB, that the plan fits into."""
+    budget = shortage.needed_bytes
+    for _ in range(_TRIES):
+        budget = round_up(budget, MIB)
+        try:
+            fit_plan(resolved, budget, runtime_bytes=_find_runtime(resolved, budget))
+        except Shortage as further:
+            budget = max(budget + 1, further.needed_bytes)
+        else:
+            break
+    return budget
+
+
+def _explain_shortage(resolved: ResolvedPlan, budget_bytes: int, shortage: Shortage) -> UserError:
     sizes = {name: size for name, size in shortage.sizes.items() if size}
     parts = ", ".join(f"{name} {approximate_bytes(size)}" for name, size in sizes.items())
+    if all(name.startswith("units.") for name in sizes):
+        return UserError.of(
+            "P611",
+            f"the memory of a unit is not enough for this plan: it needs at least {parts}",
+            help="set a shorter kv.context, or a smaller decode.batch",
+        )
+    least = _find_least(resolved, shortage)
+    has, needs = compare_bytes(budget_bytes, least)
     return UserError.of(
         "P611",
-        f"{approximate_bytes(budget_bytes)} is not enough for this plan: it needs at least "
-        f"{approximate_bytes(shortage.needed_bytes)} ({parts})",
-        help="give it more memory, a shorter kv.context, or a smaller prefill.chunk",
+        f"{has} is not enough for this plan: it needs at least {needs} ({parts})",
+        help=f"give it `--memory '{write_least(least)}'`, a shorter kv.context, "
+        "or a smaller prefill.chunk",
     )

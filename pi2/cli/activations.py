@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
+from pi2.cli.options import (
+    ChosenPlan,
+    add_json_option,
+    add_path_option,
+    add_text_options,
+    take_plan,
+)
 from pi2.diagnostics import UserError
-from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.statistics.recording import Statistics
@@ -20,7 +25,6 @@ GROUP = "Convert"
 
 
 @click.command("activations")
-@click.argument("plan", type=click.Path(path_type=Path))
 @add_text_options("UTF-8 text; repeatable.")
 @add_path_option(
     "-o",
@@ -61,10 +65,10 @@ GROUP = "Convert"
     text="Write a plot (needs the extra `plot`).",
 )
 @click.option("--replace", is_flag=True, help="Overwrite the statistics of another run.")
-@add_set_option
+@take_plan()
 @add_json_option
 def command(
-    plan: Path,
+    plan: ChosenPlan,
     files: tuple[Path, ...],
     output: Path,
     context: int | None,
@@ -75,7 +79,6 @@ def command(
     routing: bool,
     plot: Path | None,
     replace: bool,
-    settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Run PLAN's model on texts and record in STATS how often each neuron fires.
@@ -90,7 +93,7 @@ def command(
     from pi2.statistics.texts import read_texts
 
     if routing:
-        write_routing(plan, read_texts(files), output, context, windows, settings, replace)
+        write_routing(plan, read_texts(files), output, context, windows, replace)
         return
     if plot is not None:
         check_form(find_form(plot))
@@ -99,10 +102,10 @@ def command(
     )
     with ProgressBar() as progress:
         statistics = record_activations(
-            plan,
+            plan.path,
             read_texts(files),
             output,
-            overrides=parse_assignments(settings),
+            overrides=plan.overrides,
             options=options,
             replace=replace,
             progress=progress,
@@ -113,12 +116,11 @@ def command(
 
 
 def write_routing(
-    plan: Path,
+    plan: ChosenPlan,
     texts: list[str],
     folder: Path,
     context: int | None,
     windows: int | None,
-    settings: tuple[str, ...],
     replace: bool,
 ) -> None:
     """Record routing, and say how it repeats itself; UserError P664 if there is a recording and
@@ -133,9 +135,9 @@ def write_routing(
         )
     with ProgressBar() as progress:
         trace, notes = record_routing(
-            plan,
+            plan.path,
             texts,
-            overrides=parse_assignments(settings),
+            overrides=plan.overrides,
             context=context,
             windows=windows,
             progress=progress,

@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.named_plans import find_named_plan
-from pi2.cli.options import add_set_option
+from pi2.cli.options import ChosenPlan, add_memory_option, add_set_option, choose_plan
+from pi2.cli.suggestions import suggest_plans
 from pi2.diagnostics import UserError
-from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pi2.benchmarks.session import Outcome
 
 GROUP = "Run"
@@ -44,7 +41,12 @@ def parse_counts(
 
 @click.command("bench")
 @click.argument(
-    "plans", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PLAN..."
+    "plans",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="PLAN...",
+    shell_complete=suggest_plans,
 )
 @click.option(
     "-p",
@@ -113,6 +115,7 @@ def parse_counts(
     type=click.Path(path_type=Path),
     help="Take tokens from this text file instead of the vocabulary in order.",
 )
+@add_memory_option
 @add_set_option
 def command(
     plans: tuple[Path, ...],
@@ -126,6 +129,7 @@ def command(
     only_load: bool,
     against: str | None,
     text: Path | None,
+    memory: str | None,
     settings: tuple[str, ...],
 ) -> None:
     """Measure how fast each PLAN processes prompts and generates tokens.
@@ -140,27 +144,26 @@ def command(
     from pi2.benchmarks.workloads import list_workloads
     from pi2.cli.progress import ProgressBar
 
-    plans = tuple(find_named_plan(plan) for plan in plans)
+    chosen = [choose_plan(plan, settings, memory) for plan in plans]
     if only_load:
-        click.echo(measure_loads(plans, parse_assignments(settings), repetitions, output))
+        click.echo(measure_loads(chosen, repetitions, output))
         return
     workloads = list_workloads(prompt, generate, depth, sequences or (None,))
     if not workloads:
         raise click.UsageError("nothing to measure: give -p or -n")
     if sequences is not None and against is not None:
         raise click.UsageError("--against measures one sequence: leave --sequences out")
-    overrides = parse_assignments(settings)
     if sequences is not None:
-        overrides = {**overrides, "decode.batch": max(sequences)}
+        chosen = [plan.change({"decode.batch": max(sequences)}) for plan in chosen]
     content = None if text is None else read_text(text)
     conditions = describe_conditions(None if text is None else text.name)
     outcomes: list[Outcome] = []
     lost: list[UserError] = []
-    for plan in plans:
+    for plan in chosen:
         with ProgressBar() as progress:
             outcomes += measure_plan(
-                plan,
-                overrides,
+                plan.path,
+                plan.overrides,
                 workloads,
                 repetitions=repetitions,
                 with_profile=with_profile,
@@ -180,9 +183,7 @@ def command(
         raise lost[0]
 
 
-def measure_loads(
-    plans: tuple[Path, ...], overrides: Mapping[str, object], repetitions: int, output: str
-) -> str:
+def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str:
     """Measure how long each plan takes to load; return the figures as ``output`` says."""
     import json
     from dataclasses import asdict
@@ -196,7 +197,7 @@ def measure_loads(
     conditions = describe_conditions(None)
     with ProgressBar() as progress:
         outcomes = [
-            measure_load(plan, overrides, repetitions=repetitions, progress=progress)
+            measure_load(plan.path, plan.overrides, repetitions=repetitions, progress=progress)
             for plan in plans
         ]
     if output == "json":

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from pi2.cli.options import add_set_option
-from pi2.plan.composing.overrides import parse_assignments
+from pi2.cli.options import ChosenPlan, take_plan
 
 GROUP = "Run"
 
@@ -15,7 +14,6 @@ TARGETS = ("aarch64-linux-gnu", "aarch64-linux-android", "x86_64-linux-gnu")
 
 
 @click.command("build")
-@click.argument("plan", type=click.Path(path_type=Path))
 @click.option(
     "--target",
     type=click.Choice(TARGETS),
@@ -43,10 +41,9 @@ TARGETS = ("aarch64-linux-gnu", "aarch64-linux-android", "x86_64-linux-gnu")
     type=click.IntRange(min=1, max=1024),
     help="Compute threads.  [default: the plan's, or the device's cores]",
 )
-@add_set_option
-@click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
+@take_plan(locked=True)
 def command(
-    plan: Path,
+    plan: ChosenPlan,
     target: str,
     output: Path,
     without_store: bool,
@@ -54,8 +51,6 @@ def command(
     copy_store: bool,
     features: str | None,
     threads: int | None,
-    settings: tuple[str, ...],
-    locked: bool,
 ) -> None:
     """Build a bundle of PLAN: kernels, weights, and a runtime for Python and numpy alone.
 
@@ -66,8 +61,6 @@ def command(
     from pi2.phone.building import build_bundle
     from pi2.phone.target import Wish, parse_features
     from pi2.plan.documents.quantities import approximate_bytes
-    from pi2.plan.resolve import load_plan
-    from pi2.sharing.resolver import LockedReferences
 
     if without_store and copy_store:
         raise click.UsageError("--without-store and --copy-store exclude each other")
@@ -79,11 +72,9 @@ def command(
         threads=threads,
         probe=not without_probe,
     )
-    resolver = LockedReferences(plan.parent, locked=locked)
-    resolved = load_plan(plan, overrides=parse_assignments(settings), resolver=resolver)
     mode = "none" if without_store else "copy" if copy_store else "link"
     with ProgressBar() as progress:
-        built = build_bundle(resolved, wish, output, mode, progress)  # type: ignore[arg-type]
+        built = build_bundle(plan.resolved, wish, output, mode, progress)  # type: ignore[arg-type]
     unit = built.plan.device.units[built.plan.sparse_unit]
     click.echo(
         f"{built.folder}: {approximate_bytes(built.own_bytes)}"

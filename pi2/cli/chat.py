@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pi2.cli.garbage import collect_as_usual
-from pi2.cli.named_plans import find_plan_path
-from pi2.cli.options import add_set_option
+from pi2.cli.options import ChosenPlan, take_plan
 from pi2.cli.terminal_text import show_controls
 from pi2.diagnostics import UserError
-from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.chatting.session import Session
@@ -25,20 +23,12 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 @click.command("chat")
-@click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.")
 @click.option("--seed", type=int, help="Random seed.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
-@click.option("--memory", metavar="SIZE", help="Override the budget, such as 3GiB.")
-@add_set_option
-def command(
-    plan: Path,
-    system: str | None,
-    memory: str | None,
-    settings: tuple[str, ...],
-    **options: Any,
-) -> None:
+@take_plan()
+def command(plan: ChosenPlan, system: str | None, **options: Any) -> None:
     """Talk to the model of PLAN.
 
     Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer and Ctrl-D ends. /help lists
@@ -46,22 +36,19 @@ def command(
     """
     from pi2.chatting.session import Session
     from pi2.cli.progress import ProgressBar
-    from pi2.orchestrator import load
 
-    path = find_plan_path(plan)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     read = make_prompt() if is_terminal else read_line
-    overrides = parse_assignments(settings)
     with ProgressBar() as progress:
-        model = load(path, set=overrides, memory=memory, progress=progress)
+        model = plan.load(progress)
     with model:
         model.keep_prefixes()
         model.keep_template_process()
-        check_template(model, plan)
+        check_template(model, plan.given)
         given = {key: value for key, value in options.items() if value is not None}
         session = Session(model, system=system, settings=given)
         if is_terminal:
-            click.echo(f"{model.plan.model.id}, {path.name} · /help lists commands", err=True)
+            click.echo(f"{model.plan.model.id}, {plan.path.name} · /help lists commands", err=True)
         collect_as_usual()
         talk(session, read, dim=is_terminal)
 

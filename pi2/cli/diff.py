@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import add_json_option
-from pi2.cli.suggestions import suggest_files
+from pi2.cli.suggestions import suggest_plans
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class Speed:
 
 
 @click.command("diff")
-@click.argument("before", metavar="A", shell_complete=suggest_files)
-@click.argument("after", metavar="B", shell_complete=suggest_files)
+@click.argument("before", metavar="A", shell_complete=suggest_plans)
+@click.argument("after", metavar="B", shell_complete=suggest_plans)
 @click.option("--simulate/--no-simulate", default=True, help="Simulate the speed of both plans.")
 @add_json_option
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if there are differences.")
@@ -55,11 +56,12 @@ def command(before: str, after: str, simulate: bool, as_json: bool, exit_code: b
         compare_segments,
     )
 
-    kinds = [_read_kind(path) for path in (before, after)]
+    paths = [find_document_path(Path(name)) for name in (before, after)]
+    kinds = [_read_kind(path) for path in paths]
     if kinds[0] != kinds[1]:
         message = f"{before} is a {kinds[0]} and {after} is a {kinds[1]}"
         raise UserError.of("P014", message, help="compare documents of the same kind")
-    reports = [_check(path) for path in (before, after)]
+    reports = [_check(path) for path in paths]
     documents = [report.document for report in reports]
     assert documents[0] is not None
     assert documents[1] is not None
@@ -83,23 +85,22 @@ def command(before: str, after: str, simulate: bool, as_json: bool, exit_code: b
     return 1 if exit_code and (changes or layers) else 0
 
 
-def _read_kind(path: str) -> Kind:
+def _read_kind(path: Path) -> Kind:
     from pi2.plan.toml.source import detect_kind
 
-    kind = detect_kind(Path(path).name)
+    kind = detect_kind(path.name)
     if kind is None:
         message = "expected a file name that ends in .plan.toml, .device.toml or .model.toml"
-        raise UserError.of("P009", message, file=path)
+        raise UserError.of("P009", message, file=str(path))
     return kind
 
 
-def _check(path: str) -> Report:
+def _check(file: Path) -> Report:
     from pi2.cli.main import print_diagnostics
     from pi2.plan.checking.check import check_file
     from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences
 
-    file = Path(path)
     resolver = LockedReferences(file.parent)
     report = check_file(file, name=display_path(file), resolver=resolver)
     if not report.is_sound or report.document is None:

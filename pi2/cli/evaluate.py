@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from pi2.cli.options import add_json_option, add_set_option, add_text_options
-from pi2.plan.composing.overrides import parse_assignments
+from pi2.cli.options import ChosenPlan, add_json_option, add_text_options, take_plan
+from pi2.diagnostics import UserError
 
 GROUP = "Run"
+WORDS = ("reference", "gate", "low-rank")
 
 
 @click.command("evaluate")
-@click.argument("plan", type=click.Path(path_type=Path))
 @add_text_options("UTF-8 text that the model was not trained on; repeatable.")
 @click.option(
     "--stride",
@@ -27,16 +27,15 @@ GROUP = "Run"
     metavar="WHAT",
     help="Also evaluate reference, gate, low-rank, or another plan; repeatable.",
 )
-@add_set_option
+@take_plan()
 @add_json_option
 def command(
-    plan: Path,
+    plan: ChosenPlan,
     files: tuple[Path, ...],
     context: int | None,
     stride: int | None,
     windows: int | None,
     against: tuple[str, ...],
-    settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Measure the perplexity of PLAN's model on texts.
@@ -53,16 +52,28 @@ def command(
 
     with ProgressBar() as progress:
         evaluation = evaluate_plan(
-            plan,
+            plan.path,
             read_texts(files),
-            overrides=parse_assignments(settings),
+            overrides=plan.overrides,
             context=context,
             stride=stride,
             windows=windows,
-            against=against,
+            against=[item if item in WORDS else name_other(item) for item in against],
             progress=progress,
         )
     if as_json:
         click.echo(json.dumps(describe_evaluation(evaluation), indent=2))
     else:
         click.echo(write_markdown(evaluation))
+
+
+def name_other(name: str) -> str:
+    """The path of another plan; UserError P663 for a name that nothing has."""
+    from pi2.cli.named_plans import find_plan_path
+
+    try:
+        return str(find_plan_path(Path(name)))
+    except UserError as error:
+        (found,) = error.diagnostics
+        help_text = f"use reference, gate, low-rank, or another plan; {found.help}"
+        raise UserError.of("P663", f"cannot compare with {name!r}", help=help_text) from None

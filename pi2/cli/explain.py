@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.cli.main import print_diagnostics, wants_colour
-from pi2.cli.options import add_set_option
-from pi2.cli.suggestions import suggest_codes, suggest_files
+from pi2.cli.named_plans import find_document_path
+from pi2.cli.options import (
+    ChosenPlan,
+    add_memory_option,
+    add_set_option,
+    choose_plan,
+    parse_changes,
+)
+from pi2.cli.suggestions import suggest_codes, suggest_plans
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +34,8 @@ COLUMNS = 88
 
 @click.command("explain")
 @click.argument("what", required=False, metavar="[CODE|KEY]", shell_complete=suggest_codes)
-@click.argument("file", required=False, metavar="[FILE]", shell_complete=suggest_files)
+@click.argument("file", required=False, metavar="[FILE]", shell_complete=suggest_plans)
+@add_memory_option
 @add_set_option
 @click.option(
     "--cost", is_flag=True, help=("Show a plan's predicted time per token, layer by layer.")
@@ -40,6 +48,7 @@ COLUMNS = 88
 def command(
     what: str | None,
     file: str | None,
+    memory: str | None,
     settings: tuple[str, ...],
     cost: bool,
     plot: Path | None,
@@ -58,10 +67,10 @@ def command(
     if cost or plot is not None:
         if what is None or file is not None or not cost:
             raise click.UsageError("--cost and --plot go with a plan: pi2 explain PLAN --cost")
-        _explain_cost(Path(what), settings, plot)
+        _explain_cost(choose_plan(Path(what), settings, memory), plot)
         return
     if what is not None and file is not None:
-        click.echo(_explain_value(what, file, settings), nl=False)
+        click.echo(_explain_value(what, Path(file), settings, memory), nl=False)
         return
     pages = load_pages()
     if what is None:
@@ -81,17 +90,13 @@ def command(
         click.echo(write_page(page), nl=False)
 
 
-def _explain_cost(path: Path, settings: tuple[str, ...], plot: Path | None) -> None:
+def _explain_cost(plan: ChosenPlan, plot: Path | None) -> None:
     """Print the terms of a plan's cost; UserError P351 where its device lacks figures."""
-    from pi2.plan.composing.overrides import parse_assignments
-    from pi2.plan.resolve import load_plan
     from pi2.planning.cost import cost_plan
     from pi2.planning.table import draw_cost, write_cost
     from pi2.sharing.files import write_atomically
-    from pi2.sharing.resolver import LockedReferences
 
-    resolver = LockedReferences(path.parent)
-    resolved = load_plan(path, overrides=parse_assignments(settings), resolver=resolver)
+    resolved = plan.resolved
     cost = cost_plan(resolved)
     click.echo("\n".join(write_cost(cost)))
     if plot is not None:
@@ -100,22 +105,19 @@ def _explain_cost(path: Path, settings: tuple[str, ...], plot: Path | None) -> N
         write_atomically(plot, draw_cost(cost, plot.suffix.lstrip(".") or "png", title))
 
 
-def _explain_value(key: str, file: str, settings: tuple[str, ...]) -> str:
+def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str | None) -> str:
     from pi2.plan.authoring.explanation import explain_values
-    from pi2.plan.checking.check import check_file, check_plan
-    from pi2.plan.composing.overrides import parse_assignments
+    from pi2.plan.checking.check import check_file
     from pi2.plan.toml.source import detect_kind, display_path
     from pi2.sharing.resolver import LockedReferences
 
-    path = Path(file)
+    path = find_document_path(file)
     kind = detect_kind(path.name)
-    name = display_path(path)
-    resolver = LockedReferences(path.parent)
     if kind == "plan":
-        overrides = parse_assignments(settings)
-        report = check_plan(path, name=name, overrides=overrides, resolver=resolver)
+        report = ChosenPlan(file, path, *parse_changes(settings, memory)).fitted.report
     else:
-        report = check_file(path, name=name, resolver=resolver)
+        resolver = LockedReferences(path.parent)
+        report = check_file(path, name=display_path(path), resolver=resolver)
     if kind is None or kind not in report.files:
         raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)

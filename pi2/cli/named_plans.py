@@ -1,64 +1,109 @@
-"""Plans by name: `pi2 run demo` means the pulled model or the shipped plan of that name, wherever
-one is."""
+"""Names of plans, for all commands: `pi2 run demo` means the plan of that name, wherever it is.
+
+A name is a path, a pulled or converted model, a plan, device or model that comes with pi2, a
+checkpoint, or a model of the hub that was pulled.
+"""
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pi2.cli.checkpoint_models import convert_once, is_checkpoint
 from pi2.diagnostics import UserError
-from pi2.pulled_models import PLAN, find_model, list_models
+from pi2.plan.reading.references import list_shipped
+from pi2.plan.toml.source import KINDS, Kind
+from pi2.pulled_models import PLAN, Source, find_model, list_models
 
-SHIPPED = Path(__file__).resolve().parents[1] / "plans"
+if TYPE_CHECKING:
+    from pi2.pulled_models import PulledModel
+
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"[\w.-]+")
-
-
-def list_shipped_plans() -> dict[str, Path]:
-    """Shipped plans whose neuron stores are shipped, too, by name."""
-    found = {}
-    for path in sorted(SHIPPED.glob("*.plan.toml")):
-        found[path.name.removesuffix(".plan.toml")] = path
-    return found
+HUB = "hf:"
 
 
 def find_plan_path(path: Path) -> Path:
-    """What `find_named_plan` finds; a checkpoint is converted, once: `convert_once`."""
-    return convert_once(path) if is_checkpoint(path) else find_named_plan(path)
-
-
-def find_named_plan(path: Path) -> Path:
-    """The path itself, or the plan of the pulled model, or the shipped plan, that it names if there
-    is no such file.
+    """The plan that ``path`` names; a checkpoint is converted, once: `convert_once`.
 
     A store stands for the plan in it.  UserError P001 for a name that nothing has.
     """
-    name = str(path)
+    return _find(path, ("plan",))
+
+
+def find_document_path(path: Path) -> Path:
+    """The plan, device or model that ``path`` names; a folder stays one."""
+    return _find(path, KINDS)
+
+
+def _find(path: Path, kinds: Sequence[Kind]) -> Path:
+    try:
+        if is_checkpoint(path):
+            return convert_once(path)
+        found = _find_plan(path)
+        if found is not None or os.path.lexists(path):
+            return found or path
+        for kind in kinds:
+            if (document := list_shipped(kind).get(str(path))) is not None:
+                return document
+    except (OSError, ValueError):  # a name that no file can have
+        pass
+    raise _report_unknown(path)
+
+
+def list_names() -> list[str]:
+    """Names of the plans that `find_plan_path` knows."""
+    return [*(model.name for model in list_models()), *list_shipped("plan")]
+
+
+def _find_plan(path: Path) -> Path | None:
+    """The plan that a name or a store means; None for another path."""
     if (path / MANIFEST).is_file():
         return path / PLAN
-    is_file = path.exists() and not path.is_dir()
-    if is_file or not _NAME.fullmatch(name) or name.endswith((".toml", ".gguf")):
-        return path
+    if path.exists() and not path.is_dir():
+        return None
+    name = str(path)
+    if name.startswith(HUB):
+        return _find_pulled(name).plan
     model = find_model(name)
-    if model is not None:
-        return model.plan
-    shipped = list_shipped_plans()
-    if name in shipped or path.is_dir():
-        return shipped.get(name, path)
+    return list_shipped("plan").get(name) if model is None else model.plan
+
+
+def _find_pulled(reference: str) -> PulledModel:
+    """The model that was pulled from a place of the hub; UserError P001 if none was."""
+    from pi2.importing.hub import parse_reference
+
+    wanted = parse_reference(reference)
+    for model in list_models():
+        source = model.source
+        if isinstance(source, Source) and source.repository == wanted.repository:
+            if "@" not in reference or wanted.revision in (source.revision, source.commit):
+                return model
     raise UserError.of(
         "P001",
-        "no file, plan or model has this name",
-        file=name,
-        help=suggest_names(name, [*(found.name for found in list_models()), *shipped]),
+        f"{reference} was not pulled to this machine",
+        help=f"fetch it: `pi2 pull {reference}`",
     )
 
 
-def suggest_names(name: str, known: Sequence[str]) -> str:
-    """What to give instead of ``name``: names that are near, or else those of shipped plans."""
+def _report_unknown(path: Path) -> UserError:
+    """The error for a name that nothing has, with names that are near."""
     from difflib import get_close_matches
 
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
-    first = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)};"
-    return f"{first} `pi2 list` shows the models that were pulled or converted"
+    name, known = str(path), list_names()
+    near = get_close_matches(name.removesuffix(".plan.toml"), known, n=3, cutoff=0.5)
+    near += [item for item in known if item.rpartition("/")[2] == name and item not in near]
+    if not near and os.path.isdir(path.parent):
+        files = {item.name: item for item in path.parent.iterdir() if item.suffix != ".part"}
+        near = [str(files[item]) for item in get_close_matches(path.name, files, n=2, cutoff=0.7)]
+    parts = [f"did you mean {' or '.join(near)}?"] if near else []
+    if not near and not path.suffix and path.name == name:
+        shown = ", ".join(item for item in known if "/" not in item)
+        parts.append(f"known are {shown}, and `pi2 doctor` lists all plans that come with pi2;")
+    if len(path.parts) == 2 and not path.is_absolute() and not path.suffix.startswith(".toml"):
+        parts.append(f"`pi2 pull {HUB}{name}` fetches a model of the hub;")
+    parts.append("`pi2 list` shows the models that were pulled or converted")
+    return UserError.of(
+        "P001", "no file, plan or model has this name", file=name, help=" ".join(parts)
+    )

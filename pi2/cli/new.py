@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.cli.commands import Subcommands
+from pi2.cli.outputs import check_output, force_option, refer, write_checked
 from pi2.cli.suggestions import suggest_devices, suggest_models
 from pi2.diagnostics import UserError
 
@@ -43,7 +44,7 @@ def command() -> None:
 
 
 def _output(function: Callable[..., None]) -> Callable[..., None]:
-    function = click.option("--force", is_flag=True, help="Overwrite an existing file.")(function)
+    function = force_option(function)
     text = "Output file, NAME.KIND.toml."
     return click.option("-o", "--output", type=click.Path(path_type=Path), help=text)(function)
 
@@ -84,6 +85,7 @@ def new_plan(
     from pi2.plan.authoring.drafting import Wish, draft_plan
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
+    from pi2.plan.documents.quantities import parse_size
     from pi2.planning.documents import read_document
 
     device = _ask("--device", device, "Device", default="host", known=_list_shipped("device"))
@@ -93,12 +95,12 @@ def new_plan(
     assert isinstance(device_report.document, Device)
     assert isinstance(model_report.document, Model)
     memory = _ask("--memory", memory, "Memory for the whole process", default="4 GiB")
-    budget = _parse_bytes(memory)
+    budget = parse_size(memory, code="P105")
     name = f"{model_report.document.id}-on-{device_report.document.id}"
     path = _choose_output(output, f"{name}.plan.toml", "plan", force)
     wish = Wish(
-        device=_refer(device, path.parent),
-        model=_refer(model, path.parent),
+        device=refer(device, path.parent),
+        model=refer(model, path.parent),
         store=store or f"stores/{model_report.document.id}",
         budget_bytes=budget,
         context=context,
@@ -124,7 +126,7 @@ def new_device(name: str | None, like: str | None, output: Path | None, force: b
     path = _choose_output(output, f"{name}.device.toml", "device", force)
     if like is not None:
         read_document(like, "device")
-        _write(path, draft_like(_take_name(path), _refer(like, path.parent)))
+        _write(path, draft_like(_take_name(path), refer(like, path.parent)))
     else:
         _write(path, draft_device(_take_name(path), _look_at_machine()))
 
@@ -156,7 +158,7 @@ def new_model(
     path = _choose_output(output, f"{name}.model.toml", "model", force)
     if like is not None:
         read_document(like, "model")
-        _write(path, draft_like(_take_name(path), _refer(like, path.parent)))
+        _write(path, draft_like(_take_name(path), refer(like, path.parent)))
         return
     if checkpoint is not None:
         from pi2.importing.new_model import describe_checkpoint
@@ -213,28 +215,6 @@ def _name(report: Report) -> str:
     return report.document.name or str(getattr(report.document, "id", ""))
 
 
-def _refer(reference: str, folder: Path) -> str:
-    """The reference as it is written in a file in ``folder``."""
-    from pi2.plan.reading.references import has_scheme, is_path
-
-    if has_scheme(reference) or not is_path(reference) or os.path.isabs(reference):
-        return reference
-    return Path(os.path.relpath(reference, folder)).as_posix()
-
-
-def _parse_bytes(text: str) -> int:
-    from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
-
-    try:
-        size = parse_quantity(text, BYTE_UNITS)
-        if not 0 < size < 2**63:
-            raise QuantityError("no size that a machine has")
-    except QuantityError as error:
-        help_text = error.hint or "for example --memory '4 GiB'"
-        raise UserError.of("P105", f"--memory {text!r}: {error}", help=help_text) from None
-    return int(size)
-
-
 def _parse_count(text: str, name: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 0 < int(text[:10]) < 2**31:
         raise UserError.of("P104", f"{name} is a whole number above 0, got {text!r}")
@@ -242,19 +222,8 @@ def _parse_count(text: str, name: str) -> int:
 
 
 def _choose_output(output: Path | None, default: str, kind: Kind, force: bool) -> Path:
-    from pi2.plan.toml.source import detect_kind
-
     path = Path(default) if output is None else output
-    if detect_kind(path.name) != kind or not path.name.removesuffix(f".{kind}.toml"):
-        message = f"expected a file name that ends in .{kind}.toml"
-        raise UserError.of("P009", message, file=str(path), help=f"{default}, for example")
-    if os.path.lexists(path) and not force:
-        raise UserError.of(
-            "P027",
-            "the file exists already",
-            file=str(path),
-            help=("use --force to overwrite it"),
-        )
+    check_output(path, kind, force)
     return path
 
 
@@ -280,24 +249,7 @@ def _look_at_machine() -> MachineFacts:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a draft that was checked, whole or not at all."""
-    from pi2.cli.main import print_diagnostics
-    from pi2.plan.checking.check import check_file
-    from pi2.sharing.files import write_atomically
-    from pi2.sharing.resolver import LockedReferences
-
-    text = _find_schema(path) + text
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # references go through it
-    except OSError as error:
-        message = f"cannot be written: {error.strerror}"
-        raise UserError.of("P003", message, file=str(path)) from None
-    report = check_file(path, resolver=LockedReferences(path.parent), text=text)
-    if not report.is_sound:
-        raise report.make_error()
-    print_diagnostics(report.diagnostics, report.sources)
-    write_atomically(path, text.encode())
-    click.echo(f"{path}: written; `pi2 show {path}` shows every value", err=True)
+    write_checked(path, _find_schema(path) + text, f"`pi2 show {path}` shows every value")
 
 
 def _find_schema(path: Path) -> str:

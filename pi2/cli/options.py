@@ -1,14 +1,23 @@
-"""Options that several commands have."""
+"""Arguments and options that several commands have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pi2.cli.suggestions import suggest_settings
+from pi2.cli.suggestions import suggest_plans, suggest_settings
+
+if TYPE_CHECKING:
+    from pi2.engine.loaded_model import LoadedModel
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.progress import Progress
+    from pi2.refit import FittedPlan
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -22,8 +31,135 @@ add_set_option = click.option(
 )
 """The option ``--set`` (argument ``settings``)."""
 
+add_memory_option = click.option(
+    "--memory",
+    metavar="SIZE",
+    help="Memory budget of the process, such as 3GiB; the plan is fitted to it.",
+)
+
 add_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 """The option ``--json`` (argument ``as_json``)."""
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The plan that a command is given, with what its options change."""
+
+    given: Path
+    """What was written: a path or a name."""
+    path: Path
+    settings: Mapping[str, object]
+    """The values of ``--set``."""
+    memory_bytes: int | None = None
+    locked: bool = False
+
+    @cached_property
+    def fitted(self) -> FittedPlan:
+        """The plan as it was read, with or without errors; says what was fitted."""
+        from pi2.plan.toml.source import display_path
+        from pi2.refit import read_plan
+        from pi2.sharing.resolver import LockedReferences
+
+        found = read_plan(
+            self.path,
+            name=display_path(self.path),
+            overrides=self.settings,
+            memory_bytes=self.memory_bytes,
+            resolver=LockedReferences(self.path.parent, locked=self.locked),
+        )
+        if found.report.resolved is not None:
+            for change in found.changes:
+                label = "fitted" if self.memory_bytes is None else "memory"
+                click.echo(f"{label}: {change}", err=True)
+        return found
+
+    @property
+    def resolved(self) -> ResolvedPlan:
+        """The plan; UserError if it has errors."""
+        return self.fitted.resolved
+
+    @property
+    def overrides(self) -> Mapping[str, object]:
+        """Values to load the plan with: those of ``--set``, and what follows from the options."""
+        _ = self.resolved
+        return self.fitted.overrides
+
+    def change(self, values: Mapping[str, object]) -> ChosenPlan:
+        """The plan with further values."""
+        return replace(self, settings={**self.settings, **values}) if values else self
+
+    def load(self, progress: Progress | None = None) -> LoadedModel:
+        """Load the model."""
+        import time
+
+        from pi2.orchestrator import build
+        from pi2.progress import ignore_progress
+
+        start, resolved = time.perf_counter(), self.resolved
+        model = build(resolved, progress=progress or ignore_progress, start=start)
+        model.changes = self.fitted.changes
+        return model
+
+
+def choose_plan(
+    given: Path, settings: tuple[str, ...], memory: str | None = None, *, locked: bool = False
+) -> ChosenPlan:
+    """The plan that arguments name."""
+    from pi2.cli.named_plans import find_plan_path
+
+    return ChosenPlan(given, find_plan_path(given), *parse_changes(settings, memory), locked=locked)
+
+
+def parse_changes(
+    settings: tuple[str, ...], memory: str | None
+) -> tuple[Mapping[str, object], int | None]:
+    """What ``--set`` and ``--memory`` say: values, and bytes."""
+    from pi2.plan.composing.overrides import parse_assignments
+    from pi2.plan.documents.quantities import parse_size
+
+    return parse_assignments(settings), None if memory is None else parse_size(memory)
+
+
+def take_plan(*, fitted: bool = True, locked: bool = False) -> Callable[[Command], Command]:
+    """Give a command the argument PLAN and the option ``--set`` as one `ChosenPlan`; ``fitted``
+    adds ``--memory``, ``locked`` adds ``--locked``."""
+    options = [
+        click.argument("plan", type=click.Path(path_type=Path), shell_complete=suggest_plans),
+        *([add_memory_option] if fitted else []),
+        add_set_option,
+        *([add_locked_option] if locked else []),
+    ]
+
+    def add(command: Command) -> Command:
+        @functools.wraps(command)
+        def call(
+            plan: Path,
+            settings: tuple[str, ...],
+            memory: str | None = None,
+            locked: bool = False,
+            **others: Any,
+        ) -> object:
+            return command(plan=choose_plan(plan, settings, memory, locked=locked), **others)
+
+        return add_options(options)(call)  # type: ignore[return-value] # what click calls
+
+    return add
+
+
+add_locked_option = click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
+"""The option ``--locked``."""
+
+
+def add_options(options: list[Callable[[Any], Any]]) -> Callable[[Command], Command]:
+    """Add several options, in this order."""
+
+    def add(command: Command) -> Command:
+        # Decorators nest: the last one stands first.
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 def add_path_option(
@@ -36,24 +172,18 @@ def add_path_option(
 
 def add_text_options(text_help: str) -> Callable[[Command], Command]:
     """Add the options ``--text`` (argument ``files``), ``--context`` and ``--windows``."""
-    options = (
-        add_path_option("--text", "files", required=True, multiple=True, text=text_help),
-        click.option(
-            "--context",
-            type=click.IntRange(min=2),
-            help="Window length in tokens; default: kv.context, at most 512.",
-        ),
-        click.option(
-            "--windows",
-            type=click.IntRange(min=1),
-            help="Number of windows, spread over the text; default: all.",
-        ),
+    return add_options(
+        [
+            add_path_option("--text", "files", required=True, multiple=True, text=text_help),
+            click.option(
+                "--context",
+                type=click.IntRange(min=2),
+                help="Window length in tokens; default: kv.context, at most 512.",
+            ),
+            click.option(
+                "--windows",
+                type=click.IntRange(min=1),
+                help="Number of windows, spread over the text; default: all.",
+            ),
+        ]
     )
-
-    def add(command: Command) -> Command:
-        # Decorators nest: the last one stands first.
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.outputs import check_output, force_option, refer, refer_path, write_checked
 from pi2.cli.suggestions import suggest_devices, suggest_models
 from pi2.diagnostics import UserError
 
@@ -102,7 +102,7 @@ MOST_SEQUENCES = 64
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help=("Output file, NAME.plan.toml.")
 )
-@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@force_option
 @click.option("--pareto", is_flag=True, help="Print speed against memory instead of one plan.")
 @click.option(
     "--plot",
@@ -138,7 +138,8 @@ def command(
     batches = parse_batches(batch)
     outputs = {number: _name_output(output, number, batches) for number in batches}
     for path in outputs.values():
-        _check_output(path, force)
+        if path is not None:
+            check_output(path, "plan", force)
     wish = _make_wish(device, model, memory, speed, objective, context, exact, store)
     wish = replace(wish, unit_memory=_parse_unit_memory(unit_memory, wish.device))
     if leave_out:
@@ -200,6 +201,7 @@ def _make_wish(
 ) -> Wish:
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
+    from pi2.plan.documents.quantities import parse_size
     from pi2.planning.documents import read_document
     from pi2.planning.wish import Wish
 
@@ -210,7 +212,7 @@ def _make_wish(
     return Wish(
         device=device_document,
         model=model_document,
-        memory_bytes=None if memory is None else _parse_bytes(memory),
+        memory_bytes=None if memory is None else parse_size(memory, code="P105"),
         tokens_s=None if speed is None else _parse_speed(speed),
         objective=objective,
         context=context or min(model_document.shape.context, 4096),
@@ -232,7 +234,7 @@ def _add_thresholds(wish: Wish, file: Path, output: Path | None) -> Wish:
             help="make some with `pi2 sparsity calibrate`; models without experts need none here: "
             "it writes their plan, too",
         )
-    name = str(file) if output is None else _refer_path(file, output.parent)
+    name = str(file) if output is None else refer_path(file, output.parent)
     return replace(wish, thresholds=found, thresholds_file=name)
 
 
@@ -252,6 +254,8 @@ def _add_leave_out(wish: Wish, share: float) -> Wish:
 
 def _parse_unit_memory(texts: Sequence[str], device: Device) -> dict[str, int]:
     """``["gpu=8GiB"]``; UserError P105 for units without memory of their own, or too much."""
+    from pi2.plan.documents.quantities import parse_size
+
     found = {}
     for text in texts:
         name, _, size = text.partition("=")
@@ -264,7 +268,7 @@ def _parse_unit_memory(texts: Sequence[str], device: Device) -> dict[str, int]:
                 "memory of its own",
                 help=f"units that have: {', '.join(able) or 'none'}",
             )
-        found[name] = _parse_bytes(size, "--unit-memory")
+        found[name] = parse_size(size, "--unit-memory", "P105")
         if memory.capacity is not None and found[name] > memory.capacity:
             raise UserError.of(
                 "P105",
@@ -272,19 +276,6 @@ def _parse_unit_memory(texts: Sequence[str], device: Device) -> dict[str, int]:
                 help=f"--unit-memory '{name}={memory.capacity >> 20} MiB' is the most",
             )
     return found
-
-
-def _parse_bytes(text: str, option: str = "--memory") -> int:
-    from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
-
-    try:
-        size = parse_quantity(text, BYTE_UNITS)
-    except QuantityError as error:
-        help_text = error.hint or "for example 3GiB"
-        raise UserError.of("P105", f"{option} {text!r}: {error}", help=help_text) from None
-    if not 0 < size < 2**63:
-        raise UserError.of("P105", f"{option} {text!r} is not a possible memory size")
-    return int(size)
 
 
 def _parse_speed(text: str) -> float:
@@ -296,63 +287,21 @@ def _parse_speed(text: str) -> float:
     return float(match[1])
 
 
-def _check_output(output: Path | None, force: bool) -> None:
-    """UserError P009, P027 before anything is computed."""
-    if output is None:
-        return
-    if not output.name.endswith(SUFFIX) or output.name == SUFFIX:
-        message = f"expected a file name that ends in {SUFFIX}"
-        raise UserError.of("P009", message, file=str(output), help="my.plan.toml, for example")
-    if os.path.lexists(output) and not force:
-        raise UserError.of(
-            "P027",
-            "the file exists already",
-            file=str(output),
-            help=("use --force to overwrite it"),
-        )
-
-
 def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Path | None) -> None:
     """Write the plan after checking it, whole or not at all."""
-    from pi2.cli.main import print_diagnostics
-    from pi2.plan.checking.check import check_plan
     from pi2.planning.text import write_planned
-    from pi2.sharing.files import write_atomically
-    from pi2.sharing.resolver import LockedReferences
 
     wish = planned.wish
-    path.parent.mkdir(parents=True, exist_ok=True)  # references go through it
     text = write_planned(
         planned,
-        device=_refer(device, path.parent),
-        model=_refer(model, path.parent),
-        store=f"stores/{wish.model.id}" if store is None else _refer_path(store, path.parent),
+        device=refer(device, path.parent),
+        model=refer(model, path.parent),
+        store=f"stores/{wish.model.id}" if store is None else refer_path(store, path.parent),
         name=f"{wish.model.name or wish.model.id} on {wish.device.name or wish.device.id}"[:120],
     )
-    report = check_plan(path, resolver=LockedReferences(path.parent), text=text)
-    if report.resolved is None:
-        raise report.make_error()
-    print_diagnostics(report.diagnostics, report.sources)
-    write_atomically(path, text.encode())
-    units = [wish.device.units[name] for name in report.resolved.dense_units]
-    command = "explain --cost" if any(unit.memory for unit in units) else "simulate"
-    click.echo(f"{path}: written; `pi2 {command} {path}` predicts it in detail", err=True)
-
-
-def _refer(reference: str, folder: Path) -> str:
-    """The reference as it is written in a file in ``folder``."""
-    from pi2.plan.reading.references import has_scheme, is_path
-
-    if has_scheme(reference) or not is_path(reference) or os.path.isabs(reference):
-        return reference
-    return _refer_path(Path(reference), folder)
-
-
-def _refer_path(path: Path, folder: Path) -> str:
-    if path.is_absolute():
-        return str(path)
-    relative = Path(os.path.relpath(path, folder)).as_posix()
-    return relative if relative.startswith(".") else f"./{relative}"
+    own_memory = any(wish.device.units[name].memory for name in planned.resolved.dense_units)
+    command = "explain --cost" if own_memory else "simulate"
+    write_checked(path, text, f"`pi2 {command} {path}` predicts it in detail")
 
 
 def _show_pareto(wish: Wish, plot: Path | None) -> None:

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pi2.cli.commands import Subcommands
-from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
-from pi2.plan.composing.overrides import parse_assignments
+from pi2.cli.options import (
+    ChosenPlan,
+    add_json_option,
+    add_path_option,
+    add_text_options,
+    take_plan,
+)
 
 if TYPE_CHECKING:
     from pi2.predictors.training import Training
@@ -24,7 +29,6 @@ def command() -> None:
 
 
 @command.command("train")
-@click.argument("plan", type=click.Path(path_type=Path))
 @add_text_options("UTF-8 training text; its last tenth is held out for evaluation.  Repeatable.")
 @add_path_option(
     "-o",
@@ -46,10 +50,10 @@ def command() -> None:
     type=click.FloatRange(0, 1000, min_open=True),
     help="Epochs; default: 4 to 16, fewer for longer texts.",
 )
-@add_set_option
+@take_plan()
 @add_json_option
 def train(
-    plan: Path,
+    plan: ChosenPlan,
     files: tuple[Path, ...],
     output: Path,
     rank: str,
@@ -57,7 +61,6 @@ def train(
     passes: float | None,
     context: int | None,
     windows: int | None,
-    settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Train low-rank predictors for PLAN's model on its activations for a text.
@@ -73,10 +76,10 @@ def train(
 
     with ProgressBar() as progress:
         training = train_predictors(
-            plan,
+            plan.path,
             read_texts(files),
             output,
-            overrides=parse_assignments(settings),
+            overrides=plan.overrides,
             recipe=Recipe(recall=recall, passes=passes),
             rank=parse_rank(rank),
             context=context,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pi2.diagnostics import UserError
+from pi2.cli.outputs import check_output, force_option, write_checked
 
 if TYPE_CHECKING:
     from pi2.phone.target import Triple
     from pi2.plan.documents.device import Device
 
 GROUP = "Plan"
-
-SUFFIX = ".device.toml"
 
 
 @click.command("probe")
@@ -35,7 +32,7 @@ SUFFIX = ".device.toml"
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help=("Folder on the disk to measure, or a neuron store.  [default: the folder of the output]"),
 )
-@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@force_option
 @click.option(
     "--rpc", metavar="HOST:PORT", help="Measure kernels on another machine, through TVM's tracker."
 )
@@ -78,7 +75,7 @@ def command(
 
     if output is None and other is None:
         raise click.UsageError("give -o FILE, --compare OTHER, or both")
-    name = _check_output(output, force)
+    name = "this-machine" if output is None else check_output(output, "device", force)
     if rpc is not None:
         if output is None or other is not None:
             raise click.UsageError("--rpc goes with -o FILE, and without --compare")
@@ -104,7 +101,7 @@ def command(
     for line in describe_units(device, found.accelerators.notes):
         click.echo(line, err=True)
     if output is not None:
-        _write(output, write_device(device, found.accelerators.notes))
+        write_checked(output, write_device(device, found.accelerators.notes), _name_it(output))
 
 
 def _probe_remote(
@@ -140,7 +137,9 @@ def _probe_remote(
     )
     with ProgressBar() as progress:
         steps, step_s = measure_remote(machine, progress)
-    _write(output, write_device(make_remote_device(name, machine, steps, step_s)))
+    write_checked(
+        output, write_device(make_remote_device(name, machine, steps, step_s)), _name_it(output)
+    )
 
 
 def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:
@@ -166,24 +165,6 @@ def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:
     yield from notes
 
 
-def _check_output(output: Path | None, force: bool) -> str:
-    """The device's name; UserError P009, P027 before anything is measured."""
-    if output is None:
-        return "this-machine"
-    name = output.name.removesuffix(SUFFIX)
-    if not output.name.endswith(SUFFIX) or not name:
-        message = f"expected a file name that ends in {SUFFIX}"
-        raise UserError.of("P009", message, file=str(output), help="my.device.toml, for example")
-    if os.path.lexists(output) and not force:
-        raise UserError.of(
-            "P027",
-            "the file exists already",
-            file=str(output),
-            help=("use --force to overwrite it"),
-        )
-    return name
-
-
 def _read_device(reference: str) -> Device:
     from pi2.plan.documents.device import Device
     from pi2.planning.documents import read_document
@@ -193,17 +174,5 @@ def _read_device(reference: str) -> Device:
     return document
 
 
-def _write(path: Path, text: str) -> None:
-    """Write the document after checking it, whole or not at all."""
-    from pi2.cli.main import print_diagnostics
-    from pi2.plan.checking.check import check_file
-    from pi2.sharing.files import write_atomically
-    from pi2.sharing.resolver import LockedReferences
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report = check_file(path, resolver=LockedReferences(path.parent), text=text)
-    if not report.is_sound:
-        raise report.make_error()
-    print_diagnostics(report.diagnostics, report.sources)
-    write_atomically(path, text.encode())
-    click.echo(f"{path}: written; name it in a plan: device = {str(path)!r}", err=True)
+def _name_it(path: Path) -> str:
+    return f"name it in a plan: device = {str(path)!r}"

@@ -19,7 +19,7 @@ GROUP = "Run"
 
 
 @click.command("pull")
-@click.argument("model", metavar="hf:ORG/NAME[@REV]")
+@click.argument("model", metavar="[hf:]ORG/NAME[@REV]")
 @click.option(
     "--quantization",
     type=click.Choice(["int4", "int8", "fp16"]),
@@ -52,7 +52,7 @@ def command(
     from pi2.importing.hub_shards import open_repository
     from pi2.pulled_models import NAME, find_model, find_models_folder
 
-    reference = parse_reference(model)
+    reference = parse_reference(model if ":" in model else f"hf:{model}")
     chosen = reference.repository.partition("/")[2] if name is None else name
     if not NAME.fullmatch(chosen):
         raise click.UsageError("--name takes letters, digits, '.', '_' and '-'")

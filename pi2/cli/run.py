@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.named_plans import find_plan_path
-from pi2.cli.options import add_set_option
+from pi2.cli.options import ChosenPlan, take_plan
 from pi2.cli.terminal_text import write_text
 from pi2.diagnostics import UserError
-from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.engine.generation import GenerationResult
@@ -26,7 +23,6 @@ GROUP = "Run"
 
 
 @click.command("run")
-@click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, help="Prompt; repeat for several sequences.")
 @click.option(
     "-f",
@@ -82,29 +78,22 @@ GROUP = "Run"
 @click.option("--stop", multiple=True, help="Stop at this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
 @click.option(
-    "--memory", metavar="SIZE", help=("Override the budget, such as 3GiB; segments are refitted.")
-)
-@add_set_option
-@click.option(
     "--mlc",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="Let an installed MLC-LLM compute a dense model, with the weights of FOLDER.",
 )
-@click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
-@click.option("--offline", is_flag=True, help="Do not use the network; running never does.")
+@click.option("--offline", is_flag=True, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@take_plan(locked=True)
 def command(
-    plan: Path,
+    plan: ChosenPlan,
     prompts: tuple[str, ...],
     prompt_file: Path | None,
     list_file: Path | None,
     chat: str | None,
     system: str | None,
-    memory: str | None,
-    settings: tuple[str, ...],
     mlc: Path | None,
-    locked: bool,
     offline: bool,
     as_json: bool,
     best_of: int | None,
@@ -125,36 +114,28 @@ def command(
     from pi2.cli.mlc_text import choose_sampling, run_mlc
     from pi2.cli.progress import ProgressBar
     from pi2.engine.run_report import describe_run, summarise_run
-    from pi2.orchestrator import load
-    from pi2.plan.resolve import load_plan
-    from pi2.sharing.resolver import LockedReferences
 
-    del offline  # a promise that is kept without it
-    plan = find_plan_path(plan)
-    overrides = parse_assignments(settings)
+    del offline  # running never uses the network
     alone = not prompts and prompt_file is None and list_file is None
     messages = list_messages(chat, system, alone=alone)
     texts = [] if messages else read_prompts(prompts, prompt_file, list_file)
-    read = partial(load_plan, plan, resolver=LockedReferences(plan.parent, locked=locked))
-    if mlc is not None or read(overrides=overrides).gives_text:
-        if memory is not None or len(texts) > 1 or list_file is not None or best_of:
+    if mlc is not None or plan.resolved.gives_text:
+        if plan.memory_bytes is not None or len(texts) > 1 or list_file is not None or best_of:
             raise click.UsageError("MLC-LLM takes one prompt, and neither --memory nor --best-of")
-        resolved = read(overrides={**overrides, **choose_sampling(options)})
+        resolved = plan.change(choose_sampling(options)).resolved
         run_mlc(resolved, mlc, messages or texts[0], options, as_json=as_json)
         return
     if best_of is not None:
         if list_file is not None or len(texts) > 1:
             raise click.UsageError("--best-of takes one prompt")
         given = messages or texts[0]
-        run_best_of(plan, overrides, locked, memory, given, best_of, as_json, options)
+        run_best_of(plan, given, best_of, as_json, options)
         return
     if list_file is not None or len(texts) > 1:
-        run_batch(plan, overrides, locked, memory, texts, as_json, options)
+        run_batch(plan, texts, as_json, options)
         return
     with ProgressBar() as progress, ExitStack() as cleanup:
-        model = cleanup.enter_context(
-            load(plan, set=overrides, locked=locked, memory=memory, progress=progress)
-        )
+        model = cleanup.enter_context(plan.load(progress))
         generation = model.generate(
             model.encode_chat(messages) if messages else texts[0],
             progress=lambda share: progress("reading the prompt", share),
@@ -163,8 +144,6 @@ def command(
         # The bar is gone before the first piece is shown.
         pieces = chain(list(islice(generation, 1)), generation)
         cleanup.pop_all()
-    for change in model.changes:
-        click.echo(f"memory: {change}", err=True)
     log_plan(model)
     with model:
         for piece in pieces:
@@ -191,27 +170,16 @@ def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
         click.echo(describe_promise(cost, speed), err=True)
 
 
-def run_batch(
-    plan: Path,
-    overrides: dict[str, object],
-    locked: bool,
-    memory: str | None,
-    texts: list[str],
-    as_json: bool,
-    options: dict[str, Any],
-) -> None:
+def run_batch(plan: ChosenPlan, texts: list[str], as_json: bool, options: dict[str, Any]) -> None:
     """Continue several prompts."""
     from pi2.cli.details import log_counters, log_plan
     from pi2.cli.progress import ProgressBar
     from pi2.engine.run_report import describe_batch, summarise_batch
-    from pi2.orchestrator import load
 
     with ProgressBar() as progress:
-        model = load(plan, set=overrides, locked=locked, memory=memory, progress=progress)
+        model = plan.load(progress)
     log_plan(model)
     with model:
-        for change in model.changes:
-            click.echo(f"memory: {change}", err=True)
         generation = model.generate_batch(texts, **options)
         shown = 0
         for _ in generation:
@@ -229,10 +197,7 @@ def run_batch(
 
 
 def run_best_of(
-    plan: Path,
-    overrides: dict[str, object],
-    locked: bool,
-    memory: str | None,
+    plan: ChosenPlan,
     given: str | list[dict[str, str]],
     count: int,
     as_json: bool,
@@ -243,10 +208,9 @@ def run_best_of(
     from pi2.cli.details import log_counters, log_plan
     from pi2.cli.progress import ProgressBar
     from pi2.engine.run_report import describe_batch, summarise_batch
-    from pi2.orchestrator import load
 
     with ProgressBar() as progress:
-        model = load(plan, set=overrides, locked=locked, memory=memory, progress=progress)
+        model = plan.load(progress)
     log_plan(model)
     with model:
         temperature = options["temperature"]
@@ -256,8 +220,6 @@ def run_best_of(
                 "all texts would be the same: the temperature is 0",
                 help="give --temperature 0.8, or leave --best-of out",
             )
-        for change in model.changes:
-            click.echo(f"memory: {change}", err=True)
         ids = model.encode(given) if isinstance(given, str) else model.encode_chat(given)
         result = model.generate_batch([ids] * count, scores=True, **options).result
         assert result.best is not None

@@ -14,7 +14,7 @@ from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import approximate_bytes, parse_size
 
 if TYPE_CHECKING:
     import uvicorn
@@ -112,7 +112,6 @@ def command(
             help="pip install 'pi2[serve]'",
         ) from None
     from pi2.logging import configure_logging
-    from pi2.refit import parse_budget
     from pi2.serving.application import Settings, make_application
     from pi2.serving.calls import Limits
     from pi2.serving.connections import TimedConnection
@@ -125,7 +124,7 @@ def command(
     overrides = parse_assignments(settings)
     known = os.environ.get(KEY_VARIABLE, "")
     served = list_plans(plans, overrides)
-    memory_bytes = None if memory is None else parse_budget(memory)
+    memory_bytes = None if memory is None else parse_size(memory)
     check_memory(served, memory_bytes)
     known_keys = keys or ((known,) if known else ())
     chosen = Settings(
@@ -135,7 +134,7 @@ def command(
         origins=origins,
         names=list_own_names(host, has_keys=bool(known_keys), origins=origins),
         limits=Limits(waiting=max_waiting, time_s=max_seconds),
-        body_bytes=parse_budget(max_body),
+        body_bytes=parse_size(max_body, "--max-body"),
     )
     application: ASGIApp
     models: Models

@@ -8,20 +8,16 @@ from pathlib import Path
 import click
 
 from pi2.cli.main import print_diagnostics
-from pi2.cli.named_plans import find_named_plan
-from pi2.cli.options import add_set_option
-from pi2.cli.suggestions import suggest_files
+from pi2.cli.named_plans import find_document_path
+from pi2.cli.options import ChosenPlan, add_memory_option, add_set_option, parse_changes
+from pi2.cli.suggestions import suggest_plans
 
 GROUP = "Author"
 
 
 @click.command("show")
-@click.argument("plan", metavar="FILE", shell_complete=suggest_files)
-@click.option(
-    "--resolved",
-    is_flag=True,
-    help="Show every value, defaults included; this is the default.",
-)
+@click.argument("plan", metavar="FILE", shell_complete=suggest_plans)
+@click.option("--resolved", is_flag=True, hidden=True)
 @click.option("--origins", is_flag=True, help="Show where each value comes from.")
 @click.option(
     "--document",
@@ -29,9 +25,15 @@ GROUP = "Author"
     default="plan",
     help="Print the plan's device or model instead of the plan.",
 )
+@add_memory_option
 @add_set_option
 def command(
-    plan: str, resolved: bool, origins: bool, document: str, settings: tuple[str, ...]
+    plan: str,
+    resolved: bool,
+    origins: bool,
+    document: str,
+    memory: str | None,
+    settings: tuple[str, ...],
 ) -> None:
     """Print FILE with everything resolved, and a plan's digest.
 
@@ -40,29 +42,26 @@ def command(
     """
     from pi2.diagnostics import UserError
     from pi2.plan.authoring.writing import write_document, write_plan
-    from pi2.plan.checking.check import check_file, check_plan
-    from pi2.plan.composing.overrides import parse_assignments
+    from pi2.plan.checking.check import check_file
     from pi2.plan.toml.source import detect_kind, display_path
     from pi2.sharing.resolver import LockedReferences
 
-    del resolved
-    path = find_named_plan(Path(plan))
-    resolver = LockedReferences(path.parent)
+    del resolved  # this is what it does
+    path = find_document_path(Path(plan))
     kind = detect_kind(path.name) or "plan"
     if kind != "plan":
-        if settings or document not in ("plan", kind):
-            raise UserError.of("P016", f"`--set` and `--document` are for plans, this is a {kind}")
+        if settings or memory or document not in ("plan", kind):
+            options = "--set, --memory and --document"
+            raise UserError.of("P016", f"{options} are for plans, this is a {kind}")
+        resolver = LockedReferences(path.parent)
         report = check_file(path, name=display_path(path), resolver=resolver)
         if report.document is None or not report.is_sound:
             raise report.make_error()
         print_diagnostics(report.diagnostics, report.sources)
         sys.stdout.write(write_document(report.document, report.files[kind] if origins else None))
         return
-    overrides = parse_assignments(settings)
-    report = check_plan(path, name=display_path(path), overrides=overrides, resolver=resolver)
-    found = report.resolved
-    if found is None:
-        raise report.make_error()
+    chosen = ChosenPlan(Path(plan), path, *parse_changes(settings, memory))
+    found, report = chosen.resolved, chosen.fitted.report
     print_diagnostics(report.diagnostics, report.sources)
     if document == "device":
         text = write_document(found.device, report.files["device"] if origins else None)

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.named_plans import find_named_plan
-from pi2.cli.options import add_json_option, add_set_option
-from pi2.plan.composing.overrides import parse_assignments
+from pi2.cli.options import ChosenPlan, add_json_option, take_plan
 
 if TYPE_CHECKING:
     from pi2.costs.description import Description
@@ -23,7 +21,6 @@ TRACED_TOKENS = 2
 
 
 @click.command("simulate")
-@click.argument("plan", type=click.Path(path_type=Path))
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
@@ -55,16 +52,15 @@ TRACED_TOKENS = 2
     type=click.Path(path_type=Path, dir_okay=False),
     help="Plot the times between tokens (needs the extra `plot`).",
 )
-@add_set_option
+@take_plan()
 @add_json_option
 def command(
-    plan: Path,
+    plan: ChosenPlan,
     tokens: int,
     prompt: int,
     seed: int,
     trace: Path | None,
     plot: Path | None,
-    settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Simulate PLAN on the device that it names.
@@ -73,15 +69,10 @@ def command(
     and the model come from.
     """
     from pi2.cli.progress import ProgressBar
-    from pi2.plan.resolve import load_plan
-    from pi2.sharing.resolver import LockedReferences
     from pi2.simulate import read_inputs, simulate
 
-    plan = find_named_plan(plan)
-    resolver = LockedReferences(plan.parent)
-    resolved = load_plan(plan, overrides=parse_assignments(settings), resolver=resolver)
-    tokens = fit_context(prompt, tokens, resolved.plan.kv.context)
-    inputs = read_inputs(resolved)
+    tokens = fit_context(prompt, tokens, plan.resolved.plan.kv.context)
+    inputs = read_inputs(plan.resolved)
     with ProgressBar() as bar:
         result = simulate(
             inputs,

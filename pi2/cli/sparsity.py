@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pi2.cli.commands import Subcommands
-from pi2.cli.options import add_json_option, add_path_option, add_set_option, add_text_options
+from pi2.cli.options import (
+    ChosenPlan,
+    add_json_option,
+    add_path_option,
+    add_text_options,
+    take_plan,
+)
+from pi2.cli.outputs import check_output, force_option
 from pi2.diagnostics import UserError
-from pi2.plan.composing.overrides import parse_assignments
 
 if TYPE_CHECKING:
     from pi2.sparsity.calibration import Calibration, Trial
@@ -27,7 +33,6 @@ def command() -> None:
 
 
 @command.command("calibrate")
-@click.argument("plan", type=click.Path(path_type=Path))
 @add_text_options("UTF-8 calibration text; its last tenth is held out for evaluation.  Repeatable.")
 @click.option(
     "--target",
@@ -64,11 +69,11 @@ def command() -> None:
     show_default=True,
     help="Number of windows for measuring perplexity.",
 )
-@click.option("--force", is_flag=True, help="Overwrite existing files.")
-@add_set_option
+@force_option
+@take_plan(fitted=False)
 @add_json_option
 def calibrate(
-    plan: Path,
+    plan: ChosenPlan,
     files: tuple[Path, ...],
     target: float | None,
     loss: str | None,
@@ -79,7 +84,6 @@ def calibrate(
     windows: int | None,
     evaluated: int,
     force: bool,
-    settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Find thresholds below which the neurons of PLAN's model count as zero.
@@ -90,33 +94,24 @@ def calibrate(
     states the target.
     """
     from pi2.cli.progress import ProgressBar
+    from pi2.plan.authoring.overlay import refer_from, write_overlay
     from pi2.plan.authoring.writing import write_document
     from pi2.sharing.files import write_atomically
     from pi2.sparsity.calibration import calibrate_thresholds
-    from pi2.sparsity.documents import describe_changes, relate, write_plan_text
+    from pi2.sparsity.documents import describe_changes, relate
     from pi2.statistics.texts import read_texts
 
-    overrides = parse_assignments(settings)
     goal = parse_goal(target, loss, method)
-    named = find_output(plan, overrides, output)
-    for path in (named, new_plan):
-        if path is not None and os.path.lexists(path) and not force:
-            raise UserError.of(
-                "P027",
-                "the file exists already",
-                file=str(path),
-                help=("use --force to overwrite it"),
-            )
-    if new_plan is not None and not new_plan.name.endswith(".plan.toml"):
-        raise UserError.of(
-            "P009", "expected a file name that ends in .plan.toml", file=str(new_plan)
-        )
+    named = find_output(plan.path, plan.settings, output)
+    check_output(named, None, force)
+    if new_plan is not None:
+        check_output(new_plan, "plan", force)
     with ProgressBar() as progress:
         calibration = calibrate_thresholds(
-            plan,
+            plan.path,
             read_texts(files),
             goal=goal,
-            overrides=overrides,
+            overrides=plan.settings,
             context=context,
             windows=windows,
             evaluated=evaluated,
@@ -124,12 +119,13 @@ def calibrate(
         )
     thresholds = calibration.chosen.thresholds
     write_atomically(named, write_document(thresholds).encode())
-    user = new_plan or plan
+    user = new_plan or plan.path
     changes = describe_changes(
         calibration.resolved, thresholds, calibration.goal, relate(named, user)
     )
     if new_plan is not None:
-        write_atomically(new_plan, write_plan_text(plan, new_plan, changes).encode())
+        text = write_overlay(refer_from(plan.path, new_plan), changes)
+        write_atomically(new_plan, text.encode())
     if as_json:
         click.echo(json.dumps(describe_calibration(calibration, named, changes), indent=2))
         return
@@ -138,10 +134,12 @@ def calibrate(
     if new_plan is not None:
         click.echo(f"next: pi2 run {new_plan} --prompt 'Hello'")
     elif calibration.resolved.plan.sparsity is None:
-        click.echo(f"\nto use them, write into {plan}:\n\n{write_tables_of(changes)}", err=True)
+        click.echo(
+            f"\nto use them, write into {plan.path}:\n\n{write_tables_of(changes)}", err=True
+        )
 
 
-def find_output(plan: Path, overrides: dict[str, object], output: Path | None) -> Path:
+def find_output(plan: Path, overrides: Mapping[str, object], output: Path | None) -> Path:
     """File of the thresholds; UserError P668 if nothing says where."""
     if output is not None:
         return output
@@ -188,7 +186,7 @@ def parse_share(text: str) -> float:
 
 def write_tables_of(changes: dict[str, object]) -> str:
     """The lines that a plan needs."""
-    from pi2.sparsity.documents import write_tables
+    from pi2.plan.authoring.overlay import write_tables
 
     return write_tables(changes)
 

@@ -234,16 +234,12 @@ def add_gates(path: Path) -> None:
 
 
 def _parse_stride(text: str) -> int:
-    from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
+    from pi2.plan.documents.quantities import parse_size
 
-    try:
-        size = parse_quantity(text, BYTE_UNITS)
-    except QuantityError as error:
-        help_text = error.hint or "for example --stride '8 KiB'"
-        raise UserError.of("P105", f"--stride {text!r}: {error}", help=help_text) from None
-    if not 0 < size <= 1 << 30:
-        raise UserError.of("P105", f"--stride {text!r} is no distance of neurons")
-    return int(size)
+    size = parse_size(text, "--stride", "P105")
+    if size > 1 << 30:
+        raise UserError.of("P105", f"--stride {text!r}: the most is 1GiB")
+    return size
 
 
 def print_tables(path: Path, manifest: Manifest) -> None:

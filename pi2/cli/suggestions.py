@@ -19,6 +19,16 @@ def suggest_files(
     return [CompletionItem(word, type="file")]
 
 
+def suggest_plans(
+    context: click.Context, parameter: click.Parameter, word: str
+) -> list[CompletionItem]:
+    """Plans that come with pi2, models that were pulled or converted, and files."""
+    from pi2.cli.named_plans import list_names
+
+    names = [name for name in list_names() if name.startswith(word)]
+    return [CompletionItem(word, type="file"), *map(CompletionItem, names)]
+
+
 def suggest_devices(
     context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:

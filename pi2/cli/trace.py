@@ -7,14 +7,12 @@ from pathlib import Path
 
 import click
 
-from pi2.cli.options import add_set_option
-from pi2.plan.composing.overrides import parse_assignments
+from pi2.cli.options import ChosenPlan, take_plan
 
 GROUP = "Run"
 
 
 @click.command("trace")
-@click.argument("plan", type=click.Path(path_type=Path))
 @click.option(
     "-o",
     "--output",
@@ -39,10 +37,8 @@ GROUP = "Run"
     show_default=True,
     help="Tokens to generate before recording, so that the neuron cache is warm.",
 )
-@add_set_option
-def command(
-    plan: Path, output: Path, prompt: str, tokens: int, warm_up: int, settings: tuple[str, ...]
-) -> None:
+@take_plan()
+def command(plan: ChosenPlan, output: Path, prompt: str, tokens: int, warm_up: int) -> None:
     """Run PLAN for a few tokens and record a timeline.
 
     The trace has a lane for each compute thread, each unit beside the CPU, and each thread or queue
@@ -52,14 +48,17 @@ def command(
     """
     from pi2.benchmarks.recording import record_run
     from pi2.cli.progress import ProgressBar
-    from pi2.orchestrator import load
     from pi2.sharing.files import write_report
     from pi2.tracing import make_chrome_trace
 
-    with ProgressBar() as bar, load(plan, set=parse_assignments(settings), progress=bar) as model:
+    with ProgressBar() as bar, plan.load(bar) as model:
         ids = model.encode(prompt)
         recorder, summary = record_run(model, ids, tokens, warm_up=warm_up)
-        notes = {"plan": str(plan), "plan_digest": model.plan.digest, "summary": summary.describe()}
+        notes = {
+            "plan": str(plan.path),
+            "plan_digest": model.plan.digest,
+            "summary": summary.describe(),
+        }
     document = make_chrome_trace(recorder, notes, process="pi2 (measured)", category="measured")
     write_report(output, json.dumps(document))
     click.echo(f"{output}: {summary.describe()}")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from pi2.cli.main import wants_colour
-from pi2.cli.suggestions import suggest_files
-from pi2.diagnostics import Diagnostic
+from pi2.cli.named_plans import find_document_path
+from pi2.cli.suggestions import suggest_plans
+from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.formats import find_renderer, list_formats
 
 if TYPE_CHECKING:
@@ -22,7 +23,14 @@ GROUP = "Author"
 
 
 @click.command("validate")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=suggest_files)
+@click.argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="FILE...",
+    type=click.Path(path_type=Path),
+    shell_complete=suggest_plans,
+)
 @click.option(
     "--output-format",
     type=click.Choice(list_formats()),
@@ -37,9 +45,9 @@ GROUP = "Author"
     help="Write findings to this file instead of standard output.",
 )
 @click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
-@click.option("--offline", is_flag=True, help="Do not use the network; checking never does.")
+@click.option("--offline", is_flag=True, hidden=True)
 def command(
-    files: tuple[str, ...],
+    files: tuple[Path, ...],
     output_format: str,
     output_file: Path | None,
     locked: bool,
@@ -60,10 +68,11 @@ def command(
     from pi2.plan.toml.source import CANNOT_READ, display_path
     from pi2.sharing.resolver import LockedReferences
 
-    del offline  # a promise that is kept without it
+    del offline  # checking never uses the network
     found: dict[Diagnostic, None] = {}
     sources: dict[str, str] = {}
-    paths, reuse = list_documents(files), Reuse()
+    reuse = Reuse()
+    paths = list_documents(_find_paths(files, found))
     for path in paths:
         resolver = LockedReferences(path.parent, locked=locked)
         report = check_file(path, name=display_path(path), resolver=resolver, reuse=reuse)
@@ -82,12 +91,21 @@ def command(
         sys.stdout.flush()
     if diagnostics and output_format == "full":
         click.echo(err=True)
-    click.echo(summarise(len(paths), diagnostics), err=True)
+    click.echo(summarise(max(len(paths), len(files)), diagnostics), err=True)
     if diagnostics and output_format == "full":
         click.echo(f"for more, run `pi2 explain {diagnostics[0].code}`", err=True)
     if any(item.code in CANNOT_READ for item in diagnostics):
         return 2
     return 1 if any(item.severity == "error" for item in diagnostics) else 0
+
+
+def _find_paths(files: Sequence[Path], found: dict[Diagnostic, None]) -> Iterator[Path]:
+    """The files that names mean; a name that nothing has is ``found``."""
+    for file in files:
+        try:
+            yield find_document_path(file)
+        except UserError as error:
+            found.update(dict.fromkeys(error.diagnostics))
 
 
 def _check_store(report: Report) -> list[Diagnostic]:

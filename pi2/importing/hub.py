@@ -43,8 +43,10 @@ def parse_reference(text: str) -> HubReference:
     if match is None or ".." in text or "--" in match["repository"]:
         raise UserError.of(
             "P760",
-            f"{text!r} is not a model of the hub",
-            help="write hf:ORG/NAME, or hf:ORG/NAME@REVISION",
+            f"{text!r} is no reference to a model of the hub",
+            help=f"write hf:{text}"
+            if _REFERENCE.fullmatch(f"hf:{text}")
+            else "write hf:ORG/NAME or hf:ORG/NAME@REVISION",
         )
     return HubReference(match["repository"], match["revision"] or "main")
 

@@ -11,7 +11,7 @@ import numpy as np
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.memory.locking import lock_regions, unlock_region
-from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.documents.quantities import compare_bytes
 
 PAGE = 4096
 HUGE_BYTES: Mapping[str, int] = {"cold": 64 << 20, "attention": 4 << 20, "predictor": 4 << 20}
@@ -52,11 +52,11 @@ class Budget:
             unit = segment.removeprefix("units.")
             is_unit = unit != segment
             key = f"memory.{segment}.budget" if is_unit else f"memory.segments.{segment}"
+            needs, allowed = compare_bytes(need, self._limits[segment])
             raise UserError.of(
                 "P610",
-                f"{'unit' if is_unit else 'segment'} {unit!r} needs at least "
-                f"{approximate_bytes(need)} ({need} bytes), "
-                f"the plan allows {approximate_bytes(self._limits[segment])}",
+                f"{'unit' if is_unit else 'segment'} {unit!r} needs at least {needs} "
+                f"({need} bytes), the plan allows {allowed}",
                 help=f"raise {key}, and memory.budget if it is exceeded then",
             )
         self._used[segment] += size

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device
-from pi2.plan.documents.quantities import approximate_bytes, approximate_number
+from pi2.plan.documents.quantities import approximate_number, compare_bytes, write_most
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.wish import Wish
-
-_MIB = 1 << 20
 
 
 def find_device_memory(device: Device) -> int | None:
@@ -27,11 +25,11 @@ def plan_within_device(wish: Wish) -> PlannedPlan:
     """
     limit = find_device_memory(wish.device)
     if limit is not None and wish.memory_bytes is not None and wish.memory_bytes > limit:
+        has, asked = compare_bytes(limit, wish.memory_bytes)
         raise UserError.of(
             "P350",
-            f"the device {wish.device.id!r} has {approximate_bytes(limit)} of memory, "
-            f"{approximate_bytes(wish.memory_bytes)} are asked for",
-            help=f"--memory '{limit // _MIB} MiB' is the most",
+            f"the device {wish.device.id!r} has {has} of memory, {asked} are asked for",
+            help=f"--memory '{write_most(limit)}' is the most",
         )
     planned = plan(wish)
     needed = planned.resolved.plan.memory.budget
@@ -42,10 +40,11 @@ def plan_within_device(wish: Wish) -> PlannedPlan:
     if speed >= wish.tokens_s:
         # The program is coarser than the cost model: what it finds in the way need not be.
         return within
+    takes, has = compare_bytes(needed, limit)
     raise UserError.of(
         "P350",
-        f"{approximate_number(wish.tokens_s, 9)} tokens/s take {approximate_bytes(needed)} of "
-        f"memory, the device {wish.device.id!r} has {approximate_bytes(limit)}",
+        f"{approximate_number(wish.tokens_s, 9)} tokens/s take {takes} of memory, "
+        f"the device {wish.device.id!r} has {has}",
         help=f"the nearest wish is --speed {approximate_number(int(speed * 100) / 100, 9)}tok/s",
         exit_code=1,
     )

@@ -26,8 +26,10 @@ from pi2.plan.documents.plan_running import PredictorMode
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
+    compare_bytes,
     format_bytes,
     round_size,
+    write_least,
 )
 from pi2.plan.weights.layout import round_up
 from pi2.planning.bundle_layout import (
@@ -429,11 +431,11 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
         if problem.rates.flash is None:
             check_flash(problem.rates, wish.device)
         needed = _find_budget(problem, least)
+        has, needs = compare_bytes(memory, needed)
         return UserError.of(
             "P350",
-            f"{approximate_bytes(memory)} is not enough: every plan needs at least "
-            f"{approximate_bytes(needed)}",
-            help=f"--memory '{needed // MIB} MiB', or a --context below {wish.context}",
+            f"{has} is not enough: every plan needs at least {needs}",
+            help=f"--memory '{write_least(needed)}', or a --context below {wish.context}",
             notes=notes,
         )
     assert wish.tokens_s is not None
@@ -446,7 +448,7 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
         enough = program.solve("memory", token_s=wish.batch / wish.tokens_s)
         if enough is not None:
             needed = _find_budget(problem, enough)
-            nearest.append(f"--memory '{needed // MIB} MiB'")
+            nearest.append(f"--memory '{write_least(needed)}'")
     return UserError.of(
         "P350",
         f"{approximate_number(wish.tokens_s, 9)} tokens/s cannot be reached{where}: "

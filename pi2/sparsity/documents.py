@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.plan_sparsity import Sparsity
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.thresholds import Thresholds
-from pi2.plan.toml.text import write_key, write_value
 from pi2.sparsity.goals import Goal
 
 _KIB = 1024
@@ -51,28 +49,6 @@ def describe_changes(
     if total > plan.memory.budget:
         changes["memory.budget"] = format_bytes(total)
     return changes
-
-
-def write_tables(changes: Mapping[str, object]) -> str:
-    """The changes as TOML tables, to be put into a plan."""
-    tables: dict[str, list[str]] = {}
-    for key, value in changes.items():
-        if isinstance(value, Mapping):
-            rows = [f"{write_key(str(name))} = {write_value(item)}" for name, item in value.items()]
-            tables.setdefault(key, []).extend(rows)
-            continue
-        table, _, name = key.rpartition(".")
-        tables.setdefault(table, []).append(f"{write_key(name)} = {write_value(value)}")
-    return "\n".join("\n".join([f"[{name}]", *rows, ""]) for name, rows in sorted(tables.items()))
-
-
-def write_plan_text(base: Path, target: Path, changes: Mapping[str, object]) -> str:
-    """A plan at ``target`` that extends the one at ``base``."""
-    reference = os.path.relpath(base.resolve(), target.resolve().parent)
-    if not reference.startswith("."):
-        reference = f"./{reference}"
-    head = f"schema_version = 2\nextends = [{write_value(reference)}]\n"
-    return f"{head}\n{write_tables(changes)}"
 
 
 def relate(file: Path, plan: Path) -> str:

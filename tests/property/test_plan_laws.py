@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.render import full
-from pi2.plan.arithmetic.sizes import round_for_people
 from pi2.plan.authoring.writing import write_plan
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
@@ -22,9 +21,12 @@ from pi2.plan.documents.quantities import (
     SECOND_UNITS,
     WATT_UNITS,
     Units,
+    compare_bytes,
     format_bytes,
     format_quantity,
     parse_quantity,
+    write_least,
+    write_most,
 )
 from pi2.plan.documents.selectors import list_layers
 from pi2.plan.resolve import load_plan
@@ -125,8 +127,20 @@ def test_bytes_are_written_exactly(size: int) -> None:
 
 
 @given(size=st.integers(1, 2**50))
-def test_a_size_for_people_is_little_more(size: int) -> None:
-    assert size <= round_for_people(size) <= 1.25 * size + 1
+def test_a_size_for_people_is_little_more_or_less(size: int) -> None:
+    least, most = (parse_quantity(write(size), BYTE_UNITS) for write in (write_least, write_most))
+    assert size <= least <= 1.25 * size
+    assert 0.75 * size <= most <= size
+
+
+@given(sizes=st.lists(st.integers(0, 2**50), min_size=2, max_size=3))
+def test_sizes_that_differ_are_written_differently(sizes: list[int]) -> None:
+    assert len(set(compare_bytes(*sizes))) == len(set(sizes))
+
+
+@given(size=st.integers(2**20, 2**50))
+def test_what_a_message_says_to_write_is_a_size_of_few_digits(size: int) -> None:
+    assert sum(letter.isdigit() for letter in write_least(size)) <= 9
 
 
 @given(layers=st.sets(st.integers(0, 40), min_size=1))

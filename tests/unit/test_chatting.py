@@ -22,7 +22,7 @@ from click.testing import CliRunner
 import pi2
 from pi2.chatting.session import Session
 from pi2.cli import chat
-from pi2.cli.named_plans import find_plan_path, list_shipped_plans
+from pi2.cli.named_plans import find_plan_path, list_names
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 from pi2.serving.answer_reader import Fragment
@@ -257,10 +257,11 @@ def test_a_model_without_a_chat_template_is_refused_at_once() -> None:
 
 
 def test_shipped_plans_have_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "demo" in list_shipped_plans()
+    assert {"demo", "oneplus-12/bamboo-7b"} <= set(list_names())
     monkeypatch.chdir(tmp_path)
     assert find_plan_path(Path("demo")).name == "demo.plan.toml"
-    assert find_plan_path(Path("demo.plan.toml")) == Path("demo.plan.toml")
+    with pytest.raises(pi2.UserError, match="did you mean demo"):
+        find_plan_path(Path("demo.plan.toml"))
     with pytest.raises(pi2.UserError, match="P001"):
         find_plan_path(Path("other"))
     own = tmp_path / "demo"

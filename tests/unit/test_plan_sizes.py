@@ -17,7 +17,6 @@ from pi2.plan.arithmetic.sizes import (
     compute_needs,
     count_ffn_bytes,
     find_block_bytes,
-    round_for_people,
 )
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_ffn import Predictor
@@ -109,11 +108,6 @@ def test_the_whole_ffn(demo: ResolvedPlan) -> None:
 
 def test_a_block_that_is_not_stated_is_512_bytes(demo: ResolvedPlan) -> None:
     assert find_block_bytes(demo.device) == 512
-
-
-@pytest.mark.parametrize(("size", "rounded"), [(1, 1), (9, 10), (2016256, 2 << 20), (1024, 1024)])
-def test_sizes_for_people(size: int, rounded: int) -> None:
-    assert round_for_people(size) == rounded
 
 
 def test_every_need_is_explained(demo: ResolvedPlan) -> None:

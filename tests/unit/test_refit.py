@@ -10,9 +10,10 @@ import pytest
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.runtime import count_runtime
+from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.resolve import load_plan
-from pi2.refit import Refit, parse_budget, refit_plan
+from pi2.refit import Refit, refit_plan
 
 TWO_UNITS = find_shipped_folder() / "demo-two-units.plan.toml"
 DEMO = find_shipped_folder() / "demo.plan.toml"
@@ -146,9 +147,9 @@ def test_a_plan_that_states_less_for_the_runtime_keeps_it() -> None:
 @pytest.mark.parametrize("text", ["64", "a lot", "64 Mib", "0 B"])
 def test_a_budget_needs_a_unit_and_a_size(text: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse_budget(text)
+        parse_size(text)
     assert caught.value.diagnostics[0].code == "P612"
 
 
 def test_a_budget_may_have_no_space() -> None:
-    assert parse_budget("3GiB") == 3 << 30
+    assert parse_size("3GiB") == 3 << 30

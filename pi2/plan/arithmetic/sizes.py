@@ -447,9 +447,3 @@ def count_gate_read_bytes(resolved: ResolvedPlan) -> int:
     block = find_block_bytes(resolved.device)
     size = round_up(bundle.first_bytes, block)
     return size if size < round_up(bundle.used_bytes, block) else 0
-
-
-def round_for_people(size: int) -> int:
-    """Round up to three binary digits: a size that is easy to read and not much larger."""
-    step = 1 << max(size.bit_length() - 3, 0)
-    return round_up(size, step)

@@ -21,7 +21,13 @@ from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.plan_memory import Segments
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes, round_size
+from pi2.plan.documents.quantities import (
+    approximate_bytes,
+    compare_bytes,
+    format_bytes,
+    round_size,
+    write_least,
+)
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
@@ -83,11 +89,11 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
         fitted = fit_plan(_resolve(values, device, model), budget)
     except Shortage as shortage:
         assert budget is not None
+        has, needs = compare_bytes(budget, shortage.needed_bytes)
         raise UserError.of(
             "P026",
-            f"{approximate_bytes(budget)} is not enough: this plan needs at least "
-            f"{approximate_bytes(shortage.needed_bytes)}",
-            help=f"--memory '{shortage.needed_bytes // MIB} MiB', or a shorter --context",
+            f"{has} is not enough: this plan needs at least {needs}",
+            help=f"--memory '{write_least(shortage.needed_bytes)}', or a shorter --context",
             notes=[f"{name}: {approximate_bytes(n)}" for name, n in shortage.sizes.items() if n],
         ) from None
     values["memory"] = write_memory(fitted.plan)

@@ -31,6 +31,8 @@ class Report:
     diagnostics: tuple[Diagnostic, ...]
     resolved: ResolvedPlan | None = None
     """The plan, if a plan was checked and has no errors."""
+    candidate: ResolvedPlan | None = None
+    """The plan, even if rules found errors in it: sizes that do not fit can be fitted."""
     document: Document | None = None
     """The document itself, if its own file has no schema errors."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -166,6 +168,7 @@ def _report(check: Inspection, *, kind: Kind, resolved: ResolvedPlan | None = No
     return Report(
         diagnostics=found,
         resolved=None if any(item.severity == "error" for item in found) else resolved,
+        candidate=resolved,
         document=check.documents.get(kind),
         sources=check.sources,
         files=check.files,

@@ -78,8 +78,8 @@ def prepare_overrides(values: Mapping[str, object]) -> tuple[Overrides, list[Dia
         reason: str | None = None
         plain: object = None
         try:
-            plain = _make_plain(value)
-            shown = write_value(plain)
+            plain = None if value is None else _make_plain(value)
+            shown = "(left out)" if value is None else write_value(plain)
         except TypeError as error:
             shown, reason = f"<{type(value).__name__}>", str(error)
         lines.append(f"{key} = {shown}")
@@ -133,7 +133,7 @@ def apply_overrides(
 ) -> tuple[dict[str, Any], list[Diagnostic]]:
     """Return ``values`` with every override in its place, and what has no place.
 
-    Tables on the way are made; items of arrays must be there.
+    Tables on the way are made; items of arrays must be there.  None takes a key away.
     """
     result: dict[str, Any] = _copy(values)
     findings = []
@@ -147,7 +147,10 @@ def apply_overrides(
             if not fits:
                 break  # the plan itself is at fault, and that is reported
             if number == len(item.path) - 1:
-                current[part] = _copy(item.value)
+                if item.value is None:
+                    current.pop(part, None)
+                else:
+                    current[part] = _copy(item.value)
             elif isinstance(part, int):
                 current = current[part]
             else:

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from pi2.diagnostics import UserError
+
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -32,6 +34,9 @@ WATT_UNITS: Mapping[str, Fraction] = {"mW": Fraction(1, 1000), "W": Fraction(1)}
 
 _FEW_DIGITS = 6
 """Sizes of so many digits are read at a glance."""
+
+_COARSE_STEPS = {"MiB": 16 * 2**20, "KiB": 4 * 2**10}
+"""Sizes from which on people write whole units."""
 
 _NUMBER = r"[0-9]{1,24}(?:\.[0-9]{1,40})?"
 _QUANTITY = re.compile(rf"\s*(?P<number>{_NUMBER})\s*(?P<unit>[A-Za-zµμ/]+)\s*")
@@ -62,6 +67,23 @@ def parse_quantity(text: str, units: Units) -> Fraction:
         hint = f'write "{match["number"]} {near}"' if near else None
         raise QuantityError(f"unknown unit `{unit}`, expected one of {', '.join(units)}", hint)
     return Fraction(match["number"]) * units[unit]
+
+
+def parse_size(text: str, option: str = "--memory", code: str = "P612") -> int:
+    """Bytes of the value of an option, such as ``"3 GiB"``; UserError with ``code``."""
+    try:
+        size = parse_quantity(text, BYTE_UNITS)
+    except QuantityError as error:
+        number = re.fullmatch(rf"\s*({_NUMBER})\s*", text)
+        reason = str(error) if number is None else "the unit is missing"
+        help_text = f"write {option} {number[1]}GiB, for example" if number else error.hint
+        shown = help_text or f"for example {option} 3GiB"
+        raise UserError.of(code, f"{option} {text!r}: {reason}", help=shown) from None
+    if not 1 <= size < 2**63:
+        reason = "the size is zero" if size < 1 else "no machine has so much"
+        help_text = f"for example {option} 3GiB"
+        raise UserError.of(code, f"{option} {text!r}: {reason}", help=help_text)
+    return int(size)
 
 
 def _find_unit(unit: str, units: Units) -> str | None:
@@ -112,6 +134,43 @@ def round_size(value: int) -> int:
     return value if few or value < mib else value // mib * mib
 
 
+def round_up_size(value: int) -> int:
+    """``value``, or what is a little more and can be written in few digits: whole MiB or KiB."""
+    step = _find_step(value)
+    return -(-value // step) * step
+
+
+def round_down_size(value: int) -> int:
+    """``value``, or what is a little less and can be written in few digits: whole MiB or KiB."""
+    return value // _find_step(value) * _find_step(value)
+
+
+def _find_step(value: int) -> int:
+    for unit in ("MiB", "KiB"):
+        if value >= _COARSE_STEPS[unit]:
+            return _BINARY[unit]
+    return 1
+
+
+def write_least(value: int) -> str:
+    """A size of at least ``value`` for people to write: ``"2704 MiB"``."""
+    return format_bytes(round_up_size(value))
+
+
+def write_most(value: int) -> str:
+    """A size of at most ``value`` for people to write."""
+    return format_bytes(round_down_size(value))
+
+
+def compare_bytes(*values: int) -> tuple[str, ...]:
+    """Write byte counts for people, with as many digits as tell different ones apart."""
+    for digits in range(3, 8):
+        texts = tuple(approximate_bytes(value, digits) for value in values)
+        if len(set(texts)) == len(set(values)):
+            return texts
+    return tuple(f"{value} B" for value in values)
+
+
 def _format_in(value: int, units: Mapping[str, int]) -> str:
     """The shortest exact writing in one of ``units``; at most three decimals."""
     for unit, size in sorted(units.items(), key=lambda item: -item[1]):
@@ -125,12 +184,13 @@ def _count_digits(text: str) -> int:
     return sum(char.isdigit() for char in text)
 
 
-def approximate_bytes(value: float) -> str:
+def approximate_bytes(value: float, digits: int = 3) -> str:
     """Write a byte count for people, rounded: ``"1.46 GiB"``."""
     for unit, size in sorted(_BINARY.items(), key=lambda item: -item[1]):
         # 1,000 MiB and more would not fit into three digits.
         if abs(value) >= (size if unit in ("B", "KiB") else size * 999.5 / 1024):
-            return f"{approximate_number(value / size)} {unit}" if unit != "B" else f"{value:.0f} B"
+            number = f"{value:.0f}" if unit == "B" else approximate_number(value / size, digits)
+            return f"{number} {unit}"
     return "0 B"
 
 

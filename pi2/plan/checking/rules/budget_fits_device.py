@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.checking.findings import Facts, Finding, Origin
-from pi2.plan.documents.quantities import format_bytes
+from pi2.plan.documents.quantities import format_bytes, write_most
 
 CODE = "P203"
 SEVERITY = "error"
@@ -32,7 +32,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         path=("memory", "budget"),
         message=f"the budget is {format_bytes(budget)}, the device `{facts.device.id}` has "
         f"{format_bytes(limit)}",
-        help=f"lower the budget and its segments to {format_bytes(limit)} or less",
+        help=f"lower the budget and its segments to {write_most(limit)} or less",
         origins=(
             Origin(
                 document="device", path=("memory", key), text=f'{key} = "{format_bytes(limit)}"'

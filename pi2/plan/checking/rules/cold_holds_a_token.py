@@ -18,9 +18,8 @@ from collections.abc import Iterator
 
 from pi2.plan.arithmetic.expectations import count_absent
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import round_for_people
 from pi2.plan.checking.findings import Facts, Finding, Origin
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes, write_least
 
 CODE = "P204"
 SEVERITY = "warning"
@@ -51,8 +50,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         message=f"segment cold has {format_bytes(size)}, and one token uses about "
         f"{approximate_bytes(wanted_bytes)} of neurons that are not hot"
         + (_explain_experts(resolved) if is_routed else ""),
-        help=f'write cold = "{format_bytes(round_for_people(least_bytes))}", or lower layers.hot '
-        "to make room",
+        help=f'write cold = "{write_least(least_bytes)}", or lower layers.hot to make room',
         origins=(Origin(document="plan", path=("cache", "policy"), text=f'policy = "{policy}"'),),
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from pi2.plan.arithmetic.resolved import uses_main_memory
 from pi2.plan.checking.findings import Facts, Finding, Origin
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.documents.quantities import approximate_bytes, format_bytes, write_least, write_most
 from pi2.plan.toml.paths import KeyPath
 
 CODE = "P201"
@@ -35,9 +35,9 @@ def check(facts: Facts) -> Iterator[Finding]:
     if excess <= 0:
         return
     largest = max(sizes, key=lambda name: sizes[name])
-    help_text = f"raise the budget to {format_bytes(total)}"
+    help_text = f"raise the budget to {write_least(total)}"
     if cold > excess:
-        help_text += f", or lower cold to {format_bytes(cold - excess)}"
+        help_text += f", or lower cold to {write_most(cold - excess)}"
     yield Finding(
         path=("memory", "budget"),
         message=f"the segments{_name_units(sizes)} add up to {format_bytes(total)}, "

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import round_for_people
 from pi2.plan.checking.findings import Facts, Finding, Origin
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.documents.quantities import compare_bytes, write_least
 
 CODE = "P202"
 SEVERITY = "error"
@@ -39,12 +38,10 @@ def check(facts: Facts) -> Iterator[Finding]:
         size = getattr(resolved.plan.memory.segments, name)
         if size >= need.bytes:
             continue
-        help_text = f'write {name} = "{format_bytes(round_for_people(need.bytes))}"'
+        help_text = f'write {name} = "{write_least(need.bytes)}"'
         if name in _REMEDIES:
             help_text += f", or {_REMEDIES[name]}"
-        has, needs = approximate_bytes(size), approximate_bytes(need.bytes)
-        if has == needs:
-            has, needs = format_bytes(size), format_bytes(need.bytes)
+        has, needs = compare_bytes(size, need.bytes)
         yield Finding(
             path=("memory", "segments", name),
             message=f"segment {name} has {has} and needs {needs}: {need.explanation}",

@@ -14,9 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pi2.plan.arithmetic.sizes import count_unit_needs, round_for_people
+from pi2.plan.arithmetic.sizes import count_unit_needs
 from pi2.plan.checking.findings import Facts, Finding
-from pi2.plan.documents.quantities import approximate_bytes, format_bytes
+from pi2.plan.documents.quantities import (
+    approximate_bytes,
+    compare_bytes,
+    format_bytes,
+    write_least,
+)
 
 CODE = "P264"
 SEVERITY = "error"
@@ -28,7 +33,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     resolved = facts.resolved
     for name, need in count_unit_needs(resolved).items():
         memory = resolved.plan.memory.units.get(name)
-        wanted = format_bytes(round_for_people(need.bytes))
+        wanted = write_least(need.bytes)
         if memory is None and resolved.shares_main_memory(name):
             continue
         if memory is None:
@@ -40,10 +45,10 @@ def check(facts: Facts) -> Iterator[Finding]:
                 help=f'write units.{name}.budget = "{wanted}" into [memory]',
             )
         elif memory.budget < need.bytes:
+            has, needs = compare_bytes(memory.budget, need.bytes)
             yield Finding(
                 path=("memory", "units", name, "budget"),
-                message=f"`{name}` has {format_bytes(memory.budget)} and needs "
-                f"{approximate_bytes(need.bytes)}: {need.explanation}",
+                message=f"`{name}` has {has} and needs {needs}: {need.explanation}",
                 help=f'write budget = "{wanted}", or lower the share of `{name}`',
             )
     for name, memory in resolved.plan.memory.units.items():

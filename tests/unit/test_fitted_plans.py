@@ -1,0 +1,163 @@
+"""What a plan derived gives way to what is wanted now: --set and --memory in every command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pi2
+from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.importing.first_plan import draft_first_plan
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
+from pi2.plan.reading.references import list_shipped
+from pi2.plan.resolve import load_plan
+from pi2.planning.documents import read_document
+from pi2.refit import FittedPlan, read_plan
+from tests.helpers.mixtures import make_mixture_plan
+
+DEMO = list_shipped("plan")["demo"]
+PLANS = ("demo", "oneplus-12/turbosparse-mixtral-47b", "cloud-vm-zen5/bamboo-7b")
+MIB = 1 << 20
+
+
+def read(plan: Path, memory_bytes: int | None = None, **values: object) -> FittedPlan:
+    given = {key.replace("__", "."): value for key, value in values.items()}
+    return read_plan(plan, overrides=given, memory_bytes=memory_bytes)
+
+
+def draft(folder: Path, model: str) -> Path:
+    """The plan that pi2 itself writes for a model."""
+    device, described = (
+        read_document(name, kind).document for name, kind in (("host", "device"), (model, "model"))
+    )
+    assert isinstance(device, Device) and isinstance(described, Model)
+    path = folder / "default.plan.toml"
+    text = draft_first_plan(described, device, 8 << 30, ".")
+    path.write_text(text.replace(f'"./{described.id}.model.toml"', f'"{model}"'))
+    return path
+
+
+def find_least(error: UserError) -> int:
+    """The budget that the error advises."""
+    (item,) = error.diagnostics
+    option = (item.help or "").split("`")[1]
+    assert option.startswith("--memory ")
+    return int(parse_quantity(option.removeprefix("--memory ").strip("'"), BYTE_UNITS))
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"kv__context": 2048}, {"kv__context": 16}, {"decode__batch": 3}, {"prefill__chunk": 256}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", PLANS)
+def test_sizes_follow_what_is_set(name: str, wish: dict[str, Any]) -> None:
+    """Every plan fits, or one finding says what is wrong or the least budget."""
+    try:
+        found = read(list_shipped("plan")[name], **wish)
+        resolved = found.resolved
+    except UserError as error:
+        (item,) = error.diagnostics
+        assert item.code in ("P231", "P611")
+        return
+    assert resolved.plan.memory.budget == load_plan(list_shipped("plan")[name]).plan.memory.budget
+    for segment, need in resolved.needs.items():
+        assert getattr(resolved.plan.memory.segments, segment) >= need.bytes
+
+
+def test_the_least_budget_is_one_that_works() -> None:
+    plan = list_shipped("plan")["oneplus-12/bamboo-7b-half"]
+    with pytest.raises(UserError, match="P611") as caught:
+        read(plan, kv__context=4096, decode__batch=8)
+    least = find_least(caught.value)
+    assert read(plan, least, kv__context=4096, decode__batch=8).resolved
+    with pytest.raises(UserError, match="P611"):
+        read(plan, least - 64 * MIB, kv__context=4096, decode__batch=8)
+
+
+def test_what_somebody_set_is_kept() -> None:
+    found = read(DEMO, decode__batch=4, memory__segments__kv="4 MiB")
+    with pytest.raises(UserError, match="P202"):
+        _ = found.resolved
+
+
+def test_what_is_wrong_otherwise_is_said_without_the_sizes_that_follow_from_it() -> None:
+    found = read(DEMO, kv__context=8192)
+    assert [item.code for item in found.report.diagnostics] == ["P231"]
+
+
+def test_a_mixture_is_computed_whole_if_somebody_says_so(tmp_path: Path) -> None:
+    plan = draft(tmp_path, "qwen3-30b-a3b")
+    assert 'look_ahead = "layer"' in plan.read_text()
+    found = read(plan, decode__predictor="none")
+    assert found.resolved.plan.decode.look_ahead == "none"
+    assert 'decode.look_ahead: "layer" gives way to --set' in found.changes
+    with pytest.raises(UserError, match="P254"):
+        _ = read(plan, decode__predictor="none", decode__look_ahead="layer").resolved
+    assert load_plan(plan).plan.decode.look_ahead == "layer"
+
+
+def test_the_engine_loads_what_was_fitted(tmp_path: Path) -> None:
+    plan = make_mixture_plan(tmp_path, "silu", {"predictor": None})
+    settings = {"backends.cpu": "reference", "decode.batch": 3}
+    with pi2.load(plan, set=settings) as model:
+        assert model.plan.plan.decode.batch == 3
+        assert any(change.startswith("kv: ") for change in model.changes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["show", "demo"],
+        ["explain", "memory.budget", "demo"],
+        ["explain", "demo", "--cost"],
+        ["simulate", "oneplus-12/bamboo-7b"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_takes_another_budget(
+    options: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    memory = "5GiB" if "oneplus-12/bamboo-7b" in options else "1GiB"
+    code = run([*options, "--memory", memory])
+    said = capsys.readouterr()
+    assert f"memory: budget: {'6.08 GiB' if memory == '5GiB' else '128 MiB'} -> " in said.err
+    assert code == 0 or "P351" in said.err  # a device without figures
+
+
+def test_a_fitted_plan_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.plan.toml"
+    command = ["fit", str(DEMO), "--memory", "124MiB", "--set", "decode.batch=2", "-o", str(file)]
+    assert run(command) == 0
+    kept = load_plan(file)
+    assert (kept.plan.memory.budget, kept.plan.decode.batch) == (124 * MIB, 2)
+    wanted = read(DEMO, 124 * MIB, decode__batch=2).resolved.plan
+    assert (kept.plan.memory, kept.plan.layers) == (wanted.memory, wanted.layers)
+    assert run(command) == 2 and "P027" in capsys.readouterr().err
+    assert run([*command, "--force"]) == 0
+    assert run(["fit", str(file), "--memory", "1GiB", "-o", str(file), "--force"]) == 2
+    assert load_plan(file).digest == kept.digest
+
+
+def test_what_gave_way_and_items_of_arrays_are_kept_too(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.plan.toml"
+    plan.write_text(
+        'schema_version = 2\nextends = ["demo"]\ndecode.predictor = "low-rank"\n'
+        'decode.look_ahead = "layer"\nmemory.segments.hot = "768 KiB"\n'
+        'memory.segments.cold = "768 KiB"\n[[layers.overrides]]\nselect = "0-3"\nhot = 0.25\n'
+    )
+    file = tmp_path / "fitted.plan.toml"
+    with pytest.raises(UserError, match="P611") as caught:
+        read(plan, MIB, decode__predictor="gate")
+    least = find_least(caught.value)
+    given = ["--memory", f"{least}B", "--set", "decode.predictor=gate"]
+    assert run(["fit", str(plan), *given, "-o", str(file)]) == 0
+    kept, wanted = load_plan(file).plan, read(plan, least, decode__predictor="gate")
+    assert kept.decode.look_ahead == "none"
+    assert kept.layers == wanted.resolved.plan.layers
+    assert kept.layers.overrides[0].hot != 0.25

@@ -1,0 +1,84 @@
+"""A plan has one name in every command: pulled models, shipped plans, checkpoints and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.cli.named_plans import find_document_path, find_plan_path, list_names
+from pi2.diagnostics import UserError
+from pi2.plan.reading.references import list_shipped
+
+NESTED = "oneplus-12/bamboo-7b-half"
+
+
+def report(name: str) -> str:
+    with pytest.raises(UserError) as caught:
+        find_plan_path(Path(name))
+    (found,) = caught.value.diagnostics
+    assert found.code == "P001"
+    return found.help or ""
+
+
+def test_every_shipped_plan_has_its_name() -> None:
+    shipped = list_shipped("plan")
+    assert len(shipped) > 9 and NESTED in shipped
+    for name, path in shipped.items():
+        assert find_plan_path(Path(name)) == find_document_path(Path(name)) == path
+    assert set(shipped) <= set(list_names())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["validate", NESTED],
+        ["show", NESTED],
+        ["explain", "kv.context", NESTED],
+        ["explain", NESTED, "--cost"],
+        ["simulate", NESTED, "--tokens", "4"],
+        ["diff", "demo", NESTED, "--no-simulate"],
+        ["diff", NESTED, NESTED],
+        ["fit", NESTED, "--memory", "6GiB"],
+        ["show", "oneplus-12"],
+        ["explain", "memory.capacity", "oneplus-12"],
+        ["diff", "bamboo-7b", "llama-2-7b"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_takes_names(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(command) == 0
+
+
+def test_a_name_that_nothing_has_leads_to_names_that_are_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean oneplus-12/bamboo-7b-half" in report("oneplus-12/bamboo-7b-hlf")
+    assert "oneplus-12/bamboo-7b-half or oneplus-ace-2/bamboo-7b-half" in report("bamboo-7b-half")
+    assert "did you mean demo" in report("demo.plan.toml")
+    (tmp_path / "mine.plan.toml").touch()
+    assert "did you mean mine.plan.toml" in report("mien.plan.toml")
+    assert "pi2 pull hf:meta-llama/Llama-3" in report("meta-llama/Llama-3")
+    assert "pi2 pull hf:org/name@v2" in report("hf:org/name@v2")
+    assert report("x" * 5000) and report("a\0b")
+
+
+def test_an_unknown_name_is_a_finding_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", "demo", "dmo", "--output-format", "json"]) == 2
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["code"], found["span"]["file"]) == ("P001", "dmo")
+
+
+def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert find_plan_path(Path("demo")).name == "demo.plan.toml"
+    (tmp_path / "oneplus-12").mkdir()
+    (tmp_path / NESTED).write_text("")
+    assert find_plan_path(Path(NESTED)) == Path(NESTED)
