@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pi2.engine.generation import Generation, GenerationResult
     from pi2.engine.loaded_model import LoadedModel
     from pi2.engine.statistics import RunStatistics
-    from pi2.orchestrator import load
+    from pi2.loading import load
 
 __all__ = [
     "Generation",
@@ -32,7 +32,7 @@ _HOMES = {
     "LoadedModel": "pi2.engine.loaded_model",
     "RunStatistics": "pi2.engine.statistics",
     "UserError": "pi2.diagnostics",
-    "load": "pi2.orchestrator",
+    "load": "pi2.loading",
 }
 
 

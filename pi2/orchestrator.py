@@ -80,15 +80,7 @@ def load(
     make_observer: MakeObserver | None = None,
     thresholds: GivenThresholds = None,
 ) -> LoadedModel:
-    """Load the model of the plan at ``path``.
-
-    ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``; ``locked``
-    refuses references whose source on this machine is not what ``pi2.lock`` says; ``memory``,
-    such as ``"3 GiB"``, is another budget, to which the segments are fitted.  ``progress``
-    is called with a label and the share done while something takes its time; ``make_observer``
-    may give an observer of the executor; ``thresholds`` count instead of those that the plan
-    names, ``"none"`` that there are none yet.  Raises `UserError` with all findings.
-    """
+    """Load the model of the plan at ``path``; the rest is `pi2.load`'s."""
     # A bundle has none of these: its plan was resolved where it was built.
     from pi2.plan.documents.quantities import parse_size
     from pi2.refit import read_plan

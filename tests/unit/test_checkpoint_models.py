@@ -12,9 +12,11 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 
+import pi2
 from pi2.cli.checkpoint_models import find_precision
 from pi2.cli.main import run
 from pi2.cli.named_plans import find_plan_path
+from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.pulled_models import find_model, list_models
@@ -75,6 +77,19 @@ def test_a_gguf_file_is_converted_once(
     assert run(["remove", "tiny-q8"]) == 0
     assert list_models() == []
     assert file.exists()
+
+
+def test_python_loads_what_a_command_runs(tmp_path: Path, models: Path) -> None:
+    """A file, then the model that it became by its name, its folder and its plan."""
+    file = write_model(tmp_path, "tiny")
+    texts = []
+    for path in (file, str(file), "tiny", models / "tiny", models / "tiny/default.plan.toml"):
+        with pi2.load(path, memory="160 MiB", set={"backends.cpu": "reference"}) as model:
+            assert model.plan.plan.memory.budget == 160 << 20
+            texts.append(model.generate("hello", max_tokens=3, temperature=0.0).result.text)
+    assert len(set(texts)) == 1
+    with pytest.raises(UserError, match="P001"):
+        pi2.load("no-such-model")
 
 
 def test_a_file_that_has_changed_is_converted_again(tmp_path: Path, models: Path) -> None:

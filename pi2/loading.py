@@ -1,0 +1,53 @@
+"""`pi2.load`: a model from whatever `pi2 run` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pi2 import orchestrator
+
+if TYPE_CHECKING:
+    from pi2.engine.loaded_model import LoadedModel
+    from pi2.orchestrator import MakeObserver
+    from pi2.plan.reading.thresholds import GivenThresholds
+    from pi2.progress import Progress
+
+
+def load(
+    path: str | Path,
+    *,
+    set: Mapping[str, object] | None = None,
+    locked: bool = False,
+    memory: str | None = None,
+    progress: Progress | None = None,
+    make_observer: MakeObserver | None = None,
+    thresholds: GivenThresholds = None,
+) -> LoadedModel:
+    """Load a model: of the plan at ``path``, or of what else `pi2 run` takes.
+
+    That is a GGUF file or a checkpoint's folder, which is converted once, the folder of a neuron
+    store, or the name of a model that was pulled or converted, or of a plan that comes with pi2.
+
+    ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``; ``locked``
+    refuses references whose source on this machine is not what ``pi2.lock`` says; ``memory``,
+    such as ``"3 GiB"``, is another budget, to which the segments are fitted.  ``progress``
+    is called with a label and the share done while something takes its time; ``make_observer``
+    may give an observer of the executor; ``thresholds`` count instead of those that the plan
+    names, ``"none"`` that there are none yet.  Raises `UserError` with all findings.
+    """
+    plan = Path(path)
+    if not plan.name.endswith(".plan.toml"):
+        from pi2.cli.named_plans import find_plan_path
+
+        plan = find_plan_path(plan)
+    return orchestrator.load(
+        plan,
+        set=set,
+        locked=locked,
+        memory=memory,
+        progress=progress,
+        make_observer=make_observer,
+        thresholds=thresholds,
+    )
