@@ -55,9 +55,14 @@ class LlamaRecipe:
         """See `pi2.benchmarks.contestant`."""
         return "llama.cpp"
 
+    @property
+    def file(self) -> Path:
+        """The file that it reads, and writes if it is not there."""
+        return find_gguf(self.model, self.folder, self.like)
+
     def __call__(self, progress: Progress) -> LlamaContestant:
         check_installed()
-        path = find_gguf(self.model, self.folder, self.like)
+        path = self.file
         if not path.exists():
             write_gguf(self.model, path, progress, self.like)
         return LlamaContestant(self, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,6 +33,7 @@ def measure_plan(
     text: str | None = None,
     progress: Progress = ignore_progress,
     note_lost: NoteLost = lambda error: None,
+    note_file: Callable[[Path], None] = lambda path: None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Outcome]:
     """Measure ``workloads`` with the plan at ``path``.
@@ -40,7 +41,8 @@ def measure_plan(
     ``against`` names an engine (``llama.cpp``) that does the same in turns with the plan; ``text``
     is what tokens are taken from.  Raises `UserError` as loading does, P641 and P642 for what
     cannot be measured, P653 and P654 if the other engine is not there.  ``note_lost`` is told where
-    it fails (P652) or crashes (P640): the plan is measured without it.
+    it fails (P652) or crashes (P640): the plan is measured without it.  ``note_file`` is told the
+    file that the other engine reads, before it is written.
     """
     resolved = load_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
     if against is not None:
@@ -56,6 +58,8 @@ def measure_plan(
                 threads=threads,
                 folder=find_cache_folder("peers"),
             )
+            if not other.file.exists():
+                note_file(other.file)
             try:
                 contestants.append(stack.enter_context(RemoteContestant(other, progress)))
             except UserError as error:

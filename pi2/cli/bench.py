@@ -111,6 +111,11 @@ def parse_counts(
 )
 @click.option("--against", type=click.Choice(AGAINST), help=("Alternate runs with another engine."))
 @click.option(
+    "--keep",
+    is_flag=True,
+    help="Keep the other engine's files for the next comparison (`pi2 cache` lists them).",
+)
+@click.option(
     "--text",
     type=click.Path(path_type=Path),
     help="Take tokens from this text file instead of the vocabulary in order.",
@@ -128,6 +133,7 @@ def command(
     with_profile: bool,
     only_load: bool,
     against: str | None,
+    keep: bool,
     text: Path | None,
     memory: str | None,
     settings: tuple[str, ...],
@@ -159,19 +165,26 @@ def command(
     conditions = describe_conditions(None if text is None else text.name)
     outcomes: list[Outcome] = []
     lost: list[UserError] = []
-    for plan in chosen:
-        with ProgressBar() as progress:
-            outcomes += measure_plan(
-                plan.path,
-                plan.overrides,
-                workloads,
-                repetitions=repetitions,
-                with_profile=with_profile,
-                against=against,
-                text=content,
-                progress=progress,
-                note_lost=lost.append,
-            )
+    written: list[Path] = []
+    try:
+        for plan in chosen:
+            with ProgressBar() as progress:
+                outcomes += measure_plan(
+                    plan.path,
+                    plan.overrides,
+                    workloads,
+                    repetitions=repetitions,
+                    with_profile=with_profile,
+                    against=against,
+                    text=content,
+                    progress=progress,
+                    note_lost=lost.append,
+                    note_file=written.append,
+                )
+    finally:
+        for file in () if keep else written:
+            # It is as large as the model, and written again for the next comparison.
+            file.unlink(missing_ok=True)
     write = {
         "md": report.write_markdown,
         "json": report.write_json,
