@@ -66,6 +66,7 @@ class GenerationRequest:
 
     prompt_ids: Sequence[int]
     max_tokens: int
+    """Most tokens of the answer; with 0 the prompt is read and nothing is generated."""
     stop: Sequence[str]
     stop_ids: frozenset[int]
     sampling: SamplingOptions
@@ -75,11 +76,13 @@ class GenerationRequest:
     """Makes what says which tokens may come; None lets all."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that are part of the text; the text of others is left out."""
+    scores_prompt: bool = False
+    """Whether the prompt's tokens are reported as well, with as many ``alternatives``."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """How likely a token was that was drawn."""
+    """How likely a token was that was drawn, or that a prompt has."""
 
     token: int
     log_probability: float
@@ -159,8 +162,12 @@ class Answer:
         return self._count - self._prompt
 
     def take(self, logits: F32) -> Piece:
-        """Draw a token from ``logits`` [vocab]; return what has become certain."""
+        """Draw a token from ``logits`` [vocab], if one may come; return what has become certain."""
         assert self.reason is None, "it has ended"
+        if self._request.max_tokens == 0:
+            self.reason, self._first = "length", time.perf_counter()
+            self._now = self._first
+            return Piece("")
         bias = None if self._constraint is None else self._constraint.find_bias()
         token = self._sampler.sample(
             logits, self._ids[: self._count], prompt=self._prompt, bias=bias
@@ -191,7 +198,7 @@ class Answer:
         count = self._request.alternatives
         if count is None:
             return Piece(text)
-        score = _score(logits, token, count)
+        score = score_token(logits, token, count)
         self._log_probability += score.log_probability
         return Piece(text, (score,))
 
@@ -211,12 +218,12 @@ class Answer:
             decode_s=self._now - self._first,
             mean_log_probability=None
             if self._request.alternatives is None
-            else self._log_probability / self.made_tokens,
+            else self._log_probability / max(self.made_tokens, 1),
         )
 
 
-def _score(logits: F32, token: int, count: int) -> TokenScore:
-    """How likely ``token`` was of ``logits`` [vocab], beside the ``count`` most likely ones."""
+def score_token(logits: F32, token: int, count: int) -> TokenScore:
+    """How likely ``token`` is of ``logits`` [vocab], beside the ``count`` most likely ones."""
     scores = logits.astype(np.float64)
     scores -= scores.max()
     scores -= np.log(np.exp(scores).sum())

@@ -19,7 +19,7 @@ from pi2.backends.protocol import (
 )
 from pi2.engine.divided_rows import WholeRows
 from pi2.engine.feed_forward import FeedForward
-from pi2.engine.sequences import Sequences, tell_share
+from pi2.engine.sequences import Sequences, read_rows, tell_share
 from pi2.memory.lending import ContextLoan
 from pi2.plan.weights.layout import round_up
 from pi2.store.embedding_rows import EmbeddingRows
@@ -147,13 +147,14 @@ class Forward(Sequences):
         tokens: I32,
         *,
         all_logits: bool = False,
+        take: Callable[[F32], None] | None = None,
         progress: Callable[[float], None] = lambda share: None,
         end: int = 0,
         sequence: int = 0,
     ) -> F32:
         """See `pi2.engine.sequences.Sequences`."""
         read = self._rows.compute_logits
-        return self._read_prompt(tokens, read, all_logits, progress, end, sequence)
+        return self._read_prompt(tokens, read, all_logits, take, progress, end, sequence)
 
     def read_hidden(self, tokens: I32, *, end: int = 0, sequence: int = 0) -> F32:
         """Process the next ``tokens`` of a sequence as `prefill` does; returns what the head reads
@@ -161,13 +162,14 @@ class Forward(Sequences):
         `RowDivider`."""
         assert isinstance(self._executor, RowDivider)
         read = self._executor.read_head_input
-        return self._read_prompt(tokens, read, True, lambda share: None, end, sequence)
+        return self._read_prompt(tokens, read, True, None, lambda share: None, end, sequence)
 
     def _read_prompt(
         self,
         tokens: I32,
         read: Callable[[int], F32],
         all_rows: bool,
+        take: Callable[[F32], None] | None,
         progress: Callable[[float], None],
         end: int,
         sequence: int,
@@ -189,13 +191,10 @@ class Forward(Sequences):
             self._run_dense(chunks, sequence, tell)
             for number, chunk in enumerate(chunks):
                 last = start + len(together) == len(tokens) and number == len(chunks) - 1
-                if all_rows or last:
+                if all_rows or take is not None or last:
                     self._executor.select_chunk(number)
-                    first = 0 if all_rows else len(chunk) - 1
-                    while first < len(chunk):
-                        parts.append(read(first).copy())
-                        first += len(parts[-1])
-        return np.concatenate(parts)
+                    parts += read_rows(read, len(chunk), all_rows, take)
+        return np.concatenate(parts if all_rows else parts[-1:])
 
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         """See `pi2.engine.sequences.Sequences`."""

@@ -363,12 +363,13 @@ class LoadedModel:
         max_tokens: int,
         stop: str | Sequence[str],
         ignore_eos: bool,
+        least: int = 1,
     ) -> GenerationRequest:
         self._scheduler.check_open()
-        if max_tokens < 1:
-            raise UserError.of("P604", f"max_tokens must be 1 or more, not {max_tokens}")
+        if max_tokens < least:
+            raise UserError.of("P604", f"max_tokens must be {least} or more, not {max_tokens}")
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_ids(ids)
+        self._check_ids(ids, answer=min(max_tokens, 1))
         return GenerationRequest(
             prompt_ids=ids,
             max_tokens=max_tokens,
@@ -420,19 +421,27 @@ class LoadedModel:
         alternatives: int | None = None,
         make_constraint: Callable[[], Constraint] | None = None,
         shown_ids: frozenset[int] = frozenset(),
+        scores_prompt: bool = False,
+        least: int = 1,
         **sampling: Any,
     ) -> GenerationRequest:
         """A request for the scheduler; what is not given of ``sampling`` is the plan's.
+
+        ``least``: the smallest ``max_tokens``; 0 reads the prompt and generates nothing.
 
         Raises UserError P601, P603, P604, P606 and P615 as `generate` does.
         """
         context = self.plan.plan.kv.context
         most = context if max_tokens is None else max_tokens
         found = self._describe_request(
-            prompt_ids, self._choose_sampling(**sampling), most, stop, ignore_eos
+            prompt_ids, self._choose_sampling(**sampling), most, stop, ignore_eos, least
         )
         return replace(
-            found, alternatives=alternatives, make_constraint=make_constraint, shown_ids=shown_ids
+            found,
+            alternatives=alternatives,
+            make_constraint=make_constraint,
+            shown_ids=shown_ids,
+            scores_prompt=scores_prompt,
         )
 
     def logits(

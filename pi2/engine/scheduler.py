@@ -15,10 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Condition, RLock, get_ident
+from typing import Any
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.engine.answer import Answer, GenerationRequest, Piece, SequenceResult
+from pi2.engine.answer import (
+    Answer,
+    GenerationRequest,
+    Piece,
+    SequenceResult,
+    TokenScore,
+    score_token,
+)
 from pi2.engine.line import Line
 from pi2.engine.prefixes import NoPrefixes, Prefixes
 from pi2.engine.rounds import Rounds
@@ -28,6 +36,10 @@ from pi2.engine.text import TokenDecoder
 
 _PATIENCE_S = 1.0
 """Whoever waits for a place looks again after this time."""
+
+
+class _Unwanted(Exception):
+    """Nobody wants the prompt that is being read."""
 
 
 def tell_nobody() -> None:
@@ -63,6 +75,8 @@ class Ticket:
         token.  Any thread may set it."""
         self.ended = False
         """Whether nothing will come any more."""
+        self.prompt_scores: list[TokenScore] = []
+        """How likely the prompt's tokens are, but the first one, if that is asked for."""
         self.reused_tokens = 0
         """Tokens of the prompt whose keys and values were there already."""
         self.shared_tokens = 0
@@ -266,7 +280,10 @@ class Scheduler:
         """Choose a free place for a request, and whether its prompt is read for it."""
         ids, leader = ticket.request.prompt_ids, self._find_leader(ticket)
         if leader is None:
-            place, ticket.reused_tokens = self.prefixes.choose_place(self._free, ids)
+            if ticket.request.scores_prompt:  # all of it has to be read
+                place = self.prefixes.choose_empty(self._free)
+            else:
+                place, ticket.reused_tokens = self.prefixes.choose_place(self._free, ids)
             self._reading[place] = ticket
         else:
             place = self.prefixes.choose_empty(self._free)
@@ -279,10 +296,11 @@ class Scheduler:
         """The place in which the prompt of a request is being read for another one."""
         if not self._forward.copies:
             return None
-        ids = list(ticket.request.prompt_ids)
-        reading = self._reading.items()
-        same = (place for place, other in reading if list(other.request.prompt_ids) == ids)
-        return next(same, None)
+        ids, scored = list(ticket.request.prompt_ids), ticket.request.scores_prompt
+        for place, other in self._reading.items():
+            if list(other.request.prompt_ids) == ids and other.request.scores_prompt >= scored:
+                return place
+        return None
 
     def _let_next_read(self, place: int) -> None:
         """Let the first of those read the prompt for whom ``place`` will not read it."""
@@ -296,7 +314,9 @@ class Scheduler:
     def _share_prompt(self, place: int, logits: F32) -> None:
         """Give what was read in ``place`` to those for whom it was read, too; ``logits`` [vocab]
         are those after it."""
+        scores = self._reading[place].prompt_scores
         for own, ticket in self._following.pop(place, []):
+            ticket.prompt_scores = scores
             try:
                 self._forward.copy(place, own)
                 self.prefixes.note_copy(place, own)
@@ -317,15 +337,22 @@ class Scheduler:
             # Pieces begin where they begin in a prompt that is read without reuse.
             end = min(len(ids), done + self._piece_tokens - done % self._piece_tokens)
             start = time.perf_counter()
-            report = partial(_report, ticket.progress, done, end, len(ids))
+            report = partial(self._report, place, ticket, done, end)
+            more: dict[str, Any] = {}
+            if ticket.request.scores_prompt:
+                more["take"] = partial(_score_prompt, ticket)
             try:
                 logits = self._forward.prefill(
-                    ids[done:end], progress=report, end=len(ids), sequence=place
+                    ids[done:end], progress=report, end=len(ids), sequence=place, **more
                 )
                 self.prefixes.note_prompt(place, ids[:end])
                 if end == len(ids):
                     self._take(ticket, logits[0])
                     self._share_prompt(place, logits[0])
+            except _Unwanted:
+                self._forward.reset(place)
+                self.prefixes.forget(place)
+                self._end(ticket)
             except Exception as error:
                 self._fail(ticket, error)
                 self._let_next_read(place)
@@ -336,6 +363,13 @@ class Scheduler:
                 del self._reading[place]
                 self._running[place] = ticket
                 self._free_ended()
+
+    def _report(self, place: int, ticket: Ticket, done: int, end: int, share: float) -> None:
+        """Report the share of a prompt that is done, with ``share`` of the tokens up to ``end``; stop
+        reading what nobody wants any more."""
+        if ticket.cancelled and not self._following.get(place):
+            raise _Unwanted
+        ticket.progress((done + (end - done) * share) / len(ticket.request.prompt_ids))
 
     def _step(self) -> None:
         """Draw tokens of every sequence whose prompt is read: one, and those that were guessed."""
@@ -444,11 +478,12 @@ def _get_answer(ticket: Ticket) -> Answer:
     return ticket.answer
 
 
-def _report(
-    progress: Callable[[float], None], done: int, end: int, total: int, share: float
-) -> None:
-    """Report the share of a prompt that is done, with ``share`` of the tokens up to ``end``."""
-    progress((done + (end - done) * share) / total)
+def _score_prompt(ticket: Ticket, logits: F32) -> None:
+    """Take notice of ``logits`` [n, vocab], those after the next tokens of a prompt."""
+    ids, scores = ticket.request.prompt_ids, ticket.prompt_scores
+    following = ids[len(scores) + 1 : len(scores) + 1 + len(logits)]
+    count = ticket.request.alternatives or 0
+    scores += [score_token(row, token, count) for row, token in zip(logits, following, strict=False)]
 
 
 def _describe_closed() -> UserError:

@@ -75,13 +75,15 @@ class Sequences(ABC):
         tokens: I32,
         *,
         all_logits: bool = False,
+        take: Callable[[F32], None] | None = None,
         progress: Callable[[float], None] = lambda share: None,
         end: int = 0,
         sequence: int = 0,
     ) -> F32:
         """Process ``tokens`` [n], n >= 1, densely in chunks; ``progress`` is told the share done.
 
-        ``end``: tokens of the whole prompt, where ``tokens`` are a part of it.
+        ``end``: tokens of the whole prompt, where ``tokens`` are a part of it.  ``take`` is given
+        the logits after all of them, a few rows at a time, valid during the call.
 
         Returns the logits after the last one, [1, vocab], or of all, [n, vocab], as a copy.
         """
@@ -162,3 +164,19 @@ def tell_share(
 ) -> None:
     """Report the share of ``total`` tokens that is done, with ``share`` of these ``count``."""
     progress((before + count * share) / total)
+
+
+def read_rows(
+    read: Callable[[int], F32], count: int, all_rows: bool, take: Callable[[F32], None] | None
+) -> list[F32]:
+    """Copies of the rows that ``read`` gives of a chunk's ``count`` tokens, some from a first one
+    on: of all, or of the last; ``take`` is given all of them."""
+    parts, first = [], 0 if all_rows or take is not None else count - 1
+    while first < count:
+        rows = read(first)
+        first += len(rows)
+        if take is not None:
+            take(rows)
+        if all_rows or first == count:
+            parts.append((rows if all_rows else rows[-1:]).copy())
+    return parts

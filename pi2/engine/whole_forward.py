@@ -8,7 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.backends.whole_model import WholeModel
-from pi2.engine.sequences import Sequences
+from pi2.engine.sequences import Sequences, read_rows
 from pi2.engine.waves import NeuronCounters
 
 
@@ -41,12 +41,13 @@ class WholeForward(Sequences):
         tokens: I32,
         *,
         all_logits: bool = False,
+        take: Callable[[F32], None] | None = None,
         progress: Callable[[float], None] = lambda share: None,
         end: int = 0,
         sequence: int = 0,
     ) -> F32:
         """See `pi2.engine.sequences.Sequences`."""
-        parts = []
+        parts: list[F32] = []
         self._model.expect(max(end, self.positions[sequence] + len(tokens)))
         for start in range(0, len(tokens), self._chunk):
             chunk = tokens[start : start + self._chunk]
@@ -58,13 +59,10 @@ class WholeForward(Sequences):
                 raise
             self.positions[sequence] += len(chunk)
             done = start + len(chunk)
-            if all_logits or done == len(tokens):
-                first = 0 if all_logits else len(chunk) - 1
-                while first < len(chunk):
-                    parts.append(self._model.logits(first).copy())
-                    first += len(parts[-1])
+            if all_logits or take is not None or done == len(tokens):
+                parts += read_rows(self._model.logits, len(chunk), all_logits, take)
             progress(done / len(tokens))
-        return np.concatenate(parts)
+        return np.concatenate(parts if all_logits else parts[-1:])
 
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         """See `pi2.engine.sequences.Sequences`."""
