@@ -365,8 +365,8 @@ class Scheduler:
                 self._free_ended()
 
     def _report(self, place: int, ticket: Ticket, done: int, end: int, share: float) -> None:
-        """Report the share of a prompt that is done, with ``share`` of the tokens up to ``end``; stop
-        reading what nobody wants any more."""
+        """Report the share of a prompt that is done, with ``share`` of the tokens up to ``end``;
+        stop reading what nobody wants any more."""
         if ticket.cancelled and not self._following.get(place):
             raise _Unwanted
         ticket.progress((done + (end - done) * share) / len(ticket.request.prompt_ids))
@@ -483,7 +483,8 @@ def _score_prompt(ticket: Ticket, logits: F32) -> None:
     ids, scores = ticket.request.prompt_ids, ticket.prompt_scores
     following = ids[len(scores) + 1 : len(scores) + 1 + len(logits)]
     count = ticket.request.alternatives or 0
-    scores += [score_token(row, token, count) for row, token in zip(logits, following, strict=False)]
+    for row, token in zip(logits, following, strict=False):
+        scores.append(score_token(row, token, count))
 
 
 def _describe_closed() -> UserError:

@@ -20,18 +20,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
-from pi2.serving import chat, completions, embeddings, messages, ollama, responses
+from pi2.serving import ollama
 from pi2.serving.calls import Limits
 from pi2.serving.errors import ApiError, explain_user_error, find_form
 from pi2.serving.host import Host, ServedPlan
 from pi2.serving.hosts import Hosts
 from pi2.serving.metrics import Metrics
-from pi2.serving.openapi import describe_interface
+from pi2.serving.openapi import OPERATIONS, describe_interface
 from pi2.serving.own_names import is_own_name
 from pi2.serving.page import read_page
 from pi2.serving.requests import ClientGone, JsonResponse, Service
 from pi2.serving.state import describe_state
-from pi2.serving.tokens import detokenize, tokenize
 
 Endpoint = Callable[[Request, Service], Awaitable[Response]]
 
@@ -119,12 +118,6 @@ def make_application(settings: Settings) -> Starlette:
     async def show_interface(request: Request, service: Service) -> Response:
         return JsonResponse(describe_interface())
 
-    async def show_version(request: Request, service: Service) -> Response:
-        return JsonResponse({"version": ollama.VERSION})
-
-    async def list_tags(request: Request, service: Service) -> Response:
-        return JsonResponse(ollama.list_tags(service.hosts.hosts))
-
     async def show_state(request: Request, service: Service) -> Response:
         found = await asyncio.to_thread(describe_state, service.hosts.hosts.values())
         return JsonResponse({**found, "replica": settings.replica})
@@ -145,17 +138,15 @@ def make_application(settings: Settings) -> Starlette:
             route("/openapi.json", show_interface, "GET"),
             route("/v1/models", list_models, "GET"),
             route("/v1/models/{name:path}", show_model, "GET"),
-            route("/v1/chat/completions", chat.answer_chat),
-            route("/v1/completions", completions.answer_completion),
-            route("/v1/embeddings", embeddings.answer_embeddings),
-            route("/v1/responses", responses.answer_responses),
-            route("/v1/messages", messages.answer_messages),
-            route("/v1/messages/count_tokens", messages.count_tokens),
-            route("/tokenize", tokenize),
-            route("/detokenize", detokenize),
-            route("/api/chat", ollama.answer_chat),
-            route("/api/tags", list_tags, "GET"),
-            route("/api/version", show_version, "GET"),
+            *(route(operation.path, operation) for operation in OPERATIONS),
+            route("/api/tags", ollama.list_tags, "GET"),
+            route("/api/ps", ollama.list_running, "GET"),
+            route("/api/version", ollama.show_version, "GET"),
+            *(
+                route(f"/api/{change}", ollama.refuse_change)
+                for change in ("pull", "push", "create", "copy")
+            ),
+            route("/api/delete", ollama.refuse_change, "DELETE"),
             route("/api/state", show_state, "GET"),
         ],
         middleware=list_middleware(settings),
@@ -211,10 +202,7 @@ def _describe_model(host: Host) -> dict[str, Any]:
 
 def refuse(error: ApiError, path: str) -> Response:
     """What a client is told whose request is not answered."""
-    if path.startswith("/api/"):
-        body = ollama.describe_error(error)
-    else:
-        body = error.describe(find_form(path))
+    body = error.describe(find_form(path))
     return JsonResponse(body, status_code=error.status, headers=error.headers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,6 +59,8 @@ class Ask:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     alternatives: int | None = None
+    scores_prompt: bool = False
+    """Whether the prompt's tokens are reported as well; needs ``alternatives``."""
     ignore_eos: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """What is given of how tokens are drawn; the rest is the plan's."""
@@ -76,6 +78,8 @@ class Delta:
     index: int
     items: Sequence[Fragment | ToolCall]
     scores: Sequence[TokenScore] = ()
+    prompt_scores: Sequence[TokenScore] = ()
+    """Those of the prompt's tokens but the first one, where they are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,10 @@ class Finished:
     reasoning_tokens: int
     reused_tokens: int
     """Tokens of the prompt that were not read again."""
+    prompt_s: float
+    """Seconds from its beginning to the first token."""
+    decode_s: float
+    """Seconds from the first token to the last."""
 
 
 async def prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]) -> Ask:
@@ -116,10 +124,6 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
             for tool in conversation.tools
             if conversation.named_tool in (None, tool.get("name"))
         ]
-        if not wanted:
-            raise ApiError(
-                400, f"There is no tool '{conversation.named_tool}'.", param="tool_choice"
-            )
         grammar = write_call_grammar(facts.tools, wanted, parallel=conversation.parallel_calls)
     elif conversation.json_schema is not None:
         grammar = write_json_grammar(conversation.json_schema)
@@ -164,87 +168,116 @@ def _render_as_sampled(host: Host, conversation: Conversation) -> str:
     return max(prompt, sampled, key=host.replay.measure)
 
 
-async def generate(
-    host: Host, ask: Ask, limits: Limits, metrics: Metrics
-) -> AsyncGenerator[Delta | Finished, None]:
-    """Have the sequences generated; give what comes of them, and the end of each.
+class Answers:
+    """Sequences under way: what comes of them, and the end of each.
 
-    Raises ApiError: 400 for what cannot be asked, 429 if too many wait, 504 if it takes too long.
-    Whoever stops iterating gives all of them up.
+    Raises ApiError: at once 400 for what cannot be asked and 429 if too many wait, later 504 if it
+    takes too long.  Whoever closes it gives all of them up.
     """
-    tickets = _make_tickets(host, ask, limits)
-    events: asyncio.Queue[Delta | Finished | Exception] = asyncio.Queue()
-    try:
-        # Together, so that their prompt is read once.
-        host.driver.submit(*tickets)
-    except UserError as error:
-        raise explain_user_error(error) from None
-    tasks = [
-        asyncio.create_task(_follow(host, ask, ticket, number, events, metrics))
-        for number, ticket in enumerate(tickets)
-    ]
-    # `asyncio.timeout` would end the task that asks for the first event: others ask for the rest.
-    late = ApiError(504, f"the answer took more than {limits.time_s:g} s")
 
-    def give_up() -> None:
-        events.put_nowait(late)
+    def __init__(self, host: Host, asks: Sequence[Ask], limits: Limits, metrics: Metrics) -> None:
+        """Sequences are numbered through, those of the first of ``asks`` first."""
+        self._host = host
+        self._tickets = _make_tickets(host, asks, limits)
+        self._events: asyncio.Queue[Delta | Finished | Exception] = asyncio.Queue()
+        try:
+            # Together, so that a prompt is read once.
+            host.driver.submit(*self._tickets)
+        except UserError as error:
+            raise explain_user_error(error) from None
+        owners = [ask for ask in asks for _ in range(ask.count)]
+        self._tasks = [
+            asyncio.create_task(_follow(host, ask, ticket, number, self._events, metrics))
+            for number, (ask, ticket) in enumerate(zip(owners, self._tickets, strict=True))
+        ]
+        self._going = len(self._tasks)
+        # `asyncio.timeout` would end the task that asks for the first event: others may ask for
+        # the rest.
+        late = ApiError(504, f"the answer took more than {limits.time_s:g} s")
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(limits.left_s, self._give_up, late)
+
+    def _give_up(self, reason: ApiError | None = None) -> None:
+        if reason is not None:
+            self._events.put_nowait(reason)
         # At once: whoever should take the event may not read.
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        for ticket in tickets:
+        for ticket in self._tickets:
             if not ticket.ended:
-                host.driver.cancel(ticket)
+                self._host.driver.cancel(ticket)
 
-    timer = asyncio.get_running_loop().call_later(limits.left_s, give_up)
-    try:
-        going = len(tasks)
-        while going:
-            event = await events.get()
-            if isinstance(event, Exception):
-                raise event
-            going -= isinstance(event, Finished)
-            yield event
-    finally:
-        timer.cancel()
-        for ticket in tickets:
-            if not ticket.ended:
-                host.driver.cancel(ticket)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    @property
+    def going(self) -> bool:
+        """Whether something will come still."""
+        return self._going > 0
+
+    async def take(self, wait_s: float | None = None) -> Delta | Finished | None:
+        """What comes next; None if nothing has come after ``wait_s`` seconds."""
+        try:
+            async with asyncio.timeout(wait_s):
+                event = await self._events.get()
+        except TimeoutError:
+            return None
+        if isinstance(event, Exception):
+            raise event
+        self._going -= isinstance(event, Finished)
+        return event
+
+    async def collect(self) -> list[Collected]:
+        """All sequences, complete."""
+        found = [Collected() for _ in self._tickets]
+        while self.going:
+            event = await self.take()
+            if isinstance(event, Finished):
+                found[event.index].end = event
+            elif event is not None:
+                found[event.index].add(event)
+        return found
+
+    async def close(self) -> None:
+        """Give up what has not ended."""
+        self._timer.cancel()
+        self._give_up()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _make_tickets(host: Host, ask: Ask, limits: Limits) -> list[Ticket]:
+def _make_tickets(host: Host, asks: Sequence[Ask], limits: Limits) -> list[Ticket]:
     """The model's requests."""
-    scheduler = host.model.scheduler
+    scheduler, count = host.model.scheduler, sum(ask.count for ask in asks)
+    if count > MAX_CHOICES:
+        raise ApiError(400, f"A request may have {MAX_CHOICES} sequences at most.", param="n")
     free = max(0, scheduler.places - scheduler.running)
-    if scheduler.waiting + ask.count > limits.waiting + free:
+    if scheduler.waiting + count > limits.waiting + free:
         raise ApiError(
             429,
             "Too many requests are waiting for this model.",
             code="rate_limit_exceeded",
             retry_after_s=max(1, min(60, scheduler.waiting // max(1, scheduler.places))),
         )
-    sampling = dict(ask.sampling)
-    seed = sampling.pop("seed", None)
-    tickets = []
     try:
-        for number in range(ask.count):
-            request = host.model.describe_request(
-                ask.prompt_ids,
-                max_tokens=ask.max_tokens,
-                stop=ask.stop,
-                ignore_eos=ask.ignore_eos,
-                alternatives=ask.alternatives,
-                make_constraint=ask.make_constraint,
-                shown_ids=ask.shown_ids,
-                seed=None if seed is None else seed + number,
-                **sampling,
-            )
-            tickets.append(Ticket(request, client=ask.client))
+        return [_make_ticket(host, ask, number) for ask in asks for number in range(ask.count)]
     except UserError as error:
         raise explain_user_error(error) from None
-    return tickets
+
+
+def _make_ticket(host: Host, ask: Ask, number: int) -> Ticket:
+    sampling = dict(ask.sampling)
+    seed = sampling.pop("seed", None)
+    request = host.model.describe_request(
+        ask.prompt_ids,
+        max_tokens=ask.max_tokens,
+        least=0,
+        stop=ask.stop,
+        ignore_eos=ask.ignore_eos,
+        alternatives=ask.alternatives,
+        scores_prompt=ask.scores_prompt,
+        make_constraint=ask.make_constraint,
+        shown_ids=ask.shown_ids,
+        seed=None if seed is None else seed + number,
+        **sampling,
+    )
+    return Ticket(request, client=ask.client)
 
 
 async def _follow(
@@ -266,6 +299,8 @@ async def _follow(
                 if first_s is None:
                     first_s = time.perf_counter() - start
                     metrics.note_first_token(name, first_s, ticket)
+                    if ticket.prompt_scores:
+                        await events.put(Delta(index, (), (), ticket.prompt_scores))
                 items = reader.push(piece.text)
                 calls += [item for item in items if isinstance(item, ToolCall)]
                 said += join_content(items)
@@ -283,6 +318,8 @@ async def _follow(
             await events.put(Delta(index, items))
         result, answer = ticket.result, ticket.answer
         assert result is not None and answer is not None
+        if first_s is None and ticket.prompt_scores:
+            await events.put(Delta(index, (), (), ticket.prompt_scores))
         if ask.prompt_text is not None:
             host.replay.note_answer(ask.prompt_text, ask.prompt_ids, result)
             if calls and result.finish_reason == "eos":
@@ -298,6 +335,8 @@ async def _follow(
                 tokens=len(result.token_ids),
                 reasoning_tokens=reasoning_tokens,
                 reused_tokens=ticket.reused_tokens,
+                prompt_s=result.ttft_s,
+                decode_s=result.decode_s,
             )
         )
     except asyncio.CancelledError:
@@ -325,6 +364,7 @@ class Collected:
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: Sequence[TokenScore] = ()
     end: Finished | None = None
 
     def add(self, delta: Delta) -> None:
@@ -337,15 +377,4 @@ class Collected:
             else:
                 self.content += item.text
         self.scores += delta.scores
-
-
-async def collect(events: AsyncGenerator[Delta | Finished, None], count: int) -> list[Collected]:
-    """All sequences of a request, complete."""
-    found = [Collected() for _ in range(count)]
-    async with aclosing(events) as source:
-        async for event in source:
-            if isinstance(event, Finished):
-                found[event.index].end = event
-            else:
-                found[event.index].add(event)
-    return found
+        self.prompt_scores = self.prompt_scores or delta.prompt_scores

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from typing import Any
-
-from starlette.requests import Request
-from starlette.responses import Response
 
 from pi2.diagnostics import UserError
 from pi2.engine.answer import TokenScore
-from pi2.serving.calls import Ask, Collected, Delta, Finished, collect, generate
+from pi2.serving.calls import Ask, Collected, Delta, Finished
+from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.errors import ApiError, explain_user_error
 from pi2.serving.host import Host, describe_fingerprint
 from pi2.serving.openai_schema import CompletionRequest
 from pi2.serving.requests import (
-    JsonResponse,
-    Service,
     choose_sampling,
     describe_usage,
-    find_client,
+    limit_tokens,
     list_stops,
     make_id,
-    note_use,
-    parse_body,
-    stream_events,
-    use_model,
-    wait_for_client,
 )
 from pi2.serving.sse import DONE, write_event
-from pi2.serving.token_scores import describe_completion_scores
+from pi2.serving.token_scores import CompletionScores
+
+_DEFAULT_TOKENS = 16
+_FILL_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
+    tuple(f"<\uff5cfim▁{part}\uff5c>" for part in ("begin", "hole", "end")),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
+)
+"""Tokens before what precedes a gap, before what follows it, and before what fills it."""
+_FILL_BRACKETS = ("[SUFFIX]", "[PREFIX]")
+"""Those of models that read what follows first, and begin the gap without a mark."""
 
 
 def list_prompts(host: Host, prompt: str | list[int] | list[str] | list[list[int]]) -> list[Any]:
@@ -47,75 +53,70 @@ def list_prompts(host: Host, prompt: str | list[int] | list[str] | list[list[int
         raise explain_user_error(error) from None
 
 
-async def answer_completion(request: Request, service: Service) -> Response:
-    """Continue one or more prompts."""
-    body = await parse_body(request, service, CompletionRequest)
-    async with AsyncExitStack() as stack:
-        host, limits = await stack.enter_async_context(use_model(request, service, body.model))
+def fill_gap(host: Host, before: Any, after: str) -> list[int]:
+    """The prompt that asks for the text between two others; ApiError 400 if the model's vocabulary
+    has no tokens for that."""
+    model = host.model
+    if not isinstance(before, str):
+        raise ApiError(400, "With 'suffix', 'prompt' is one text.", param="suffix")
+    marks = next(filter(None, (_find_tokens(host, names) for names in _FILL_MARKS)), None)
+    brackets = _find_tokens(host, _FILL_BRACKETS)
+    if marks is None and brackets is None:
+        message = f"The model '{host.plan.name}' has no tokens for filling in: leave 'suffix' out."
+        raise ApiError(400, message, param="suffix", code="unsupported_parameter")
+    begin, settings = [], model.plan.model.tokenizer
+    if settings.add_bos and settings.bos is not None:
+        begin = [settings.bos]
+    first, last = model.encode_text(before), model.encode_text(after)
+    if marks is not None:
+        return [*begin, marks[0], *first, marks[1], *last, marks[2]]
+    assert brackets is not None
+    return [*begin, brackets[0], *last, brackets[1], *first]
+
+
+def _find_tokens(host: Host, names: Sequence[str]) -> list[int] | None:
+    if host.model.is_dry:
+        return None
+    found = [host.model.tokenizer.token_to_id(name) for name in names]
+    return [token for token in found if token is not None] if None not in found else None
+
+
+def can_fill(host: Host) -> bool:
+    """Whether the vocabulary has tokens for filling in."""
+    return any(_find_tokens(host, names) for names in (*_FILL_MARKS, _FILL_BRACKETS))
+
+
+async def prepare(host: Host, body: CompletionRequest, client: str) -> Writer:
+    """What is to be asked for prompts."""
+    if body.suffix:
+        prompts = [fill_gap(host, body.prompt, body.suffix)]
+    else:
         prompts = list_prompts(host, body.prompt)
-        each = body.best_of or body.n or 1
-        asks = [
-            Ask(
-                prompt_ids=ids,
-                count=each,
-                client=find_client(request),
-                max_tokens=body.max_tokens or 16,
-                stop=list_stops(body.stop),
-                alternatives=_count_alternatives(body),
-                ignore_eos=bool(body.ignore_eos),
-                sampling=choose_sampling(body, host.model.plan.model.shape.vocab),
-            )
-            for ids in prompts
-        ]
-        if len(asks) * each > 128:
-            raise ApiError(400, "A request may have 128 sequences at most.", param="n")
-        writer = _Writer(host, body, asks)
-        note_use(request, model=host.plan.name, prompt_tokens=writer.prompt_tokens)
-        sources = [generate(host, ask, limits, service.metrics) for ask in asks]
-        if not body.stream:
-            found = []
-            for source in sources:
-                found.append(await wait_for_client(request, collect(source, each)))
-            answer = writer.write_whole(found, body.n or 1)
-            note_use(request, completion_tokens=answer["usage"]["completion_tokens"])
-            return JsonResponse(answer)
-        kept = stack.pop_all()
-        events = _stream(request, writer, sources, kept)
-        return await stream_events(request, events)
+    # Tokens themselves are needed for these two.
+    needs_tokens = body.best_of is not None or body.return_token_ids
+    most = _DEFAULT_TOKENS if body.max_tokens is None else limit_tokens(body.max_tokens)
+    asks = [
+        Ask(
+            prompt_ids=ids,
+            count=body.best_of or body.n or 1,
+            client=client,
+            max_tokens=most,
+            stop=list_stops(body.stop),
+            alternatives=0 if body.logprobs is None and needs_tokens else body.logprobs,
+            scores_prompt=bool(body.echo) and body.logprobs is not None,
+            ignore_eos=bool(body.ignore_eos),
+            sampling=choose_sampling(body, host.model.plan.model.shape.vocab),
+        )
+        for ids in prompts
+    ]
+    return _CompletionWriter(host, body, asks)
 
 
-async def _stream(
-    request: Request,
-    writer: _Writer,
-    sources: Sequence[AsyncGenerator[Delta | Finished, None]],
-    kept: AsyncExitStack,
-) -> AsyncGenerator[bytes, None]:
-    async with kept:
-        for number, source in enumerate(sources):
-            try:
-                async for event in source:
-                    for chunk in writer.write_chunks(number, event):
-                        yield write_event(chunk)
-            finally:
-                await source.aclose()
-        note_use(request, completion_tokens=writer.tokens)
-        if writer.includes_usage:
-            yield write_event(writer.write_usage())
-        yield DONE
-
-
-class _Writer:
-    """Writes what comes of a request as OpenAI's clients expect it."""
-
+class _CompletionWriter(Writer):
     def __init__(self, host: Host, body: CompletionRequest, asks: Sequence[Ask]) -> None:
-        self._model = host.model
-        self._asks = asks
-        self._each = body.n or 1
-        self._scored = body.logprobs is not None
-        self._shows_ids = bool(body.return_token_ids)
-        self._echoes = bool(body.echo)
-        self._prompt = body.prompt
-        self.includes_usage = bool(body.stream_options and body.stream_options.include_usage)
+        super().__init__(host, asks)
+        self._body = body
+        self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._head = {
             "id": make_id("cmpl-"),
             "object": "text_completion",
@@ -123,107 +124,113 @@ class _Writer:
             "model": host.plan.name,
             "system_fingerprint": describe_fingerprint(host.model),
         }
-        self._begun: set[int] = set()
-        self._lengths: dict[int, int] = {}
-        self._ends: list[Finished] = []
-        self.prompt_tokens = sum(len(ask.prompt_ids) for ask in asks)
+        self._scores: dict[int, CompletionScores] = {}
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the sequences that have ended."""
-        return sum(end.tokens for end in self._ends)
+    def _begin(self, index: int, prompt_scores: Sequence[TokenScore]) -> dict[str, Any]:
+        """The parts of a choice before anything is generated: what is echoed."""
+        number = index // self.asks[0].count
+        ids = self.asks[number].prompt_ids
+        echo = ""
+        if self._body.echo:
+            prompt = self._body.prompt
+            texts = [prompt] if isinstance(prompt, str) else prompt
+            text = texts[number] if isinstance(texts[0], str) else None
+            echo = text if isinstance(text, str) else self.host.model.decode(ids, special=True)
+        scores = self._scores[index] = CompletionScores(self.host.model, ids, echo)
+        told = scores.write_prompt(prompt_scores) if self.asks[number].scores_prompt else None
+        return self._add_ids({"text": echo, "logprobs": told}, ())
 
-    def _echo(self, number: int) -> str:
-        if not self._echoes:
-            return ""
-        texts = [self._prompt] if isinstance(self._prompt, str) else self._prompt
-        text = texts[number] if isinstance(texts[0], str) else None
-        return text if isinstance(text, str) else self._decode(number)
+    def _go_on(self, index: int, text: str, scores: Sequence[TokenScore]) -> dict[str, Any]:
+        """The parts of a choice that were generated."""
+        told = None
+        if self._body.logprobs is not None and (scores or not self._body.stream):
+            told = self._scores[index].write(scores)
+        ids = [score.token for score in scores]
+        return self._add_ids({"text": text, "logprobs": told}, ids)
 
-    def _decode(self, number: int) -> str:
-        return self._model.decode(self._asks[number].prompt_ids, special=True)
+    def _add_ids(self, parts: dict[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+        return {**parts, "token_ids": list(ids)} if self._body.return_token_ids else parts
 
-    def write_whole(self, found: Sequence[Sequence[Collected]], best: int) -> dict[str, Any]:
-        """The answer, complete; the ``best`` sequences of each prompt."""
+    def write_whole(self, found: Sequence[Collected]) -> dict[str, Any]:
+        """The answer, complete; the best sequences of each prompt."""
+        each, best = self.asks[0].count, self._body.n or 1
         choices: list[dict[str, Any]] = []
-        for number, sequences in enumerate(found):
-            self._ends += [item.end for item in sequences if item.end is not None]
-            echo = self._echo(number)
-            kept = sequences
-            if len(sequences) > best:
-                kept = sorted(sequences, key=_measure_likelihood, reverse=True)[:best]
-            for item in kept:
+        for first in range(0, len(found), each):
+            kept = list(range(first, first + each))
+            if each > best:
+                kept.sort(key=lambda index: _measure_likelihood(found[index]), reverse=True)
+            for index in kept[:best]:
+                item = found[index]
                 assert item.end is not None
-                text = echo + item.content
-                scores = None
-                if self._scored:
-                    scores = describe_completion_scores(self._model, item.scores, len(echo))
-                reason = "stop" if item.end.reason == "tool_calls" else item.end.reason
-                choice = {
-                    "index": len(choices),
-                    "text": text,
-                    "logprobs": scores,
-                    "finish_reason": reason,
-                }
-                choices.append(self._add_ids(choice, item.scores))
+                begun = self._begin(index, item.prompt_scores)
+                made = self._go_on(index, item.content, item.scores)
+                choices.append(
+                    {
+                        "index": len(choices),
+                        **_join(begun, made),
+                        "finish_reason": _describe_end(item.end),
+                    }
+                )
         return {**self._head, "choices": choices, "usage": self._describe_usage()}
 
-    def write_chunks(self, number: int, event: Delta | Finished) -> list[dict[str, Any]]:
-        """The chunks that an event of prompt ``number`` makes."""
-        index = number * self._each + event.index
-        chunks = []
-        if index not in self._begun:
-            self._begun.add(index)
-            if echo := self._echo(number):
-                chunks.append(self._write_chunk(index, echo))
-            self._lengths[index] = len(echo)
+    def write_event(self, event: Delta | Finished) -> bytes:
+        """The chunks that an event makes."""
+        index, chunks = event.index, []
+        if index not in self._scores:
+            begun = self._begin(index, event.prompt_scores if isinstance(event, Delta) else ())
+            if begun["text"]:
+                chunks.append(self._write_chunk(index, begun))
         if isinstance(event, Finished):
-            self._ends.append(event)
-            chunks.append(self._write_chunk(index, "", reason=event.reason))
-            return chunks
-        text = "".join(item.text for item in event.items if hasattr(item, "text"))
-        scores = None
-        if self._scored and event.scores:
-            scores = describe_completion_scores(self._model, event.scores, self._lengths[index])
-        self._lengths[index] += len(text)
-        chunk = self._write_chunk(index, text, scores=scores)
-        self._add_ids(chunk["choices"][0], event.scores)
-        chunks.append(chunk)
-        return chunks
+            reason = _describe_end(event)
+            chunks.append(self._write_chunk(index, {"text": "", "logprobs": None}, reason))
+        elif event.items or event.scores:
+            text = "".join(item.text for item in event.items if hasattr(item, "text"))
+            chunks.append(self._write_chunk(index, self._go_on(index, text, event.scores)))
+        return b"".join(chunks)
 
-    def _add_ids(self, choice: dict[str, Any], scores: Sequence[TokenScore]) -> dict[str, Any]:
-        if self._shows_ids:
-            choice["token_ids"] = [score.token for score in scores]
-        return choice
+    def _write_chunk(self, index: int, parts: dict[str, Any], reason: str | None = None) -> bytes:
+        choice = {"index": index, **parts, "finish_reason": reason}
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        return write_event({**chunk, "usage": None} if self._includes_usage else chunk)
 
-    def _write_chunk(
-        self,
-        index: int,
-        text: str,
-        *,
-        scores: Mapping[str, Any] | None = None,
-        reason: str | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": scores, "finish_reason": reason}
-        chunk = {**self._head, "choices": [choice]}
-        return {**chunk, "usage": None} if self.includes_usage else chunk
+    def write_end(self) -> bytes:
+        """The last chunk, if it is asked for, and the mark of the end."""
+        if not self._includes_usage:
+            return DONE
+        return write_event({**self._head, "choices": [], "usage": self._describe_usage()}) + DONE
 
-    def write_usage(self) -> dict[str, Any]:
-        """The last chunk, where it is asked for."""
-        return {**self._head, "choices": [], "usage": self._describe_usage()}
-
-    def _describe_usage(self) -> Mapping[str, Any]:
-        reused = sum(end.reused_tokens for end in self._ends if end.index == 0)
+    def _describe_usage(self) -> Any:
+        each = self.asks[0].count
+        reused = sum(end.reused_tokens for end in self.ends if end.index % each == 0)
         return describe_usage(self.prompt_tokens, self.tokens, reused, 0)
 
 
-def _count_alternatives(body: CompletionRequest) -> int | None:
-    """Alternatives of each token; 0 where the tokens themselves are needed."""
-    needed = body.best_of is not None or body.return_token_ids
-    return 0 if body.logprobs is None and needed else body.logprobs
+def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a choice, one after the other."""
+    found: dict[str, Any] = {}
+    for key, value in second.items():
+        before = first[key]
+        if isinstance(value, dict) and isinstance(before, dict):
+            found[key] = _join(before, value)
+        else:
+            found[key] = value if before is None else before if value is None else before + value
+    return found
+
+
+def _describe_end(end: Finished) -> str:
+    return "stop" if end.reason == "tool_calls" else end.reason
 
 
 def _measure_likelihood(item: Collected) -> float:
     """Mean log probability of a sequence's tokens."""
     values = [score.log_probability for score in item.scores]
     return sum(values) / len(values) if values else 0.0
+
+
+COMPLETIONS = Operation(
+    "/v1/completions",
+    CompletionRequest,
+    "Continue a prompt.",
+    answer_with(prepare),
+    "text_completion",
+)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pi2.diagnostics import UserError
 from pi2.serving.errors import ApiError
 from pi2.serving.host import Host
 from pi2.serving.tool_formats import describe_tools
@@ -30,9 +31,85 @@ class Conversation:
     """What else the template reads."""
     json_schema: Mapping[str, Any] | None = None
     """What the answer must be, if it must be JSON; `ANY_OBJECT` lets every object be."""
+    continues: bool | None = None
+    """Whether the answer continues the last message; by default it does where that is the
+    assistant's and calls nothing."""
+
+    def __post_init__(self) -> None:
+        if self.named_tool is not None:
+            if all(tool.get("name") != self.named_tool for tool in self.tools):
+                known = ", ".join(str(tool.get("name")) for tool in self.tools) or "none"
+                message = f"This model can call no tool '{self.named_tool}'; there are: {known}."
+                raise ApiError(400, message, param="tool_choice")
+        elif self.tool_choice == "required" and not self.tools:
+            message = "A call is required, and there is no tool that this model can call."
+            raise ApiError(400, message, param="tool_choice")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the answer continues the last message."""
+        last = self.messages[-1] if self.messages else {}
+        can = last.get("role") == "assistant" and not last.get("tool_calls")
+        if self.continues and not can:
+            message = "The last message is not the assistant's: nothing can be continued."
+            raise ApiError(400, message, param="continue_final_message")
+        return can if self.continues is None else self.continues
 
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_OPEN = "\ue000\ue001"
+"""Stands at the end of a message that is continued, until the template is rendered."""
+
+
+def read_choice(
+    choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What OpenAI's ``tool_choice`` says of a `Conversation` with ``tools``: their kind of call,
+    and those of them that may be called.  ApiError 400 for what is no choice."""
+    if choice is None or isinstance(choice, str):
+        mode, kind, inner = choice or "auto", None, {}
+    else:
+        mode, kind = "auto", choice.get("type")
+        wrapped = choice.get(kind) if isinstance(kind, str) else None
+        inner = wrapped if isinstance(wrapped, Mapping) else choice
+    if kind == "allowed_tools":
+        listed, mode = inner.get("tools"), inner.get("mode", "auto")
+        names = _list_names(listed if isinstance(listed, list) else [])
+        tools = [tool for tool in tools if tool.get("name") in names]
+    elif kind is not None:
+        # A tool that was left out has the name of its kind.
+        return {"tools": tools, "named_tool": str(inner.get("name") or kind)}
+    if mode not in ("auto", "none", "required"):
+        raise ApiError(400, f"{mode!r} is no tool_choice.", param="tool_choice")
+    return {"tools": tools, "tool_choice": mode}
+
+
+def _list_names(tools: Sequence[Any]) -> Collection[Any]:
+    found = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    return [item.get("name") for item in found if isinstance(item, Mapping)]
+
+
+def read_format(
+    value: Mapping[str, Any] | None, *, param: str = "response_format"
+) -> Mapping[str, Any] | None:
+    """The schema of a JSON answer that ``value`` asks for; None if any text will do."""
+    kind = "text" if value is None else value.get("type")
+    if value is None or kind in ("text", None):
+        return None
+    wrapped = value.get("json_schema")
+    schema = (wrapped if isinstance(wrapped, Mapping) else value).get("schema")
+    if kind not in ("json_object", "json_schema"):
+        raise ApiError(400, f"The format {kind!r} is not supported.", param=f"{param}.type")
+    if schema is not None and not isinstance(schema, Mapping):
+        raise ApiError(400, "A schema is a JSON object.", param=f"{param}.schema")
+    return schema or ANY_OBJECT
+
+
+def set_effort(variables: dict[str, Any], effort: str | None) -> None:
+    """Tell templates how much the model should reason."""
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+        variables.setdefault("enable_thinking", effort not in ("none", "minimal"))
 
 
 def join_text(content: Any, *, param: str = "messages", kinds: Sequence[str] = ("text",)) -> str:
@@ -74,7 +151,7 @@ def make_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
     return {
         "id": identity,
         "type": "function",
-        "function": {"name": name, "arguments": read_arguments(arguments)},
+        "function": {"name": name, "arguments": read_arguments(arguments or {})},
     }
 
 
@@ -114,4 +191,16 @@ def render_prompt(
                 messages[0]["content"] = f"{messages[0]['content']}\n\n{told}"
             else:
                 messages.insert(0, {"role": "system", "content": told})
-    return host.model.render_chat(messages, variables=variables)
+    if not conversation.is_open:
+        return host.model.render_chat(messages, variables=variables)
+    last = messages[-1]
+    said = str(last.get("content") or "")
+    opened = [*messages[:-1], {**last, "content": said + _OPEN}]
+    try:
+        whole = host.model.render_chat(opened, add_generation_prompt=False, variables=variables)
+    except UserError:
+        whole = ""
+    if _OPEN in whole:
+        return whole[: whole.rindex(_OPEN)]
+    # Templates may leave an answer at the end out, or refuse it.
+    return host.model.render_chat(messages[:-1], variables=variables) + said

@@ -1,11 +1,11 @@
-"""``/v1/embeddings``."""
+"""``/v1/embeddings``, and the embeddings of other interfaces."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.serving.calls import Limits
 from pi2.serving.completions import list_prompts
+from pi2.serving.dialects import Operation
 from pi2.serving.errors import ApiError, explain_user_error
 from pi2.serving.host import Host
 from pi2.serving.openai_schema import EmbeddingRequest
@@ -22,39 +23,55 @@ from pi2.serving.requests import (
     JsonResponse,
     Service,
     note_use,
-    parse_body,
     use_model,
     wait_for_client,
 )
 
 
-async def answer_embeddings(request: Request, service: Service) -> Response:
+async def answer_embeddings(request: Request, service: Service, body: EmbeddingRequest) -> Response:
     """The embedding of each text."""
-    body = await parse_body(request, service, EmbeddingRequest)
     async with use_model(request, service, body.model) as (host, limits):
-        hidden = host.model.plan.model.shape.hidden
-        if not host.model.can_embed:
-            message = f"The model '{body.model}' does not support embeddings."
-            raise ApiError(400, message, param="model", code="model_not_supported")
-        if body.dimensions is not None and body.dimensions > hidden:
-            message = f"This model has {hidden} dimensions."
-            raise ApiError(400, message, param="dimensions")
         prompts = list_prompts(host, body.input)
-        count = sum(map(len, prompts))
-        note_use(request, model=host.plan.name, prompt_tokens=count)
-        found = await wait_for_client(request, _embed(host, body, prompts, limits))
+        found = await embed(
+            request, host, limits, prompts, pooling=body.pooling, dimensions=body.dimensions
+        )
         data = [
             {"object": "embedding", "index": number, "embedding": _write(values, body)}
             for number, values in enumerate(found)
         ]
+        count = sum(map(len, prompts))
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JsonResponse(
             {"object": "list", "data": data, "model": host.plan.name, "usage": usage}
         )
 
 
+async def embed(
+    request: Request,
+    host: Host,
+    limits: Limits,
+    prompts: Sequence[list[int]],
+    *,
+    pooling: Literal["mean", "last"] = "mean",
+    dimensions: int | None = None,
+) -> list[F32]:
+    """Embeddings of ``prompts``, their first ``dimensions``, of the length 1."""
+    hidden = host.model.plan.model.shape.hidden
+    if not host.model.can_embed:
+        message = f"The model '{host.plan.name}' does not support embeddings."
+        raise ApiError(400, message, param="model", code="model_not_supported")
+    if dimensions is not None and dimensions > hidden:
+        raise ApiError(400, f"This model has {hidden} dimensions.", param="dimensions")
+    note_use(request, model=host.plan.name, prompt_tokens=sum(map(len, prompts)))
+    found = await wait_for_client(request, _embed(host, prompts, pooling, limits))
+    if dimensions is None:
+        return found
+    kept = [values[:dimensions] for values in found]
+    return [values / max(float(np.linalg.norm(values)), 1e-30) for values in kept]
+
+
 async def _embed(
-    host: Host, body: EmbeddingRequest, prompts: Sequence[list[int]], limits: Limits
+    host: Host, prompts: Sequence[list[int]], pooling: Literal["mean", "last"], limits: Limits
 ) -> list[F32]:
     """Embeddings one after the other; between two of them, others go on."""
     if host.embedding_clients > limits.waiting:
@@ -66,7 +83,7 @@ async def _embed(
             found = []
             for ids in prompts:
                 async with host.embedding_turn:
-                    values = await asyncio.to_thread(host.model.embed, ids, pooling=body.pooling)
+                    values = await asyncio.to_thread(host.model.embed, ids, pooling=pooling)
                 found.append(values)
             return found
     except TimeoutError:
@@ -78,10 +95,12 @@ async def _embed(
 
 
 def _write(values: F32, body: EmbeddingRequest) -> Any:
-    """The first dimensions, of the length 1 again, as numbers or as bytes of float32."""
-    kept = values[: body.dimensions]
-    if body.dimensions is not None:
-        kept = kept / max(float(np.linalg.norm(kept)), 1e-30)
+    """An embedding as numbers, or as bytes of float32."""
     if body.encoding_format == "base64":
-        return base64.b64encode(kept.astype("<f4").tobytes()).decode()
-    return [float(value) for value in kept]
+        return base64.b64encode(values.astype("<f4").tobytes()).decode()
+    return [float(value) for value in values]
+
+
+EMBEDDINGS = Operation(
+    "/v1/embeddings", EmbeddingRequest, "Embed texts.", answer_embeddings, "embeddings"
+)

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from pi2.diagnostics import UserError
 
-Form = Literal["openai", "anthropic"]
+Form = Literal["openai", "anthropic", "ollama"]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -66,6 +66,8 @@ class ApiError(Exception):
 
     def describe(self, form: Form) -> dict[str, Any]:
         """The body of the answer."""
+        if form == "ollama":
+            return {"error": self.message}
         if form == "anthropic":
             kind = _TYPES.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -82,6 +84,8 @@ class ApiError(Exception):
 
 def find_form(path: str) -> Form:
     """The form that clients of ``path`` know."""
+    if path.startswith("/api/"):
+        return "ollama"
     return "anthropic" if path.startswith("/v1/messages") else "openai"
 
 

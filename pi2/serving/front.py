@@ -18,7 +18,7 @@ from pi2.logging import get_logger
 from pi2.serving.application import Settings, list_middleware, refuse
 from pi2.serving.errors import ApiError
 from pi2.serving.requests import ClientGone, note_use, read_body, wait_for_client
-from pi2.serving.stream_errors import write_stream_error
+from pi2.serving.sse import write_stream_error
 
 TRIES = 4
 """Replicas that a request may be given to, one after the other."""

@@ -12,11 +12,15 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
+from pi2.engine.chat import read_chat_template
 from pi2.engine.driver import Driver
 from pi2.logging import get_logger
 from pi2.orchestrator import load
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.resolve import load_plan
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.serving.replay import Replay
+from pi2.sharing.resolver import LockedReferences
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -64,6 +68,7 @@ class Host:
         """Requests for embeddings that are under way or wait."""
         self._vocabulary: LLTokenizer | None = None
         self._facts: ChatFacts | UserError | None = None
+        self._resolved: ResolvedPlan | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -119,6 +124,25 @@ class Host:
         await asyncio.to_thread(thread.join)
         gc.collect()
         get_logger().info("model given back", model=self.plan.name)
+
+    def read_plan(self) -> ResolvedPlan:
+        """The plan, which need not be loaded."""
+        if self._resolved is None:
+            if self._model is not None:
+                self._resolved = self._model.plan
+            else:
+                resolver = LockedReferences(self.plan.path.parent, locked=False)
+                self._resolved = load_plan(
+                    self.plan.path, resolver=resolver, overrides=self.plan.overrides
+                )
+        return self._resolved
+
+    def read_template(self) -> str:
+        """The chat template of the loaded model; UserError P608 or P609 if there is none."""
+        if self.model.is_dry:
+            return ""
+        settings = self.model.plan.model.tokenizer
+        return read_chat_template(self.model.store.path, self.model.tokenizer, settings).source
 
     def find_vocabulary(self) -> LLTokenizer:
         """What grammars know of its tokens; takes a second the first time."""

@@ -58,7 +58,7 @@ class Hosts:
         ApiError 404 if there is none, 429 if ``waiting`` requests are in line for it already and
         it cannot be had at once, 503 if the server closes or the plan never fits.
         """
-        host = self.hosts.get(name)
+        host = self.hosts.get(name) or self.hosts.get(name.removesuffix(":latest"))
         if host is None:
             raise ApiError(
                 404,

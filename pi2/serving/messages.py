@@ -4,39 +4,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pi2.serving import request_fields
 from pi2.serving.answer_reader import Fragment
-from pi2.serving.calls import Ask, Collected, Delta, Finished, collect, generate, prepare_chat
-from pi2.serving.conversation import Conversation, ToolChoice, join_text, make_call
-from pi2.serving.errors import ApiError
+from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
+from pi2.serving.conversation import (
+    Conversation,
+    ToolChoice,
+    join_text,
+    make_call,
+    read_format,
+    set_effort,
+)
+from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.host import Host, list_arguments
-from pi2.serving.openai_schema import Text, Tolerant
+from pi2.serving.openai_schema import Body, Count, Text, TopK
+from pi2.serving.request_fields import Fields, Tolerant, keep_tools
 from pi2.serving.requests import (
     JsonResponse,
     Service,
-    find_client,
+    choose_sampling,
+    limit_tokens,
     make_id,
-    note_use,
-    parse_body,
-    stream_events,
     use_model,
-    wait_for_client,
 )
+from pi2.serving.sse import write_typed_events
 from pi2.serving.tool_formats import ToolCall
-from pi2.serving.typed_events import stream_typed
 
 
 class Message(Tolerant):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | list[dict[str, Any]]
+    content: Text | list[dict[str, Any]] | None = None
 
 
 class Tool(Tolerant):
@@ -45,7 +50,6 @@ class Tool(Tolerant):
     name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\w.:-]+$")]
     description: str | None = None
     input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
 
 
 class Choice(Tolerant):
@@ -59,34 +63,54 @@ class Choice(Tolerant):
 class Thinking(Tolerant):
     """Whether the model reasons."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str
 
 
-class CountRequest(BaseModel):
+class OutputConfig(Tolerant):
+    """What is answered, and how much the model reasons."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class CountRequest(Body):
     """``/v1/messages/count_tokens``."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    fields: ClassVar[Fields] = request_fields.COUNTS
 
-    model: Text
     messages: Annotated[list[Message], Field(min_length=1)]
     system: Text | list[dict[str, Any]] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool] | None, keep_tools("custom")] = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest):
     """``/v1/messages``."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    fields: ClassVar[Fields] = request_fields.MESSAGES
+
+    max_tokens: Count
+    """0 reads the prompt, which later ones go on from."""
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    metadata: Any = None
-    """Accepted and ignored, as is the one that follows."""
-    service_tier: Any = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+
+
+def _read_document(block: Mapping[str, Any]) -> str:
+    """The text of a document or of something found; ApiError 400 for what is no text."""
+    source = block.get("source")
+    content = block.get("content")
+    if isinstance(source, Mapping):
+        is_text = source.get("type") in ("text", "content")
+        content = source.get("data" if source.get("type") == "text" else "content")
+        content = content if is_text else [{"type": f"document of {source.get('type')}"}]
+    titles = [str(value) for value in (block.get("title"), block.get("context")) if value]
+    return "\n".join([*titles, join_text(content)])
 
 
 def read_messages(body: CountRequest) -> list[dict[str, Any]]:
@@ -95,8 +119,8 @@ def read_messages(body: CountRequest) -> list[dict[str, Any]]:
     if body.system:
         found.append({"role": "system", "content": join_text(body.system, param="system")})
     for message in body.messages:
-        if isinstance(message.content, str):
-            found.append({"role": message.role, "content": message.content})
+        if not isinstance(message.content, list):
+            found.append({"role": message.role, "content": message.content or ""})
             continue
         texts: list[dict[str, Any]] = []
         thoughts: list[str] = []
@@ -115,6 +139,8 @@ def read_messages(body: CountRequest) -> list[dict[str, Any]]:
                 )
             elif kind == "thinking":
                 thoughts.append(str(block.get("thinking", "")))
+            elif kind in ("document", "search_result"):
+                texts.append({"type": "text", "text": _read_document(block)})
             elif kind != "redacted_thinking":
                 texts.append(block)
         if texts or calls:
@@ -130,10 +156,12 @@ def read_messages(body: CountRequest) -> list[dict[str, Any]]:
 def read_conversation(body: CountRequest) -> Conversation:
     """The conversation that a body states."""
     choices: Mapping[str, ToolChoice] = {"any": "required", "none": "none"}
-    choice = body.tool_choice
-    variables = {}
+    choice, config = body.tool_choice, body.output_config
+    variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
+    set_effort(variables, config and config.effort)
+    stated = {"tool_choice": choices.get(choice.type, "auto")} if choice is not None else {}
     return Conversation(
         messages=read_messages(body),
         tools=[
@@ -146,52 +174,41 @@ def read_conversation(body: CountRequest) -> Conversation:
             )
             for tool in body.tools or ()
         ],
-        tool_choice="auto" if choice is None else choices.get(choice.type, "auto"),
-        named_tool=choice.name if choice is not None and choice.type == "tool" else None,
+        **stated,
+        named_tool=(choice.name or "") if choice is not None and choice.type == "tool" else None,
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
         variables=variables,
+        json_schema=read_format(
+            (config and config.format) or body.output_format, param="output_config.format"
+        ),
     )
 
 
-async def count_tokens(request: Request, service: Service) -> Response:
+async def count_tokens(request: Request, service: Service, body: CountRequest) -> Response:
     """Count the tokens of a conversation."""
-    body = await parse_body(request, service, CountRequest)
     async with use_model(request, service, body.model) as (host, _):
         ask = await prepare_chat(host, read_conversation(body), {})
         return JsonResponse({"input_tokens": len(ask.prompt_ids)})
 
 
-async def answer_messages(request: Request, service: Service) -> Response:
-    """Answer a conversation."""
-    body = await parse_body(request, service, MessagesRequest)
-    conversation = read_conversation(body)
-    async with AsyncExitStack() as stack:
-        host, limits = await stack.enter_async_context(use_model(request, service, body.model))
-        sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
-        ask = await prepare_chat(
-            host,
-            conversation,
-            {
-                "client": find_client(request),
-                "max_tokens": body.max_tokens,
-                "stop": body.stop_sequences or (),
-                "sampling": list_arguments(sampling),
-            },
-        )
-        note_use(request, model=host.plan.name, prompt_tokens=len(ask.prompt_ids))
-        events = generate(host, ask, limits, service.metrics)
-        if not body.stream:
-            found = (await wait_for_client(request, collect(events, 1)))[0]
-            assert found.end is not None
-            note_use(request, completion_tokens=found.end.tokens)
-            return JsonResponse(write_whole(host, ask, found))
-        kept = stack.pop_all()
-        return await stream_events(
-            request, stream_typed(request, _Stream(host, ask).write, events, kept)
-        )
+async def prepare(host: Host, body: MessagesRequest, client: str) -> Writer:
+    """What is to be asked for a conversation."""
+    ask = await prepare_chat(
+        host,
+        read_conversation(body),
+        {
+            "client": client,
+            "max_tokens": limit_tokens(body.max_tokens),
+            "stop": body.stop_sequences or (),
+            "sampling": choose_sampling(body, host.model.plan.model.shape.vocab),
+        },
+    )
+    return _MessageWriter(host, ask)
 
 
-def _describe_stop(end: Finished) -> dict[str, Any]:
+def _describe_stop(end: Finished | None) -> dict[str, Any]:
+    if end is None:
+        return {"stop_reason": None, "stop_sequence": None}
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[end.reason]
     if end.stop_text is not None:
         reason = "stop_sequence"
@@ -228,70 +245,68 @@ def _make_tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": identity, "name": call.name, "caller": {"type": "direct"}}
 
 
-def write_whole(host: Host, ask: Ask, found: Collected) -> dict[str, Any]:
-    """The answer, complete."""
-    assert found.end is not None
-    content: list[dict[str, Any]] = []
-    if found.reasoning:
-        content.append({"type": "thinking", "thinking": found.reasoning, "signature": ""})
-    if found.content or not (found.calls or found.reasoning):
-        content.append({"type": "text", "text": found.content, "citations": None})
-    for call in found.calls:
-        content.append({**_make_tool_use(call), "input": _read_input(call)})
-    return {
-        "id": make_id("msg_"),
-        "type": "message",
-        "role": "assistant",
-        "model": host.plan.name,
-        "content": content,
-        "container": None,
-        "stop_details": None,
-        **_describe_stop(found.end),
-        "usage": _describe_usage(len(ask.prompt_ids), found.end),
-    }
-
-
-class _Stream:
+class _MessageWriter(Writer):
     """Writes what comes as blocks, one after the other."""
 
     def __init__(self, host: Host, ask: Ask) -> None:
-        self._host = host
-        self._prompt = len(ask.prompt_ids)
-        self._begun = False
+        super().__init__(host, [ask])
         self._block = -1
         self._kind: str | None = None
         """What the open block is."""
 
-    def write(self, event: Delta | Finished) -> Sequence[dict[str, Any]]:
+    def write_whole(self, found: Sequence[Collected]) -> dict[str, Any]:
+        """The answer, complete."""
+        (one,) = found
+        content: list[dict[str, Any]] = []
+        if one.reasoning:
+            content.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})
+        if one.content or not (one.calls or one.reasoning):
+            content.append({"type": "text", "text": one.content, "citations": None})
+        for call in one.calls:
+            content.append({**_make_tool_use(call), "input": _read_input(call)})
+        return self._make_message(content, one.end)
+
+    def _make_message(
+        self, content: Sequence[dict[str, Any]], end: Finished | None
+    ) -> dict[str, Any]:
+        return {
+            "id": make_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": self.host.plan.name,
+            "content": content,
+            "container": None,
+            "stop_details": None,
+            **_describe_stop(end),
+            "usage": _describe_usage(self.prompt_tokens, end),
+        }
+
+    def write_start(self) -> bytes:
+        """The message, of which there is nothing yet."""
+        message = self._make_message([], None)
+        return write_typed_events([{"type": "message_start", "message": message}]) + (
+            self.write_ping()
+        )
+
+    def write_ping(self) -> bytes:
+        """An event of its own."""
+        return write_typed_events([{"type": "ping"}])
+
+    def write_event(self, event: Delta | Finished) -> bytes:
         """The events that something makes."""
         found: list[dict[str, Any]] = []
-        if not self._begun:
-            self._begun = True
-            message: dict[str, Any] = {
-                "id": make_id("msg_"),
-                "type": "message",
-                "role": "assistant",
-                "model": self._host.plan.name,
-                "content": [],
-                "container": None,
-                "stop_details": None,
-                "stop_reason": None,
-                "stop_sequence": None,
-                "usage": _describe_usage(self._prompt, None),
-            }
-            found += [{"type": "message_start", "message": message}, {"type": "ping"}]
         if isinstance(event, Finished):
             if self._block < 0:
                 self._open(found, "text", {"type": "text", "text": "", "citations": None})
             self._close(found)
-            usage = _describe_usage(self._prompt, event)
+            usage = _describe_usage(self.prompt_tokens, event)
             delta = _describe_stop(event)
             found.append({"type": "message_delta", "delta": delta, "usage": usage})
             found.append({"type": "message_stop"})
-            return found
-        for item in event.items:
-            self._write_item(found, item)
-        return found
+        else:
+            for item in event.items:
+                self._write_item(found, item)
+        return write_typed_events(found)
 
     def _write_item(self, found: list[dict[str, Any]], item: Fragment | ToolCall) -> None:
         if isinstance(item, ToolCall):
@@ -325,7 +340,13 @@ class _Stream:
             found.append({"type": "content_block_stop", "index": self._block})
 
 
-def require_version(request: Request) -> None:
-    """ApiError 400 where a client of this interface does not say which version it speaks."""
-    if "anthropic-version" not in request.headers:
-        raise ApiError(400, "anthropic-version: header is required")
+MESSAGES = Operation(
+    "/v1/messages",
+    MessagesRequest,
+    "Answer a conversation (Anthropic).",
+    answer_with(prepare),
+    "chat",
+)
+COUNT_TOKENS = Operation(
+    "/v1/messages/count_tokens", CountRequest, "Count a conversation's tokens.", count_tokens
+)

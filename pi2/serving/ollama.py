@@ -1,37 +1,43 @@
-"""``/api/chat``, ``/api/tags`` and ``/api/version``: what Ollama's clients need to talk."""
+"""Ollama's interface: ``/api/chat``, ``/api/generate``, embeddings, and what its clients ask of
+models before they talk to one."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pi2.serving.calls import Collected, Delta, Finished, collect, generate, prepare_chat
-from pi2.serving.conversation import ANY_OBJECT, Conversation, make_call
+from pi2.diagnostics import UserError
+from pi2.serving import request_fields
+from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
+from pi2.serving.completions import can_fill, fill_gap, list_prompts
+from pi2.serving.conversation import ANY_OBJECT, Conversation, make_call, set_effort
+from pi2.serving.dialects import Operation, Writer, answer_with
+from pi2.serving.embeddings import embed
 from pi2.serving.errors import ApiError
-from pi2.serving.host import Host, list_arguments
-from pi2.serving.openai_schema import Text, Tolerant, Tool
+from pi2.serving.host import Host
+from pi2.serving.openai_schema import Seed, Text, Tool, TopK
+from pi2.serving.request_fields import Fields, Tolerant
 from pi2.serving.requests import (
     JsonResponse,
     Service,
-    find_client,
+    choose_sampling,
+    limit_tokens,
     list_stops,
-    note_use,
-    parse_body,
-    stream_events,
     use_model,
-    wait_for_client,
 )
 from pi2.serving.sse import dump_json
+from pi2.serving.token_scores import describe_chat_scores
+from pi2.store.tensors import list_tensors
 
-VERSION = "0.9.0"
+VERSION = "0.13.0"
 """Version of Ollama's interface that this is."""
 
 
@@ -39,7 +45,7 @@ class Function(Tolerant):
     """A call in an earlier message."""
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | None = None
 
 
 class Call(Tolerant):
@@ -51,8 +57,11 @@ class Call(Tolerant):
 class Message(Tolerant):
     """A message."""
 
-    role: Literal["system", "user", "assistant", "tool"]
-    content: Text = ""
+    fields: ClassVar[Fields] = request_fields.OLLAMA_MESSAGE
+    place: ClassVar[str] = "messages."
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | None = None
     thinking: str | None = None
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
@@ -61,138 +70,220 @@ class Message(Tolerant):
 class Options(Tolerant):
     """How tokens are drawn."""
 
+    fields: ClassVar[Fields] = request_fields.OLLAMA_OPTIONS
+    place: ClassVar[str] = "options."
+
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: TopK | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        default=None, alias="repeat_penalty"
+    )
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    seed: Seed | None = None
     num_predict: int | None = None
     stop: str | list[str] | None = None
 
 
-class ChatRequest(BaseModel):
-    """A chat; what is unknown is ignored, as Ollama does."""
+class ModelRequest(Tolerant):
+    """A body; what is unknown is ignored, as Ollama does."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    fields: ClassVar[Fields] = request_fields.OLLAMA
 
-    model: Text
-    messages: Annotated[list[Message], Field(min_length=1)]
-    stream: bool = True
+    model: Text = Field(validation_alias=AliasChoices("model", "name"))
+
+
+class AskingRequest(ModelRequest):
+    """What chats and single prompts have in common."""
+
+    stream: Annotated[bool, BeforeValidator(lambda given: True if given is None else given)] = True
     options: Options | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
-    tools: list[Tool] | None = None
     think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-def _strip_tag(name: str) -> str:
-    return name.removesuffix(":latest")
+class ChatRequest(AskingRequest):
+    """``/api/chat``."""
+
+    messages: list[Message] | None = None
+    """None at all load the model."""
+    tools: list[Tool] | None = None
 
 
-async def answer_chat(request: Request, service: Service) -> Response:
-    """Answer a chat."""
-    body = await parse_body(request, service, ChatRequest)
+class GenerateRequest(AskingRequest):
+    """``/api/generate``."""
+
+    prompt: Text | None = None
+    """None loads the model."""
+    suffix: Text | None = None
+    system: Text | None = None
+    raw: bool | None = None
+
+
+class EmbedRequest(ModelRequest):
+    """``/api/embed``."""
+
+    input: Text | list[Text]
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class OldEmbedRequest(ModelRequest):
+    """``/api/embeddings``."""
+
+    prompt: Text | None = None
+
+
+def _read_message(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        found["tool_calls"] = [
+            make_call(f"call_{number}", call.function.name, call.function.arguments)
+            for number, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_name:
+        found["name"] = message.tool_name
+    return found
+
+
+def _describe_ask(host: Host, body: AskingRequest, client: str) -> dict[str, Any]:
     options = body.options or Options()
-    messages = []
-    for message in body.messages:
-        found: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.tool_calls:
-            found["tool_calls"] = [
-                make_call(f"call_{number}", call.function.name, call.function.arguments)
-                for number, call in enumerate(message.tool_calls)
-            ]
-        if message.tool_name:
-            found["name"] = message.tool_name
-        messages.append(found)
+    most = options.num_predict
+    return {
+        "client": client,
+        "max_tokens": limit_tokens(None if most == 0 else most),
+        "stop": list_stops(options.stop),
+        "alternatives": (body.top_logprobs or 0) if body.logprobs else None,
+        "sampling": choose_sampling(options, host.model.plan.model.shape.vocab),
+    }
+
+
+async def _ask_conversation(
+    host: Host, body: AskingRequest, client: str, messages: Sequence[dict[str, Any]], **more: Any
+) -> Ask:
+    variables: dict[str, Any] = {}
+    if isinstance(body.think, str):
+        set_effort(variables, body.think)
+    elif body.think is not None:
+        variables["enable_thinking"] = body.think
     conversation = Conversation(
         messages=messages,
-        tools=[tool.function.model_dump(exclude_none=True) for tool in body.tools or ()],
-        json_schema=(ANY_OBJECT if body.format == "json" else body.format or None),
-        variables={} if body.think is None else {"enable_thinking": bool(body.think)},
+        json_schema=ANY_OBJECT if body.format == "json" else body.format or None,
+        variables=variables,
+        **more,
     )
-    sampling = {
-        name: getattr(options, name)
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-    }
-    sampling |= {
-        "repetition_penalty": options.repeat_penalty,
-        "seed": None if options.seed is None else options.seed % 2**63,
-    }
-    most = options.num_predict
-    async with AsyncExitStack() as stack:
-        host, limits = await stack.enter_async_context(
-            use_model(request, service, _strip_tag(body.model))
-        )
-        ask = await prepare_chat(
-            host,
-            conversation,
-            {
-                "client": find_client(request),
-                "max_tokens": most if most is not None and most > 0 else None,
-                "stop": list_stops(options.stop),
-                "sampling": list_arguments(sampling),
-            },
-        )
-        note_use(request, model=host.plan.name, prompt_tokens=len(ask.prompt_ids))
-        start = time.perf_counter_ns()
-        events = generate(host, ask, limits, service.metrics)
-        if not body.stream:
-            whole = (await wait_for_client(request, collect(events, 1)))[0]
-            assert whole.end is not None
-            note_use(request, completion_tokens=whole.end.tokens)
-            last = _describe_end(whole.end, len(ask.prompt_ids), start)
-            return JsonResponse({**_write(body.model, whole), **last})
-        kept = stack.pop_all()
-        return await stream_events(
-            request,
-            _stream(request, body.model, events, kept, len(ask.prompt_ids), start),
-            media_type="application/x-ndjson",
-        )
+    return await prepare_chat(host, conversation, _describe_ask(host, body, client))
 
 
-async def _stream(
-    request: Request,
-    model: str,
-    events: AsyncGenerator[Delta | Finished, None],
-    kept: AsyncExitStack,
-    prompt: int,
-    start: int,
-) -> AsyncGenerator[bytes, None]:
-    async with kept:
-        try:
-            async for event in events:
-                piece = Collected()
-                if isinstance(event, Delta):
-                    piece.add(event)
-                    yield dump_json({**_write(model, piece), "done": False}) + b"\n"
-                else:
-                    note_use(request, completion_tokens=event.tokens)
-                    last = _describe_end(event, prompt, start)
-                    yield dump_json({**_write(model, piece), **last}) + b"\n"
-        finally:
-            await events.aclose()
+async def prepare_talk(host: Host, body: ChatRequest, client: str) -> Writer:
+    """What is to be asked for a chat."""
+    if not body.messages:
+        return _OllamaWriter(host, body, [])
+    messages = [_read_message(message) for message in body.messages]
+    tools = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
+    ask = await _ask_conversation(host, body, client, messages, tools=tools)
+    return _OllamaWriter(host, body, [ask])
 
 
-def _write(model: str, piece: Collected) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": piece.content}
-    if piece.reasoning:
-        message["thinking"] = piece.reasoning
-    if piece.calls:
-        message["tool_calls"] = [
-            {"function": {"name": call.name, "arguments": _read(call.arguments)}}
-            for call in piece.calls
-        ]
-    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return {"model": model, "created_at": now, "message": message}
+async def prepare_text(host: Host, body: GenerateRequest, client: str) -> Writer:
+    """What is to be asked for a prompt: it is a message of the user's, unless it is raw, is filled
+    in, or the model has no chat template."""
+    if not body.prompt:
+        return _OllamaWriter(host, body, [])
+    if body.suffix or body.raw or not _has_template(host):
+        if body.format:
+            message = "'format' goes with prompts that are messages: leave 'raw' and 'suffix' out."
+            raise ApiError(400, message, param="format")
+        start = f"{body.system}\n\n" if body.system and not body.raw else ""
+        if body.suffix:
+            ids = fill_gap(host, start + body.prompt, body.suffix)
+        else:
+            (ids,) = list_prompts(host, start + body.prompt)
+        ask = Ask(prompt_ids=ids, **_describe_ask(host, body, client))
+    else:
+        messages = [{"role": "user", "content": body.prompt}]
+        if body.system:
+            messages.insert(0, {"role": "system", "content": body.system})
+        ask = await _ask_conversation(host, body, client, messages)
+    return _OllamaWriter(host, body, [ask])
+
+
+def _has_template(host: Host) -> bool:
+    try:
+        host.find_chat_facts()
+    except UserError as error:
+        if error.diagnostics[0].code == "P609":
+            return False
+        raise
+    return True
+
+
+class _OllamaWriter(Writer):
+    """Writes JSON, line by line; without anything to ask, that the model is loaded."""
+
+    media_type: ClassVar[str] = "application/x-ndjson"
+
+    def __init__(self, host: Host, body: AskingRequest, asks: Sequence[Ask]) -> None:
+        super().__init__(host, asks)
+        self._body = body
+        self._start = time.perf_counter_ns()
+
+    def write_whole(self, found: Sequence[Collected]) -> dict[str, Any]:
+        """The answer, complete."""
+        one = found[0] if found else Collected()
+        return {**self._write(one), **self._describe_end(one.end)}
+
+    def write_ping(self) -> bytes:
+        """A line in which nothing has come: clients read every line as one of the answer."""
+        return dump_json({**self._write(Collected()), "done": False}) + b"\n"
+
+    def write_event(self, event: Delta | Finished) -> bytes:
+        """What has come, on a line."""
+        piece = Collected()
+        if isinstance(event, Finished):
+            return dump_json({**self._write(piece), **self._describe_end(event)}) + b"\n"
+        piece.add(event)
+        return dump_json({**self._write(piece), "done": False}) + b"\n"
+
+    def write_end(self) -> bytes:
+        """That the model is loaded, if nothing was asked."""
+        return b"" if self.asks else dump_json(self.write_whole([])) + b"\n"
+
+    def _write(self, piece: Collected) -> dict[str, Any]:
+        found = {"model": self._body.model, "created_at": _write_time(time.time())}
+        thinking = {"thinking": piece.reasoning} if piece.reasoning else {}
+        scores = {}
+        if self._body.logprobs and piece.scores:
+            scores["logprobs"] = describe_chat_scores(self.host.model, piece.scores)["content"]
+        if isinstance(self._body, GenerateRequest):
+            return {**found, "response": piece.content, **thinking, **scores}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.content, **thinking}
+        if piece.calls:
+            message["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": _read(call.arguments)}}
+                for call in piece.calls
+            ]
+        return {**found, "message": message, **scores}
+
+    def _describe_end(self, end: Finished | None) -> Mapping[str, Any]:
+        if end is None:
+            return {"done": True, "done_reason": "load"}
+        return {
+            "done": True,
+            "done_reason": "length" if end.reason == "length" else "stop",
+            "total_duration": time.perf_counter_ns() - self._start,
+            "load_duration": 0,
+            "prompt_eval_count": self.prompt_tokens,
+            "prompt_eval_duration": int(end.prompt_s * 1e9),
+            "eval_count": end.tokens,
+            "eval_duration": int(end.decode_s * 1e9),
+        }
 
 
 def _read(arguments: str) -> Any:
@@ -202,38 +293,160 @@ def _read(arguments: str) -> Any:
         return {}
 
 
-def _describe_end(end: Finished, prompt: int, start: int) -> Mapping[str, Any]:
-    return {
-        "done": True,
-        "done_reason": "length" if end.reason == "length" else "stop",
-        "total_duration": time.perf_counter_ns() - start,
-        "prompt_eval_count": prompt,
-        "eval_count": end.tokens,
-    }
+def _write_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def list_tags(hosts: Mapping[str, Host]) -> dict[str, Any]:
-    """The served plans, as Ollama lists models."""
-    return {
-        "models": [
+async def answer_embed(request: Request, service: Service, body: EmbedRequest) -> Response:
+    """The embedding of each text."""
+    start = time.perf_counter_ns()
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    async with use_model(request, service, body.model) as (host, limits):
+        context = host.model.plan.plan.kv.context
+        prompts = list_prompts(host, texts) if texts and texts != [""] else []
+        if body.truncate is not False:
+            prompts = [ids[:context] for ids in prompts]
+        found = await embed(request, host, limits, prompts, dimensions=body.dimensions)
+        return JsonResponse(
             {
-                "name": f"{name}:latest",
-                "model": f"{name}:latest",
-                "modified_at": datetime.fromtimestamp(host.created, UTC).isoformat(),
-                "size": host.plan.budget_bytes,
-                "digest": "",
-                "details": {
-                    "format": "pi2",
-                    "family": "",
-                    "parameter_size": "",
-                    "quantization_level": "",
-                },
+                "model": body.model,
+                "embeddings": [[float(value) for value in values] for values in found],
+                "total_duration": time.perf_counter_ns() - start,
+                "load_duration": 0,
+                "prompt_eval_count": sum(map(len, prompts)),
             }
-            for name, host in hosts.items()
-        ]
+        )
+
+
+async def answer_old_embed(request: Request, service: Service, body: OldEmbedRequest) -> Response:
+    """The embedding of a text."""
+    async with use_model(request, service, body.model) as (host, limits):
+        prompts = list_prompts(host, body.prompt) if body.prompt else []
+        found = await embed(request, host, limits, prompts)
+        values = [float(value) for value in found[0]] if found else []
+        return JsonResponse({"embedding": values})
+
+
+async def show_model(request: Request, service: Service, body: ModelRequest) -> Response:
+    """What a model is and can do."""
+    async with use_model(request, service, body.model) as (host, _):
+        model, plan = host.model.plan.model, host.model.plan.plan
+        capabilities, template = ["completion"], ""
+        if _has_template(host):
+            facts = host.find_chat_facts()
+            template = host.read_template()
+            capabilities += ["tools"] if facts.knows_tools else []
+            capabilities += ["thinking"] if facts.reasoning else []
+        capabilities += ["insert"] if can_fill(host) else []
+        capabilities += ["embedding"] if host.model.can_embed else []
+        sampling = dict(plan.sampling)
+        return JsonResponse(
+            {
+                "license": model.licence,
+                "modelfile": f"# pi2 serves the plan {host.plan.name}\nFROM {host.plan.name}\n",
+                "parameters": "\n".join(f"{key} {value}" for key, value in sampling.items()),
+                "template": template,
+                "details": _describe_details(host),
+                "model_info": {
+                    "general.architecture": model.id,
+                    "general.parameter_count": _count_weights(host),
+                    f"{model.id}.context_length": plan.kv.context,
+                    f"{model.id}.embedding_length": model.shape.hidden,
+                    f"{model.id}.block_count": model.shape.layers,
+                },
+                "capabilities": capabilities,
+                "modified_at": _write_time(host.created),
+            }
+        )
+
+
+async def list_tags(request: Request, service: Service) -> Response:
+    """The served plans, as Ollama lists models."""
+    hosts = list(service.hosts.hosts.values())
+    return JsonResponse({"models": await asyncio.to_thread(_describe_all, hosts)})
+
+
+async def list_running(request: Request, service: Service) -> Response:
+    """The models in memory."""
+    hosts = [host for host in service.hosts.hosts.values() if host.is_loaded]
+    found = await asyncio.to_thread(_describe_all, hosts)
+    for host, told in zip(hosts, found, strict=True):
+        told |= {
+            "size_vram": 0,
+            "context_length": host.read_plan().plan.kv.context,
+            # They stay until another one needs their place.
+            "expires_at": "2318-01-01T00:00:00Z",
+        }
+    return JsonResponse({"models": found})
+
+
+async def show_version(request: Request, service: Service) -> Response:
+    """The interface's version."""
+    return JsonResponse({"version": VERSION})
+
+
+async def refuse_change(request: Request, service: Service) -> Response:
+    """ApiError 400: a server has the models with which it was started."""
+    raise ApiError(
+        400,
+        "This server has the models that it was started with: `pi2 pull` fetches others, and "
+        "`pi2 serve` serves them.",
+    )
+
+
+def _describe_all(hosts: Sequence[Host]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f"{host.plan.name}:latest",
+            "model": f"{host.plan.name}:latest",
+            "modified_at": _write_time(host.created),
+            "size": host.plan.budget_bytes,
+            "digest": host.read_plan().digest,
+            "details": _describe_details(host),
+        }
+        for host in hosts
+    ]
+
+
+def _describe_details(host: Host) -> dict[str, Any]:
+    model = host.read_plan().model
+    return {
+        "parent_model": "",
+        "format": "pi2",
+        "family": model.id,
+        "families": [model.id],
+        "parameter_size": f"{_count_weights(host) / 1e9:.1f}B",
+        "quantization_level": model.quantization.ffn,
     }
 
 
-def describe_error(error: ApiError) -> dict[str, Any]:
-    """An error, as Ollama writes it."""
-    return {"error": error.message}
+def _count_weights(host: Host) -> int:
+    """Weights of a model, near enough for a list."""
+    model = host.read_plan().model
+    matrices = 3 if model.ffn.gated else 2
+    neurons = model.shape.layers * model.layer_neurons
+    dense = sum(tensor.rows * tensor.length for tensor in list_tensors(model, None))
+    return dense + neurons * matrices * model.shape.hidden
+
+
+OPERATIONS = (
+    Operation(
+        "/api/chat",
+        ChatRequest,
+        "Answer a conversation (Ollama).",
+        answer_with(prepare_talk),
+        "chat",
+    ),
+    Operation(
+        "/api/generate",
+        GenerateRequest,
+        "Answer a prompt (Ollama).",
+        answer_with(prepare_text),
+        "text_completion",
+    ),
+    Operation("/api/embed", EmbedRequest, "Embed texts (Ollama).", answer_embed, "embeddings"),
+    Operation(
+        "/api/embeddings", OldEmbedRequest, "Embed a text (Ollama).", answer_old_embed, "embeddings"
+    ),
+    Operation("/api/show", ModelRequest, "What a model is and can do (Ollama).", show_model),
+)

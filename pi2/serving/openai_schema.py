@@ -6,70 +6,61 @@ tools is tolerated, because clients send back what other servers have given them
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Stop = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
-LogitBias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+from pi2.serving import request_fields
+from pi2.serving.request_fields import Fields, Strict, Tolerant, keep_tools
+
 Text = Annotated[str, Field(max_length=1 << 24)]
+Stop = (
+    Annotated[str, Field(min_length=1)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+)
+LogitBias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+"""-1 draws one, as null does."""
+Count = Annotated[int, Field(ge=-1)]
+"""Most tokens of an answer; -1 stands for as many as there is room for."""
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+"""0 and -1 keep all tokens."""
 
 
-class Body(BaseModel):
-    """A request's body: keys that are not known are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+class Body(Strict):
+    """A request's body."""
 
     model: Text
     """Name of a served plan."""
-    user: Any = None
-    """Accepted and ignored, as are the five that follow."""
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
-
-
-class Tolerant(BaseModel):
-    """A part of a body: keys that are not known are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-
-
-class Sampled(Body):
-    """How tokens are drawn; what is not given is the plan's."""
-
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """Not OpenAI's."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Not OpenAI's."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    """Not OpenAI's."""
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: LogitBias | None = None
-    seed: Seed | None = None
-    stop: Annotated[str, Field(min_length=1)] | Stop | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> Sampled:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' goes with 'stream' alone")
-        return self
 
 
 class StreamOptions(Tolerant):
     """What a stream tells besides."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+
+
+class Sampled(Body):
+    """How tokens are drawn; what is not given is the plan's."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+    """Not OpenAI's."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Not OpenAI's."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        default=None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    """Not OpenAI's."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
 
 
 class FunctionTool(Tolerant):
@@ -82,68 +73,23 @@ class FunctionTool(Tolerant):
 
 
 class Tool(Tolerant):
-    """A tool: functions are understood."""
+    """A tool."""
 
-    type: Literal["function"]
+    type: Literal["function"] | None = "function"
     function: FunctionTool
-
-
-class JsonSchema(Tolerant):
-    """A schema and its name."""
-
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class TextFormat(Tolerant):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class ObjectFormat(Tolerant):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class SchemaFormat(Tolerant):
-    """JSON of a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
-
-
-class NamedFunction(Tolerant):
-    """A function's name."""
-
-    name: str
-
-
-class NamedTool(Tolerant):
-    """The tool that must be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
 
 
 class CalledFunction(Tolerant):
     """A call in an earlier message."""
 
     name: str
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class CalledTool(Tolerant):
     """A call in an earlier message, with its identity."""
 
-    id: str
-    type: Literal["function"] = "function"
+    id: str | None = None
     function: CalledFunction
 
 
@@ -152,53 +98,65 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(
+        default=None, validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
 
-    @model_validator(mode="after")
-    def _check_content(self) -> ChatMessage:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"a message of role '{self.role}' needs content")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a message of role 'tool' needs a tool_call_id")
-        return self
+
+class Reasoning(Tolerant):
+    """How much the model reasons."""
+
+    effort: str | None = None
+
+
+class Thinking(Tolerant):
+    """Whether the model reasons."""
+
+    type: str | None = None
 
 
 class ChatRequest(Sampled):
     """``/v1/chat/completions``."""
 
+    fields: ClassVar[Fields] = request_fields.CHAT
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    response_format: dict[str, Any] | None = None
+    tools: Annotated[list[Tool] | None, keep_tools("function")] = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: str | None = None
+    reasoning: Reasoning | None = None
+    """Not OpenAI's, as are the five that follow."""
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not OpenAI's: what else the template reads."""
+    """What else the template reads."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message, which is the assistant's."""
+    add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("'top_logprobs' goes with 'logprobs' alone")
-        if isinstance(self.tool_choice, NamedTool) and not self.tools:
-            raise ValueError("'tool_choice' goes with 'tools' alone")
-        if self.tool_choice == "required" and not self.tools:
-            raise ValueError("'tool_choice' goes with 'tools' alone")
         return self
 
 
 class CompletionRequest(Sampled):
     """``/v1/completions``."""
+
+    fields: ClassVar[Fields] = request_fields.COMPLETIONS
 
     prompt: (
         Text
@@ -206,20 +164,19 @@ class CompletionRequest(Sampled):
         | Annotated[list[Text], Field(min_length=1, max_length=128)]
         | Annotated[list[list[int]], Field(min_length=1, max_length=128)]
     )
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: Text | None = None
+    """What follows the text that is filled in."""
+    max_tokens: Count | None = None
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=20)] | None,
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=20)] | None = None
-    suffix: None = None
     ignore_eos: bool | None = None
     """Not OpenAI's."""
     return_token_ids: bool | None = None
     """Not OpenAI's: choices have ``token_ids``."""
-
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _refuse_truth(cls, value: Any) -> Any:
-        return None if value is False else value
 
     @model_validator(mode="after")
     def _check_best(self) -> CompletionRequest:
@@ -231,22 +188,22 @@ class CompletionRequest(Sampled):
 class EmbeddingRequest(Body):
     """``/v1/embeddings``."""
 
+    fields: ClassVar[Fields] = request_fields.EMBEDDINGS
+
     input: (
         Text
         | Annotated[list[int], Field(min_length=1)]
         | Annotated[list[Text], Field(min_length=1, max_length=2048)]
         | Annotated[list[list[int]], Field(min_length=1, max_length=2048)]
     )
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     pooling: Literal["mean", "last"] | None = None
     """Not OpenAI's: of all tokens, or of the last one; by default what the model says."""
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Strict):
     """``/tokenize``: a text, or a conversation."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Text | None = None
     prompt: Text | None = None
@@ -254,13 +211,8 @@ class TokenizeRequest(BaseModel):
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Strict):
     """``/detokenize``: token ids."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Text | None = None
     tokens: list[Annotated[int, Field(ge=0)]]
-
-
-Sampled.model_rebuild()

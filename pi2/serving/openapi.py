@@ -5,34 +5,35 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from pi2.serving import messages, ollama, responses
-from pi2.serving.openai_schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    TokenizeRequest,
-)
+from pi2.serving import ollama
+from pi2.serving.chat import CHAT
+from pi2.serving.completions import COMPLETIONS
+from pi2.serving.dialects import Operation
+from pi2.serving.embeddings import EMBEDDINGS
+from pi2.serving.messages import COUNT_TOKENS, MESSAGES
+from pi2.serving.responses import RESPONSES
+from pi2.serving.tokens import DETOKENIZE, TOKENIZE
 
-_POSTS: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
-    "/v1/completions": (CompletionRequest, "Continue a prompt."),
-    "/v1/embeddings": (EmbeddingRequest, "Embed texts."),
-    "/v1/responses": (responses.ResponsesRequest, "Answer a conversation, item by item."),
-    "/v1/messages": (messages.MessagesRequest, "Answer a conversation (Anthropic)."),
-    "/v1/messages/count_tokens": (messages.CountRequest, "Count a conversation's tokens."),
-    "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation."),
-    "/detokenize": (DetokenizeRequest, "The text of token ids."),
-    "/api/chat": (ollama.ChatRequest, "Answer a conversation (Ollama)."),
-}
+OPERATIONS: tuple[Operation[Any], ...] = (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    RESPONSES,
+    MESSAGES,
+    COUNT_TOKENS,
+    TOKENIZE,
+    DETOKENIZE,
+    *ollama.OPERATIONS,
+)
+"""What clients can post."""
 _GETS = {
     "/health": "Whether the server is there.",
     "/metrics": "Numbers for Prometheus.",
     "/v1/models": "The served plans.",
     "/api/tags": "The served plans (Ollama).",
+    "/api/ps": "The models in memory (Ollama).",
     "/api/version": "Version of Ollama's interface.",
     "/api/state": "What models do, and what memory they have.",
 }
@@ -52,18 +53,18 @@ _REFUSALS = {
 @cache
 def describe_interface() -> dict[str, Any]:
     """The description."""
-    kinds = [(kind, "validation") for kind, _ in _POSTS.values()]
+    kinds = [(operation.body, "validation") for operation in OPERATIONS]
     refs, definitions = models_json_schema(
         kinds,  # type: ignore[arg-type]
         ref_template="#/components/schemas/{model}",
     )
     refused = {status: {"description": text} for status, text in _REFUSALS.items()}
     paths: dict[str, Any] = {}
-    for path, (kind, text) in _POSTS.items():
-        content = {"application/json": {"schema": refs[(kind, "validation")]}}
-        paths[path] = {
+    for operation in OPERATIONS:
+        content = {"application/json": {"schema": refs[(operation.body, "validation")]}}
+        paths[operation.path] = {
             "post": {
-                "summary": text,
+                "summary": operation.summary,
                 "requestBody": {"required": True, "content": content},
                 "responses": {"200": {"description": "The answer."}, **refused},
             }

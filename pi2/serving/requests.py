@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
-from pi2.diagnostics import UserError
 from pi2.serving.calls import Limits
-from pi2.serving.errors import ApiError, explain_invalid, explain_user_error
+from pi2.serving.errors import ApiError, explain_invalid
 from pi2.serving.host import Host, list_arguments
 from pi2.serving.hosts import Hosts
 from pi2.serving.metrics import Metrics
-from pi2.serving.openai_schema import Sampled
-from pi2.serving.sse import HEADERS, dump_json
-from pi2.serving.stream_errors import write_stream_error
+from pi2.serving.sse import dump_json
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Found = TypeVar("Found")
@@ -159,68 +156,43 @@ def note_use(request: Request, **values: Any) -> None:
     request.state.use = {**getattr(request.state, "use", {}), **values}
 
 
-async def stream_events(
-    request: Request,
-    events: AsyncGenerator[bytes, None],
-    *,
-    count: Callable[[], int] = lambda: 0,
-    media_type: str = "text/event-stream",
-) -> Response:
-    """Answer with ``events`` as they come; errors before the first are answers of their own, later
-    ones are events (`write_stream_error`), numbered by ``count`` where events have numbers."""
-    first = await wait_for_client(request, anext(events, None))
-
-    async def give() -> AsyncGenerator[bytes, None]:
-        try:
-            if first is not None:
-                yield first
-            async for event in events:
-                yield event
-        except ApiError as error:
-            note_use(request, failed=error.status)
-            yield write_stream_error(request.url.path, error, count())
-        finally:
-            await events.aclose()
-
-    return StreamingResponse(give(), media_type=media_type, headers=HEADERS)
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "seed", "logit_bias"),
+)
 
 
-def choose_sampling(body: Sampled, vocab: int) -> dict[str, Any]:
+def choose_sampling(body: BaseModel, vocab: int) -> dict[str, Any]:
     """What a body says of how tokens are drawn; ApiError 400 for biases of tokens that are not."""
-    found = list_arguments(
-        {
-            name: getattr(body, name)
-            for name in (
-                "temperature",
-                "top_p",
-                "top_k",
-                "min_p",
-                "repetition_penalty",
-                "presence_penalty",
-                "frequency_penalty",
-            )
-        }
-    )
-    if body.seed is not None:
-        found["seed"] = body.seed % 2**63
-    if body.logit_bias:
-        bias = {}
-        for key, value in body.logit_bias.items():
-            if not key.isdigit() or int(key) >= vocab:
-                raise ApiError(400, f"'{key}' is no token of this model.", param="logit_bias")
-            bias[int(key)] = value
-        found["logit_bias"] = bias
-    return found
+    found = list_arguments({name: getattr(body, name, None) for name in _SAMPLING})
+    if found.get("seed") == -1:
+        del found["seed"]
+    elif "seed" in found:
+        found["seed"] %= 2**63
+    if "top_k" in found:
+        found["top_k"] = max(found["top_k"], 0)
+    if "top_p" in found:
+        found["top_p"] = max(found["top_p"], _LEAST_TOP_P)
+    bias: dict[int, float] = {}
+    for key, value in found.pop("logit_bias", {}).items():
+        if not key.isdecimal() or int(key) >= vocab:
+            raise ApiError(400, f"'{key}' is no token of this model.", param="logit_bias")
+        bias[int(key)] = value
+    return {**found, "logit_bias": bias} if bias else found
+
+
+_LEAST_TOP_P = 1e-9
+"""Keeps the likeliest token alone, which is what 0 asks for."""
+
+
+def limit_tokens(given: int | None) -> int | None:
+    """The most tokens of an answer; None for as many as there is room for, which -1 asks for."""
+    return None if given is None or given < 0 else given
 
 
 def list_stops(stop: str | Sequence[str] | None) -> list[str]:
     """Stop strings as a list."""
     return [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
-
-
-def raise_api_error(error: UserError) -> None:
-    """Raise what a client is told of a finding."""
-    raise explain_user_error(error) from None
 
 
 def describe_usage(prompt: int, completion: int, reused: int, reasoning: int) -> Mapping[str, Any]:

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
+from pi2.serving import request_fields
 from pi2.serving.answer_reader import Fragment
-from pi2.serving.calls import Ask, Collected, Delta, Finished, collect, generate, prepare_chat
-from pi2.serving.conversation import ANY_OBJECT, Conversation, join_text, make_call
-from pi2.serving.errors import ApiError
-from pi2.serving.host import Host, list_arguments
-from pi2.serving.openai_schema import Body, FunctionTool, ObjectFormat, Text, TextFormat, Tolerant
-from pi2.serving.requests import (
-    JsonResponse,
-    Service,
-    find_client,
-    make_id,
-    note_use,
-    parse_body,
-    stream_events,
-    use_model,
-    wait_for_client,
+from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
+from pi2.serving.conversation import (
+    Conversation,
+    join_text,
+    make_call,
+    read_choice,
+    read_format,
+    set_effort,
 )
+from pi2.serving.dialects import Operation, Writer, answer_with
+from pi2.serving.errors import ApiError
+from pi2.serving.host import Host
+from pi2.serving.openai_schema import (
+    Body,
+    Count,
+    FunctionTool,
+    Reasoning,
+    Text,
+)
+from pi2.serving.request_fields import Fields, Tolerant, keep_tools
+from pi2.serving.requests import choose_sampling, limit_tokens, make_id
+from pi2.serving.sse import write_typed_events
 from pi2.serving.tool_formats import ToolCall
-from pi2.serving.typed_events import stream_typed
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
@@ -37,65 +40,38 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text",
 class ResponseTool(FunctionTool):
     """A function, its parts not wrapped."""
 
-    type: Literal["function"]
-
-
-class ResponseSchema(Tolerant):
-    """JSON of a schema."""
-
-    type: Literal["json_schema"]
-    name: str
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-    description: str | None = None
+    type: Literal["function"] = "function"
 
 
 class TextSettings(Tolerant):
     """What text is answered."""
 
-    format: (
-        Annotated[TextFormat | ObjectFormat | ResponseSchema, Field(discriminator="type")] | None
-    ) = None
-    verbosity: str | None = None
-
-
-class Reasoning(Tolerant):
-    """How much the model reasons."""
-
-    effort: str | None = None
-    summary: str | None = None
-
-
-class ToolName(Tolerant):
-    """The tool that must be called."""
-
-    type: Literal["function"]
-    name: str
+    format: dict[str, Any] | None = None
 
 
 class ResponsesRequest(Body):
     """A request."""
 
+    fields: ClassVar[Fields] = request_fields.RESPONSES
+
     input: Text | list[dict[str, Any]]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    tools: Annotated[list[ResponseTool] | None, keep_tools("function")] = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
-    top_logprobs: Literal[0] | None = None
-    previous_response_id: None = None
-    conversation: None = None
-    background: Literal[False] | None = None
-    prompt_cache_retention: Any = None
-    max_tool_calls: Any = None
+    metadata: Any = None
+    """Given back, as are the three that follow."""
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
 
 def read_items(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -144,66 +120,41 @@ def read_items(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 def read_conversation(body: ResponsesRequest) -> Conversation:
     """The conversation that a body states."""
-    schema: Mapping[str, Any] | None = None
-    if body.text is not None and isinstance(body.text.format, ObjectFormat):
-        schema = ANY_OBJECT
-    elif body.text is not None and isinstance(body.text.format, ResponseSchema):
-        schema = body.text.format.schema_ or ANY_OBJECT
+    if "message.output_text.logprobs" in (body.include or ()):
+        message = "Log probabilities are given by chats and completions, not by responses."
+        raise ApiError(400, message, param="include", code="unsupported_parameter")
     variables: dict[str, Any] = {}
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        effort = body.reasoning.effort
-        variables = {
-            "reasoning_effort": effort,
-            "enable_thinking": effort not in ("none", "minimal"),
-        }
-    choice = body.tool_choice
+    set_effort(variables, body.reasoning and body.reasoning.effort)
+    tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or ()]
     return Conversation(
         messages=read_items(body),
-        tools=[tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or ()],
-        tool_choice="auto" if choice is None or isinstance(choice, ToolName) else choice,
-        named_tool=choice.name if isinstance(choice, ToolName) else None,
+        **read_choice(body.tool_choice, tools),
         parallel_calls=body.parallel_tool_calls is not False,
         variables=variables,
-        json_schema=schema,
+        json_schema=read_format(body.text and body.text.format, param="text.format"),
     )
 
 
-async def answer_responses(request: Request, service: Service) -> Response:
-    """Answer a conversation."""
-    body = await parse_body(request, service, ResponsesRequest)
-    conversation = read_conversation(body)
-    async with AsyncExitStack() as stack:
-        host, limits = await stack.enter_async_context(use_model(request, service, body.model))
-        sampling = {"temperature": body.temperature, "top_p": body.top_p}
-        ask = await prepare_chat(
-            host,
-            conversation,
-            {
-                "client": find_client(request),
-                "max_tokens": body.max_output_tokens,
-                "sampling": list_arguments(sampling),
-            },
-        )
-        note_use(request, model=host.plan.name, prompt_tokens=len(ask.prompt_ids))
-        events = generate(host, ask, limits, service.metrics)
-        writer = _Writer(host, body, ask)
-        if not body.stream:
-            found = (await wait_for_client(request, collect(events, 1)))[0]
-            assert found.end is not None
-            note_use(request, completion_tokens=found.end.tokens)
-            return JsonResponse(writer.write_whole(found))
-        kept = stack.pop_all()
-        written = stream_typed(request, writer.write_events, events, kept)
-        return await stream_events(request, written, count=writer.count)
+async def prepare(host: Host, body: ResponsesRequest, client: str) -> Writer:
+    """What is to be asked for a conversation."""
+    ask = await prepare_chat(
+        host,
+        read_conversation(body),
+        {
+            "client": client,
+            "max_tokens": limit_tokens(body.max_output_tokens),
+            "sampling": choose_sampling(body, host.model.plan.model.shape.vocab),
+        },
+    )
+    return _ResponseWriter(host, body, ask)
 
 
-class _Writer:
+class _ResponseWriter(Writer):
     """Writes what comes of a request as items."""
 
     def __init__(self, host: Host, body: ResponsesRequest, ask: Ask) -> None:
-        self._ask = ask
+        super().__init__(host, [ask])
         self._number = -1
-        self._begun = False
         self._output: list[dict[str, Any]] = []
         """Items that are complete."""
         self._open: dict[str, Any] | None = None
@@ -229,16 +180,8 @@ class _Writer:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "top_logprobs": 0,
-            "text": (
-                {"format": {"type": "text"}}
-                if body.text is None or body.text.format is None
-                else {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}
-            ),
-            "tool_choice": (
-                body.tool_choice.model_dump()
-                if isinstance(body.tool_choice, ToolName)
-                else body.tool_choice or "auto"
-            ),
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": sampling.top_p if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
@@ -256,15 +199,15 @@ class _Writer:
         self._number += 1
         return self._number
 
-    def write_whole(self, found: Collected) -> dict[str, Any]:
+    def write_whole(self, found: Sequence[Collected]) -> dict[str, Any]:
         """The answer, complete."""
-        assert found.end is not None
-        if found.reasoning:
-            self._output.append(_make_reasoning(found.reasoning))
-        if found.content or not (found.calls or found.reasoning):
-            self._output.append(_make_message(found.content))
-        self._output += [_make_function_call(call) for call in found.calls]
-        return self._write_response(found.end)
+        (one,) = found
+        if one.reasoning:
+            self._output.append(_make_reasoning(one.reasoning))
+        if one.content or not (one.calls or one.reasoning):
+            self._output.append(_make_message(one.content))
+        self._output += [_make_function_call(call) for call in one.calls]
+        return self._write_response(one.end)
 
     def _write_response(self, end: Finished | None) -> dict[str, Any]:
         if end is None:
@@ -276,7 +219,7 @@ class _Writer:
                 "usage": None,
             }
         is_whole = end.reason != "length"
-        prompt = len(self._ask.prompt_ids)
+        prompt = self.prompt_tokens
         return {
             **self._head,
             "status": "completed" if is_whole else "incomplete",
@@ -292,13 +235,19 @@ class _Writer:
             },
         }
 
-    def write_events(self, event: Delta | Finished) -> list[dict[str, Any]]:
-        """The events that something makes."""
+    def write_start(self) -> bytes:
+        """The response, of which there is nothing yet."""
         found: list[dict[str, Any]] = []
-        if not self._begun:
-            self._begun = True
-            for kind in ("created", "in_progress"):
-                self._add(found, f"response.{kind}", response=self._write_response(None))
+        for kind in ("created", "in_progress"):
+            self._add(found, f"response.{kind}", response=self._write_response(None))
+        return write_typed_events(found)
+
+    def write_event(self, event: Delta | Finished) -> bytes:
+        """The events that something makes."""
+        return write_typed_events(self._write_events(event))
+
+    def _write_events(self, event: Delta | Finished) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
         if isinstance(event, Finished):
             if not self._output and self._open is None:
                 self._begin(found, "message")
@@ -417,3 +366,12 @@ def _make_function_call(call: ToolCall) -> dict[str, Any]:
         "arguments": call.arguments,
         "status": "completed",
     }
+
+
+RESPONSES = Operation(
+    "/v1/responses",
+    ResponsesRequest,
+    "Answer a conversation, item by item.",
+    answer_with(prepare),
+    "chat",
+)

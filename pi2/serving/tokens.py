@@ -8,18 +8,18 @@ from starlette.responses import Response
 from pi2.serving.calls import prepare_chat
 from pi2.serving.chat import read_message
 from pi2.serving.conversation import Conversation
+from pi2.serving.dialects import Operation
 from pi2.serving.errors import ApiError
 from pi2.serving.openai_schema import DetokenizeRequest, TokenizeRequest
-from pi2.serving.requests import JsonResponse, Service, parse_body, use_model
+from pi2.serving.requests import JsonResponse, Service, use_model
 
 
 def _choose(service: Service, model: str | None) -> str:
     return next(iter(service.hosts.hosts)) if model is None else model
 
 
-async def tokenize(request: Request, service: Service) -> Response:
+async def tokenize(request: Request, service: Service, body: TokenizeRequest) -> Response:
     """Token ids of a prompt or of a conversation."""
-    body = await parse_body(request, service, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give one of 'prompt' and 'messages'.", param="prompt")
     async with use_model(request, service, _choose(service, body.model)) as (host, _):
@@ -35,11 +35,16 @@ async def tokenize(request: Request, service: Service) -> Response:
         return JsonResponse({"count": len(ids), "max_model_len": context, "tokens": ids})
 
 
-async def detokenize(request: Request, service: Service) -> Response:
+async def detokenize(request: Request, service: Service, body: DetokenizeRequest) -> Response:
     """The text of token ids, special ones included."""
-    body = await parse_body(request, service, DetokenizeRequest)
     async with use_model(request, service, _choose(service, body.model)) as (host, _):
         vocab = host.model.plan.model.shape.vocab
         if any(token >= vocab for token in body.tokens):
             raise ApiError(400, f"There are {vocab} tokens.", param="tokens")
         return JsonResponse({"prompt": host.model.decode(body.tokens, special=True)})
+
+
+TOKENIZE = Operation(
+    "/tokenize", TokenizeRequest, "Token ids of a text or a conversation.", tokenize
+)
+DETOKENIZE = Operation("/detokenize", DetokenizeRequest, "The text of token ids.", detokenize)

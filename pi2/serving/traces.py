@@ -7,26 +7,19 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pi2.diagnostics import UserError
+from pi2.serving.openapi import OPERATIONS
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-_OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-    "/api/chat": "chat",
-}
-"""Names of what paths do."""
+_KINDS = {operation.path: operation.kind for operation in OPERATIONS}
+"""What paths do, as its conventions call it."""
 _QUIET = ("/", "/health", "/metrics", "/api/state")
 """What has no span: it is asked for again and again, and says nothing of models."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -49,6 +42,7 @@ _ASKED = {
 _USED = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
+    "first_s": "gen_ai.response.time_to_first_chunk",
 }
 
 
@@ -130,18 +124,13 @@ class Traces:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, span: Span) -> int:
         """The status of the answer."""
-        start, status, has_begun = time.perf_counter(), 0, False
+        status = 0
 
         async def note(message: Message) -> None:
-            nonlocal status, has_begun
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 span.set_attribute("http.response.status_code", status)
-            elif message["type"] == "http.response.body" and not has_begun:
-                has_begun = True
-                if message.get("more_body"):
-                    first_s = time.perf_counter() - start
-                    span.set_attribute("gen_ai.response.time_to_first_chunk", first_s)
             await send(message)
 
         await self._app(scope, receive, note)
@@ -150,7 +139,7 @@ class Traces:
 
 def describe_request(span: Span, path: str, state: Mapping[str, Any]) -> None:
     """Say what was asked for and used: ``state["asked"]`` and ``state["use"]``."""
-    operation = _OPERATIONS.get(path)
+    operation = _KINDS.get(path)
     used = state.get("use", {})
     if operation is None:
         return

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from pi2.engine.answer import TokenScore
 from pi2.serving.errors import explain_invalid
 from pi2.serving.openai_schema import CompletionRequest
-from pi2.serving.token_scores import describe_chat_scores, describe_completion_scores
+from pi2.serving.token_scores import CompletionScores, describe_chat_scores
 
 EURO = "\u20ac".encode()
 
@@ -58,7 +58,7 @@ def test_of_tokens_with_the_same_text_the_likeliest_is_told() -> None:
     tokenizer = make_byte_level()
     first, second, _ = tokenizer.encode("\u20ac").ids
     score = TokenScore(first, -1.0, ((first, -1.0), (second, -2.0)))
-    told = describe_completion_scores(make_model(tokenizer), [score], 0)
+    told = CompletionScores(make_model(tokenizer), [first], "").write([score])
     assert told["top_logprobs"] == [{"\ufffd": -1.0}]
 
 

@@ -96,7 +96,7 @@ def test_mistakes_are_told_in_the_form_of_each_interface(
     )
     assert answer.choices[0].finish_reason == "length"
     with pytest.raises(anthropic.BadRequestError) as refused:
-        other.messages.create(model="tiny", max_tokens=0, messages=HELLO)
+        other.messages.create(model="tiny", max_tokens=-2, messages=HELLO)
     assert refused.value.body["type"] == "error"
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError):

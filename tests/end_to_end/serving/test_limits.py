@@ -21,7 +21,7 @@ import httpx2
 from starlette.responses import Response, StreamingResponse
 
 from pi2.engine.scheduler import Ticket
-from pi2.serving.calls import Ask, Limits, generate
+from pi2.serving.calls import Answers, Ask, Limits
 from pi2.serving.connections import TimedConnection
 from pi2.serving.errors import ApiError
 from pi2.serving.hosts import Hosts
@@ -181,15 +181,15 @@ def test_an_answer_that_nobody_takes_is_given_up_in_time(plan: Path) -> None:
         await hosts.start()
         host = hosts.hosts["tiny"]
         ask = Ask(prompt_ids=[1, 2], max_tokens=900, ignore_eos=True)
-        events = generate(host, ask, Limits(time_s=0.2), Metrics([]))
-        await anext(events)  # and never again
+        answers = Answers(host, [ask], Limits(time_s=0.2), Metrics([]))
+        await answers.take()  # and never again
         deadline = time.monotonic() + 30
         while host.model.scheduler.running and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         assert not host.model.scheduler.running
         assert host.model.scheduler.rounds.stepped_tokens < 899
         with pytest.raises(ApiError, match="took more than"):
-            _ = [event async for event in events]
+            await answers.collect()
         await hosts.stop()
 
     asyncio.run(run())
