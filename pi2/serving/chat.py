@@ -62,7 +62,8 @@ def read_conversation(body: ChatRequest) -> Conversation:
         variables.setdefault("enable_thinking", body.enable_thinking)
     if body.thinking is not None and body.thinking.type is not None:
         variables.setdefault("enable_thinking", body.thinking.type != "disabled")
-    set_effort(variables, body.reasoning_effort or (body.reasoning and body.reasoning.effort))
+    other_effort = body.reasoning.effort if body.reasoning else None
+    set_effort(variables, body.reasoning_effort or other_effort)
     tools = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     found = Conversation(
         messages=[read_message(message) for message in body.messages],

@@ -66,12 +66,10 @@ def read_choice(
 ) -> dict[str, Any]:
     """What OpenAI's ``tool_choice`` says of a `Conversation` with ``tools``: their kind of call,
     and those of them that may be called.  ApiError 400 for what is no choice."""
-    if choice is None or isinstance(choice, str):
-        mode, kind, inner = choice or "auto", None, {}
-    else:
-        mode, kind = "auto", choice.get("type")
-        wrapped = choice.get(kind) if isinstance(kind, str) else None
-        inner = wrapped if isinstance(wrapped, Mapping) else choice
+    stated: Mapping[str, Any] = choice if isinstance(choice, Mapping) else {}
+    mode, kind = choice if isinstance(choice, str) else "auto", stated.get("type")
+    wrapped = stated.get(kind) if isinstance(kind, str) else None
+    inner = wrapped if isinstance(wrapped, Mapping) else stated
     if kind == "allowed_tools":
         listed, mode = inner.get("tools"), inner.get("mode", "auto")
         names = _list_names(listed if isinstance(listed, list) else [])

@@ -160,8 +160,7 @@ def read_conversation(body: CountRequest) -> Conversation:
     variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
-    set_effort(variables, config and config.effort)
-    stated = {"tool_choice": choices.get(choice.type, "auto")} if choice is not None else {}
+    set_effort(variables, config.effort if config else None)
     return Conversation(
         messages=read_messages(body),
         tools=[
@@ -174,12 +173,12 @@ def read_conversation(body: CountRequest) -> Conversation:
             )
             for tool in body.tools or ()
         ],
-        **stated,
+        tool_choice="auto" if choice is None else choices.get(choice.type, "auto"),
         named_tool=(choice.name or "") if choice is not None and choice.type == "tool" else None,
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
         variables=variables,
         json_schema=read_format(
-            (config and config.format) or body.output_format, param="output_config.format"
+            (config.format if config else None) or body.output_format, param="output_config.format"
         ),
     )
 

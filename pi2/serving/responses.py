@@ -124,14 +124,14 @@ def read_conversation(body: ResponsesRequest) -> Conversation:
         message = "Log probabilities are given by chats and completions, not by responses."
         raise ApiError(400, message, param="include", code="unsupported_parameter")
     variables: dict[str, Any] = {}
-    set_effort(variables, body.reasoning and body.reasoning.effort)
+    set_effort(variables, body.reasoning.effort if body.reasoning else None)
     tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or ()]
     return Conversation(
         messages=read_items(body),
         **read_choice(body.tool_choice, tools),
         parallel_calls=body.parallel_tool_calls is not False,
         variables=variables,
-        json_schema=read_format(body.text and body.text.format, param="text.format"),
+        json_schema=read_format(body.text.format if body.text else None, param="text.format"),
     )
 
 
