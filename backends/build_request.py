@@ -10,7 +10,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.documents.plan_running import ActivationType
 from pi2.plan.weights.gates import GateRecord
-from pi2.plan.weights.layout import BundleLayout, Precision, TwinPrecision
+from pi2.plan.weights.layout import BundleLayout, Precision
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32, U8, Raw, Scales
@@ -42,15 +42,6 @@ class Tensor:
         weights = self.weights.reshape(self.rows, -1)[rows]
         scales = None if self.scales is None else self.scales.reshape(self.rows, -1)[rows]
         return replace(self, rows=count, weights=weights, scales=scales)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Twins:
-    """Copies of neurons in fewer bits (`pi2.plan.weights.layout`), in memory."""
-
-    precision: TwinPrecision
-    bundles: Sequence[U8]
-    """Per layer [n, stride], in stored order, the last one that of the layer's last neuron."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +98,6 @@ class BuildRequest:
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
     resident; None where they lie in the bundles."""
-    twins: Twins | None = None
-    """Copies of the neurons that may be missing; None where nothing is computed with such."""
     gate_biases: Sequence[F32] | None = None
     """Per layer, what to add to the gates [neurons], where they have biases.  Where neurons have
     no gate, their up rows stand for gates."""

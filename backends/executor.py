@@ -125,10 +125,6 @@ class Executor(Protocol):
         (`pi2.backends.stretches`); the result has the same bits as that of the single neurons.
         """
 
-    def add_twins(self, layer: int, indices: I32) -> None:
-        """Add the twins of the neurons with the stored ``indices`` [n] (T = 1), which have some
-        (``BuildRequest.twins``)."""
-
     def add_named_neurons(
         self,
         layer: int,

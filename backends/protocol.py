@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from pi2.backends.build_request import BuildRequest, Gates, Tensor, Twins
+from pi2.backends.build_request import BuildRequest, Gates, Tensor
 from pi2.backends.executor import (
     CONTEXT_BLOCK,
     ContextKeeper,
@@ -54,7 +54,6 @@ __all__ = [
     "StateKeeper",
     "Tensor",
     "TextBackend",
-    "Twins",
     "UnitBackend",
     "WholeBackend",
     "add_one_by_one",
@@ -105,7 +104,7 @@ class Preparer(Protocol):
         """Compile the kernels that ``build`` will load, unless they are cached.
 
         Called before any memory is filled, with a request that has no room in memory yet: tensors
-        are those of the store, and gates and twins say how they lie.  Takes no memory that stays.
+        are those of the store, and gates say how they lie.  Takes no memory that stays.
         """
 
 

@@ -36,7 +36,6 @@ from pi2.engine.opened_store import begin_hashes, is_by_hotness, open_store
 from pi2.engine.parts import LayerParts, Parts
 from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.routing_dials import RoutingDials, make_dials
-from pi2.engine.twins import TwinNeurons
 from pi2.engine.unit_loading import build_shares, load_shares, make_rows
 from pi2.engine.whole_loading import load_whole, make_whole_forward
 from pi2.logging import get_logger
@@ -214,7 +213,6 @@ def build_parts(
         shares=shares,
         in_order=observer is not None,
         experts=make_experts(resolved, grouped),
-        twins=make_twin_neurons(resolved, executor),
     )
     bind_first_thread(request, cleanup)
     report_build(resolved, request, cache, reader, balance)
@@ -315,15 +313,7 @@ def build_whole_model(
 
 def make_plan_dials(resolved: ResolvedPlan, request: BuildRequest) -> RoutingDials | None:
     """What lets routing deviate from the model's, where the plan asks for it."""
-    settings, has_twins = resolved.plan.experts, resolved.plan.twin is not None
-    return make_dials(settings, resolved.model, request.tensors, has_twins=has_twins)
-
-
-def make_twin_neurons(resolved: ResolvedPlan, executor: Executor) -> TwinNeurons | None:
-    """What computes neurons by their twins, where the plan has some."""
-    if resolved.plan.twin is None:
-        return None
-    return TwinNeurons(executor, [layer.hot_neurons for layer in resolved.layers])
+    return make_dials(resolved.plan.experts, resolved.model, request.tensors)
 
 
 def make_experts(resolved: ResolvedPlan, grouped: list[I32] | None) -> ExpertNeurons | None:

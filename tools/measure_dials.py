@@ -4,9 +4,7 @@
         --plot docs/images/dials.svg
 
 Runs the model over the text token by token, with ``predictor = "router"`` and a cache of the
-given share of all experts, once for every setting of the table ``[experts]`` below.  With
-``--twin`` the store has a twin (``pi2 store twin``): settings in which it computes what is left
-out are measured, too, and exact ones whose cache has the twin's memory besides.  Every
+given share of all experts, once for every setting of the table ``[experts]`` below.  Every
 file of ``--thresholds`` (``pi2 sparsity calibrate``) is a setting, too, of a store with gates
 (``pi2 store gates``): a quarter of the cache's memory holds gates then.  Prints a table and draws
 it.
@@ -19,7 +17,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +26,7 @@ from pi2.evaluation.scores import score_windows
 from pi2.pictures import add_legend, make_figure, pick_styles, save_figure
 from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.resolve import load_plan
-from pi2.plan.weights.layout import ALIGNMENT, TwinPrecision, lay_out_twin, round_up
+from pi2.plan.weights.layout import ALIGNMENT, round_up
 from pi2.statistics.texts import encode_windows
 
 DIALS: Mapping[str, list[Mapping[str, Any]]] = {
@@ -45,24 +43,11 @@ DIALS: Mapping[str, list[Mapping[str, Any]]] = {
 }
 """Settings by the name of their dial."""
 
-
-def list_twin_dials(precision: TwinPrecision) -> dict[str, list[Mapping[str, Any]]]:
-    """The same of a store that has a twin."""
-    twin = {"twin": precision}
-    return {
-        f"least_weight, {precision} twin": [
-            {"least_weight": value, **twin} for value in (0.1, 0.15, 0.2, 0.25, 0.4, 1.0)
-        ],
-        f"read_best, {precision} twin": [{"read_best": value, **twin} for value in (3, 2, 1)],
-        f"an {precision} twin's memory as cache": [{"cache": f"and the {precision} twin's memory"}],
-    }
-
-
 GATES_PART = 0.25
 """Part of the cache's memory that holds gates where thresholds choose neurons."""
 MOST_DRAWN = 2.0
 """Per cent; points above are out of the picture, which says how far."""
-OTHERS = {"twin", "cache", "thresholds"}
+OTHERS = {"thresholds"}
 """What of a setting is no key of ``[experts]``."""
 
 
@@ -78,11 +63,10 @@ class Point:
     loss_change_error: float
     """Its standard error, token by token."""
     memory_bytes: int
-    """Of cached experts and twins."""
+    """Of cached experts."""
     read_bytes_token: float
     replaced: float
     left_out: float
-    by_twins: float
     computed: float
     """Of the neurons of the experts that computed."""
 
@@ -94,9 +78,8 @@ def measure(
     context: int,
     windows: int,
     dials: Mapping[str, list[Mapping[str, Any]]],
-    precision: TwinPrecision | None = None,
 ) -> list[Point]:
-    """Run exact routing and all settings of ``dials``; ``precision`` of the store's twin."""
+    """Run exact routing and all settings of ``dials``."""
     resolved = load_plan(plan)
     model = resolved.model
     experts = model.shape.layers * model.expert_count
@@ -114,15 +97,10 @@ def measure(
     settings: list[tuple[str, dict[str, Any]]] = [("exact", {})]
     settings += [(dial, dict(some)) for dial, all_of in dials.items() for some in all_of]
     cold = size * resolved.bundle.stride
-    twin = 0
-    if precision is not None:
-        twin = experts * model.shape.ffn * lay_out_twin(resolved.bundle, precision).stride
     for dial, some in settings:
         chosen_dials = {name: value for name, value in some.items() if name not in OTHERS}
         own = {f"experts.{name}": value for name, value in chosen_dials.items()}
-        own["memory.segments.cold"] = f"{cold + twin if 'cache' in some else cold} B"
-        if "twin" in some:
-            own |= {"twin.precision": some["twin"], "memory.segments.twin": f"{twin} B"}
+        own["memory.segments.cold"] = f"{cold} B"
         if "thresholds" in some:
             gates = round(GATES_PART * cold)
             names = model.shape.layers * round_up(4 * model.layer_neurons, ALIGNMENT)
@@ -149,11 +127,10 @@ def measure(
                 perplexity=float(np.exp(losses.mean())),
                 loss_change=float(change.mean()),
                 loss_change_error=float(change.std() / np.sqrt(len(change))),
-                memory_bytes=cold + twin if {"twin", "cache"} & set(some) else cold,
+                memory_bytes=cold,
                 read_bytes_token=done.flash_read_bytes / sum(len(w.tokens) - 1 for w in chosen),
                 replaced=done.replaced_share or 0.0,
                 left_out=done.left_out_share or 0.0,
-                by_twins=done.twin_weight_share or 0.0,
                 computed=done.predicted_share or 0.0,
             )
         )
@@ -170,7 +147,7 @@ def write_row(point: Point, exact: Point) -> str:
         f"| {point.loss_change:+.4f} ± {point.loss_change_error:.4f} "
         f"| {point.memory_bytes / 1e6:.1f} | {point.read_bytes_token / 1e3:.0f} "
         f"| {point.read_bytes_token / exact.read_bytes_token:.2f} "
-        f"| {point.replaced:.1%} | {point.left_out:.1%} | {point.by_twins:.1%} "
+        f"| {point.replaced:.1%} | {point.left_out:.1%} "
         f"| {point.computed:.1%} |"
     )
 
@@ -216,21 +193,16 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=0.3, help="share of all experts (0.3)")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--twin", choices=get_args(TwinPrecision), help="measure the store's twin")
     parser.add_argument("--thresholds", type=Path, action="append", default=[])
     parser.add_argument("--dials", default="", help="measure those whose names have this")
     parser.add_argument("--plot", type=Path, help="write a picture")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
-    parser.add_argument(
-        "--beside", type=Path, help="figures of a run with another twin, which are drawn, too"
-    )
+    parser.add_argument("--beside", type=Path, help="figures of another run, which are drawn, too")
     arguments = parser.parse_args()
     titles = "setting | perplexity | change | nats | MB of experts | kB read per token | of exact"
-    print(f"| {titles} | replaced | left out | by twins | neurons computed |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {titles} | replaced | left out | neurons computed |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     dials = dict(DIALS)
-    if arguments.twin is not None:
-        dials |= list_twin_dials(arguments.twin)
     if arguments.thresholds:
         dials["thresholds"] = [{"thresholds": str(file)} for file in arguments.thresholds]
     texts = [arguments.text.read_text("utf-8")]
@@ -241,7 +213,6 @@ def main() -> None:
         arguments.context,
         arguments.windows,
         {name: some for name, some in dials.items() if arguments.dials in name},
-        arguments.twin,
     )
     if arguments.plot is not None:
         others = [] if arguments.beside is None else read_points(arguments.beside)

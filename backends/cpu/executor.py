@@ -285,10 +285,6 @@ class CpuExecutor:
         """See `pi2.backends.protocol.PartAdder`."""
         self._neurons.add_parts(layer, arena, slots, indices, stretch, numbers, size, finished)
 
-    def add_twins(self, layer: int, indices: I32) -> None:
-        """Add neurons' twins for one token."""
-        self._neurons.add_twins(layer, indices)
-
     def add_named_neurons(
         self,
         layer: int,

@@ -130,19 +130,6 @@ class Neurons:
                 ]
                 for layer, scales in enumerate(self._scales)
             ]
-        self._twins: list[BoundCall] = []
-        """By layer."""
-        self._twin_bundles: list[Any] = []
-        self._first_twins: list[int] = []
-        """Stored index of each layer's first neuron that has a twin."""
-        if request.twins is not None:
-            given = f"{self._name_count()} {self._name_token()} arena"
-            self._twins = [
-                library.bind("add_twins", given, self._room, views, layer=layer, name="add_twins")
-                for layer in range(layers)
-            ]
-            self._twin_bundles = [library.wrap(own).tensor for own in request.twins.bundles]
-            self._first_twins = [neurons - len(own) for own in request.twins.bundles]
         self._find_gates: list[BoundCall] = []
         """By layer."""
         if spec.closes_gates:
@@ -292,12 +279,6 @@ class Neurons:
         self._part_numbers[: len(numbers)] = numbers
         bundles = self._take_bundles(arena, indices)
         self._add_parts[layer](count, stretch, size * stretch, finished, *self._token, bundles)
-
-    def add_twins(self, layer: int, indices: I32) -> None:
-        """Add the twins of neurons for one token."""
-        count = len(indices)
-        np.subtract(indices, self._first_twins[layer], out=self._slots[:count])
-        self._twins[layer](*self._count(count), *self._token, self._twin_bundles[layer])
 
     def can_share(self, tokens: int, known: bool) -> bool:
         """Return whether `add_shared` adds neurons that ``tokens`` have named, whose gates may be

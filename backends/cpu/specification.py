@@ -113,7 +113,6 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         logit_cap=model.logit_softcap,
         head_bias=model.head_bias,
         scales=request.bundle.scales,
-        twin=None if request.twins is None else request.twins.precision,
         output_gate=model.attention.output_gate,
         softplus_gates=model.attention.output_gate_function == "softplus",
         latent=describe_latent(model),

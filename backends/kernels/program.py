@@ -11,9 +11,8 @@ without experts), ``threads``, and ``rows`` or ``slots`` of what may have any nu
 Where scales are resident, an array of them follows every array of bundles, ``rows`` say which
 belong to gathered neurons, and ``first`` which belongs to the first of some neighbours.
 
-``add_twins`` computes neurons' twins as ``add_neurons`` computes neurons.  Where it takes
-stretches (`KernelSpec.takes_stretches`), these calls have ``count`` of them and the ``stretch``,
-neurons in each; there is no ``add_plain_neurons`` then.
+Where ``add_neurons`` takes stretches (`KernelSpec.takes_stretches`), it has ``count`` of them and
+the ``stretch``, neurons in each; there is no ``add_plain_neurons`` then.
 
 For several sequences (`KernelSpec.sequences`) gathered neurons have the number of the ``token``
 whose they are, predictions the ``first`` token and how many there are; ``attend`` is in three parts
@@ -146,10 +145,6 @@ class Program:
             name: partial(emit, schedule) for name, emit in functions.items()
         }
         bound |= {name: partial(emit, neurons) for name, emit in of_neurons.items()}
-        if spec.twin is not None:
-            twins = Schedule(spec.describe_twins(), self.isa)
-            name = "add_plain_neurons" if "add_neurons" not in of_neurons else "add_neurons"
-            bound["add_twins"] = partial(of_neurons[name], twins)
         others = {
             number: Schedule(spec.take_other(number), self.isa)
             for number in range(1, len(spec.others) + 1)

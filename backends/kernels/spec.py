@@ -21,10 +21,8 @@ from pi2.plan.weights.layout import (
     BundleLayout,
     Precision,
     ScalesPlace,
-    TwinPrecision,
     fill_groups,
     lay_out_bundle,
-    lay_out_twin,
 )
 from pi2.plan.weights.states import StateShape
 
@@ -269,8 +267,6 @@ class KernelSpec:
     head_bias: bool = False
     scales: ScalesPlace = "inline"
     """Where the scales of neurons lie."""
-    twin: TwinPrecision | None = None
-    """Precision of the neurons' twins; None if there are none."""
     layer_scale: bool = False
     """Whether what a layer gives is multiplied by a number."""
     output_gate: bool = False
@@ -359,13 +355,6 @@ class KernelSpec:
             mixed=self.experts > 0,
             scales=self.scales,
         )
-
-    def describe_twins(self) -> KernelSpec:
-        """The spec of functions that compute twins."""
-        assert self.twin is not None
-        own = self.describe_neurons()
-        layout = lay_out_twin(own.bundle, self.twin)
-        return dataclasses.replace(own, ffn=self.twin, stride=layout.stride, scales="inline")
 
     @property
     def most_planes(self) -> int:

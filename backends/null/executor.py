@@ -162,10 +162,6 @@ class NullExecutor(ObservableExecutor):
         self._active += len(slots) * stretch
 
     @noted
-    def add_twins(self, layer: int, indices: I32) -> None:
-        self._active += len(indices)
-
-    @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         pass
 

@@ -25,7 +25,7 @@ from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model_experts import SideFfn
 from pi2.plan.weights.bundles import join_scales, unpack_part
 from pi2.plan.weights.cutoffs import GATE_CUTOFF, count_cutoff_rows
-from pi2.plan.weights.layout import BundleLayout, lay_out_twin
+from pi2.plan.weights.layout import BundleLayout
 from pi2.plan.weights.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -307,20 +307,6 @@ class ReferenceExecutor(ObservableExecutor):
             active = np.where(np.abs(active) >= self._prediction.get_limits(layer)[1], active, 0)
         self._active += int(np.count_nonzero(active))
         self._add(active, bundles, token)
-
-    @noted
-    def add_twins(self, layer: int, indices: I32) -> None:
-        twins = self._request.twins
-        assert twins is not None, "neurons have no twins"
-        layout = lay_out_twin(self._layout, twins.precision)
-        own = twins.bundles[layer]
-        bundles = own[indices - (self._request.neurons - len(own))]
-        token = slice(self._token, self._token + 1)
-        routes = None if self._model.moe is None else self._now.routes[token]
-        read, cutoffs = self._now.v[token], self._select_cutoffs(token)
-        active = compute_activations(self._model, layout, read, bundles, routes, cutoffs)
-        self._active += int(np.count_nonzero(active))
-        self._add(active, bundles, token, layout)
 
     @noted
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:

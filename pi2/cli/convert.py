@@ -81,11 +81,6 @@ MIB = 1024 * 1024
         "separate files that stay in memory."
     ),
 )
-@click.option(
-    "--twin",
-    type=click.Choice(["int2", "int3"]),
-    help="Also store a copy of all neurons in so few bits, for plans with [twin].",
-)
 @add_path_option(
     "--statistics",
     metavar="STATS",
@@ -121,7 +116,6 @@ def command(
     activations: Path | None,
     quantizer: Method,
     scales: ScalesPlace,
-    twin: Literal["int2", "int3"] | None,
     statistics: Path | None,
     errors: Path | None,
     texts: tuple[Path, ...],
@@ -146,7 +140,6 @@ def command(
     from pi2.importing.new_model import describe_checkpoint, name_origin
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers.quantizer import Quantizer
-    from pi2.store.twins import add_twin
 
     if form == "mlc":
         write_mlc_folder(checkpoint, output, quantization)
@@ -176,8 +169,6 @@ def command(
             replace=replace,
             progress=progress,
         )
-        if twin is not None:
-            manifest = add_twin(output, twin, progress)
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
     click.echo(f"{output}: {len(manifest.files)} files, {size_mib:.1f} MiB", err=True)
     for line in describe_other_parts(open_checkpoint(checkpoint)):

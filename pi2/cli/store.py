@@ -1,4 +1,4 @@
-"""Inspect, verify, reorder or repack a store, or give it a twin."""
+"""Inspect, verify, reorder or repack a store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1024 * 1024
 
 @click.group("store", cls=Subcommands)
 def command() -> None:
-    """Inspect, verify, reorder or repack a store, or give it a twin."""
+    """Inspect, verify, reorder or repack a store."""
 
 
 @command.command("info")
@@ -182,36 +182,6 @@ def repack(
     )
 
 
-@command.command("twin")
-@click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
-@click.option(
-    "--precision",
-    type=click.Choice(["int2", "int3"]),
-    default="int2",
-    show_default=True,
-    help="Type of the twin's weights.",
-)
-def add_twin(path: Path, precision: Literal["int2", "int3"]) -> None:
-    """Add a copy of all neurons in fewer bits to STORE, in the place of one that it has.
-
-    A plan with the table [twin] keeps it in memory, to compute neurons that are on flash and that
-    its dials would leave out.  Nothing else of the store is rewritten.
-    """
-    from pi2.cli.progress import ProgressBar
-    from pi2.store.manifest import TWIN_FILE
-    from pi2.store.twins import add_twin as write_twin
-
-    with ProgressBar() as progress:
-        manifest = write_twin(path, precision, progress)
-    entry = manifest.find_file(TWIN_FILE)
-    assert entry is not None and manifest.twin is not None
-    click.echo(
-        f"{path / TWIN_FILE}: {precision}, {entry.bytes / MIB:.1f} MiB, weights "
-        f"{manifest.twin.error:.1%} off",
-        err=True,
-    )
-
-
 @command.command("gates")
 @click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
 def add_gates(path: Path) -> None:
@@ -288,9 +258,6 @@ def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     }
     yield "order", order[manifest.order]
     ranks = manifest.predictor.rank if manifest.predictor is not None else ()
-    if manifest.twin is not None:
-        twin = manifest.twin
-        yield "twin", f"{twin.precision}, {twin.stride} bytes apart, weights {twin.error:.1%} off"
     yield "predictor", f"rank {describe_ranks(ranks)}" if ranks else "none"
     yield "weights", "random, for measuring only" if manifest.synthetic else "of a checkpoint"
     yield "written by", f"{manifest.created_by}, format version {manifest.format_version}"
@@ -304,7 +271,7 @@ def describe_ranks(ranks: tuple[int, ...]) -> str:
 
 def list_files(manifest: Manifest) -> Iterator[tuple[str, int, str]]:
     """Files as path, bytes and contents; layer files of one size are taken together."""
-    from pi2.store.manifest import GATES_FILE, TWIN_FILE
+    from pi2.store.manifest import GATES_FILE
 
     layers = [
         entry
@@ -320,8 +287,6 @@ def list_files(manifest: Manifest) -> Iterator[tuple[str, int, str]]:
                 name = entry.path if len(alike) == 1 else f"{entry.path} to {alike[-1].path}"
                 content = "neurons each" if alike is layers else "neurons' scales each"
                 yield name, size_bytes, f"{entry.rows} {content}"
-        elif entry.path == TWIN_FILE:
-            yield entry.path, entry.bytes, f"{entry.rows} neurons in fewer bits"
         elif entry.path == GATES_FILE:
             yield entry.path, entry.bytes, f"gates of {entry.rows} experts"
         elif entry.rows is not None:

@@ -31,8 +31,6 @@ class ReadLimits:
     """Part of a token's experts that are read where they are missing, the mean of all layers:
     misses are taken to fall on all ranks alike."""
     most_reads: float
-    twins: bool
-    """Whether twins compute what is not read; else nothing does."""
 
     def limit(self, missing: Number) -> Number:
         """Experts that are read of ``missing`` ones."""
@@ -54,7 +52,6 @@ def read_limits(resolved: ResolvedPlan) -> ReadLimits | None:
     return ReadLimits(
         read_best=sum(parts) / len(parts),
         most_reads=float(chosen if most is None else most),
-        twins=plan.twin is not None,
     )
 
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from pi2.arrays import I32, U8
-from pi2.backends.protocol import BuildRequest, Gates, Tensor, Twins
+from pi2.backends.protocol import BuildRequest, Gates, Tensor
 from pi2.engine.loading import (
     allocate_gate_rows,
     allocate_gates,
     begin_dense,
     begin_scales,
-    load_twins,
 )
 from pi2.machine import Machine
 from pi2.memory.budget import Budget
@@ -60,7 +59,6 @@ def describe_build(
         gate_rows=gate_rows,
         gates=allocate_gates(resolved, budget) if resolved.reads_gates else None,
         scales=scales,
-        twins=load_twins(resolved, store, budget, progress),
         gate_biases=gate_biases,
         expert_neurons=None if mode == "none" or store is None else grouped,
         allocate=budget.allocate,
@@ -75,9 +73,9 @@ def make_request(
     so that kernels are compiled for it.
 
     With ``decode.predictor = "gate"`` it has gate rows of no layer, else there may be no room for
-    gates, and twins of no layer.
+    gates.
     """
-    twin, gates = resolved.plan.twin, None
+    gates = None
     if resolved.reads_gates:
         record = lay_out_gates(resolved.bundle, resolved.model.shape.ffn)
         gates = Gates(record=record, arena=np.zeros((0, record.stride), np.uint8))
@@ -103,7 +101,6 @@ def make_request(
         passes=resolved.plan.decode.passes,
         gate_rows={} if resolved.plan.decode.predictor == "gate" else None,
         gates=gates,
-        twins=None if twin is None else Twins(precision=twin.precision, bundles=()),
         scales=None,
         gate_biases=None,
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,

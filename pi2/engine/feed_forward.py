@@ -24,7 +24,6 @@ from pi2.engine.experts import ExpertNeurons, mark_experts, unite_experts
 from pi2.engine.foresight import Foresight
 from pi2.engine.neuron_stream import NeuronStream, PieceOrder
 from pi2.engine.routing_dials import DialCounters
-from pi2.engine.twins import TwinNeurons
 from pi2.engine.waves import Wave, Waves
 from pi2.memory.balance import HotBalance
 from pi2.memory.cache import NeuronCache
@@ -61,7 +60,6 @@ class FeedForward(Waves):
         shares: DenseShares | None = None,
         in_order: bool = False,
         experts: ExpertNeurons | None = None,
-        twins: TwinNeurons | None = None,
         keeps_bits: bool = False,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
@@ -73,8 +71,8 @@ class FeedForward(Waves):
         ``separate_scales``: scales lie beside bundles, by stored index.  ``shares``: what units
         beside the executor compute.  ``in_order``: dense layers are computed as a whole and in
         stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
-        mixture.  ``twins`` compute what the plan's dials would leave out.  ``keeps_bits``:
-        what is in memory changes no bit of layers that are computed as a whole.
+        mixture.  ``keeps_bits``: what is in memory changes no bit of layers that are computed
+        as a whole.
         """
         super().__init__(
             executor,
@@ -88,7 +86,6 @@ class FeedForward(Waves):
         """Neurons of a layer."""
         self.shares = shares or DenseShares(executor, {}, [None] * layers, self._neurons)
         self._experts = experts
-        self.twins = twins
         self._leaves_out = experts is not None and not in_order
         """Whether experts that no token of a prompt has chosen are left out."""
         order: PieceOrder = "stored" if in_order else "any"
@@ -280,8 +277,6 @@ class FeedForward(Waves):
         """Begin with the neurons that the predictor names from the first that is not ``owned`` on,
         before ``end`` if it is given, and of experts that were found ``late``, if any.
         ``is_foreseen``: whether they have been predicted."""
-        if self.twins is not None and late is None and end is None:
-            self.twins.forget(layer)
         name = self._foresight.read if is_foreseen else partial(self._name, layer, late)
         indices, by_token, scores = self._predict(layer, (owned, end), late, name)
         return self._begin_wave(layer, owned, indices, by_token, scores)
@@ -289,7 +284,7 @@ class FeedForward(Waves):
     @property
     def _sieves_apart(self) -> bool:
         """Whether somebody has to know what is left out, so that a look-up must not do it."""
-        return self._tokens > 1 or self._only_resident or self.twins is not None
+        return self._tokens > 1 or self._only_resident
 
     def _begin_ahead(self, following: int, layer: int) -> Wave:
         """Predict the layer ``following`` before its own input is known and begin the FFN of
@@ -318,9 +313,6 @@ class FeedForward(Waves):
     def _compute_waves(self, layer: int, waves: list[Wave]) -> None:
         """Compute ``waves``, and what they have left for later."""
         try:
-            if self.twins is not None:
-                # Reads are under way.
-                self.twins.compute(layer, self._select_tokens())
             while waves:
                 wave = waves.pop(0)
                 self._compute_wave(wave)
@@ -391,12 +383,8 @@ class FeedForward(Waves):
         is_sieved = self.sieve is not None and self._sieves_apart and not self._only_resident
         if is_sieved and scores is not None and self.sieve is not None:
             indices = self._cache.leave_out(layer, named, scores, self.sieve)
-            if self.twins is not None:
-                indices = self.twins.take_left_out(layer, token, named, indices)
         if self._only_resident:
-            named, indices = indices, self._keep_resident(layer, indices)
-            if self.twins is not None:
-                indices = self.twins.take_left_out(layer, token, named, indices)
+            indices = self._keep_resident(layer, indices)
         self.counters.predicted += len(indices)
         self.counters.possible += self._token_neurons if is_whole and bounds[1] is None else 0
         return indices, scores
@@ -405,8 +393,6 @@ class FeedForward(Waves):
         """Forget reads and jobs that are under way, after an error or an interrupt."""
         self._jobs.clear()
         self.shares.abandon()
-        if self.twins is not None:
-            self.twins.abandon()
         if self._wave is not None:
             wave, self._wave = self._wave, None
             self._abandon_wave(wave)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import I32, U8, U32, Scales
-from pi2.backends.protocol import BuildRequest, Executor, Gates, Tensor, Twins
+from pi2.backends.protocol import BuildRequest, Executor, Gates, Tensor
 from pi2.diagnostics import UserError
 from pi2.engine.expert_gates import ExpertGates
 from pi2.memory.budget import Budget
@@ -36,7 +36,6 @@ from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.file_read import FileRead
 from pi2.store.manifest import DENSE_FILE, GATES_FILE
 from pi2.store.reader import NeuronStore
-from pi2.store.twins import read_twins
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -175,22 +174,6 @@ def begin_scales(
         found.append(place_scales(file, layer, partial(_allocate, budget, "attention")))
         begin_file(file, batch)
     return found
-
-
-def load_twins(
-    resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget, progress: Progress
-) -> Twins | None:
-    """Read the twins of the neurons that are not hot; None where the plan has none."""
-    twin = resolved.plan.twin
-    if twin is None or store is None:
-        return None
-    bundles = read_twins(
-        store,
-        [layer.hot_neurons for layer in resolved.layers],
-        partial(budget.allocate, "twin"),
-        lambda share: progress("loading twins", share),
-    )
-    return Twins(precision=twin.precision, bundles=bundles)
 
 
 def allocate_gates(resolved: ResolvedPlan, budget: Budget) -> Gates:

@@ -9,7 +9,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.loading import keeps_mapped, read_tokenizer
 from pi2.fit import locate_findings
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.store.agreement import find_bundle_misfits, find_gate_misfits, find_twin_misfits
+from pi2.store.agreement import find_bundle_misfits, find_gate_misfits
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import HashCheck
 
@@ -36,7 +36,6 @@ def begin_hashes(
         store.path,
         store.manifest,
         reader_compares=not (resolved.has_whole_unit or keeps_mapped(resolved)),
-        has_twin=resolved.plan.twin is not None,
     )
     cleanup.callback(hashes.close)
     return hashes
@@ -50,7 +49,6 @@ def is_by_hotness(store: NeuronStore | None) -> bool:
 def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
     """UserError P520 if the store's bundles do not lie as the plan says."""
     found = list(find_bundle_misfits(resolved, store.manifest.bundle))
-    found += find_twin_misfits(resolved, store.manifest)
     found += find_gate_misfits(resolved, store.manifest)
     if found:
         raise UserError(locate_findings(found, resolved.path), exit_code=2)

@@ -29,7 +29,7 @@ import numpy as np
 from pi2.arrays import I32, I64, Bits
 from pi2.backends.protocol import InputReader, PartAdder
 from pi2.engine.expert_gates import ExpertGates
-from pi2.engine.experts import count_common, mark_experts, unite_experts
+from pi2.engine.experts import count_common, unite_experts
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.neuron_parts import NeuronParts
 from pi2.engine.read_ahead import ReadAhead
@@ -76,8 +76,6 @@ class RoutedFeedForward(FeedForward):
         self._begun: dict[int, list[Wave]] = {}
         """What has been begun ahead, by layer."""
 
-    _by_twins: Sequence[I32] = ()
-    """Experts whose twins compute, of each token since the last ``begin_ffn``."""
     _ahead: Sequence[Wave] = ()
     """What was begun ahead of the layer that is computed."""
     _now: Wave | None = None
@@ -92,14 +90,7 @@ class RoutedFeedForward(FeedForward):
         counters = DialCounters() if is_guess else self.dial_counters
         there, begun = self._find_there(layer), 0 if is_guess else self._count_begun(layer)
         inputs, routes = executor.read_router_input(), executor.read_routes()
-        self._by_twins = dials.apply(layer, inputs, routes, there, counters, begun=begun)
-
-    def _list_experts(self) -> list[I32]:
-        """Experts of each token but for those that its twins compute."""
-        chosen = super()._list_experts()
-        if not self._by_twins:
-            return chosen
-        return [own[~mark_experts(own, by)] for own, by in zip(chosen, self._by_twins, strict=True)]
+        dials.apply(layer, inputs, routes, there, counters, begun=begun)
 
     def _find_there(self, layer: int) -> Bits:
         """Which experts [experts] are in memory, or on their way, with all of their neurons."""
@@ -184,7 +175,6 @@ class RoutedFeedForward(FeedForward):
         if self._ahead:
             self._count_foreseen(chosen, self._ahead)
         self.counters.possible += self._token_neurons * len(chosen)
-        self._note_twins(layer)
         self._compute_chosen(layer, chosen, range(owned, self._cache.neurons), guessed)
         for missed in self.shares.finish(self._jobs.pop()):
             # What a lost unit owned is read like any other neuron.
@@ -220,7 +210,6 @@ class RoutedFeedForward(FeedForward):
                 for later, experts in guessed.items():
                     self._prefetch(later, experts)
                 guessed = None
-            self._compute_twins(layer)
             if adder is not None and parts.is_even:
                 self._compute_parts(adder, parts, count)
             else:
@@ -231,7 +220,6 @@ class RoutedFeedForward(FeedForward):
             assert wave is not None
             if wave.held:
                 cache.release(wave.found)
-        self._compute_twins(layer)
         self._end_ahead()
 
     def _list_read(
@@ -239,7 +227,7 @@ class RoutedFeedForward(FeedForward):
     ) -> tuple[list[I32], Fraction | int]:
         """What each token computes of the layer's granules, and what part that is of its
         ``chosen`` experts."""
-        found = [self._list_own(layer, token, own, bounds) for token, own in enumerate(chosen)]
+        found = [self._list_own(layer, own, bounds) for own in chosen]
         # Gates are not read for guesses, which are made with what is in memory.
         if self._gates is None or self._only_resident:
             return found, 1
@@ -260,31 +248,10 @@ class RoutedFeedForward(FeedForward):
         self._reader.saved_bytes += closed * self._cache.arena.shape[1]
         return indices.compress(open_now)
 
-    def _list_own(self, layer: int, token: int, experts: I32, bounds: range) -> I32:
-        """The granules of ``experts``, and hot ones of those whose twins compute the rest of
-        ``token``."""
+    def _list_own(self, layer: int, experts: I32, bounds: range) -> I32:
+        """The granules of ``experts``, or those in memory."""
         found = self._groups.list_neurons(layer, experts, bounds.start, bounds.stop)
-        if self._only_resident:
-            found = self._keep_resident(layer, found)
-        if self.twins is None or not self._by_twins:
-            return found
-        end = min(bounds.stop, self.twins.firsts[layer] // self._cache.granule)
-        hot = self._groups.list_neurons(layer, self._by_twins[token], bounds.start, end)
-        return np.union1d(found, hot).astype(np.int32) if len(hot) else found
-
-    def _note_twins(self, layer: int) -> None:
-        """Note the twins of the experts that the dials leave to them."""
-        if self.twins is None or not self._by_twins:
-            return
-        assert self._experts is not None
-        for token, experts in enumerate(self._by_twins):
-            first = self.twins.firsts[layer]
-            self.twins.note(layer, token, self._experts.list_neurons(layer, experts, first))
-
-    def _compute_twins(self, layer: int) -> None:
-        """Compute the twins that were noted, while others are read."""
-        if self.twins is not None:
-            self.twins.compute(layer, self._select_tokens())
+        return self._keep_resident(layer, found) if self._only_resident else found
 
     def _begin_parts(self, layer: int, owned: int, parts: NeuronParts, by_token: I64 | None) -> int:
         """Begin with as many ``parts`` as the cache has room for, at least one, and return how

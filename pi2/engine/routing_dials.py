@@ -12,8 +12,7 @@ Four dials of the table ``[experts]``, in this order:
 4. ``most_reads``: of what is then missing, no more experts than that are read, those with the
    largest weights.
 
-What the last three leave out is computed by its twin, where the plan has one.  Without, the weights
-of those that compute are the router's, scaled to the sum that they had; or, where
+The weights of the experts that compute are the router's, scaled to the sum that they had; or, where
 ``renormalise`` is false, what was left out is missing from it.  Prompts are computed as the router
 says, and so are layers without a router: what stands for experts there is one FFN.
 """
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.arrays import F32, I32, I64, Bits
+from pi2.arrays import F32, I64, Bits
 from pi2.backends.experts import Router, make_routers, read_rows
 from pi2.backends.protocol import Tensor
 from pi2.plan.documents.model import Model
@@ -41,29 +40,18 @@ class DialCounters:
     """Of experts in whose place others have computed."""
     left_out: float = 0.0
     """Of experts in whose place nothing has."""
-    by_twins: float = 0.0
-    """Of experts whose twins have computed."""
 
 
 class RoutingDials:
     """Changes the routes of single tokens."""
 
-    def __init__(
-        self,
-        experts: Experts,
-        model: Model,
-        routers: Sequence[Router] | None,
-        *,
-        has_twins: bool = False,
-    ) -> None:
-        """``routers``: those of all layers, where other experts are preferred.  ``has_twins``: what
-        would be left out is computed by its twin."""
+    def __init__(self, experts: Experts, model: Model, routers: Sequence[Router] | None) -> None:
+        """``routers``: those of all layers, where other experts are preferred."""
         assert model.moe is not None
         self._settings = experts
         self._moe = model.moe
         self._routed = frozenset(filter(model.has_router, range(model.shape.layers)))
         self._routers = routers
-        self._has_twins = has_twins
         self._read_best = experts.list_read_best(model.shape.layers)
 
     def apply(
@@ -75,15 +63,13 @@ class RoutingDials:
         counters: DialCounters,
         *,
         begun: int = 0,
-    ) -> list[I32]:
+    ) -> None:
         """Change ``routes`` [T, experts and shared experts] of tokens whose router reads ``inputs``
         [T, hidden], where ``there`` [experts and shared experts] says which are in memory, and
-        ``begun`` how many of these are being read for it.  Return the experts of each token whose
-        twins are to compute; empty where there are none.
+        ``begun`` how many of these are being read for it.
         """
         if layer not in self._routed:
-            return []
-        by_twins = []
+            return
         router = None if self._routers is None else self._routers[layer]
         own, there = routes[:, : self._moe.experts], there[: self._moe.experts]
         for token, row in enumerate(own):
@@ -96,12 +82,7 @@ class RoutingDials:
             gone = self._list_left_out(layer, row, there, begun)
             counters.weight += total
             counters.replaced += replaced
-            if self._has_twins:
-                counters.by_twins += float(row[gone].sum())
-                by_twins.append(np.sort(gone).astype(np.int32))
-            else:
-                counters.left_out += self._leave_out(row, gone)
-        return by_twins
+            counters.left_out += self._leave_out(row, gone)
 
     def _prefer(self, row: F32, scores: F32, there: Bits, factors: F32 | None) -> None:
         """Let experts that are ``there`` take the places of others with nearly their scores;
@@ -151,12 +132,12 @@ class RoutingDials:
 
 
 def make_dials(
-    experts: Experts, model: Model, tensors: Mapping[str, Tensor], *, has_twins: bool = False
+    experts: Experts, model: Model, tensors: Mapping[str, Tensor]
 ) -> RoutingDials | None:
-    """The dials of a plan; None where routing is exact.  ``has_twins``: see `RoutingDials`."""
+    """The dials of a plan; None where routing is exact."""
     if model.moe is None or not experts.is_lossy:
         return None
     routers = None
     if experts.prefer_cached:
         routers = make_routers(model, lambda name: read_rows(tensors[name]))
-    return RoutingDials(experts, model, routers, has_twins=has_twins)
+    return RoutingDials(experts, model, routers)

@@ -19,7 +19,7 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
     feed_forward = parts.feed_forward
     neurons, balance = feed_forward.counters, feed_forward.balance
     sieve = feed_forward.sieve
-    weights, twins = feed_forward.dial_counters, feed_forward.twins
+    weights = feed_forward.dial_counters
     return RunStatistics(
         predicted_neurons=neurons.predicted,
         active_neurons=neurons.active,
@@ -36,8 +36,6 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         expert_weight=weights.weight,
         replaced_weight=weights.replaced,
         left_out_weight=weights.left_out,
-        twin_weight=weights.by_twins,
-        twin_neurons=0 if twins is None else twins.computed,
         score_mass=0.0 if sieve is None else sieve.mass,
         left_out_mass=0.0 if sieve is None else sieve.left_out,
         gate_reads=parts.reader.gate_reads,

@@ -76,9 +76,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         else _rounded(statistics.hit_rate),
         "expert_weight_replaced": _rounded(statistics.replaced_share),
         "expert_weight_left_out": _rounded(statistics.left_out_share),
-        "expert_weight_by_twins": _rounded(statistics.twin_weight_share),
         "score_mass_left_out": _rounded(statistics.left_out_mass_share),
-        "neurons_by_twins": _rounded(statistics.twin_share),
         "foreseen_share": _rounded(statistics.routing_recall),
         "tokens_without_ahead": statistics.tokens_without_ahead,
         "speculation": describe_speculation(model, statistics.speculation),
@@ -199,11 +197,6 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         lines.append(
             f"thresholds left out {_percent(share)} of the experts' neurons, {saved} of reads"
         )
-    if model.plan.plan.twin is not None:
-        share = run["neurons_by_twins"] or 0.0
-        weight = run["expert_weight_by_twins"]
-        of = "" if weight is None else f", {_percent(weight)} of the experts' weight"
-        lines.append(f"twins computed {_percent(share)} of the neurons{of}")
     if run["foreseen_share"] is not None:
         stopped = run["tokens_without_ahead"]
         rest = f", and did not pay in {stopped} tokens" if stopped else ""

@@ -42,10 +42,6 @@ class RunStatistics:
     """Of experts in whose place others computed, which were in memory."""
     left_out_weight: float = 0.0
     """Of experts in whose place nothing computed."""
-    twin_weight: float = 0.0
-    """Of experts whose twins computed."""
-    twin_neurons: int = 0
-    """Neurons that were computed by their twins."""
     score_mass: float = 0.0
     """Predictors' scores above the threshold, summed over named neurons of layers that are not all
     in memory, where the plan leaves out some that are missing."""
@@ -79,8 +75,6 @@ class RunStatistics:
             expert_weight=self.expert_weight - other.expert_weight,
             replaced_weight=self.replaced_weight - other.replaced_weight,
             left_out_weight=self.left_out_weight - other.left_out_weight,
-            twin_weight=self.twin_weight - other.twin_weight,
-            twin_neurons=self.twin_neurons - other.twin_neurons,
             score_mass=self.score_mass - other.score_mass,
             left_out_mass=self.left_out_mass - other.left_out_mass,
             gate_reads=self.gate_reads - other.gate_reads,
@@ -118,16 +112,6 @@ class RunStatistics:
     def left_out_share(self) -> float | None:
         """Share of the experts' weight that was left out; None where routing is exact."""
         return divide(self.left_out_weight, self.expert_weight)
-
-    @property
-    def twin_weight_share(self) -> float | None:
-        """Share of the experts' weight that twins have computed; None where routing is exact."""
-        return divide(self.twin_weight, self.expert_weight)
-
-    @property
-    def twin_share(self) -> float | None:
-        """Share of the computed neurons that were computed by their twins."""
-        return divide(self.twin_neurons, self.twin_neurons + self.predicted_neurons)
 
     @property
     def left_out_mass_share(self) -> float | None:

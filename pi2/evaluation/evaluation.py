@@ -47,8 +47,6 @@ class Run:
     replaced: float | None = None
     """Share of a mixture's routing weight whose experts were replaced by others in memory; None
     where routing is exact."""
-    by_twins: float | None = None
-    """Share of that weight that experts' twins computed."""
     left_out: float | None = None
     """Share whose experts were left out."""
     scores_left_out: float | None = None
@@ -220,7 +218,6 @@ def _run(model: LoadedModel, name: str, mode: Mode, text: _Text, progress: Progr
         replaced=counted.replaced_share,
         left_out=counted.left_out_share,
         scores_left_out=counted.left_out_mass_share,
-        by_twins=counted.twin_weight_share,
         saved_bytes_token=counted.flash_saved_bytes / tokens,
         read_bytes_token=counted.flash_read_bytes / tokens,
     )

@@ -70,10 +70,9 @@ def _describe_reads(evaluation: Evaluation) -> list[str]:
             )
         if run.replaced is None or run.left_out is None:
             continue
-        twins = f", {run.by_twins:.1%} computed by twins" if run.by_twins else ""
         lines.append(
             f"{run.name}: {run.replaced:.1%} of the experts' weight replaced by experts in memory, "
-            f"{run.left_out:.1%} left out{twins}; {read} read per token"
+            f"{run.left_out:.1%} left out; {read} read per token"
         )
     return ["", *lines] if lines else []
 

@@ -88,17 +88,14 @@ def cost_layer(
         weight = comb(number, missing) * share**missing * (1.0 - share) ** (number - missing)
         part = missing / number * counts.used
         found = (counts.used - part) / max(counts.used - counts.missing, 1e-9)
-        limits, by_twins = settings.limits, 0.0
-        if limits is not None:
-            read = limits.limit(float(missing)) / number * counts.used
-            by_twins, part = (part - read) * limits.twins, read
+        if settings.limits is not None:
+            part = settings.limits.limit(float(missing)) / number * counts.used
         own = replace(
             counts,
             missing=part,
-            # A twin takes as long to compute as its neuron.
-            resident=counts.resident * found + by_twins,
+            resident=counts.resident * found,
             cached=counts.cached * found,
-            hot_weight=counts.hot_weight * found + by_twins,
+            hot_weight=counts.hot_weight * found,
         )
         costs.append((weight, _cost_counts(kind, terms, own, float(part > 0.0))))
     return LayerCost(

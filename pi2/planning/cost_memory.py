@@ -23,7 +23,7 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     """
     segments = resolved.plan.memory.segments
     needs = dict(resolved.needs.items())
-    names = ("attention", "kv", "state", "predictor", "hot", "twin", "workspace")
+    names = ("attention", "kv", "state", "predictor", "hot", "workspace")
     fixed = sum(needs[name].bytes for name in names) - _count_untouched(resolved)
     if resolved.reads_gates:
         # What is more than needed keeps gates.

@@ -152,9 +152,7 @@ def _draw_neurons(
         if settings.limits is None:
             return drawn
         read = settings.limits.limit(drawn.missing / activity.grain) * activity.grain
-        # A twin takes as long to compute as its neuron.
-        by_twins = (drawn.missing - read) * settings.limits.twins
-        return replace(drawn, hot=drawn.hot + by_twins, missing=read)
+        return replace(drawn, missing=read)
     hits = activity.find_hits(kind.hot, kind.cold, settings.policy)
     return draw_tokens(
         activity.named,

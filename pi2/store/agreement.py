@@ -56,7 +56,6 @@ def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
     except UserError as error:
         return list(error.diagnostics)
     found = list(find_bundle_misfits(resolved, manifest.bundle))
-    found += find_twin_misfits(resolved, manifest)
     found += find_gate_misfits(resolved, manifest)
     tokenizer = path / resolved.model.tokenizer.file
     if not tokenizer.is_file():
@@ -92,20 +91,6 @@ def find_bundle_misfits(resolved: ResolvedPlan, stored: StoredBundle) -> Iterato
             f"{resolved.store_path} {' '.join(options)}`",
             path="bundle.stride" if stored.stride != planned.stride else "bundle.scales",
         )
-
-
-def find_twin_misfits(resolved: ResolvedPlan, manifest: Manifest) -> Iterator[Diagnostic]:
-    """P520 if the store has no twin like the plan's."""
-    wanted, stored = resolved.plan.twin, manifest.twin
-    if wanted is None or (stored is not None and stored.precision == wanted.precision):
-        return
-    yield Diagnostic(
-        code="P520",
-        message=f"the store {resolved.store_path} has no twin of {wanted.precision}",
-        help=f"add one: `pi2 store twin {resolved.store_path} --precision {wanted.precision}`; or "
-        "leave [twin] out",
-        path="twin",
-    )
 
 
 def find_gate_misfits(resolved: ResolvedPlan, manifest: Manifest) -> Iterator[Diagnostic]:

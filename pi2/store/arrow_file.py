@@ -72,7 +72,7 @@ class LayerFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFile:
-    """Place of the one column of ``layers/scales-*.arrow`` or ``twin.arrow``, in bytes."""
+    """Place of the one column of ``layers/scales-*.arrow``, in bytes."""
 
     pieces: tuple[Piece, ...]
     size: int

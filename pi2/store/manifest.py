@@ -22,9 +22,7 @@ from pi2.plan.weights.layout import (
     BundleLayout,
     PartName,
     ScalesPlace,
-    TwinPrecision,
     lay_out_bundle,
-    lay_out_twin,
 )
 from pi2.regular_file import read_regular
 from pi2.store.arrow_file import ALIGNMENT, PAGE
@@ -35,8 +33,9 @@ FORMAT: Literal["pi2-store"] = "pi2-store"
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 DENSE_FILE = "dense.arrow"
-TWIN_FILE = "twin.arrow"
 GATES_FILE = "gates.arrow"
+GONE = {"twin": "twin.arrow"}
+"""Fields of older manifests that are ignored, and the files that they described."""
 CHECKED_BYTES = 1 << 20
 """Every so many bytes of a file have a check of their own."""
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -122,7 +121,7 @@ class StoredBundle(Table):
     def describe(cls, layout: BundleLayout) -> Self:
         """Describe ``layout``, of neurons themselves."""
         precision = layout.precision
-        assert precision != "int2" and precision != "int3", "twins are described elsewhere"
+        assert precision != "int2" and precision != "int3", "no store has such neurons"
         return cls(
             hidden=layout.hidden,
             precision=precision,
@@ -179,19 +178,6 @@ class StoredPredictor(Table):
 
     rank: tuple[Count, ...]
     """Rank by layer."""
-
-
-class StoredTwin(Table):
-    """A copy of all neurons in fewer bits, in ``twin.arrow``, layer by layer in stored order."""
-
-    precision: TwinPrecision
-    """Type of the weights."""
-    stride: Count
-    """Bytes from one neuron to the next."""
-    offset: Offset
-    """Byte at which the twin of the first layer's neuron 0 begins."""
-    error: Annotated[float, Field(ge=0.0)]
-    """Root mean square of what its weights are off, over that of the weights."""
 
 
 class StoredGates(Table):
@@ -269,8 +255,6 @@ class Manifest(Table):
     """Neuron bundles."""
     predictor: StoredPredictor | None
     """Activation predictors, if any."""
-    twin: StoredTwin | None = None
-    """A copy of the neurons in fewer bits, if any."""
     gates: StoredGates | None = None
     """A copy of the experts' gates, an expert's in one stretch, if any."""
     files: tuple[StoredFile, ...]
@@ -315,8 +299,6 @@ class Manifest(Table):
             raise ValueError(f"{DENSE_FILE} is not listed")
         for tensor in self.tensors:
             _check_tensor(tensor, dense.bytes)
-        if self.twin is not None:
-            self._check_twin(self.twin)
         if self.gates is not None:
             self._check_gates(self.gates)
         return self
@@ -350,17 +332,6 @@ class Manifest(Table):
         size = neurons * self.bundle.layout.scales_stride
         if entry.scales_offset % ALIGNMENT or entry.scales_offset + size > entry.bytes:
             raise ValueError(f"{path} is too short for its contents, or they are misplaced")
-
-    def _check_twin(self, twin: StoredTwin) -> None:
-        entry, neurons = self.find_file(TWIN_FILE), 0
-        for layer in range(self.layers):
-            file = self.find_file(name_layer_file(layer))
-            neurons += 0 if file is None or file.rows is None else file.rows
-        if entry is None or entry.rows != neurons:
-            raise ValueError(f"{TWIN_FILE} is not listed as the twins of {neurons} neurons")
-        layout = lay_out_twin(self.bundle.layout, twin.precision)
-        if twin.stride != layout.stride or twin.offset + neurons * twin.stride > entry.bytes:
-            raise ValueError(f"{TWIN_FILE} is too short for its contents, or they are misplaced")
 
     def _check_gates(self, gates: StoredGates) -> None:
         model, entry = self.describe_model(), self.find_file(GATES_FILE)
@@ -438,6 +409,14 @@ def parse_manifest(fields: Any, file: Path) -> Manifest:
             help="use a newer pi2, or convert the model again with this one",
             file=str(file),
         )
+    files = fields.get("files")
+    if isinstance(files, list) and fields.keys() & GONE.keys():
+        kept = [
+            item
+            for item in files
+            if not (isinstance(item, dict) and item.get("path") in GONE.values())
+        ]
+        fields = {key: value for key, value in fields.items() if key not in GONE} | {"files": kept}
     try:
         # JSON mode: arrays become tuples although the models are strict.
         return Manifest.model_validate_json(json.dumps(fields))

@@ -25,7 +25,6 @@ from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer
 from pi2.store.neuron_groups import keep_groups
 from pi2.store.reader import NeuronStore, StoredLayer
 from pi2.store.tensors import DenseTensor
-from pi2.store.twins import add_twin
 from pi2.store.unfinished import recover_replaced
 from pi2.store.verification import check_file
 from pi2.store.writer import StoreWriter, TensorPieces
@@ -100,9 +99,6 @@ def reorder_store(
             for name, content in _read_notes(path, manifest).items():
                 writer.add_note(name, content)
             written = writer.finish()
-    if manifest.twin is not None:
-        # Twins lie in the order of neurons.
-        written = add_twin(target, manifest.twin.precision, progress)
     if manifest.gates is not None:
         written = add_gates(target, progress)
     return written

@@ -16,7 +16,6 @@ from pi2.store.files import check_pieces, hash_file
 from pi2.store.manifest import (
     DENSE_FILE,
     GATES_FILE,
-    TWIN_FILE,
     Manifest,
     StoredFile,
     read_manifest,
@@ -68,26 +67,22 @@ class HashCheck:
         manifest: Manifest,
         *,
         reader_compares: bool = False,
-        has_twin: bool = True,
     ) -> None:
-        """Hash the small files and begin with the others, the twin only if the run has it;
-        `UserError` P506, P507 or P508 with a finding for every bad small file.
+        """Hash the small files and begin with the others; `UserError` P506, P507 or P508 with a
+        finding for every bad small file.
 
         ``reader_compares``: large files that have checks are left to whoever reads them
-        (`pi2.store.file_read`), but for the twin.
+        (`pi2.store.file_read`).
         """
         self._path = path
         self._stopped = threading.Event()
         whole = [entry for entry in manifest.files if entry.bundles_offset is None]
-        if not has_twin:
-            whole = [entry for entry in whole if entry.path != TWIN_FILE]
         self._check([entry for entry in whole if not _is_large(entry)])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pi2-hash")
         large = [
             entry
             for entry in whole
-            if _is_large(entry)
-            and not (reader_compares and entry.checks is not None and entry.path != TWIN_FILE)
+            if _is_large(entry) and not (reader_compares and entry.checks is not None)
         ]
         self._result = self._thread.submit(self._check, large)
 
@@ -116,7 +111,7 @@ class HashCheck:
 
 
 def _is_large(entry: StoredFile) -> bool:
-    return entry.path in (DENSE_FILE, TWIN_FILE) or entry.scales_offset is not None
+    return entry.path == DENSE_FILE or entry.scales_offset is not None
 
 
 def _check_file(
@@ -136,8 +131,6 @@ def _check_file(
     elif entry.scales_offset is not None:
         size = manifest.bundle.layout.scales_stride
         problem = _compare_rows(file, entry, "scales", size, entry.scales_offset)
-    elif entry.path == TWIN_FILE and manifest.twin is not None:
-        problem = _compare_rows(file, entry, "twin", manifest.twin.stride, manifest.twin.offset)
     if problem is not None:
         yield report_file("P510", file, problem)
 

@@ -119,7 +119,6 @@ def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> 
 @needs_emulator
 @pytest.mark.parametrize(
     ("features", "ffn", "hidden"),
-    # Twins are computed by the same functions.
     [
         *((features, ffn, 544) for features in DECODING for ffn in ("int4", "mxfp4")),
         (DECODING[-1], "int2", 704),

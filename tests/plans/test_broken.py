@@ -206,8 +206,6 @@ PLANTED: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
     "too-many-threads.plan.toml": ("P230", 38, 11),
     "true-for-number.plan.toml": ("P103", 38, 11),
     "true-schema-version.plan.toml": ("P103", 1, 18),
-    "twin-of-nothing.plan.toml": ("P291", 48, 1),
-    "twin-without-a-predictor.plan.toml": ("P290", 48, 1),
     "two-dense-units.plan.toml": ("P262", 23, 9),
     "two-on-a-line.plan.toml": ("P010", 35, 13),
     "two-phases-of-one-block.plan.toml": ("P222", 35, 10),

@@ -1,4 +1,4 @@
-"""Thresholds for experts, twins and limits of reads in predictions, and the planner's choice."""
+"""Thresholds for experts and limits of reads in predictions, and the planner's choice."""
 
 from __future__ import annotations
 
@@ -111,24 +111,20 @@ def test_gates_that_have_to_be_read_cost_time(planned: PlannedPlan) -> None:
 
 def test_what_dials_do_not_read_costs_no_reads(planned: PlannedPlan) -> None:
     def cost(**experts: Any) -> Cost:
-        twin = {"twin": {"precision": "int2"}} if experts.pop("twin", False) else {}
-        return cost_resolved(change(planned, experts=experts, **twin))
+        return cost_resolved(change(planned, experts=experts))
 
     exact, best = cost(), cost(read_best=1)
     assert best.tokens_s > exact.tokens_s
-    never, by_twins = cost(most_reads=0), cost(most_reads=0, twin=True)
-    for found in (never, by_twins):
-        assert all(layer.read_s == 0.0 for layer in found.layers)
-    # Twins take memory and time to compute.
-    assert exact.tokens_s < by_twins.tokens_s < never.tokens_s
-    assert by_twins.memory_bytes > never.memory_bytes + GIB
+    never = cost(most_reads=0)
+    assert all(layer.read_s == 0.0 for layer in never.layers)
+    assert exact.tokens_s < never.tokens_s
 
 
 @pytest.mark.parametrize(
     "tables",
     [
         {"experts": {"read_best": 1}},
-        {"experts": {"most_reads": 0}, "twin": {"precision": "int2"}},
+        {"experts": {"most_reads": 0}},
         {"sparsity": {"method": "cats", "target": 0.7}},
     ],
 )
@@ -139,8 +135,8 @@ def test_the_simulator_agrees(planned: PlannedPlan, tables: dict[str, Any]) -> N
 
 
 def test_limits_of_reads() -> None:
-    assert ReadLimits(read_best=0.5, most_reads=8.0, twins=False).limit(4.0) == 2.0
-    assert ReadLimits(read_best=1.0, most_reads=2.0, twins=False).limit(4.0) == 2.0
+    assert ReadLimits(read_best=0.5, most_reads=8.0).limit(4.0) == 2.0
+    assert ReadLimits(read_best=1.0, most_reads=2.0).limit(4.0) == 2.0
 
 
 def test_thresholds_of_another_model_are_refused(

@@ -147,20 +147,6 @@ def test_some_layers_read_fewer_experts_than_others() -> None:
     np.testing.assert_array_equal(np.flatnonzero(routes), [0])
 
 
-def test_twins_compute_what_would_be_left_out() -> None:
-    shape = {"experts": EXPERTS, "active_experts": 4}
-    model = make_model({**MIXTURE, "moe": shape})
-    dials = RoutingDials(Experts(least_weight=1.0), model, None, has_twins=True)
-    routes = np.array([[0.4, 0.3, 0.2, 0.1, 0.0, 0.0]], np.float32)
-    before, counters = routes.copy(), DialCounters()
-    there = np.array([False, True, False, False, False, False])
-    inputs = np.zeros((1, HIDDEN), np.float32)
-    (found,) = dials.apply(0, inputs, routes, there, counters)
-    assert found.tolist() == [0, 2, 3] and counters.left_out == 0.0
-    assert counters.by_twins == pytest.approx(0.7)
-    np.testing.assert_array_equal(routes, before)
-
-
 def test_a_routers_bias_counts_when_experts_are_preferred() -> None:
     model = make_model({**MIXTURE, "moe": {"experts": 3, "active_experts": 1, "router_bias": True}})
     assert model.moe is not None

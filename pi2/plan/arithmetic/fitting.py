@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.runtime import count_runtime
-from pi2.plan.arithmetic.sizes import count_unit_needs, need_twin
+from pi2.plan.arithmetic.sizes import count_unit_needs
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
@@ -43,7 +43,7 @@ SHARE_STEPS = 1000
 """Shares that are computed are multiples of the inverse."""
 GATES_PART = 0.25
 """Largest part of a budget that gates take which come and go: the rest is for neurons."""
-FIXED = ("attention", "kv", "state", "predictor", "twin", "workspace")
+FIXED = ("attention", "kv", "state", "predictor", "workspace")
 """Segments besides ``runtime`` that do not depend on what is hot."""
 _LARGE_BYTES = 16 * MIB
 _PAGE_BYTES = 4096
@@ -156,8 +156,7 @@ def _limit_gates(resolved: ResolvedPlan, budget_bytes: int | None) -> ResolvedPl
 
 def _size_fixed(resolved: ResolvedPlan) -> dict[str, int]:
     """Sizes of the segments that do not depend on what is hot, ``runtime`` left out."""
-    # Fewer hot neurons need more twins: there is room for all.
-    needs = replace(resolved.needs, twin=need_twin(resolved, hot=False))
+    needs = resolved.needs
     sizes = {
         name: _keep_size(getattr(resolved.plan.memory.segments, name), getattr(needs, name).bytes)
         for name in FIXED

@@ -23,7 +23,6 @@ class Needs:
     predictor: Need
     hot: Need
     cold: Need
-    twin: Need
     workspace: Need
 
     def items(self) -> list[tuple[str, Need]]:

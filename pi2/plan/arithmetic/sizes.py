@@ -33,7 +33,6 @@ from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import (
     ALIGNMENT,
     align_bytes,
-    lay_out_twin,
     matrix_bytes,
     round_up,
     scale_bytes,
@@ -104,7 +103,6 @@ def compute_needs(resolved: ResolvedPlan) -> Needs:
         predictor=_need_predictor(resolved),
         hot=_need_hot(resolved),
         cold=_need_cold(resolved),
-        twin=need_twin(resolved),
         workspace=_need_workspace(resolved),
     )
 
@@ -133,7 +131,6 @@ def _need_beside_whole(resolved: ResolvedPlan) -> Needs:
         predictor=grouped,
         hot=hot,
         cold=nothing,
-        twin=nothing,
         workspace=Need(
             staging + piece,
             f"staging of neurons {approximate_bytes(staging)}, "
@@ -326,20 +323,6 @@ def _need_cold(resolved: ResolvedPlan) -> Need:
         neurons * stride,
         f"{neurons} cold neurons of {stride} bytes: what one layer computes for a token",
     )
-
-
-def need_twin(resolved: ResolvedPlan, *, hot: bool = True) -> Need:
-    """Twins of the neurons that are not hot, or, without ``hot``, of all: their number times the
-    bytes of one, in whole cache lines."""
-    twin = resolved.plan.twin
-    if twin is None:
-        return Need(0, "nothing, there are no twins")
-    stride = lay_out_twin(resolved.bundle, twin.precision).stride
-    neurons = sum(
-        resolved.model.layer_neurons - (layer.hot_neurons if hot else 0)
-        for layer in resolved.layers
-    )
-    return Need(neurons * stride, f"{neurons} twins of {stride} bytes")
 
 
 def _count_resident(resolved: ResolvedPlan, layer: ResolvedLayer) -> int:

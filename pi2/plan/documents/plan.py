@@ -9,7 +9,7 @@ from pydantic import Field
 from pi2.plan.documents.common import Document, Identifier, Reference
 from pi2.plan.documents.plan_memory import Bundle, Cache, Kv, Memory
 from pi2.plan.documents.plan_running import Decode, Io, Pipeline, Prefill, Serve
-from pi2.plan.documents.plan_sparsity import Experts, Sparsity, Twin
+from pi2.plan.documents.plan_sparsity import Experts, Sparsity
 from pi2.plan.documents.plan_units import BackendName, Layers, Projections, Threads, UnitSettings
 from pi2.plan.documents.sampling import Sampling
 
@@ -47,8 +47,6 @@ class Plan(Document):
     """Token generation."""
     experts: Experts = Experts.default()
     """Deviations from a mixture's routing."""
-    twin: Annotated[Twin, Field(examples=[{"precision": "int2"}])] | None = None
-    """Neurons in fewer bits that compute instead of being read."""
     sparsity: Sparsity | None = None
     """Sparsity of models whose neurons are never zero."""
     sampling: Sampling = Sampling.default()

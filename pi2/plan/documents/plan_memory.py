@@ -30,8 +30,6 @@ class Segments(Table):
     """Activations, prefill staging buffers, logits."""
     state: Bytes = 0
     """States of the layers that have one instead of keys and values, of every sequence."""
-    twin: Bytes = 0
-    """Twins of the neurons that are not hot."""
 
 
 class UnitMemory(Table):

@@ -1,4 +1,4 @@
-"""Which neurons are not computed exactly: dials of mixtures, twins, thresholds."""
+"""Which neurons are not computed exactly: dials of mixtures, thresholds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pydantic import Field
 from pi2.plan.documents.common import Count, Reference, Table
 from pi2.plan.documents.plan_units import Selector
 from pi2.plan.documents.selectors import list_layers
-from pi2.plan.weights.layout import TwinPrecision
 
 
 class ExpertLayers(Table):
@@ -70,23 +69,6 @@ class Experts(Table):
         """Whether experts that are not in memory may be left out."""
         limited = (self.most_reads, self.read_best) != (None, None) or bool(self.layers)
         return bool(self.least_weight) or limited
-
-
-class Twin(Table):
-    """A copy of the neurons in fewer bits, in memory, that computes what dials would leave out.
-
-    The store has it (``pi2 store twin``, ``pi2 convert --twin``).  What is left out by
-    ``experts.least_weight``, ``experts.read_best`` or ``experts.most_reads``, or in a predicted
-    layer by ``decode.leave_out`` or ``decode.missing_threshold``, is then computed by its twin:
-    nothing is dropped.  ``most_reads = 0`` lets twins compute everything that is not in memory.
-    Prompts are exact.
-    A run's summary says how much twins have computed, `pi2 evaluate` what that costs.
-    """
-
-    precision: TwinPrecision
-    """Type of the twin's weights, as the store has them: ``int2`` takes 2.5 bits for a weight,
-    where int4 takes 4.5, and is off by a third (root mean square, of the weights'); ``int3`` takes
-    3.5, and is off by a sixth."""
 
 
 SparsityMethod = Literal["cats", "cats-teal"]

@@ -63,6 +63,17 @@ RENAMES = (
         value="mmap",
         reason="files are read with `io_uring` or `pread`; absent means `io_uring`",
     ),
+    Rename(
+        kind="plan",
+        path=("twin",),
+        reason="low-bit copies of neurons are not computed any more; the same memory is worth more "
+        "as `memory.segments.cold`",
+    ),
+    Rename(
+        kind="plan",
+        path=("memory", "segments", "twin"),
+        reason="there are no low-bit copies of neurons; give the bytes to `cold`",
+    ),
 )
 """All renames; one that is listed here is never taken away before the next schema version."""
 

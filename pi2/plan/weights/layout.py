@@ -11,14 +11,14 @@ empty.  Within a block of L lanes, lane ``j`` belongs to group ``j``:
 - int4: 4 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
   group ``j`` in its low nibble and element ``16 + 4c + b`` in its high nibble, as ``q + 8`` with q
   in -8..7.
-- int2, for twins alone: 2 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds
+- int2: 2 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds
   elements ``4c + b + 8k`` of group ``j`` in its bits 2k and 2k + 1, as ``(q + 3) / 2`` with q one
   of -3, -1, 1 and 3.
 - ternary: as int2, but a field is ``q + 1`` with q one of -1, 0 and 1; the whole vector shares one
   scale, float32.
 - mxfp4, for neurons alone: as int4, but a nibble's low three bits are the place of the code's
   magnitude in 0, 1, 2, 3, 4, 6, 8, 12 (twice what E2M1 says), and its highest bit is its sign.
-- int3, for twins alone: the two chunks of int2 with the lower bits of ``(q + 7) / 2``, q one of -7,
+- int3: the two chunks of int2 with the lower bits of ``(q + 7) / 2``, q one of -7,
   -5, ..., 7, then one of 4 L bytes with the highest.  Its byte ``b`` of lane ``j`` holds that of
   element ``4w + b`` of group ``j`` in bit w.
 - int8: 8 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
@@ -43,15 +43,12 @@ their down columns.  So their gates and ups have scales in the bundle, and the s
 are resident: for 32 neurons that follow each other, in stored order, one vector of ``hidden`` bytes
 in the int8 layout, in the 32 rows of these neurons.  Neurons of mxfp4 with all scales in them have
 such a vector each.
-
-A *twin* is a copy of a neuron in fewer bits, laid out like it, its scales in it: it is computed
-where reading the neuron itself is not worth it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 GROUP = 32
@@ -60,13 +57,8 @@ GROUP = 32
 ALIGNMENT = 64
 """Alignment in bytes: every allocation begins at a multiple of it."""
 
-TWIN_GROUPS = {"int2": 2, "int3": 4}
-"""A twin's vectors are whole numbers of so many groups: fewer do not fill the smallest register,
-and codes of so few bits have no zero to fill them up with."""
-
 PartName = Literal["gate", "up", "down"]
-TwinPrecision = Literal["int2", "int3"]
-Precision = Literal["ternary", "int4", "int8", "fp16", "mxfp4"] | TwinPrecision
+Precision = Literal["ternary", "int4", "int8", "fp16", "mxfp4", "int2", "int3"]
 ScalesPlace = Literal["inline", "resident"]
 
 
@@ -267,32 +259,3 @@ def lay_out_bundle(
         expert_offset=expert_offset,
         scales=scales,
     )
-
-
-def find_twin_obstacle(bundle: BundleLayout, width: int, precision: TwinPrecision) -> str | None:
-    """Why neurons laid out so, of a model of ``width``, can have no twin of ``precision``; None if
-    they can."""
-    if bundle.precision == "fp16":
-        return "they are fp16, and add up in another order than twins do"
-    if bundle.precision == "mxfp4":
-        return "they are mxfp4, which is 4 bits already"
-    if bundle.precision == "ternary":
-        return "they are ternary, which is 2 bits already"
-    multiple = TWIN_GROUPS[precision] * GROUP
-    if width % multiple:
-        return f"the {width} elements of a vector are no multiple of {multiple}"
-    return None
-
-
-def lay_out_twin(bundle: BundleLayout, precision: TwinPrecision) -> BundleLayout:
-    """Lay out the twins of neurons of ``bundle``: whole cache lines, as they are never read one by
-    one."""
-    plain = lay_out_bundle(
-        bundle.hidden,
-        precision,
-        gated=bundle.is_gated,
-        bias=bool(bundle.biases),
-        factor=bundle.factor_offset is not None,
-        mixed=bundle.expert_offset is not None,
-    )
-    return replace(plain, stride=round_up(plain.used_bytes, ALIGNMENT))
