@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.documents.plan_running import ActivationType
-from pi2.plan.weights.gates import GateRecord
 from pi2.plan.weights.layout import BundleLayout, Precision
 
 if TYPE_CHECKING:
@@ -42,16 +41,6 @@ class Tensor:
         weights = self.weights.reshape(self.rows, -1)[rows]
         scales = None if self.scales is None else self.scales.reshape(self.rows, -1)[rows]
         return replace(self, rows=count, weights=weights, scales=scales)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gates:
-    """Room for the gates of a mixture's experts, which come and go while the model runs."""
-
-    record: GateRecord
-    """How the gates of an expert lie."""
-    arena: U8
-    """[slots, ``record.stride``]: a record in each slot, 64-byte aligned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +82,6 @@ class BuildRequest:
     """By layer, gate weights [neurons, weight_bytes] and scales [neurons, hidden / 32] in stored
     order, in a mixture expert by expert, resident; of the layers that ``predict_gate`` will be
     asked about."""
-    gates: Gates | None = None
-    """What ``predict_gate`` finds the gates of a mixture's experts in, instead of ``gate_rows``."""
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
     resident; None where they lie in the bundles."""

@@ -93,12 +93,11 @@ class Executor(Protocol):
         """Scores [neurons] of the last ``predict_low_rank``, in a mixture of those that it named
         alone; valid until the next prediction."""
 
-    def predict_gate(self, layer: int, experts: I32 | None = None, slots: I32 | None = None) -> I32:
+    def predict_gate(self, layer: int) -> I32:
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
         smooth activation, those that reach the first limit of the layer or of their expert.
 
-        In a mixture, of the chosen experts; or, with ``BuildRequest.gates``, of ``experts`` [n],
-        ascending, whose records are in ``slots`` [n].  The array is valid until the next call.
+        In a mixture, of the chosen experts.  The array is valid until the next call.
         """
 
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from pi2.backends.build_request import BuildRequest, Gates, Tensor
+from pi2.backends.build_request import BuildRequest, Tensor
 from pi2.backends.executor import (
     CONTEXT_BLOCK,
     ContextKeeper,
@@ -44,7 +44,6 @@ __all__ = [
     "Executor",
     "ExecutorBackend",
     "Foreseer",
-    "Gates",
     "GraphBackend",
     "InputReader",
     "LengthAware",
@@ -104,7 +103,7 @@ class Preparer(Protocol):
         """Compile the kernels that ``build`` will load, unless they are cached.
 
         Called before any memory is filled, with a request that has no room in memory yet: tensors
-        are those of the store, and gates say how they lie.  Takes no memory that stays.
+        are those of the store.  Takes no memory that stays.
         """
 
 

@@ -27,7 +27,6 @@ from pi2.engine.loading import (
     list_filled_layers,
     load_gates,
     open_embedding,
-    open_gates,
     open_layer_embedding,
     open_reader,
 )
@@ -191,13 +190,10 @@ def build_parts(
         hashes.finish()
     lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
     balance = make_balance(resolved, cache, reader)
-    gates, gate_reader = open_gates(resolved, store, request.gates, executor, reader)
-    if gate_reader is not None:
-        cleanup.callback(gate_reader.close)
     make_feed_forward: Callable[..., FeedForward] = FeedForward
     if resolved.plan.decode.predictor == "router":
         dials = make_plan_dials(resolved, request)
-        make_feed_forward = partial(RoutedFeedForward, dials=dials, gates=gates)
+        make_feed_forward = partial(RoutedFeedForward, dials=dials)
     elif resolved.names_by_cutoff:
         make_feed_forward = partial(CutFeedForward, cut=resolved.named_layers)
     feed_forward = make_feed_forward(

@@ -4,10 +4,8 @@
         --plot docs/images/dials.svg
 
 Runs the model over the text token by token, with ``predictor = "router"`` and a cache of the
-given share of all experts, once for every setting of the table ``[experts]`` below.  Every
-file of ``--thresholds`` (``pi2 sparsity calibrate``) is a setting, too, of a store with gates
-(``pi2 store gates``): a quarter of the cache's memory holds gates then.  Prints a table and draws
-it.
+given share of all experts, once for every setting of the table ``[experts]`` below.  Prints a table
+and draws it.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ import numpy as np
 import pi2
 from pi2.evaluation.scores import score_windows
 from pi2.pictures import add_legend, make_figure, pick_styles, save_figure
-from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.resolve import load_plan
-from pi2.plan.weights.layout import ALIGNMENT, round_up
 from pi2.statistics.texts import encode_windows
 
 DIALS: Mapping[str, list[Mapping[str, Any]]] = {
@@ -43,12 +39,8 @@ DIALS: Mapping[str, list[Mapping[str, Any]]] = {
 }
 """Settings by the name of their dial."""
 
-GATES_PART = 0.25
-"""Part of the cache's memory that holds gates where thresholds choose neurons."""
 MOST_DRAWN = 2.0
 """Per cent; points above are out of the picture, which says how far."""
-OTHERS = {"thresholds"}
-"""What of a setting is no key of ``[experts]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,20 +90,8 @@ def measure(
     settings += [(dial, dict(some)) for dial, all_of in dials.items() for some in all_of]
     cold = size * resolved.bundle.stride
     for dial, some in settings:
-        chosen_dials = {name: value for name, value in some.items() if name not in OTHERS}
-        own = {f"experts.{name}": value for name, value in chosen_dials.items()}
+        own = {f"experts.{name}": value for name, value in some.items()}
         own["memory.segments.cold"] = f"{cold} B"
-        if "thresholds" in some:
-            gates = round(GATES_PART * cold)
-            names = model.shape.layers * round_up(4 * model.layer_neurons, ALIGNMENT)
-            own |= {
-                "sparsity.method": "cats",
-                "sparsity.target": read_thresholds(Path(some["thresholds"])).target,
-                "sparsity.thresholds": str(Path(some["thresholds"]).resolve()),
-                "memory.segments.predictor": f"{names + gates} B",
-                "memory.segments.cold": f"{cold - gates} B",
-            }
-            some = {"thresholds": own["sparsity.target"]}
         with pi2.load(plan, set={**base, **own}) as loaded:
             chosen = encode_windows(loaded, texts, context=context, stride=None, count=windows)
             before = loaded.stats
@@ -193,7 +173,6 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=0.3, help="share of all experts (0.3)")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--thresholds", type=Path, action="append", default=[])
     parser.add_argument("--dials", default="", help="measure those whose names have this")
     parser.add_argument("--plot", type=Path, help="write a picture")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
@@ -203,8 +182,6 @@ def main() -> None:
     print(f"| {titles} | replaced | left out | neurons computed |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     dials = dict(DIALS)
-    if arguments.thresholds:
-        dials["thresholds"] = [{"thresholds": str(file)} for file in arguments.thresholds]
     texts = [arguments.text.read_text("utf-8")]
     points = measure(
         arguments.plan,

@@ -61,9 +61,9 @@ def find_limits(facts: UnitFacts) -> list[str]:
         limits.append("cannot divide projections of layers that share keys (kv_shared_layers)")
     if rows is not None and model.altup is not None:
         limits.append("cannot divide projections of a model with several residual streams (altup)")
-    has_gates = facts.resolved.plan.decode.predictor == "gate" or facts.resolved.reads_gates
+    has_gates = facts.resolved.plan.decode.predictor == "gate"
     if has_gates and model.quantization.ffn == "mxfp4":
-        limits.append("keeps no gates of mxfp4: no `gate` predictor, no [sparsity]")
+        limits.append("keeps no gates of mxfp4: no `gate` predictor")
     return limits
 
 

@@ -243,10 +243,8 @@ class CpuExecutor:
         """Return the scores of the last prediction."""
         return self._prediction.read_scores()
 
-    def predict_gate(self, layer: int, experts: I32 | None = None, slots: I32 | None = None) -> I32:
+    def predict_gate(self, layer: int) -> I32:
         """Return the neurons whose gate is open."""
-        if experts is not None and slots is not None:
-            return self._prediction.find_open_of(layer, experts, slots)
         assert self._prediction.has_gates, "gate rows were not given to build"
         return self._prediction.find_open(layer, self.list_experts())
 

@@ -52,8 +52,6 @@ class Prediction:
         self._expert_limits = request.expert_limits
         self._gates: list[list[BoundCall]] = []
         """By layer and expert."""
-        self._gate_slots: list[BoundCall] = []
-        """By slot of records."""
         if spec.gate_rows is not None:
             scores = [space.wrap(row) for row in self._scores]
             wanted = space.wrap(self.wanted)
@@ -67,10 +65,6 @@ class Prediction:
                     for gates in _wrap_gates(request, space, layer)
                 ]
                 for layer in range(layers if request.gate_rows else 0)
-            ]
-            self._gate_slots = [
-                library.bind("predict_gate", given, gates, lists, views)
-                for gates in _wrap_records(request, space)
             ]
         self._expert_neurons = [
             order.reshape(request.model.expert_count, -1) for order in request.expert_neurons or ()
@@ -160,19 +154,6 @@ class Prediction:
         one = self._list_one()
         return self._collect(layer, experts, lambda size, n: calls[n](size, least, *one))
 
-    def find_open_of(self, layer: int, experts: I32, slots: I32) -> I32:
-        """Return the neurons of ``experts`` whose gate is open, by the records in ``slots``."""
-        calls = dict(zip(experts.tolist(), slots.tolist(), strict=True))
-        limits: dict[int, tuple[float, ...]] = dict.fromkeys(calls, self._limits[layer][:1])
-        if self._expert_limits is not None:
-            limits = {expert: (self._expert_limits[layer][expert],) for expert in calls}
-        one = self._list_one()
-
-        def find(size: int, expert: int) -> None:
-            self._gate_slots[calls[expert]](size, *limits[expert], *one)
-
-        return self._collect(layer, experts, find)
-
     def find_open(self, layer: int, experts: I32) -> I32:
         """Return the neurons whose gate is open."""
         calls, limits = self._gates[layer], self._limits[layer][:1]
@@ -233,25 +214,6 @@ def _wrap_gates(request: BuildRequest, space: Workspace, layer: int) -> list[Vie
             views["gate_scales"] = space.wrap(scales[part].view(np.uint8))
         if request.gate_biases is not None:
             views["biases"] = space.wrap_floats(request.gate_biases[layer][part])
-        wrapped.append(views)
-    return wrapped
-
-
-def _wrap_records(request: BuildRequest, space: Workspace) -> list[Views]:
-    """Return views of the gate rows, scales and biases in each slot of records."""
-    if request.gates is None:
-        return []
-    record, wrapped = request.gates.record, []
-    for slot in request.gates.arena:
-        weights = slot[: record.neurons * record.row_bytes]
-        views = {"gate_weights": space.wrap(weights.reshape(record.neurons, -1))}
-        views["gate_scales"] = views["gate_weights"]
-        if record.scale_bytes:
-            size = record.neurons * record.scale_bytes
-            views["gate_scales"] = space.wrap(slot[record.scales_offset :][:size])
-        if record.has_biases:
-            biases = slot[record.biases_offset :][: 4 * record.neurons]
-            views["biases"] = space.wrap_floats(biases.view(np.float32))
         wrapped.append(views)
     return wrapped
 

@@ -194,4 +194,4 @@ def _routes_by_input(model: Model) -> bool:
 
 def _knows_gates(request: BuildRequest) -> bool:
     """Return whether gates are asked for before neurons are computed."""
-    return request.gate_rows is not None or request.gates is not None
+    return request.gate_rows is not None

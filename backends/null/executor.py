@@ -124,8 +124,8 @@ class NullExecutor(ObservableExecutor):
         return np.full(self._request.neurons, np.inf, np.float32)
 
     @noted
-    def predict_gate(self, layer: int, experts: I32 | None = None, slots: I32 | None = None) -> I32:
-        return self._draw(self._cut.get(layer, self._chances), experts)
+    def predict_gate(self, layer: int) -> I32:
+        return self._draw(self._cut.get(layer, self._chances))
 
     @noted
     def find_open(

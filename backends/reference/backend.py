@@ -62,7 +62,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
         limits.append("cannot divide projections of a model with several residual streams (altup)")
     if facts.neurons is not None:
         limits += list_unknown_weights(model)
-    has_gates = facts.resolved.plan.decode.predictor == "gate" or facts.resolved.reads_gates
+    has_gates = facts.resolved.plan.decode.predictor == "gate"
     if has_gates and model.quantization.ffn == "mxfp4":
         limits.append("keeps no gates of mxfp4: no `gate` predictor, no [sparsity]")
     return limits

@@ -235,9 +235,7 @@ class ReferenceExecutor(ObservableExecutor):
         return self._prediction.scores
 
     @noted
-    def predict_gate(self, layer: int, experts: I32 | None = None, slots: I32 | None = None) -> I32:
-        if experts is not None and slots is not None:
-            return self._prediction.find_open_of(layer, self._get_input(), experts, slots)
+    def predict_gate(self, layer: int) -> I32:
         cutoffs = self._select_cutoffs(slice(self._token, self._token + 1))
         return self._prediction.find_open(layer, self._get_input(), self.list_experts(), cutoffs)
 

@@ -10,7 +10,6 @@ from pi2.arrays import F32, I32, Bits
 from pi2.backends.experts import slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.operators import activate
-from pi2.plan.weights.bundles import unpack_gates
 from pi2.plan.weights.rounding import dequantize
 from pi2.plan.weights.tensor_names import name_layer_tensor
 
@@ -74,22 +73,6 @@ class Prediction:
             return np.flatnonzero(fires).astype(np.int32)
         groups = self._group(layer)
         named = [groups[n][fires.reshape(groups.shape)[n]] for n in experts.tolist()]
-        return np.sort(np.concatenate(named))
-
-    def find_open_of(self, layer: int, u: F32, experts: I32, slots: I32) -> I32:
-        """Return the neurons of ``experts`` whose gates reach their limits, by the records in
-        ``slots``."""
-        gates, layout = self._request.gates, self._request.bundle
-        assert gates is not None
-        groups = self._group(layer)
-        limits = np.broadcast_to(self._find_gate_limits(layer), groups.size).reshape(groups.shape)
-        named = [np.empty(0, np.int32)]
-        for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
-            weights, scales, biases = unpack_gates(gates.arena[slot], gates.record)
-            rows = dequantize(weights, scales, layout.hidden, layout.precision)
-            gate = rows @ u[0] + (0.0 if biases is None else biases)
-            fires = np.abs(activate(self._model, gate, None)) >= limits[expert]
-            named.append(groups[expert][fires])
         return np.sort(np.concatenate(named))
 
     def is_open(self, gates: F32) -> Bits:

@@ -182,27 +182,6 @@ def repack(
     )
 
 
-@command.command("gates")
-@click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
-def add_gates(path: Path) -> None:
-    """Add a copy of the experts' gates to STORE, an expert's in one stretch.
-
-    A plan with the predictor "router" and the table [sparsity] reads them before the neurons, of
-    which it then reads those alone whose gates are open.  Nothing else of the store is rewritten.
-    """
-    from pi2.cli.progress import ProgressBar
-    from pi2.store.gates import add_gates as write_gates
-    from pi2.store.manifest import GATES_FILE
-
-    with ProgressBar() as progress:
-        manifest = write_gates(path, progress)
-    entry = manifest.find_file(GATES_FILE)
-    assert entry is not None
-    click.echo(
-        f"{path / GATES_FILE}: gates of {entry.rows} experts, {entry.bytes / MIB:.1f} MiB", err=True
-    )
-
-
 def _parse_stride(text: str) -> int:
     from pi2.plan.documents.quantities import parse_size
 
@@ -271,13 +250,7 @@ def describe_ranks(ranks: tuple[int, ...]) -> str:
 
 def list_files(manifest: Manifest) -> Iterator[tuple[str, int, str]]:
     """Files as path, bytes and contents; layer files of one size are taken together."""
-    from pi2.store.manifest import GATES_FILE
-
-    layers = [
-        entry
-        for entry in manifest.files
-        if entry.bundles_offset is not None and entry.path != GATES_FILE
-    ]
+    layers = [entry for entry in manifest.files if entry.bundles_offset is not None]
     scales = [entry for entry in manifest.files if entry.scales_offset is not None]
     for entry in manifest.files:
         alike = next((group for group in (layers, scales) if entry in group), None)
@@ -287,8 +260,6 @@ def list_files(manifest: Manifest) -> Iterator[tuple[str, int, str]]:
                 name = entry.path if len(alike) == 1 else f"{entry.path} to {alike[-1].path}"
                 content = "neurons each" if alike is layers else "neurons' scales each"
                 yield name, size_bytes, f"{entry.rows} {content}"
-        elif entry.path == GATES_FILE:
-            yield entry.path, entry.bytes, f"gates of {entry.rows} experts"
         elif entry.rows is not None:
             yield entry.path, entry.bytes, f"{entry.rows} dense tensors"
         else:

@@ -19,7 +19,6 @@ from pi2.costs.activity import (
 )
 from pi2.costs.assumptions import list_assumptions, list_dense_units
 from pi2.costs.constants import Constants
-from pi2.costs.experts import describe_open_experts
 from pi2.costs.figures import Figure
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
 from pi2.costs.rates import Rates, read_rates
@@ -153,14 +152,10 @@ def describe_plan(
         activity = describe_cut_activity(model, resolved.thresholds, batch=batch)
     elif activity is None and mode == "gate" and plan.sparsity is not None and plan.sparsity.target:
         activity = describe_target_activity(model, plan.sparsity.target, batch=batch)
-    elif activity is None and resolved.reads_gates:
-        activity = describe_open_experts(resolved, store)
     elif activity is None:
         activity = describe_activity(model, mode, store, rates.constants, batch=batch)
     uses, source = activity
-    sizes = measure_sizes(
-        model, mode, plan.kv.type, resolved.bundle, gates_first=resolved.reads_gates
-    )
+    sizes = measure_sizes(model, mode, plan.kv.type, resolved.bundle)
     whole = None
     if resolved.named_layers and resolved.whole_layers:
         every = measure_sizes(model, "none", plan.kv.type, resolved.bundle)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pi2.costs.activity import Policy, PredictorMode
-from pi2.costs.experts import GateReads, ReadLimits, read_gates, read_limits
+from pi2.costs.experts import ReadLimits, read_limits
 from pi2.costs.rates import Rates, check_flash
 from pi2.costs.reads import Phases, Reads, find_reads
 from pi2.costs.sizes import Sizes
@@ -49,8 +49,6 @@ class Settings:
     """The same of the head."""
     graphs: tuple[int, ...] = ()
     """Numbers of tokens, ascending, that the dense unit computes; none for any number."""
-    gates: GateReads | None = None
-    """Gates of experts that are read before their neurons, where a plan has thresholds for them."""
     leave_out: float = 0.0
     """Share of the predictor's scores that may be left out instead of read."""
     limits: ReadLimits | None = None
@@ -106,8 +104,8 @@ def read_settings(
         predictor=predictor,
         kv=plan.kv.type,
         threads=plan.threads.compute or rates.cores,
-        # Where nothing is read there is nothing to look ahead for; of thresholds, gates alone.
-        look_ahead="none" if reads is None or resolved.reads_gates else plan.decode.look_ahead,
+        # Where nothing is read there is nothing to look ahead for.
+        look_ahead="none" if reads is None else plan.decode.look_ahead,
         policy=plan.cache.policy,
         reads=reads,
         stream=stream,
@@ -117,7 +115,6 @@ def read_settings(
         attention_share=(rows.attention or {}).get(dense, 0.0) if dense else 0.0,
         head_share=(rows.head or {}).get(dense, 0.0) if dense else 0.0,
         graphs=list_dense_graphs(resolved, rates),
-        gates=read_gates(resolved, rates.flash, store),
         leave_out=plan.decode.leave_out or 0.0,
         limits=read_limits(resolved),
     )
@@ -142,8 +139,6 @@ def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
     if resolved.model.moe is None or plan.pipeline.phases != 1:
         return None
     stored = read_stored(store)
-    if resolved.reads_gates:
-        return None
     if plan.decode.predictor == "router":
         return plan.io.merge_gap if stored is None or stored.order == "expert" else None
     return plan.io.merge_gap if stored is not None and stored.order == "expert" else None

@@ -49,21 +49,17 @@ def measure_sizes(
     mode: PredictorMode,
     kv: KvType,
     bundle: BundleLayout,
-    *,
-    gates_first: bool = False,
 ) -> Sizes:
-    """Bytes of a layer: of its active experts, where it has experts.  ``gates_first``: a router's
-    experts have their gates computed before their neurons, and again with these."""
+    """Bytes of a layer: of its active experts, where it has experts."""
     shape, precision, width = model.shape, model.quantization, model.stored_neuron_width
     active = model.active_experts
     projections = count_mixer_bytes(model) + count_state_traffic(model)
     neuron = bundle.neuron_bytes
     predictor = predictor_weights = 0
-    if mode == "gate" or gates_first:
+    if mode == "gate":
         predictor = active * matrix_bytes(shape.ffn, width, precision.ffn)
         predictor_weights = active * shape.ffn * width
-        if not gates_first:
-            neuron -= neuron // len(bundle.parts)  # gates are known then
+        neuron -= neuron // len(bundle.parts)  # gates are known then
     elif mode == "low-rank" and model.predictor is not None:
         rank = model.predictor.rank
         predictor = matrix_bytes(rank, width, precision.predictor)

@@ -53,8 +53,6 @@ class LayerTerms:
     norm_s: float
     """What the FFN begins and ends with, and a mixture's router."""
     python_s: float
-    gates_s: float
-    """Waiting for the gates of experts, before any neuron is named."""
     predict: Work
     look_up_s: float
     """Fixed part of a look-up."""
@@ -85,7 +83,7 @@ class LayerTerms:
     @property
     def before_s(self) -> float:
         """What comes before the FFN's neurons, whatever they are."""
-        return self.attention_s + self.norm_s + self.python_s + self.gates_s
+        return self.attention_s + self.norm_s + self.python_s
 
     def time_look_up(self, missing: float, cached: float, *, expected: bool = False) -> float:
         """Seconds of looking neurons up; ``expected``: of mean numbers, whose chance to be none
@@ -111,10 +109,6 @@ def find_terms(
     shared = rates.shared_bytes_s
     predict = _find_predict(rates, sizes, settings)
     attention_s, position_s = _time_attention(rates, sizes, settings)
-    gates_s = 0.0
-    if settings.gates is not None:
-        hidden_s = attention_s if settings.gates.is_ahead else 0.0
-        gates_s = max(settings.gates.seconds - hidden_s, 0.0)
     gathers = rates.open if settings.predictor == "gate" else rates.gather
     if not settings.is_predicted and not rates.measured:
         # What is computed as a whole streams by, and nothing is gathered.
@@ -143,7 +137,6 @@ def find_terms(
         position_s=position_s,
         norm_s=time_norm(rates, sizes, settings),
         python_s=rates.python_s,
-        gates_s=gates_s,
         predict=predict,
         look_up_s=look_up_s,
         place_s=rates.place_s if looks_up else 0.0,
@@ -162,8 +155,7 @@ def find_terms(
 
 
 def _find_predict(rates: Rates, sizes: Sizes, settings: Settings) -> Work:
-    first = settings.predictor == "gate" or settings.gates is not None
-    kernel = rates.gate if first else rates.predict
+    kernel = rates.gate if settings.predictor == "gate" else rates.predict
     calls = max(sizes.predictors, 1)
     speed = rates.scale(settings.threads)
     seconds = time_matrix(

@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from pi2.arrays import I32, U8
-from pi2.backends.protocol import BuildRequest, Gates, Tensor
+from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.engine.loading import (
     allocate_gate_rows,
-    allocate_gates,
     begin_dense,
     begin_scales,
 )
@@ -21,7 +20,6 @@ from pi2.memory.bulk_load import Batch
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.documents.selectors import list_cores
-from pi2.plan.weights.gates import lay_out_gates
 from pi2.progress import Progress, ignore_progress
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.reader import NeuronStore
@@ -57,7 +55,6 @@ def describe_build(
     return replace(
         request,
         gate_rows=gate_rows,
-        gates=allocate_gates(resolved, budget) if resolved.reads_gates else None,
         scales=scales,
         gate_biases=gate_biases,
         expert_neurons=None if mode == "none" or store is None else grouped,
@@ -72,13 +69,8 @@ def make_request(
     """Everything that a plan and a machine say of a build: all but what memory is given out for,
     so that kernels are compiled for it.
 
-    With ``decode.predictor = "gate"`` it has gate rows of no layer, else there may be no room for
-    gates.
+    With ``decode.predictor = "gate"`` it has gate rows of no layer.
     """
-    gates = None
-    if resolved.reads_gates:
-        record = lay_out_gates(resolved.bundle, resolved.model.shape.ffn)
-        gates = Gates(record=record, arena=np.zeros((0, record.stride), np.uint8))
     unit = resolved.device.units[resolved.sparse_unit]
     features = unit.features if unit.features is not None else machine.features
     bound = tuple(list_cores(resolved.plan.threads.cores or ""))
@@ -100,7 +92,6 @@ def make_request(
         looks_ahead=resolved.plan.decode.look_ahead != "none",
         passes=resolved.plan.decode.passes,
         gate_rows={} if resolved.plan.decode.predictor == "gate" else None,
-        gates=gates,
         scales=None,
         gate_biases=None,
         limits=None if resolved.thresholds is None else resolved.thresholds.limits,

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import I32, U8, U32, Scales
-from pi2.backends.protocol import BuildRequest, Executor, Gates, Tensor
+from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.diagnostics import UserError
-from pi2.engine.expert_gates import ExpertGates
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.bundle_files import BundleFile
@@ -25,7 +24,6 @@ from pi2.plan.arithmetic.requests import choose_request_bytes, count_requests_in
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part, view_scales
-from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.tensor_names import LAYER_EMBEDDING
 from pi2.progress import Progress
@@ -34,7 +32,7 @@ from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.dense_reader import place_scales, place_tensors
 from pi2.store.embedding_rows import EmbeddingRows
 from pi2.store.file_read import FileRead
-from pi2.store.manifest import DENSE_FILE, GATES_FILE
+from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
 
 if TYPE_CHECKING:
@@ -174,72 +172,6 @@ def begin_scales(
         found.append(place_scales(file, layer, partial(_allocate, budget, "attention")))
         begin_file(file, batch)
     return found
-
-
-def allocate_gates(resolved: ResolvedPlan, budget: Budget) -> Gates:
-    """Room for the gates of some experts: what is left of the predictor segment, as far as there
-    are experts.  Whose neurons are whose has its place there already."""
-    model = resolved.model
-    record = lay_out_gates(resolved.bundle, model.shape.ffn)
-    most = model.shape.layers * model.expert_count
-    slots = min(most, budget.remaining("predictor") // record.stride)
-    if slots < model.active_experts:
-        # The segment is too small: the budget says so.
-        slots = model.active_experts
-    return Gates(
-        record=record,
-        arena=budget.allocate("predictor", slots * record.stride).reshape(slots, record.stride),
-    )
-
-
-def open_gates(
-    resolved: ResolvedPlan,
-    store: NeuronStore | None,
-    gates: Gates | None,
-    executor: Executor,
-    reader: FlashReader | NullReader,
-) -> tuple[ExpertGates, FlashReader | NullReader] | tuple[None, None]:
-    """What finds the open neurons of experts, and its reader, which the caller closes; None where
-    the plan has no thresholds for experts."""
-    if gates is None:
-        return None, None
-    cache = NeuronCache(
-        gates.arena,
-        [0] * len(resolved.layers),
-        resolved.model.expert_count,
-        policy=resolved.plan.cache.policy,
-    )
-    own: FlashReader | NullReader = NullReader(gates.record.stride)
-    if store is not None:
-        # A gap of neurons is small, one of experts is not.
-        settings = replace(_choose_settings(resolved), merge_gap=0)
-        own = FlashReader(_list_gate_files(store), gates.arena, settings)
-    if resolved.thresholds is not None:
-        usual = [layer.computed for layer in resolved.thresholds.layers]
-    else:
-        usual = [1.0] * len(resolved.layers)
-    return ExpertGates(executor, cache, own, reader, usual), own
-
-
-def _list_gate_files(store: NeuronStore) -> list[BundleFile]:
-    """The gates of each layer's experts as a reader takes them."""
-    entry, gates, path = store.manifest.find_file(GATES_FILE), store.manifest.gates, store.path
-    assert entry is not None and gates is not None and entry.rows is not None
-    assert entry.bundles_offset is not None and entry.checks_offset is not None
-    experts = entry.rows // len(store.layers)
-    return [
-        BundleFile(
-            path=path / GATES_FILE,
-            bundles_offset=entry.bundles_offset + layer * experts * gates.stride,
-            stride=gates.stride,
-            count=experts,
-            bytes=entry.bytes,
-            read_checks=partial(
-                _read_checks, path / GATES_FILE, experts, entry.checks_offset + 4 * experts * layer
-            ),
-        )
-        for layer in range(len(store.layers))
-    ]
 
 
 def _read_checks(path: Path, count: int, offset: int) -> U32:

@@ -9,7 +9,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.loading import keeps_mapped, read_tokenizer
 from pi2.fit import locate_findings
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.store.agreement import find_bundle_misfits, find_gate_misfits
+from pi2.store.agreement import find_bundle_misfits
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import HashCheck
 
@@ -49,6 +49,5 @@ def is_by_hotness(store: NeuronStore | None) -> bool:
 def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
     """UserError P520 if the store's bundles do not lie as the plan says."""
     found = list(find_bundle_misfits(resolved, store.manifest.bundle))
-    found += find_gate_misfits(resolved, store.manifest)
     if found:
         raise UserError(locate_findings(found, resolved.path), exit_code=2)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -28,7 +27,6 @@ import numpy as np
 
 from pi2.arrays import I32, I64, Bits
 from pi2.backends.protocol import InputReader, PartAdder
-from pi2.engine.expert_gates import ExpertGates
 from pi2.engine.experts import count_common, unite_experts
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.neuron_parts import NeuronParts
@@ -47,16 +45,12 @@ class RoutedFeedForward(FeedForward):
         self,
         *arguments: Any,
         dials: RoutingDials | None = None,
-        gates: ExpertGates | None = None,
         **named: Any,
     ) -> None:
         """See `FeedForward`; ``experts`` are given.  ``dials`` change what the router chose, of an
-        executor that shows it; ``gates`` say which neurons of the experts compute, where the plan
-        has thresholds: the cache is of single neurons then."""
+        executor that shows it."""
         super().__init__(*arguments, **named)
         self._dials = dials
-        self._gates = gates
-        assert gates is None or self._cache.granule == 1, "thresholds choose single neurons"
         assert self._experts is not None, "the model is no mixture"
         self._groups = self._experts.divide(self._cache.granule)
         stride = self._single.arena.shape[1]
@@ -70,8 +64,8 @@ class RoutedFeedForward(FeedForward):
         self._small_part_neurons = count(self._most_parts)
         # Dials ask what is in memory: if times decided that, a prompt would give other texts.
         self.read_ahead = ReadAhead(is_measured=dials is None)
-        self._may_look_far = dials is None and gates is None
-        """Whether two layers may be looked ahead at; gates have room for those of one."""
+        self._may_look_far = dials is None
+        """Whether two layers may be looked ahead at."""
         self._start_s = 0.0
         self._begun: dict[int, list[Wave]] = {}
         """What has been begun ahead, by layer."""
@@ -97,9 +91,6 @@ class RoutedFeedForward(FeedForward):
         slots = self._cache.find_slots(layer, 0, self._cache.neurons)
         present = self._groups.list_all(layer, slots) != ABSENT
         there: Bits = present.all(axis=1)
-        if self._gates is not None:
-            # Closed neurons are never read: most of the others are what a token needs.
-            there = present.mean(axis=1) >= self._gates.usual_shares[layer]
         return there
 
     def _count_begun(self, layer: int) -> int:
@@ -156,10 +147,6 @@ class RoutedFeedForward(FeedForward):
         owned, united = self._count_owned(layer), unite_experts(guessed)
         begun = self._begun.setdefault(layer, [])
         indices = self._leave_begun(self._groups.list_neurons(layer, united, owned), begun)
-        if self._gates is not None:
-            # Which neurons are worth a read, the layer's own input says.
-            self._gates.prefetch(layer, united)
-            indices = indices[:0]
         wave = self._begin_wave(layer, owned, indices)
         wave.named, wave.rest = indices[: len(indices) - len(wave.rest)], indices[:0]
         wave.experts = guessed
@@ -192,7 +179,7 @@ class RoutedFeedForward(FeedForward):
         within ``bounds``; meanwhile begin with what later layers are ``guessed`` to need."""
         cache, by_token = self._cache, None
         adder = self._adder if len(chosen) == 1 else None
-        found, open_share = self._list_read(layer, chosen, bounds)
+        found = [self._list_own(layer, own, bounds) for own in chosen]
         indices = found[0]
         if len(chosen) == 1:
             self.counters.predicted += len(indices) * cache.granule
@@ -200,9 +187,7 @@ class RoutedFeedForward(FeedForward):
             indices, by_token = unite_named(found, cache.neurons, cache.loops)
             self.counters.predicted += sum(map(len, found)) * cache.granule
         whole = self._part_neurons if adder is None else self._small_part_neurons
-        # Rounded up.
-        size = max(1, -(-open_share * whole // cache.granule))
-        parts = NeuronParts(indices, size)
+        parts = NeuronParts(indices, max(1, -(-whole // cache.granule)))
         while len(parts):
             count = self._begin_parts(layer, bounds.start, parts, by_token)
             if count == len(parts) and guessed:
@@ -221,32 +206,6 @@ class RoutedFeedForward(FeedForward):
             if wave.held:
                 cache.release(wave.found)
         self._end_ahead()
-
-    def _list_read(
-        self, layer: int, chosen: Sequence[I32], bounds: range
-    ) -> tuple[list[I32], Fraction | int]:
-        """What each token computes of the layer's granules, and what part that is of its
-        ``chosen`` experts."""
-        found = [self._list_own(layer, own, bounds) for own in chosen]
-        # Gates are not read for guesses, which are made with what is in memory.
-        if self._gates is None or self._only_resident:
-            return found, 1
-        opened = self._gates.find_open(layer, chosen)
-        kept = [
-            self._keep_open(layer, own, named) for own, named in zip(found, opened, strict=True)
-        ]
-        return kept, Fraction(sum(map(len, kept)), max(1, sum(map(len, found))))
-
-    def _keep_open(self, layer: int, indices: I32, opened: I32) -> I32:
-        """Those of ``indices`` that are ``opened``, both ascending; count what is not read."""
-        is_open = np.zeros(self._cache.neurons, np.bool_)
-        is_open[opened] = True
-        open_now = is_open.take(indices)
-        absent = self._cache.locate(layer, indices) == ABSENT
-        self._reader.gate_reads += int(np.count_nonzero(absent))
-        closed = int(np.count_nonzero(absent & ~open_now))
-        self._reader.saved_bytes += closed * self._cache.arena.shape[1]
-        return indices.compress(open_now)
 
     def _list_own(self, layer: int, experts: I32, bounds: range) -> I32:
         """The granules of ``experts``, or those in memory."""
@@ -391,8 +350,6 @@ class RoutedFeedForward(FeedForward):
                 self._abandon_wave(wave)
         self._now, self._ahead = None, ()
         self._begun.clear()
-        if self._gates is not None:
-            self._gates.abandon()
         super().abandon()
 
 

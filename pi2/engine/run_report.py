@@ -191,12 +191,6 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         )
     if run["score_mass_left_out"] is not None:
         lines.append(_describe_left_out(model.plan.plan.decode, run["score_mass_left_out"]))
-    if model.plan.reads_gates:
-        share = 1.0 - (1.0 if run["predicted_share"] is None else run["predicted_share"])
-        saved = approximate_bytes(run["flash_saved_generation_bytes"])
-        lines.append(
-            f"thresholds left out {_percent(share)} of the experts' neurons, {saved} of reads"
-        )
     if run["foreseen_share"] is not None:
         stopped = run["tokens_without_ahead"]
         rest = f", and did not pay in {stopped} tokens" if stopped else ""

@@ -83,11 +83,9 @@ def find_granule(resolved: ResolvedPlan, grouped: Sequence[I32] | None) -> int:
     """Neurons that share a slot of the cache: neighbours of one expert, where a router names
     experts; ``grouped`` has every layer's stored indices, expert by expert.
 
-    One by one, they go between hot and cold, and to and from units, and are chosen by thresholds.
+    One by one, they go between hot and cold, and to and from units.
     """
     plan = resolved.plan
-    if resolved.reads_gates:
-        return 1
     if plan.decode.predictor != "router" or plan.cache.rebalance is not None or grouped is None:
         return 1
     granule = choose_granule(grouped, resolved.model.expert_count, resolved.bundle.stride)

@@ -168,7 +168,7 @@ def _cost_counts(kind: _Kind, terms: LayerTerms, counts: _Counts, chance: float)
         ffn_s = run_beside(steps, terms) + wait_s
     return LayerCost(
         attention_s=terms.attention_s,
-        norm_s=terms.norm_s + terms.gates_s,
+        norm_s=terms.norm_s,
         predict_s=terms.predict.seconds,
         look_up_s=look_up_s,
         python_s=terms.python_s,

@@ -25,9 +25,6 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     needs = dict(resolved.needs.items())
     names = ("attention", "kv", "state", "predictor", "hot", "workspace")
     fixed = sum(needs[name].bytes for name in names) - _count_untouched(resolved)
-    if resolved.reads_gates:
-        # What is more than needed keeps gates.
-        fixed += segments.predictor - needs["predictor"].bytes
     stride = resolved.bundle.stride
     absent = sum(
         resolved.model.layer_neurons - resolved.layers[number].hot_neurons

@@ -151,7 +151,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             yield f"{decision.key}: {decision.chosen}; tokens/s would be {shown}."
     if len({layer.hot for layer in resolved.layers}) > 1:
         yield "Layers whose activity is spread more widely keep more neurons."
-    if resolved.reads_gates or plan.sparsity is not None:
+    if plan.sparsity is not None:
         yield "Active neurons: those of the chosen experts that reach their thresholds."
     else:
         yield f"Active neurons: {_describe_predictor(plan.decode.predictor)}."

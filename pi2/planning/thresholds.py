@@ -1,8 +1,8 @@
 """Whether thresholds for a mixture's experts pay on a device: plans with and without them.
 
-Thresholds are calibrated beforehand (`pi2 sparsity calibrate`) and lose quality, so that nobody
-gets them who did not name them.  Where they are named, they may cost speed as well: gates take
-memory or reads of their own, and open neurons are read one by one, no longer as whole experts.
+Thresholds are calibrated beforehand (`pi2 sparsity calibrate`) and lose quality, so that a plan has
+them only if the wish names them.  They may cost speed as well: gates take memory, and open neurons
+are read one by one, no longer as whole experts.
 """
 
 from __future__ import annotations
@@ -14,16 +14,11 @@ from typing import Any
 
 from pi2.plan.arithmetic.fitting import Shortage, fit_plan, write_memory
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.quantities import format_bytes
-from pi2.plan.weights.gates import lay_out_gates
-from pi2.plan.weights.layout import round_up
 from pi2.planning.cost import cost_resolved
 from pi2.planning.planner import PlannedPlan, score_plan
 from pi2.planning.refinement import Decision
 from pi2.planning.resolving import resolve_values
 
-GATE_SHARES = (0.05, 0.15, 0.3, 0.5)
-"""Parts of all experts whose gates may be kept, where not all are."""
 WITHOUT = "none"
 
 
@@ -82,15 +77,6 @@ def _list_candidates(planned: PlannedPlan) -> Iterator[tuple[str, dict[str, Any]
     whole["sparsity"] = sparsity
     whole["decode"] |= {"predictor": "gate", "look_ahead": "none"}
     yield "all gates in memory", whole
-    model, resolved = planned.wish.model, planned.resolved
-    record = lay_out_gates(resolved.bundle, model.shape.ffn).stride
-    experts = model.shape.layers * model.expert_count
-    for share in GATE_SHARES:
-        values = copy.deepcopy(planned.values)
-        values["sparsity"] = sparsity
-        size = resolved.needs.predictor.bytes + round(share * experts) * record
-        values["memory"]["segments"]["predictor"] = format_bytes(round_up(size, 4096))
-        yield f"{share:.0%} of the gates in memory", values
 
 
 def _resolve(planned: PlannedPlan, values: dict[str, Any]) -> ResolvedPlan:

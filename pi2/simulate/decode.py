@@ -81,19 +81,13 @@ def _start_tokens(description: Description, tokens: int) -> dict[str, F64]:
     zeros = np.zeros(tokens)
     head_s, settings = description.head_s, description.settings
     stalled = settings.batch * description.embedding_s
-    read_bytes = 0.0
-    # The time of gates is in that before each layer's neurons.
-    gates, gates_s = settings.gates, 0.0
-    if gates is not None:
-        gates_s = description.layers * gates.records * gates.record_s
-        read_bytes = description.layers * gates.records * gates.bytes
     return {
         "token_s": zeros + head_s + stalled,
-        "flash_s": zeros + stalled + gates_s,
+        "flash_s": zeros + stalled,
         "waiting_s": zeros + stalled,
         "cpu_s": zeros + head_s,
         "dense_s": zeros + (head_s if settings.head_share > 0.0 else 0.0),
-        "read_bytes": zeros + read_bytes,
+        "read_bytes": zeros.copy(),
         "active_neurons": zeros.copy(),
         "missing_neurons": zeros.copy(),
     }

@@ -36,20 +36,6 @@ def add_files(store: Path, contents: Mapping[str, bytes]) -> Manifest:
     return described
 
 
-def put_weights(
-    manifest: Manifest, store: Path, temporary: Path, entry: StoredFile, **described: object
-) -> Manifest:
-    """Put the finished file ``temporary`` in the place of ``entry.path``, then a manifest with it
-    and the fields ``described``; return that.  Raises `OSError` as the system does."""
-    os.replace(temporary, store / entry.path)
-    sync_folder(store)
-    others = (item for item in manifest.files if item.path != entry.path)
-    files = tuple(sorted((*others, entry), key=lambda item: item.path))
-    result = manifest.model_copy(update={"files": files, **described})
-    _write_manifest(store, result)
-    return result
-
-
 def _write_manifest(store: Path, manifest: Manifest) -> None:
     """Put ``manifest`` in the place of the store's; raises `OSError` as the system does."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)

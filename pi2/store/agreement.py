@@ -56,7 +56,6 @@ def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
     except UserError as error:
         return list(error.diagnostics)
     found = list(find_bundle_misfits(resolved, manifest.bundle))
-    found += find_gate_misfits(resolved, manifest)
     tokenizer = path / resolved.model.tokenizer.file
     if not tokenizer.is_file():
         found.append(
@@ -91,20 +90,6 @@ def find_bundle_misfits(resolved: ResolvedPlan, stored: StoredBundle) -> Iterato
             f"{resolved.store_path} {' '.join(options)}`",
             path="bundle.stride" if stored.stride != planned.stride else "bundle.scales",
         )
-
-
-def find_gate_misfits(resolved: ResolvedPlan, manifest: Manifest) -> Iterator[Diagnostic]:
-    """P520 if the plan's thresholds need gates that the store does not have apart."""
-    if not resolved.reads_gates or manifest.gates is not None:
-        return
-    yield Diagnostic(
-        code="P520",
-        message=f"the store {resolved.store_path} does not have the experts' gates apart, which "
-        "thresholds of experts are compared with before anything else is read",
-        help=f'add them: `pi2 store gates {resolved.store_path}`; or write predictor = "gate", '
-        "which keeps all gates in memory",
-        path="sparsity",
-    )
 
 
 def check_model(folder: Path, manifest: Manifest, model: Model) -> None:

@@ -17,7 +17,6 @@ from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import Count, Identifier, Table
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_storage import FfnPrecision
-from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import (
     BundleLayout,
     PartName,
@@ -33,8 +32,7 @@ FORMAT: Literal["pi2-store"] = "pi2-store"
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 DENSE_FILE = "dense.arrow"
-GATES_FILE = "gates.arrow"
-GONE = {"twin": "twin.arrow"}
+GONE = {"twin": "twin.arrow", "gates": "gates.arrow"}
 """Fields of older manifests that are ignored, and the files that they described."""
 CHECKED_BYTES = 1 << 20
 """Every so many bytes of a file have a check of their own."""
@@ -180,14 +178,6 @@ class StoredPredictor(Table):
     """Rank by layer."""
 
 
-class StoredGates(Table):
-    """The gates of a mixture's experts apart from their neurons, in ``gates.arrow``: a record for
-    every expert of every layer, layer by layer (`pi2.plan.weights.gates`)."""
-
-    stride: Count
-    """Bytes of a record, a multiple of 4096."""
-
-
 class StoredFile(Table):
     """A file of the store."""
 
@@ -255,8 +245,6 @@ class Manifest(Table):
     """Neuron bundles."""
     predictor: StoredPredictor | None
     """Activation predictors, if any."""
-    gates: StoredGates | None = None
-    """A copy of the experts' gates, an expert's in one stretch, if any."""
     files: tuple[StoredFile, ...]
     """Every file but the manifest."""
     tensors: tuple[StoredTensor, ...]
@@ -274,8 +262,7 @@ class Manifest(Table):
     @property
     def layers(self) -> int:
         """Number of layer files."""
-        own = (entry for entry in self.files if entry.bundles_offset is not None)
-        return sum(entry.path != GATES_FILE for entry in own)
+        return sum(entry.bundles_offset is not None for entry in self.files)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -299,8 +286,6 @@ class Manifest(Table):
             raise ValueError(f"{DENSE_FILE} is not listed")
         for tensor in self.tensors:
             _check_tensor(tensor, dense.bytes)
-        if self.gates is not None:
-            self._check_gates(self.gates)
         return self
 
     def _check_model(self) -> None:
@@ -332,16 +317,6 @@ class Manifest(Table):
         size = neurons * self.bundle.layout.scales_stride
         if entry.scales_offset % ALIGNMENT or entry.scales_offset + size > entry.bytes:
             raise ValueError(f"{path} is too short for its contents, or they are misplaced")
-
-    def _check_gates(self, gates: StoredGates) -> None:
-        model, entry = self.describe_model(), self.find_file(GATES_FILE)
-        records = self.layers * model.expert_count
-        if entry is None or entry.rows != records or model.moe is None:
-            raise ValueError(f"{GATES_FILE} is not listed as the gates of {records} experts")
-        layout = self.bundle.layout
-        if not layout.is_gated or gates.stride != lay_out_gates(layout, model.shape.ffn).stride:
-            raise ValueError(f"{GATES_FILE} does not lie as format version 1 says")
-        self._check_layer_file(GATES_FILE, gates.stride)
 
     def _check_layer_file(self, path: str, stride: int | None = None) -> None:
         entry = self.find_file(path)

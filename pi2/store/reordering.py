@@ -20,7 +20,6 @@ from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
 from pi2.progress import Progress, ignore_progress
 from pi2.regular_file import read_regular
-from pi2.store.gates import add_gates
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.neuron_groups import keep_groups
 from pi2.store.reader import NeuronStore, StoredLayer
@@ -99,8 +98,6 @@ def reorder_store(
             for name, content in _read_notes(path, manifest).items():
                 writer.add_note(name, content)
             written = writer.finish()
-    if manifest.gates is not None:
-        written = add_gates(target, progress)
     return written
 
 

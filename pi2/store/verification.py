@@ -15,7 +15,6 @@ from pi2.regular_file import check_regular
 from pi2.store.files import check_pieces, hash_file
 from pi2.store.manifest import (
     DENSE_FILE,
-    GATES_FILE,
     Manifest,
     StoredFile,
     read_manifest,
@@ -125,9 +124,7 @@ def _check_file(
     if entry.path == DENSE_FILE:
         problem = _compare_dense(file, manifest)
     elif entry.bundles_offset is not None:
-        is_gates = entry.path == GATES_FILE and manifest.gates is not None
-        stride = manifest.gates.stride if is_gates and manifest.gates else manifest.bundle.stride
-        problem = _compare_layer(file, entry, stride)
+        problem = _compare_layer(file, entry, manifest.bundle.stride)
     elif entry.scales_offset is not None:
         size = manifest.bundle.layout.scales_stride
         problem = _compare_rows(file, entry, "scales", size, entry.scales_offset)

@@ -98,17 +98,6 @@ def test_and_leaves_them_where_they_are_not(planned: PlannedPlan) -> None:
     assert choose_thresholds(planned) is planned
 
 
-def test_gates_that_have_to_be_read_cost_time(planned: PlannedPlan) -> None:
-    sparsity = {"method": "cats", "target": 0.7}
-    speeds = []
-    for size in ("64 MiB", "1 GiB", "4 GiB"):
-        memory = {**planned.values["memory"]}
-        memory["segments"] = {**memory["segments"], "predictor": size}
-        cost = cost_resolved(change(planned, sparsity=sparsity, memory=memory))
-        speeds.append(sum(layer.norm_s for layer in cost.layers))
-    assert speeds[0] > speeds[1] > speeds[2]
-
-
 def test_what_dials_do_not_read_costs_no_reads(planned: PlannedPlan) -> None:
     def cost(**experts: Any) -> Cost:
         return cost_resolved(change(planned, experts=experts))
@@ -125,7 +114,6 @@ def test_what_dials_do_not_read_costs_no_reads(planned: PlannedPlan) -> None:
     [
         {"experts": {"read_best": 1}},
         {"experts": {"most_reads": 0}},
-        {"sparsity": {"method": "cats", "target": 0.7}},
     ],
 )
 def test_the_simulator_agrees(planned: PlannedPlan, tables: dict[str, Any]) -> None:

@@ -21,8 +21,7 @@ def find_active_share(resolved: ResolvedPlan) -> float | None:
     if plan.decode.predictor == "none":
         return None
     if plan.decode.predictor == "router":
-        known = resolved.reads_gates and resolved.thresholds is not None
-        return resolved.thresholds.computed if known and resolved.thresholds else 1.0
+        return 1.0
     if resolved.names_by_cutoff:
         layers = resolved.named_layers
         return 1.0 - sum(map(model.find_closed_share, layers)) / len(layers)

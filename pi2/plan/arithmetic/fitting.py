@@ -41,8 +41,6 @@ HOT_PART = Fraction(1, 2)
 """Hot neurons' part of the memory for neurons, where not all that may be hot fit."""
 SHARE_STEPS = 1000
 """Shares that are computed are multiples of the inverse."""
-GATES_PART = 0.25
-"""Largest part of a budget that gates take which come and go: the rest is for neurons."""
 FIXED = ("attention", "kv", "state", "predictor", "workspace")
 """Segments besides ``runtime`` that do not depend on what is hot."""
 _LARGE_BYTES = 16 * MIB
@@ -99,7 +97,7 @@ def fit_plan(
     default all neurons that are not hot.  Raises `Shortage` where even the least does not fit.
     """
     model = resolved.model
-    resolved = _limit_gates(_fit_own_memories(resolved), budget_bytes)
+    resolved = _fit_own_memories(resolved)
     fixed = _size_fixed(resolved)
     if budget_bytes is None:
         neurons = sum(_size_neurons(resolved, MIB).values())
@@ -141,30 +139,13 @@ def _keep_size(stated_bytes: int, need_bytes: int) -> int:
     return min(stated_bytes, rounded) if stated_bytes >= need_bytes else rounded
 
 
-def _limit_gates(resolved: ResolvedPlan, budget_bytes: int | None) -> ResolvedPlan:
-    """The plan with no more room for the gates of experts than a part of the budget."""
-    segments = resolved.plan.memory.segments
-    most = floor((budget_bytes or segments.predictor) * GATES_PART)
-    size = max(resolved.needs.predictor.bytes, min(segments.predictor, most))
-    if not resolved.reads_gates or size >= segments.predictor:
-        return resolved
-    memory = resolved.plan.memory
-    segments = segments.model_copy(update={"predictor": size})
-    changed = memory.model_copy(update={"segments": segments})
-    return replace(resolved, plan=resolved.plan.model_copy(update={"memory": changed}))
-
-
 def _size_fixed(resolved: ResolvedPlan) -> dict[str, int]:
     """Sizes of the segments that do not depend on what is hot, ``runtime`` left out."""
     needs = resolved.needs
-    sizes = {
+    return {
         name: _keep_size(getattr(resolved.plan.memory.segments, name), getattr(needs, name).bytes)
         for name in FIXED
     }
-    if resolved.reads_gates:
-        # What is more than needed is a cache, and stays one.
-        sizes["predictor"] = max(sizes["predictor"], resolved.plan.memory.segments.predictor)
-    return sizes
 
 
 def _size_neurons(resolved: ResolvedPlan, step: int) -> dict[str, int]:

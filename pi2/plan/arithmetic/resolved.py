@@ -148,15 +148,6 @@ class ResolvedPlan:
         named = frozenset(self.named_layers)
         return tuple(layer for layer in range(self.model.shape.layers) if layer not in named)
 
-    @property
-    def reads_gates(self) -> bool:
-        """Whether the gates of a mixture's chosen experts are read before their neurons, of which
-        thresholds then leave out some."""
-        if self.plan.decode.predictor != "router" or self.plan.sparsity is None:
-            return False
-        mixed = self.model.moe is not None and self.model.ffn.gated and self.model.is_smooth
-        return mixed and not self.has_whole_unit
-
     def list_unit_kinds(self) -> list[UnitKind]:
         """Kinds of the units that compute beside the processor, or in its place."""
         names = [*self.dense_units, *([self.sparse_unit] if self.has_whole_unit else [])]

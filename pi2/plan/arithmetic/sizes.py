@@ -29,7 +29,6 @@ from pi2.plan.documents.backends import (
     find_unit_backend,
 )
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.gates import lay_out_gates
 from pi2.plan.weights.layout import (
     ALIGNMENT,
     align_bytes,
@@ -270,13 +269,9 @@ def _need_predictor(resolved: ResolvedPlan) -> Need:
         )
     if plan.decode.predictor == "router":
         layer = align_bytes(4 * model.layer_neurons)
-        gates, text = 0, ""
-        if resolved.reads_gates:
-            gates = model.active_experts * lay_out_gates(resolved.bundle, shape.ffn).stride
-            text = f", gates of {model.active_experts} experts {approximate_bytes(gates)}"
         return Need(
-            shape.layers * layer + gates,
-            f"whose neurons are whose: {shape.layers} layers of {approximate_bytes(layer)}{text}",
+            shape.layers * layer,
+            f"whose neurons are whose: {shape.layers} layers of {approximate_bytes(layer)}",
         )
     return Need(0, f"nothing, the predictor is {plan.decode.predictor}")
 

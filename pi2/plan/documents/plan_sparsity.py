@@ -77,11 +77,9 @@ SparsityMethod = Literal["cats", "cats-teal"]
 class Sparsity(Table):
     """Which neurons of a SiLU or GELU model count as zero while tokens are generated.
 
-    With ``decode.predictor = "gate"``, which keeps all gates in memory; in a mixture of experts
-    also with ``"router"``, which reads the gates of the chosen experts first, from a file of the
-    store (``pi2 store gates``), and keeps those that are used most in
-    ``memory.segments.predictor``.  One of ``target`` and ``max_perplexity_increase`` says how much;
-    `pi2 sparsity calibrate` turns it into thresholds.  Prompts are computed whole.
+    With ``decode.predictor = "gate"``, which keeps all gates in memory.  One of ``target``
+    and ``max_perplexity_increase`` says how much; `pi2 sparsity calibrate` turns it into
+    thresholds.  Prompts are computed whole.
     """
 
     method: SparsityMethod

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Raw, Scales
-from pi2.plan.weights.gates import GateRecord
 from pi2.plan.weights.layout import GROUP, BundleLayout, Part, Precision, scale_bytes, weight_bytes
 from pi2.plan.weights.rounding import dequantize, dequantize_exponents, quantize, quantize_exponents
 
@@ -165,20 +164,6 @@ def view_scales(raw: U8, rows: int, precision: Precision) -> Scales:
     scales: Scales = raw.view("<f4") if precision == "ternary" else raw.view("<f2")
     # Of no rows, only what is in rows tells how long they are.
     return scales if scales.ndim == 2 else scales.reshape(rows, -1)
-
-
-def unpack_gates(packed: U8, record: GateRecord) -> tuple[U8, Scales | None, F32 | None]:
-    """Weights [neurons, row bytes], scales [neurons, groups] and biases [neurons] of an expert's
-    gates uint8 [record.stride], views; None where there are none."""
-    count = record.neurons
-    weights = packed[: count * record.row_bytes].reshape(count, record.row_bytes)
-    scales = biases = None
-    if record.scale_bytes:
-        raw = packed[record.scales_offset :][: count * record.scale_bytes]
-        scales = view_scales(raw, count, record.precision)
-    if record.has_biases:
-        biases = packed[record.biases_offset :][: 4 * count].view("<f4")
-    return weights, scales, biases
 
 
 def slice_bias(bundles: U8, layout: BundleLayout, index: int) -> F32:

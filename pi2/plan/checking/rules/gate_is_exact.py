@@ -26,7 +26,7 @@ NEEDS = ("plan", "model")
 def check(facts: Facts) -> Iterator[Finding]:
     """Compare predictor and activation."""
     plan, smooth = facts.plan, facts.model.is_smooth
-    if plan.decode.predictor not in ("gate", "router") or not smooth:
+    if plan.decode.predictor != "gate" or not smooth:
         return
     if plan.sparsity is not None:
         computes = {*plan.backends.values(), *(unit.backend for unit in plan.units.values())}
@@ -40,7 +40,7 @@ def check(facts: Facts) -> Iterator[Finding]:
                 at="key",
             )
         return
-    if plan.decode.predictor == "router" or facts.model.cut_layers:
+    if facts.model.cut_layers:
         return
     name = facts.model.ffn.activation
     exact = "none" if facts.model.moe is None else "router"

@@ -1,9 +1,8 @@
-"""``[sparsity]`` counts where ``decode.predictor`` is ``"gate"``, or ``"router"`` in a mixture.
+"""``[sparsity]`` counts where ``decode.predictor`` is ``"gate"``.
 
-Why: thresholds are compared with gates, which only these predictors compute first: ``gate`` those
-of all neurons, which it keeps in memory, ``router`` those of the chosen experts, which it reads.
-``none`` computes every neuron, and a low-rank predictor names neurons by itself. A GPU that has the
-whole model computes all of the chosen experts.
+Why: thresholds are compared with gates, which only this predictor computes first and keeps in
+memory.  ``none`` computes every neuron, ``router`` all neurons of the chosen experts, and a
+low-rank predictor names neurons by itself.
 
 Example: ``[sparsity]`` in a plan with ``predictor = "none"``.
 
@@ -18,13 +17,13 @@ from pi2.plan.checking.findings import Facts, Finding
 
 CODE = "P260"
 SEVERITY = "warning"
-NEEDS = ("plan", "resolved")
+NEEDS = ("plan",)
 
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Look for the predictor that uses thresholds."""
     plan = facts.plan
-    if plan.sparsity is None or plan.decode.predictor == "gate" or facts.resolved.reads_gates:
+    if plan.sparsity is None or plan.decode.predictor == "gate":
         return
     yield Finding(
         path=("decode", "predictor"),
