@@ -47,10 +47,8 @@ from pi2.memory.arena import (
     allocate_cache,
     allocate_staging,
     find_granule,
-    make_balance,
     make_loan,
 )
-from pi2.memory.balance import HotBalance
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
@@ -189,7 +187,6 @@ def build_parts(
     if hashes is not None:
         hashes.finish()
     lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
-    balance = make_balance(resolved, cache, reader)
     make_feed_forward: Callable[..., FeedForward] = FeedForward
     if resolved.plan.decode.predictor == "router":
         dials = make_plan_dials(resolved, request)
@@ -204,14 +201,13 @@ def build_parts(
         layers=len(resolved.layers),
         decode=resolved.plan.decode,
         token_neurons=resolved.model.token_neurons,
-        balance=balance,
         separate_scales=request.scales is not None,
         shares=shares,
         in_order=observer is not None,
         experts=make_experts(resolved, grouped),
     )
     bind_first_thread(request, cleanup)
-    report_build(resolved, request, cache, reader, balance)
+    report_build(resolved, request, cache, reader)
     forward = Forward(
         executor,
         feed_forward,
@@ -221,7 +217,7 @@ def build_parts(
         context=resolved.plan.kv.context,
         sequences=resolved.plan.decode.batch,
         rows=make_rows(resolved, executor, shares),
-        loan=make_loan(resolved, cache, budget, balance),
+        loan=make_loan(resolved, cache, budget),
         embedding=embedding,
         layer_embedding=layer_embedding,
         has_states=bool(resolved.model.state_layers),
@@ -343,7 +339,6 @@ def report_build(
     request: BuildRequest,
     cache: NeuronCache,
     reader: FlashReader | NullReader,
-    balance: HotBalance | None,
 ) -> None:
     """Log what was built."""
     log = get_logger(plan_digest=resolved.digest[:12])
@@ -366,5 +361,3 @@ def report_build(
         log.info("neurons are read with pread", reason=reader.engine_fallback)
     if reader.phases_fallback is not None:
         log.info("neurons are read in one phase", reason=reader.phases_fallback)
-    if resolved.plan.cache.rebalance is not None and balance is None:
-        log.info("hot neurons stay as they are", reason="too few cold slots")

@@ -25,7 +25,6 @@ from pi2.engine.foresight import Foresight
 from pi2.engine.neuron_stream import NeuronStream, PieceOrder
 from pi2.engine.routing_dials import DialCounters
 from pi2.engine.waves import Wave, Waves
-from pi2.memory.balance import HotBalance
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.granules import find_granule
@@ -55,7 +54,6 @@ class FeedForward(Waves):
         layers: int,
         decode: Decode,
         token_neurons: int | None = None,
-        balance: HotBalance | None = None,
         separate_scales: bool = False,
         shares: DenseShares | None = None,
         in_order: bool = False,
@@ -67,7 +65,7 @@ class FeedForward(Waves):
         ``decode``: the plan's predictor, its thresholds, and how it looks ahead.  In a mixture the
         router looks ahead too; experts that it did not name are predicted when the layer's own
         routing is known.  ``token_neurons``: those of a layer that may compute a token,
-        if not all.  ``balance``: weighs hot neurons against cold ones between tokens.
+        if not all.
         ``separate_scales``: scales lie beside bundles, by stored index.  ``shares``: what units
         beside the executor compute.  ``in_order``: dense layers are computed as a whole and in
         stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
@@ -79,7 +77,6 @@ class FeedForward(Waves):
             cache,
             reader,
             decode=decode,
-            balance=balance,
             separate_scales=separate_scales,
         )
         self._neurons = self._single.neurons
@@ -333,8 +330,6 @@ class FeedForward(Waves):
         self.counters.active += self._executor.count_active()
         if self.sieve is not None and not self._only_resident:
             self.sieve.end_step()
-        if self.balance is not None and not self._only_resident:
-            self.balance.end_token()
 
     def _predict(
         self,

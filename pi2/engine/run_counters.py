@@ -17,7 +17,7 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         return _count_whole(parts, parts.forward.counters)
     counters, size = parts.cache.counters, parts.cache.granule
     feed_forward = parts.feed_forward
-    neurons, balance = feed_forward.counters, feed_forward.balance
+    neurons = feed_forward.counters
     sieve = feed_forward.sieve
     weights = feed_forward.dial_counters
     return RunStatistics(
@@ -40,8 +40,6 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         left_out_mass=0.0 if sieve is None else sieve.left_out,
         gate_reads=parts.reader.gate_reads,
         flash_saved_bytes=parts.reader.saved_bytes,
-        hot_grown=0 if balance is None else balance.grown,
-        hot_shrunk=0 if balance is None else balance.shrunk,
         speculation=SpeculationCounters() if speculation is None else speculation.counters,
     )
 

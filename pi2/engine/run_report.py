@@ -84,8 +84,6 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "flash_read_generation_bytes": statistics.flash_read_bytes,
         "flash_saved_generation_bytes": statistics.flash_saved_bytes,
         "units": describe_units(model),
-        "hot_grown": statistics.hot_grown,
-        "hot_shrunk": statistics.hot_shrunk,
         "io_verify": model.plan.plan.io.verify,
         "io_engine": model.io_engine,
         "io_engine_refused": model.engine_fallback,

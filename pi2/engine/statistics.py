@@ -51,10 +51,6 @@ class RunStatistics:
     """Missing neurons whose gate was read first."""
     flash_saved_bytes: int = 0
     """Bytes of up and down that were not read, because gates were closed."""
-    hot_grown: int = 0
-    """Neurons that became hot while the model ran."""
-    hot_shrunk: int = 0
-    """Hot neurons that became cold."""
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
     """What guessing tokens has brought, where the plan says `decode.speculation`."""
 
@@ -79,8 +75,6 @@ class RunStatistics:
             left_out_mass=self.left_out_mass - other.left_out_mass,
             gate_reads=self.gate_reads - other.gate_reads,
             flash_saved_bytes=self.flash_saved_bytes - other.flash_saved_bytes,
-            hot_grown=self.hot_grown - other.hot_grown,
-            hot_shrunk=self.hot_shrunk - other.hot_shrunk,
             speculation=self.speculation - other.speculation,
         )
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
 from pi2.backends.protocol import Executor
-from pi2.memory.balance import HotBalance
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.granules import SingleNeurons
@@ -99,16 +98,14 @@ class Waves:
         reader: FlashReader | NullReader,
         *,
         decode: Decode,
-        balance: HotBalance | None,
         separate_scales: bool,
     ) -> None:
-        """``balance`` and ``separate_scales``: see `pi2.engine.feed_forward.FeedForward`."""
+        """``separate_scales``: see `pi2.engine.feed_forward.FeedForward`."""
         self._executor = executor
         self._cache = cache
         self._single = SingleNeurons(cache)
         self._reader = reader
         self._predictor = decode.predictor
-        self.balance = balance
         self._separate_scales = separate_scales
         self.sieve = make_sieve(decode, cache.arena.shape[1])
         """Says which missing neurons are worth a read, where the plan leaves some out."""
@@ -154,24 +151,16 @@ class Waves:
         Cold ones for which the cache has no slot now are left for later waves.
         """
         cache = self._cache
-        if self.balance is None and (len(indices) == 0 or cache.is_all_hot(layer, indices)):
+        if len(indices) == 0 or cache.is_all_hot(layer, indices):
             found = cache.look_up(layer, indices)
             rest = indices[:0]
             self.counters.touched += len(indices) * cache.granule
             return Wave(
                 layer, found, pending=None, rest=rest, held=False, owned=owned, by_token=by_token
             )
-        if self.balance is not None and scores is not None:
-            assert self.sieve is not None
-            wanted = cache.leave_out(layer, indices, scores, self.sieve)
-            self.counters.predicted -= len(indices) - len(wanted)
-            indices, scores = wanted, None
         found = cache.look_up(layer, indices, scores, self.sieve)
         self.counters.predicted -= found.skipped
         self.counters.touched += (len(indices) - len(found.rest) - found.skipped) * cache.granule
-        if self.balance is not None:
-            taken = indices[: len(indices) - len(found.rest)]
-            self.balance.note(layer, taken, len(found.resident_slots))
         pending = None
         cache.hold(found)
         try:

@@ -1,5 +1,5 @@
 """What a plan's segments for neurons become: the arena, the cache over it, what the context lends,
-what weighs hot and cold neurons, and the staging buffers."""
+and the staging buffers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ from functools import partial
 
 from pi2.arrays import I32, U8
 from pi2.diagnostics import UserError
-from pi2.memory.balance import HotBalance
-from pi2.memory.budget import PAGE, Budget
+from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.context import describe_context
-from pi2.memory.flash import FlashReader
 from pi2.memory.frequency import expect_uses
-from pi2.memory.granules import choose_granule, count_part_neurons
+from pi2.memory.granules import choose_granule
 from pi2.memory.lending import ContextLoan
-from pi2.memory.null_reader import NullReader
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
-from pi2.plan.arithmetic.sizes import MIN_COLD_NEURONS, count_staged_neurons
-from pi2.plan.weights.layout import round_up
-
-BANDS = 64
-"""A layer's neurons are divided into so many bands, which become hot or cold together."""
+from pi2.plan.arithmetic.sizes import count_staged_neurons
 
 
 def allocate_cache(
@@ -38,9 +31,6 @@ def allocate_cache(
     ``alone``: the sparse unit computes what dense units own, too, which lies here then instead of
     there, if they use main memory.  UserError P610 where there is no room for it.
     ``granule``: neurons that share a slot (`find_granule`).
-
-    Where hot regions may grow, the arena has room for all neurons of every layer, and memory for as
-    many as before: addresses cost nothing.
     """
     stride = resolved.bundle.stride * granule
     ranges = [_find_hot(resolved, layer, alone) for layer in resolved.layers]
@@ -56,9 +46,7 @@ def allocate_cache(
             f"{resolved.sparse_unit!r}",
         )
     sizes = {"hot": sum(hot) * stride, "cold": cold_slots * stride}
-    reserved, spare = most_slots - cold_slots, count_spare_slots(resolved)
-    if spare:
-        reserved += len(hot) * neurons - sum(first)
+    reserved = most_slots - cold_slots
     arena = budget.allocate_spanning(sizes, reserved_bytes=reserved * stride).reshape(
         -1, resolved.bundle.stride
     )
@@ -72,9 +60,7 @@ def allocate_cache(
         first_hot=first,
         policy=policy,
         expected=expected,
-        most_hot=[neurons - start for start in first] if spare else None,
-        cold=most_slots - spare if spare else None,
-        give_back=partial(budget.give_back, small_pages=spare > 0),
+        give_back=budget.give_back,
         granule=granule,
     )
 
@@ -83,10 +69,10 @@ def find_granule(resolved: ResolvedPlan, grouped: Sequence[I32] | None) -> int:
     """Neurons that share a slot of the cache: neighbours of one expert, where a router names
     experts; ``grouped`` has every layer's stored indices, expert by expert.
 
-    One by one, they go between hot and cold, and to and from units.
+    One by one, they go to and from units.
     """
     plan = resolved.plan
-    if plan.decode.predictor != "router" or plan.cache.rebalance is not None or grouped is None:
+    if plan.decode.predictor != "router" or grouped is None:
         return 1
     granule = choose_granule(grouped, resolved.model.expert_count, resolved.bundle.stride)
     in_whole = all(
@@ -102,46 +88,6 @@ def _find_hot(resolved: ResolvedPlan, layer: ResolvedLayer, alone: bool) -> rang
     if alone and layer.dense is not None and resolved.name_segment(layer.dense.unit) == "hot":
         return range(layer.hot_neurons)
     return layer.own_hot
-
-
-def count_spare_slots(resolved: ResolvedPlan) -> int:
-    """Cold slots that are left empty for neurons on their way between hot and cold, and for the
-    pages that every hot region uses in part; 0 where hot regions stay as they are."""
-    cold_slots, _ = count_cold_slots(resolved)
-    layers, neurons = len(resolved.layers), resolved.model.layer_neurons
-    pages = round_up(2 * layers * PAGE, resolved.bundle.stride) // resolved.bundle.stride
-    spare = max(1, neurons // BANDS) + pages
-    wanted = resolved.plan.cache.rebalance is not None
-    # Nobody counts which neurons are used of a layer that computes all of them.
-    named = not resolved.whole_layers
-    return spare if wanted and named and cold_slots >= spare + _count_least_cold(resolved) else 0
-
-
-def _count_least_cold(resolved: ResolvedPlan) -> int:
-    """Cold neurons that a layer's decode step needs at once."""
-    model = resolved.model
-    if model.moe is None or resolved.plan.decode.predictor != "router":
-        return MIN_COLD_NEURONS
-    stride = resolved.bundle.stride
-    part = count_part_neurons(model.token_neurons, model.shape.ffn, stride)
-    return max(MIN_COLD_NEURONS, part)
-
-
-def make_balance(
-    resolved: ResolvedPlan, cache: NeuronCache, reader: FlashReader | NullReader
-) -> HotBalance | None:
-    """What lets hot regions grow and shrink, where the plan wants it and there is room."""
-    tokens, spare = resolved.plan.cache.rebalance, count_spare_slots(resolved)
-    if tokens is None or not spare:
-        return None
-    cold_slots, _ = count_cold_slots(resolved)
-    return HotBalance(
-        cache,
-        reader,
-        tokens=tokens,
-        band=max(1, cache.neurons // BANDS),
-        least_cold=max(_count_least_cold(resolved), (cold_slots - spare) // 4),
-    )
 
 
 def count_neurons_at_risk(resolved: ResolvedPlan) -> int:
@@ -176,9 +122,7 @@ def count_cold_slots(resolved: ResolvedPlan, granule: int = 1) -> tuple[int, int
     return cold, min(cold + describe_context(resolved).count_unused(0) // stride, absent)
 
 
-def make_loan(
-    resolved: ResolvedPlan, cache: NeuronCache, budget: Budget, balance: HotBalance | None = None
-) -> ContextLoan | None:
+def make_loan(resolved: ResolvedPlan, cache: NeuronCache, budget: Budget) -> ContextLoan | None:
     """What the context lends, where the plan says so and there are neurons to lie in it."""
     cold_slots, most_slots = count_cold_slots(resolved, cache.granule)
     if most_slots == cold_slots:
@@ -187,9 +131,8 @@ def make_loan(
     return ContextLoan(
         cache,
         describe_context(resolved),
-        cold_slots=cold_slots - count_spare_slots(resolved),
+        cold_slots=cold_slots,
         release=partial(budget.release, "kv"),
-        balance=balance,
         never_wanted=sum(layer.own_hot.start for layer in resolved.layers)
         + _count_streamed(resolved)
         - count_neurons_at_risk(resolved),

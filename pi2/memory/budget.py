@@ -125,10 +125,9 @@ class Budget:
                     self._unlock(region, 0, len(region))
                     region.madvise(advice)
 
-    def give_back(self, unused: U8, *, small_pages: bool = False) -> None:
+    def give_back(self, unused: U8) -> None:
         """Let the system have the memory of whole pages of ``unused``, a part of a region that
-        this budget gave; its contents are lost.  With ``small_pages`` it comes back page by page,
-        as it is touched, and never 2 MiB at once."""
+        this budget gave; its contents are lost."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         address, length = unused.ctypes.data, unused.nbytes
@@ -140,8 +139,6 @@ class Budget:
                 if last > first:
                     self._unlock(region, first, last - first)
                     region.madvise(mmap.MADV_DONTNEED, first, last - first)
-                    if small_pages and hasattr(mmap, "MADV_NOHUGEPAGE"):
-                        region.madvise(mmap.MADV_NOHUGEPAGE, first, last - first)
                 return
         raise AssertionError("not a region of this budget")
 

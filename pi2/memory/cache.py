@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi2.arrays import F32, I32, I64, U8
+from pi2.arrays import F32, I32, U8
 from pi2.memory.frequency import LeastFrequentlyUsed
 from pi2.memory.policy import ABSENT, PolicyName, carry_over, make_policy
 
@@ -80,8 +80,6 @@ class NeuronCache:
         first_hot: Sequence[int] | None = None,
         policy: PolicyName = "lru",
         expected: F32 | None = None,
-        most_hot: Sequence[int] | None = None,
-        cold: int | None = None,
         give_back: Callable[[U8], None] = lambda unused: None,
         granule: int = 1,
     ) -> None:
@@ -92,10 +90,7 @@ class NeuronCache:
         first of them, 0 by default; ``neurons``: FFN neurons per layer; ``expected`` [layers,
         neurons]: how often a token uses each, where statistics tell.
 
-        ``most_hot``: hot neurons that each layer has room for (``hot``), and ``cold``: cold slots
-        to begin with (what is left of the arena); both only where hot regions shall grow and
-        shrink, which needs an arena with more slots than there is memory.  ``give_back`` is told
-        of parts of the arena that are not in use any more.
+        ``give_back`` is told of parts of the arena that are not in use any more.
         """
         self.arena = arena.reshape(len(arena) // granule, arena.shape[1] * granule)
         self.granule = granule
@@ -108,13 +103,11 @@ class NeuronCache:
         self._give_back = give_back
         layers = len(hot)
         self._first = tuple(first_hot or [0] * layers)
-        self._most_hot = tuple(hot if most_hot is None else most_hot)
-        bases = np.concatenate([[0], np.cumsum(self._most_hot)]).astype(np.int64).tolist()
+        bases = np.concatenate([[0], np.cumsum(hot)]).astype(np.int64).tolist()
         self.hot_slots = [range(bases[i], bases[i] + hot[i]) for i in range(layers)]
-        self._first_hot = sum(hot)
         self._first_cold = bases[-1]
-        self.cold_capacity = len(arena) - bases[-1] if cold is None else cold
-        assert bases[-1] + self.cold_capacity <= len(arena), (bases[-1], len(arena))
+        self.cold_capacity = len(arena) - bases[-1]
+        assert self.cold_capacity >= 0, (bases[-1], len(arena))
         self._slot_of = np.full((layers, neurons), ABSENT, np.int32)
         # Views of one layer, and take and compress, are twice as fast as general indexing.
         self._rows = list(self._slot_of)
@@ -131,9 +124,6 @@ class NeuronCache:
             None if expected is None else expected.reshape(-1),
         )
         self.counters = [LayerCounters() for _ in range(layers)]
-        for slots, most in zip(self.hot_slots, self._most_hot, strict=True):
-            if most > len(slots):
-                give_back(arena[slots.stop : slots.start + most])
 
     def hot_range(self, layer: int) -> slice:
         """Stored indices of the layer's hot neurons."""
@@ -151,11 +141,6 @@ class NeuronCache:
         if hot.stop < self.neurons:
             return False
         return hot.start == 0 or len(indices) == 0 or int(indices[0]) >= hot.start
-
-    @property
-    def hot_growth(self) -> int:
-        """Hot neurons that there are now, less those that there were at first."""
-        return sum(len(slots) for slots in self.hot_slots) - self._first_hot
 
     @property
     def absent_capacity(self) -> int:
@@ -341,27 +326,10 @@ class NeuronCache:
         counters.read_bytes += len(missing) * self.arena.shape[1]
         return cold
 
-    def resize_hot(self, layer: int, end: int, *, rare: bool = False) -> Lookup:
-        """Let the neurons of ``layer`` below ``end`` be its hot ones, but for those of a dense
-        unit, with as many cold slots more or fewer.
-
-        What stays in memory is moved there, not read again; what has to go is what the policy
-        needs least.  What leaves the hot region is needed most, or, if ``rare``, no more than most
-        of what is in cold slots.  The caller reads ``missing`` into ``missing_slots`` before
-        anybody computes.  Between two tokens only: nothing may be held.  More than the limit by the
-        neurons that change sides are in memory for a moment.
-        """
-        assert not self._held_count, "neurons are in use"
-        first = self._first[layer]
-        assert first <= end <= first + self._most_hot[layer], (first, end, self._most_hot[layer])
-        more = end - self.hot_range(layer).stop
-        assert more <= self.cold_capacity, "not so many cold slots to take"
-        return self._grow_hot(layer, more) if more > 0 else self._shrink_hot(layer, -more, rare)
-
     def resize_cold(self, capacity: int) -> None:
         """Let there be ``capacity`` cold slots; what has to go is what the policy needs least.
 
-        Between two tokens only, as ``resize_hot``; the arena has room for them.
+        Between two tokens only: nothing may be held; the arena has room for them.
         """
         assert not self._held_count, "neurons are in use"
         assert self._first_cold + capacity <= len(self.arena), "the arena has no more cold slots"
@@ -371,28 +339,6 @@ class NeuronCache:
             source = np.full(capacity, ABSENT, np.int32)
             source[: self.cold_capacity] = np.arange(self.cold_capacity)
             self._renumber(source)
-
-    def _grow_hot(self, layer: int, more: int) -> Lookup:
-        slots, first = self.hot_slots[layer], self.hot_range(layer).stop
-        indices = np.arange(first, first + more, dtype=np.int32)
-        places = np.arange(slots.stop, slots.stop + more, dtype=np.int32)
-        old = self._slot_of[layer, indices]
-        here = old != ABSENT
-        self.arena[places[here]] = self.arena[old[here]]
-        self._owner[old[here] - self._first_cold] = ABSENT
-        self._policy.drop(old[here] - self._first_cold)
-        self._slot_of[layer, indices] = places
-        self.hot_slots[layer] = range(slots.start, slots.stop + more)
-        self._shrink_cold(more)
-        counters = self.counters[layer]
-        counters.read_bytes += int(np.count_nonzero(~here)) * self.arena.shape[1]
-        return Lookup(
-            resident_slots=places[here],
-            missing=indices[~here],
-            missing_slots=places[~here],
-            cold=indices[:0],
-            rest=indices[:0],
-        )
 
     def _shrink_cold(self, fewer: int) -> None:
         """Give up the last ``fewer`` cold slots."""
@@ -419,32 +365,15 @@ class NeuronCache:
         self._renumber(source)
         self._give_back(self.arena[first + capacity : first + capacity + fewer])
 
-    def _shrink_hot(self, layer: int, fewer: int, rare: bool) -> Lookup:
-        slots, end = self.hot_slots[layer], self.hot_range(layer).stop
-        last = len(slots) - fewer
-        keys = np.arange(end - fewer, end) + layer * self.neurons
-        old, capacity = self.cold_capacity, self.cold_capacity + fewer
-        assert self._first_cold + capacity <= len(self.arena), "the arena has no more cold slots"
-        leaving = self.arena[slots.start + last : slots.stop]
-        self.arena[self._first_cold + old : self._first_cold + capacity] = leaving
-        self.hot_slots[layer] = range(slots.start, slots.start + last)
-        source = np.concatenate([np.arange(old), np.full(fewer, ABSENT)]).astype(np.int32)
-        self._renumber(source, newcomers=keys, rare=rare)
-        self._give_back(leaving)
-        none = np.empty(0, np.int32)
-        return Lookup(resident_slots=none, missing=none, missing_slots=none, cold=none, rest=none)
-
-    def _renumber(self, source: I32, newcomers: I64 | None = None, *, rare: bool = False) -> None:
-        """Cold slot i is what slot ``source[i]`` was; the last ones hold ``newcomers``."""
+    def _renumber(self, source: I32) -> None:
+        """Cold slot i is what slot ``source[i]`` was."""
         owner = carry_over(self._owner, source, ABSENT)
-        if newcomers is not None and len(newcomers):
-            owner[-len(newcomers) :] = newcomers
         self._owner = owner
         self.cold_capacity = len(source)
         self._held = np.zeros(len(source), bool)
         taken = np.flatnonzero(owner != ABSENT)
         self._keys[owner[taken]] = taken + self._first_cold
-        self._policy.renumber(source, owner, rare=rare)
+        self._policy.renumber(source, owner)
 
     def hold(self, found: Lookup) -> None:
         """Keep neurons, which nobody else holds, until they are released: they are being computed

@@ -263,17 +263,9 @@ class LeastFrequentlyUsed:
         """See `pi2.memory.policy.Policy`."""
         return np.argsort(self._scores, kind="stable").astype(np.int32)
 
-    def renumber(self, source: I32, keys: I64, *, rare: bool = False) -> None:
+    def renumber(self, source: I32, keys: I64) -> None:
         """See `pi2.memory.policy.Policy`."""
-        known, full = source != ABSENT, keys != ABSENT
-        # Hot neurons were not counted: they have been used at least as often as any other, or no
-        # more than most.
-        newcomers, others = keys[~known & full], self._scores[self._scores != _EMPTY]
-        if rare and len(others):
-            self._counts[newcomers] = np.median(others)
-        else:
-            most = others.max(initial=0.0)
-            self._counts[newcomers] = np.maximum(self._counts[newcomers], most)
+        full = keys != ABSENT
         self._scores = np.full(len(source), _EMPTY, np.float32)
         self._scores[full] = self._counts[keys[full]]
         self._used_at = carry_over(self._used_at, source, 0)

@@ -2,15 +2,13 @@
 
 Keys and values take their whole segment only when the context is full.  Until then cold neurons
 lie in what is left; the ones that are needed least go as tokens come, a step at a time, and the
-room is theirs again when a new sequence begins.  Where hot regions have grown into it, they shrink
-first.  What stays in memory is never read again.
+room is theirs again when a new sequence begins.  What stays in memory is never read again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from pi2.memory.balance import HotBalance
 from pi2.memory.cache import NeuronCache
 from pi2.memory.context import ContextMemory
 
@@ -28,18 +26,15 @@ class ContextLoan:
         *,
         cold_slots: int,
         release: Callable[[], None],
-        balance: HotBalance | None = None,
         never_wanted: int = 0,
     ) -> None:
-        """``cold_slots`` that the cache has for itself with the hot neurons that it began with;
-        ``balance``: what has let hot regions grow meanwhile; ``release`` lets the system have what
-        keys and values take; ``never_wanted``: neurons that nobody ever looks for in the cache,
-        because units keep them."""
+        """``cold_slots`` that the cache has for itself; ``release`` lets the system have what keys
+        and values take; ``never_wanted``: neurons that nobody ever looks for in the cache, because
+        units keep them."""
         self._cache = cache
         self._memory = memory
         self._cold_slots = cold_slots
         self._release = release
-        self._balance = balance
         self._never_wanted = never_wanted
         self._claimed = 0
 
@@ -48,16 +43,13 @@ class ContextLoan:
         cache = self._cache
         absent = cache.absent_capacity - self._never_wanted
         lent = self._memory.count_unused(tokens) // int(cache.arena.shape[1])
-        return min(absent, self._cold_slots + lent - cache.hot_growth)
+        return min(absent, self._cold_slots + lent)
 
     def claim(self, tokens: int) -> None:
         """Make room for the keys and values of ``tokens`` in all; nothing may be held."""
         if tokens > self._claimed:
             steps = -(-tokens // STEP_TOKENS) * STEP_TOKENS
             self._claimed = min(steps, self._memory.context)
-            if self._balance is not None:
-                lacking = self._balance.least_cold - self.count_slots(self._claimed)
-                self._balance.make_room(lacking)
             self._cache.resize_cold(self.count_slots(self._claimed))
 
     def begin(self) -> None:

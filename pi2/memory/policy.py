@@ -44,10 +44,9 @@ class Policy(Protocol):
     def list_order(self) -> I32:
         """All slots, that of the neuron that is needed least first."""
 
-    def renumber(self, source: I32, keys: I64, *, rare: bool = False) -> None:
+    def renumber(self, source: I32, keys: I64) -> None:
         """Slot i is from now on what slot ``source[i]`` was (ABSENT: a new one), and holds
-        ``keys[i]`` (ABSENT: it is empty).  New slots that hold something are needed most, or, if
-        ``rare``, no more than others."""
+        ``keys[i]`` (ABSENT: it is empty)."""
 
 
 def carry_over(values: I64, source: I32, empty: int) -> I64:

@@ -91,17 +91,14 @@ class LeastRecentlyUsed:
         dropped[slots] = True
         self._start(np.concatenate([slots, order[~dropped[order]]]).astype(np.int32))
 
-    def renumber(self, source: I32, keys: I64, *, rare: bool = False) -> None:
+    def renumber(self, source: I32, keys: I64) -> None:
         """See `pi2.memory.policy.Policy`."""
         new_of_old = np.full(len(self._last_use), ABSENT, np.int32)
         known = np.flatnonzero(source != ABSENT).astype(np.int32)
         new_of_old[source[known]] = known
         moved = new_of_old[self.list_order()]
-        new = source == ABSENT
-        empty = np.flatnonzero(new & (keys == ABSENT)).astype(np.int32)
-        filled = np.flatnonzero(new & (keys != ABSENT)).astype(np.int32)
-        kept = moved[moved != ABSENT]
-        self._start(np.concatenate([empty, filled, kept] if rare else [empty, kept, filled]))
+        empty = np.flatnonzero(source == ABSENT).astype(np.int32)
+        self._start(np.concatenate([empty, moved[moved != ABSENT]]))
 
     def list_order(self) -> I32:
         """See `pi2.memory.policy.Policy`."""

@@ -92,7 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ahead by attention": {"decode.look_ahead": "attention", "layers.hot": 0.0},
     "more than the cache holds": {"decode.threshold": -1e9, "layers.hot": 0.0},
-    "lent by the context": {"kv.lend": True, "cache.rebalance": 4},
+    "lent by the context": {"kv.lend": True},
 }
 
 

@@ -99,7 +99,7 @@ def test_any_share_of_the_hot_neurons_gives_the_same_logits(
         {"decode.predictor": "low-rank", "decode.look_ahead": "layer", **EVERYTHING},
         {"decode.predictor": "low-rank", "decode.missing_threshold": -1e8, **EVERYTHING},
         {"decode.predictor": "gate", "pipeline.prefill": "layers-first"},
-        {"decode.predictor": "gate", "cache.rebalance": 4, "memory.segments.cold": "96 KiB"},
+        {"decode.predictor": "gate", "memory.segments.cold": "96 KiB"},
         {"decode.predictor": "gate", "cache.policy": "lru", "kv.lend": True},
         {"decode.predictor": "gate", "layers.hot": 1.0},
         {"decode.predictor": "gate", "layers.hot": 1.0, "layers.split": {"second": 1, "cpu": 0}},
@@ -142,16 +142,14 @@ def test_what_changes_a_run_changes_the_digest(plan: Path) -> None:
     assert load_plan(plan, overrides={**base, **spelt}).digest == digests[1]
 
 
-@pytest.mark.parametrize("rebalance", [{}, {"cache.rebalance": 2}], ids=["fixed", "rebalanced"])
 @pytest.mark.parametrize("hot", [0.5, 0.8])
-def test_the_context_lends_no_more_than_can_be_used(hot: float, rebalance: dict[str, Any]) -> None:
+def test_the_context_lends_no_more_than_can_be_used(hot: float) -> None:
     settings = {
         "backends": {"cpu": "null", "npu": "null"},
         "units": {"second": {"process": "same", "on_failure": "stop"}},
         "kv.lend": True,
         "layers.hot": hot,
         "memory.segments.cold": "150 KiB",
-        **rebalance,
     }
     with pi2.load(find_shipped_folder() / "demo-two-units.plan.toml", set=settings) as model:
         for _ in range(2):

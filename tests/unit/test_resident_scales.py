@@ -98,11 +98,10 @@ def test_the_numbers_are_the_same(tiny: TinyModel, predictor: str, hot: float, p
 
 
 @pytest.mark.parametrize("phases", [1, 2])
-def test_hot_neurons_come_and_go_with_their_scales(tiny: TinyModel, phases: int) -> None:
-    """Slots change owners, regions grow, and the context lends: scales follow stored indices."""
+def test_neurons_come_and_go_with_their_scales(tiny: TinyModel, phases: int) -> None:
+    """Slots change owners, and the context lends: scales follow stored indices."""
     settings = {
         "layers.hot": 0.25,
-        "cache.rebalance": 2,
         "kv.lend": True,
         "kv.context": 64,
         "pipeline.phases": phases,

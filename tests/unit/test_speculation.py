@@ -104,7 +104,7 @@ SPARSE: dict[str, dict[str, Any]] = {
         "memory.segments.cold": "1 MiB",
         "cache.fill": False,
     },
-    "lent by the context": {"kv.lend": True, "cache.rebalance": 4},
+    "lent by the context": {"kv.lend": True},
 }
 DRAWN: dict[str, Any] = {
     "temperature": 1.3,
@@ -172,7 +172,6 @@ def test_the_model_guesses_with_what_is_in_memory_and_reads_nothing_for_it(
         }
     else:
         plan = write_plan(tmp_path, make_tiny(tmp_path))
-        settings["cache.rebalance"] = 4
         settings["decode.predictor"] = "gate" if kind == "gates, ahead" else "low-rank"
     with pi2.load(plan, set=settings) as model:
         alone = model.generate([5, 6, 7], **ANSWER, temperature=0.0).result

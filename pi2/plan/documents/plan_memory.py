@@ -87,13 +87,6 @@ class Cache(Table):
     ``lru`` the least recently used one."""
     fill: bool = True
     """Whether loading fills the cache with the neurons that follow the hot ones in stored order."""
-    rebalance: Annotated[Count, Field(examples=[64])] | None = None
-    """Number of generated tokens after which each layer's hot set is adjusted: a 64th of the
-    layer becomes cold if it is used less than the average cold slot (as when the text differs
-    from the statistics); the next 64th becomes hot if it is used twice as often and is in memory
-    already, and cold again when the context takes back what it lent. What stays in memory is not
-    read again. Absent keeps the hot neurons of the plan, and so do models some of whose layers
-    compute all of their neurons (Gemma 3n)."""
 
 
 KvType = Literal["fp16", "int8", "fp32"]

@@ -65,6 +65,11 @@ RENAMES = (
     ),
     Rename(
         kind="plan",
+        path=("cache", "rebalance"),
+        reason="hot neurons stay hot; `cache.policy` decides about the others",
+    ),
+    Rename(
+        kind="plan",
         path=("twin",),
         reason="low-bit copies of neurons are not computed any more; the same memory is worth more "
         "as `memory.segments.cold`",
