@@ -214,7 +214,7 @@ def check_folder(folder: Path, model: Model) -> None:
         raise UserError.of(
             "P689",
             f"{folder} is no folder of MLC-LLM: {error}",
-            help="make one with `pi2 convert CHECKPOINT --to mlc -o FOLDER`",
+            help="make one with `mlc_llm convert_weight`",
         ) from None
     if model.moe is not None:
         raise UserError.of("P689", f"{model.id} is a mixture: MLC-LLM is driven for dense models")
@@ -224,5 +224,5 @@ def check_folder(folder: Path, model: Model) -> None:
             raise UserError.of(
                 "P689",
                 f"{folder} is of another model: {name} is {value}, that of {model.id} is {own}",
-                help="convert the plan's own model with `pi2 convert CHECKPOINT --to mlc`",
+                help="convert the plan's own model with `mlc_llm convert_weight`",
             )

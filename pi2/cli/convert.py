@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
@@ -98,14 +98,6 @@ MIB = 1024 * 1024
     text="UTF-8 text to measure perplexity on, before and after conversion; repeatable.",
 )
 @click.option("--replace", is_flag=True, help="Overwrite an existing neuron store.")
-@click.option(
-    "--to",
-    "form",
-    type=click.Choice(["store", "mlc"]),
-    default="store",
-    show_default=True,
-    help="What to write: a neuron store, or an MLC-LLM folder (int4 is q4f16_1, fp16 q0f16).",
-)
 def command(
     checkpoint: Path,
     model: str | None,
@@ -120,7 +112,6 @@ def command(
     errors: Path | None,
     texts: tuple[Path, ...],
     replace: bool,
-    form: Literal["store", "mlc"],
 ) -> None:
     """Convert CHECKPOINT into the neuron store STORE.
 
@@ -141,9 +132,6 @@ def command(
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers.quantizer import Quantizer
 
-    if form == "mlc":
-        write_mlc_folder(checkpoint, output, quantization)
-        return
     if model is None:
         document, origin = describe_checkpoint(checkpoint).model, name_origin(checkpoint)
         if predictors is not None and document.predictor is None:
@@ -182,25 +170,6 @@ def command(
         click.echo(f"next: pi2 run {output / PLAN} --prompt 'Hello'", err=True)
     else:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
-
-
-def write_mlc_folder(checkpoint: Path, output: Path, quantization: FfnPrecision | None) -> None:
-    """Write a folder of MLC-LLM."""
-    from pi2.cli.progress import ProgressBar
-    from pi2.importing.checkpoint import open_checkpoint
-    from pi2.importing.mlc_writer import write_mlc
-
-    if quantization not in (None, "int4", "fp16"):
-        raise click.UsageError("--to mlc writes int4 (q4f16_1) or fp16 (q0f16)")
-    kind: Literal["q4f16_1", "q0f16"] = "q0f16" if quantization == "fp16" else "q4f16_1"
-    with ProgressBar() as progress:
-        size = write_mlc(open_checkpoint(checkpoint), output, kind, progress)
-    click.echo(f"{output}: {kind}, {size / MIB:.1f} MiB", err=True)
-    click.echo(
-        f"next: mlc_llm gen_config {output} --quantization {kind} --conv-template NAME"
-        f" -o {output}, which adds a conversation template",
-        err=True,
-    )
 
 
 def read_passages(files: Sequence[Path]) -> list[str]:
