@@ -26,8 +26,8 @@ def command() -> None:
     """Fetch, lock, verify and publish device descriptions.
 
     References look like gh:owner/repo//devices/acme-12.device.toml@v1, git+https:…, git+file:…,
-    https:…, file:…, or tap:acme-12 for a name of the repository that PI2_TAP names. pi2.lock pins
-    the exact bytes of each reference; only these commands fetch, and plans use what is locked.
+    https:… or file:….  pi2.lock pins the exact bytes of each reference; only these commands fetch,
+    and plans use what is locked.
     """
 
 
@@ -51,11 +51,11 @@ def _as_json(function: F) -> F:
 def add(references: tuple[str, ...], offline: bool, locked: bool) -> None:
     """Fetch each REFERENCE, check it, and write it into pi2.lock.
 
-    A bare name refers to the default tap.  Without a REFERENCE, fetch what pi2.lock pins and is
+    Without a REFERENCE, fetch what pi2.lock pins and is
     missing here, and change nothing.
     """
     project = _open_project(offline=offline, locked=locked)
-    outcomes = project.add([_complete(text) for text in references])
+    outcomes = project.add(references)
     _print_outcomes(outcomes, project)
     if references:
         first = outcomes[0].source
@@ -81,8 +81,7 @@ def update(
     Branches and files may change; a tag that points to another commit than before is refused.
     """
     project = _open_project(offline=offline, locked=locked)
-    texts = [_complete(text) for text in references]
-    _print_outcomes(project.update(texts, accept_moved=accept_moved_tags), project)
+    _print_outcomes(project.update(references, accept_moved=accept_moved_tags), project)
 
 
 @command.command("list")
@@ -97,8 +96,7 @@ def list_sources(as_json: bool) -> None:
     rows = []
     for source in lock.sources:
         try:
-            path = find_copy(source, lock, project.cache)
-            state = "missing" if path is None else "vendored" if source.vendored else "cached"
+            state = "missing" if find_copy(source, project.cache) is None else "cached"
         except UserError:
             state = "damaged"
         rows.append({**source.model_dump(mode="json"), "state": state})
@@ -159,13 +157,12 @@ def show(profile: str, as_json: bool) -> None:
 
 @command.command("search")
 @click.argument("words", nargs=-1, metavar="[WORD]...")
-@_offline
 @_as_json
-def search(words: tuple[str, ...], offline: bool, as_json: bool) -> None:
-    """List shipped devices and those of the default tap that match every WORD."""
+def search(words: tuple[str, ...], as_json: bool) -> None:
+    """List shipped devices that match every WORD."""
     from pi2.sharing.catalogue import search_profiles
 
-    rows = search_profiles(_open_project(offline=offline), words)
+    rows = search_profiles(words)
     if as_json:
         click.echo(json.dumps([row.__dict__ for row in rows], indent=2))
         return
@@ -174,17 +171,6 @@ def search(words: tuple[str, ...], offline: bool, as_json: bool) -> None:
         click.echo(f"{row.reference:{width}}  {row.name}")
     if not rows:
         click.echo("nothing found", err=True)
-
-
-@command.command("vendor")
-@click.option("--into", default="profiles", show_default=True, help="Folder next to pi2.lock.")
-@_offline
-def vendor(into: str, offline: bool) -> None:
-    """Copy every locked file into the repository, so that no cache is needed."""
-    from pi2.plan.toml.source import display_path
-
-    for path in _open_project(offline=offline).vendor(into):
-        click.echo(display_path(path))
 
 
 @command.command("publish")
@@ -221,14 +207,6 @@ def _open_project(*, offline: bool = False, locked: bool = False) -> Project:
     from pi2.sharing.settings import read_settings
 
     return Project(folder=Path.cwd(), settings=read_settings(), offline=offline, locked=locked)
-
-
-def _complete(text: str) -> str:
-    """A name alone is one of the default tap."""
-    from pi2.plan.reading.references import has_scheme
-
-    plain = "/" not in text and not text.endswith(".toml")
-    return f"tap:{text}" if plain and not has_scheme(text) else text
 
 
 def _print_outcomes(outcomes: list[Outcome], project: Project) -> None:

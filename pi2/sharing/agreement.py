@@ -7,16 +7,11 @@ from pathlib import Path
 
 from pi2.diagnostics import UserError
 from pi2.plan.toml.source import display_path
-from pi2.sharing.cache import Cache, read_regular, report_tampering
+from pi2.sharing.cache import Cache
 from pi2.sharing.files import hash_bytes
 from pi2.sharing.lock import Lock, Source
 from pi2.sharing.references import Reference
-from pi2.sharing.settings import TAP, Settings
-
-
-def is_below(path: Path, folder: Path) -> bool:
-    """Whether ``path`` lies inside ``folder``."""
-    return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
+from pi2.sharing.settings import Settings
 
 
 def name_in_lock(reference: Reference, base: Path, folder: Path) -> str:
@@ -32,24 +27,9 @@ def name_in_lock(reference: Reference, base: Path, folder: Path) -> str:
     return f"git+file:{url}//{reference.path}@{reference.revision}"
 
 
-def find_copy(source: Source, lock: Lock, cache: Cache) -> Path | None:
-    """The file of a locked source: the repository's copy, else the cache's; None if neither is
-    here.  `UserError` P713 where bytes are not those that were locked, P711 for a path that leads
-    out of the repository."""
-    if source.vendored:
-        path = lock.folder / source.vendored
-        inside = is_below(path.resolve(), lock.folder.resolve())
-        if os.path.isabs(source.vendored) or not inside:
-            raise UserError.of(
-                "P711",
-                f"the copy of `{source.reference}` lies outside: {source.vendored}",
-                file=display_path(lock.path),
-            )
-        data = read_regular(path)
-        if data is not None:
-            if hash_bytes(data) != source.sha256:
-                raise report_tampering(path, source.sha256)
-            return path
+def find_copy(source: Source, cache: Cache) -> Path | None:
+    """The file of a locked source in the cache; None if it is not there.  `UserError` P713 where
+    bytes are not those that were locked."""
     if cache.read(source.sha256, source.file_name) is None:
         return None
     return cache.find_path(source.sha256, source.file_name)
@@ -64,8 +44,6 @@ def check_agreement(reference: Reference, source: Source, lock: Lock) -> None:
         same = source.url == reference.url
     if reference.is_git:
         same = same and source.path == reference.path
-    elif reference.scheme == "tap":
-        same = same and source.path == f"devices/{reference.path}.device.toml"
     if reference.names_commit:
         same = same and source.revision == reference.revision
     if not same:
@@ -74,19 +52,12 @@ def check_agreement(reference: Reference, source: Source, lock: Lock) -> None:
 
 
 def check_drift(reference: Reference, source: Source, lock: Lock, settings: Settings) -> None:
-    """Refuse what this machine shows to be out of date, P714: files, local repositories, the tap.
+    """Refuse what this machine shows to be out of date, P714: files and local repositories.
 
     Reads this machine only.
     """
     from pi2.sharing.fetching import ask_revision, find_place, read_local
 
-    if reference.scheme == "tap":
-        if settings.tap is not None:  # without one, the lock says it all
-            place = find_place(reference, base=lock.folder, settings=settings)
-            if place.url != source.url:
-                what = f"{TAP} is {place.url}, locked is {source.url}"
-                raise _report_drift(reference, lock, what)
-        return
     if not reference.is_local or not (lock.folder / reference.url).exists():
         return
     if reference.scheme == "file":

@@ -1,20 +1,13 @@
-"""Devices to choose from: those that pi2 ships and those of the default tap."""
+"""Devices to choose from: those that pi2 ships."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pi2.diagnostics.text import escape_controls
 from pi2.plan.reading.references import list_shipped
 from pi2.plan.toml.source import parse_source
-from pi2.sharing.fetching import Place, find_tap, refuse_network
-from pi2.sharing.git import read_git_folder
-from pi2.sharing.project import Project
-from pi2.sharing.references import is_tap_name, locate_repository
-
-SUFFIX = ".device.toml"
 
 
 @dataclass(frozen=True)
@@ -28,9 +21,9 @@ class Row:
     description: str
 
 
-def search_profiles(project: Project, words: Sequence[str]) -> list[Row]:
-    """Devices whose name or description has every word; the tap is asked if there is one."""
-    rows = [*_list_shipped(), *(_list_tap(project) if project.settings.tap else ())]
+def search_profiles(words: Sequence[str]) -> list[Row]:
+    """Devices whose name or description has every word."""
+    rows = [_describe(name, path) for name, path in list_shipped("device").items()]
     return [row for row in rows if all(_has_word(row, word) for word in words)]
 
 
@@ -39,35 +32,8 @@ def _has_word(row: Row, word: str) -> bool:
     return word.casefold() in text
 
 
-def _list_shipped() -> Iterator[Row]:
-    for name, path in list_shipped("device").items():
-        yield _describe(name, path.read_bytes())
-
-
-def _list_tap(project: Project) -> Iterator[Row]:
-    tap = find_tap(project.settings)
-    url = locate_repository(tap, project.settings.github, Path.cwd())
-    refuse_network(Place(url=url), project.offline)
-    _, files = read_git_folder(
-        url, "devices", SUFFIX, tap.revision, timeout_s=project.settings.timeout_s
-    )
-    for name, data in files.items():
-        short = name.removesuffix(SUFFIX)
-        if is_tap_name(short):
-            yield _describe(f"tap:{short}", data)
-
-
-def _describe(reference: str, data: bytes) -> Row:
-    """A row; a file that cannot be read has no name, and `add` says why."""
-    text = data.decode("utf-8", errors="replace")
-    source = parse_source(Path(reference), reference, text)
-    values = {} if isinstance(source, list) else source.values
-    return Row(
-        reference=reference,
-        name=_one_line(values.get("name")),
-        description=_one_line(values.get("description")),
-    )
-
-
-def _one_line(text: object) -> str:
-    return escape_controls(" ".join(text.split())[:200]) if isinstance(text, str) else ""
+def _describe(reference: str, path: Path) -> Row:
+    source = parse_source(path, reference, path.read_text("utf-8"))
+    assert not isinstance(source, list), source
+    name, text = (" ".join(source.values.get(key, "").split()) for key in ("name", "description"))
+    return Row(reference=reference, name=name, description=text[:200])

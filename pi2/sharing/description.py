@@ -48,19 +48,18 @@ def describe_profile(project: Project, profile: str) -> dict[str, Any]:
 
 def _find(project: Project, profile: str) -> tuple[Path, str | None, dict[str, Any]]:
     lock = project.read_lock()
-    if not has_scheme(profile):
-        source = lock.find_name(profile)
-    else:
+    source = None
+    if has_scheme(profile):
         source = lock.find(name_in_lock(parse_reference(profile), project.folder, lock.folder))
     if source is not None:
-        path = find_copy(source, lock, project.cache)
+        path = find_copy(source, project.cache)
         if path is None:
             raise UserError.of(
                 "P715",
                 f"`{profile}` is locked, but its file is not here",
                 help="`pi2 profile add` fetches what is locked",
             )
-        kept = {"url", "path", "revision", "revision_kind", "vendored"}
+        kept = {"url", "path", "revision", "revision_kind"}
         origin = source.model_dump(mode="json", include=kept, exclude_defaults=True)
         return path, source.reference, origin
     shipped = list_shipped("device")
@@ -84,7 +83,7 @@ def write_description(found: dict[str, Any]) -> str:
     if found["description"]:
         lines.append(found["description"])
     lines.append("")
-    for key in ("origin", "url", "path", "revision", "revision_kind", "vendored", "file", "sha256"):
+    for key in ("origin", "url", "path", "revision", "revision_kind", "file", "sha256"):
         if found.get(key):
             lines.append(f"{key.replace('_', ' '):13} {found[key]}")
     if found["figures"]:

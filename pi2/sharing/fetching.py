@@ -10,8 +10,8 @@ from pi2.diagnostics import UserError
 from pi2.plan.toml.source import MAX_BYTES
 from pi2.sharing.cache import read_regular
 from pi2.sharing.git import Revision, RevisionKind, read_git_file, resolve_revision
-from pi2.sharing.references import Reference, locate_repository, parse_tap
-from pi2.sharing.settings import TAP, Settings
+from pi2.sharing.references import Reference, locate_repository
+from pi2.sharing.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,32 +52,13 @@ class Fetched:
 
 
 def find_place(reference: Reference, *, base: Path, settings: Settings) -> Place:
-    """Apply the settings; relative paths begin at ``base``.  `UserError` P707, P708."""
-    if reference.scheme == "tap":
-        tap = find_tap(settings)
-        return Place(
-            url=locate_repository(tap, settings.github, base),
-            path=f"devices/{reference.path}.device.toml",
-            revision=reference.revision or tap.revision,
-        )
+    """Apply the settings; relative paths begin at ``base``."""
     if reference.is_git:
         url = locate_repository(reference, settings.github, base)
         return Place(url=url, path=reference.path, revision=reference.revision)
     if reference.scheme == "file":
         return Place(url=(base / reference.url).absolute().as_uri())
     return Place(url=reference.url)
-
-
-def find_tap(settings: Settings) -> Reference:
-    """The default tap; `UserError` P708 where there is none."""
-    if settings.tap is None:
-        raise UserError.of(
-            "P708",
-            "there is no default tap",
-            help=f"set the variable {TAP} to a repository, such as {TAP}=gh:owner/repo, "
-            "or write the whole reference",
-        )
-    return parse_tap(settings.tap)
 
 
 def refuse_network(place: Place, offline: bool) -> None:

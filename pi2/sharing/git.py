@@ -88,17 +88,6 @@ def resolve_revision(url: str, revision: str, *, timeout_s: float) -> Revision:
         return repository.resolve(revision)
 
 
-def read_git_folder(
-    url: str, folder: str, suffix: str, revision: str, *, timeout_s: float
-) -> tuple[Revision, dict[str, bytes]]:
-    """All files of ``folder`` whose names end in ``suffix``, by name."""
-    with _open_repository(url, timeout_s) as repository:
-        found = repository.resolve(revision)
-        repository.fetch(found.commit)
-        names = repository.list_files(found.commit, folder, suffix)
-        return found, {name: repository.read(found.commit, f"{folder}/{name}") for name in names}
-
-
 @contextmanager
 def _open_repository(url: str, timeout_s: float) -> Iterator[_Repository]:
     program = shutil.which("git")
@@ -268,14 +257,6 @@ class _Repository:
             if tab:
                 mode, _, name = head.split(" ")
                 yield mode, name, found
-
-    def list_files(self, commit: str, folder: str, suffix: str) -> list[str]:
-        """Names of the regular files of ``folder`` that end in ``suffix``."""
-        names = []
-        for mode, _, path in self.list_tree(commit, f"{folder}/"):
-            if mode not in (_SYMLINK, _SUBMODULE, _FOLDER) and path.endswith(suffix):
-                names.append(path.rpartition("/")[2])
-        return sorted(names)
 
     def read_object(self, name: str, path: str) -> bytes:
         """Bytes of a blob; one that the filter left out is too large."""

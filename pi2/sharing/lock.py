@@ -63,8 +63,6 @@ class Source(Table):
     """Length of the file."""
     sha256: Sha256
     """Digest of the file."""
-    vendored: Annotated[str, StringConstraints(max_length=500)] = ""
-    """A copy inside this repository, relative to the lock's folder."""
 
     @property
     def file_name(self) -> str:
@@ -92,14 +90,6 @@ class Lock:
     def find(self, reference: str) -> Source | None:
         """The source of ``reference``, if it is locked."""
         return next((item for item in self.sources if item.reference == reference), None)
-
-    def find_name(self, name: str) -> Source | None:
-        """The source of a name of the tap, at whatever revision if there is but one."""
-        exact = self.find(f"tap:{name}")
-        if exact is not None:
-            return exact
-        found = [item for item in self.sources if item.reference.startswith(f"tap:{name}@")]
-        return found[0] if len(found) == 1 else None
 
     def replace(self, *sources: Source) -> Lock:
         """The lock with ``sources`` in place of those of the same reference."""
@@ -151,6 +141,10 @@ def read_lock(path: Path) -> Lock:
     if type(version) is int and version > LOCK_VERSION:
         message = f"the lock has version {min(version, 10**9)}, this pi2 knows {LOCK_VERSION}"
         raise _make_error(source, "P712", message, ("lock_version",), "upgrade pi2")
+    listed = source.values.get("sources")
+    for item in listed if isinstance(listed, list) else ():
+        if isinstance(item, dict):
+            item.pop("vendored", None)  # a copy that older versions kept: the cache has its bytes
     try:
         read = _LockFile.model_validate_json(_to_json(source.values))
     except ValidationError as error:

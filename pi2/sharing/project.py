@@ -1,8 +1,7 @@
-"""A repository's references: add, update, verify and vendor them."""
+"""A repository's references: add, update and verify them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,11 @@ from pi2.sharing.agreement import (
     check_agreement,
     check_drift,
     find_copy,
-    is_below,
     name_in_lock,
 )
 from pi2.sharing.cache import Cache
 from pi2.sharing.fetching import Fetched, Place, ask_revision, fetch, find_place
-from pi2.sharing.files import hash_bytes, write_atomically
+from pi2.sharing.files import hash_bytes
 from pi2.sharing.lock import Lock, Source, choose_lock, edit_lock, find_lock, read_lock
 from pi2.sharing.references import parse_reference
 from pi2.sharing.resolver import LockedReferences, join_reference
@@ -103,7 +101,7 @@ class Project:
         lock = self.read_lock()
         reference = parse_reference(source.reference)
         check_agreement(reference, source, lock)
-        if find_copy(source, lock, self.cache) is not None:
+        if find_copy(source, self.cache) is not None:
             return Outcome(source=source, state="unchanged")
         place = Place(url=source.url, path=source.path, revision=source.revision)
         if reference.is_local:
@@ -139,7 +137,7 @@ class Project:
     def _check_all(self, sources: Sequence[Source], lock: Lock) -> None:
         """Refuse documents with errors, now that all that they need is here."""
         for source in sources:
-            path = find_copy(source, lock, self.cache)
+            path = find_copy(source, self.cache)
             assert path is not None, source.reference
             self._check_document(path, source.reference, lock)
 
@@ -155,7 +153,7 @@ class Project:
 
     def _list_further(self, source: Source) -> list[str]:
         """References that the locked document itself has."""
-        path = find_copy(source, self.read_lock(), self.cache)
+        path = find_copy(source, self.cache)
         assert path is not None, source.reference
         return list(list_references(path, source.reference))
 
@@ -175,10 +173,7 @@ class Project:
                     f"`{changed[0].reference}` is not what {display_path(lock.path)} says",
                     help="run it without --locked, and commit the lock",
                 )
-            copies = [item.before for item in outcomes if item.before and item.before.vendored]
             edit.lock = lock.replace(*changed)
-        for source in copies:
-            self.vendor(str(Path(source.vendored).parent), [source.reference])
         further = [name for item in outcomes for name in self._list_further(item.source)]
         if further:
             outcomes += [item for item in self.add(further) if item.state != "unchanged"]
@@ -189,14 +184,14 @@ class Project:
         place = find_place(reference, base=lock.folder, settings=self.settings)
         if place.is_git:
             now = ask_revision(place, settings=self.settings, offline=self.offline)
-            if now.commit == source.revision and find_copy(source, lock, self.cache):
+            if now.commit == source.revision and find_copy(source, self.cache):
                 return Outcome(source=source, state="unchanged")
             if source.revision_kind == "tag" and now.commit != source.revision:
                 if not accept_moved:
                     raise _report_moved(source, now.commit)
         fetched = fetch(place, settings=self.settings, offline=self.offline)
         found = self._keep(source.reference, fetched)
-        if found == source.model_copy(update={"vendored": ""}):
+        if found == source:
             return Outcome(source=source, state="unchanged")
         return Outcome(source=found, state="updated", before=source)
 
@@ -209,7 +204,7 @@ class Project:
         try:
             reference = parse_reference(source.reference)
             check_agreement(reference, source, lock)
-            path = find_copy(source, lock, self.cache)
+            path = find_copy(source, self.cache)
             if path is None:
                 raise UserError.of(
                     "P715",
@@ -237,37 +232,6 @@ class Project:
             fetched = fetch(place, settings=self.settings, offline=self.offline)
             if hash_bytes(fetched.data) != source.sha256:
                 raise _report_other_bytes(source)
-
-    def vendor(self, folder: str, references: Sequence[str] = ()) -> list[Path]:
-        """Copy locked files, by default all, into ``folder``, relative to the lock's; return the
-        paths of the copies."""
-        self.add([])
-        written = []
-        with edit_lock(self.lock_path) as edit:
-            lock = edit.lock
-            changed = []
-            for source in lock.sources:
-                if references and source.reference not in references:
-                    continue
-                path = find_copy(source, lock, self.cache)
-                assert path is not None, source.reference
-                place = self._choose_copy(source, lock, folder)
-                data = path.read_bytes()
-                write_atomically(lock.folder / place, data)
-                changed.append(source.model_copy(update={"vendored": place}))
-                written.append(lock.folder / place)
-            edit.lock = lock.replace(*changed)
-        return written
-
-    def _choose_copy(self, source: Source, lock: Lock, folder: str) -> str:
-        """A name for the copy: its own, below its digest where others have the same."""
-        if os.path.isabs(folder) or not is_below(lock.folder / folder, lock.folder):
-            raise UserError.of("P705", f"`{folder}` lies outside of {lock.folder}")
-        others = {s.file_name for s in lock.sources if s.sha256 != source.sha256}
-        parts = [Path(folder).as_posix()]
-        if source.file_name in others:
-            parts.append(source.sha256[:12])
-        return "/".join([*parts, source.file_name])
 
 
 def _choose(lock: Lock, references: Sequence[str], base: Path) -> list[Source]:

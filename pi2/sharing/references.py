@@ -7,7 +7,6 @@
     git+file:///srv/profiles//devices/x.device.toml@v1    the same, on this machine
     https://host/x.device.toml                            a file of a web server
     file:../profiles/x.device.toml                        a file of this machine
-    tap:acme-12                                           a name of the default tap
 
 A revision is a tag, a branch or a whole commit.  Every fault is reported at the character where it
 stands.
@@ -24,9 +23,9 @@ from urllib.parse import unquote, urlsplit
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.toml.source import KINDS, detect_kind
 
-Scheme = Literal["gh", "git+https", "git+http", "git+file", "https", "http", "file", "tap"]
+Scheme = Literal["gh", "git+https", "git+http", "git+file", "https", "http", "file"]
 
-SCHEMES = ("gh", "git+https", "git+http", "git+file", "https", "http", "file", "tap")
+SCHEMES = ("gh", "git+https", "git+http", "git+file", "https", "http", "file")
 KNOWN_ELSEWHERE = {
     "oci": "pi2 reads no OCI registries",
     "hf": "pi2 reads no model hubs",
@@ -36,6 +35,7 @@ KNOWN_ELSEWHERE = {
     "http+git": "use git+https",
     "github": "write gh:owner/repo//path@revision",
     "ftp": "use https",
+    "tap": "write the whole reference: gh:owner/repo//devices/NAME.device.toml@revision",
 }
 
 MAX_LENGTH = 500
@@ -45,7 +45,6 @@ _OWNER = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,38})/[A-Za-z0-9_][A-Za-z0-9._
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,199}")
 _SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -107,8 +106,6 @@ def parse_reference(text: str) -> Reference:
     if scheme not in SCHEMES:
         _refuse_scheme(text, scheme)
     start = len(scheme) + 1
-    if scheme == "tap":
-        return _parse_tap(text, start)
     if scheme in ("https", "http"):
         _check_url(text, scheme, 0, len(text))
         reference = Reference(text=text, scheme=_as_scheme(scheme), url=text)
@@ -130,7 +127,7 @@ def _find_paths(text: str, scheme: str) -> int:
 
 
 def _as_scheme(text: str) -> Scheme:
-    for item in ("gh", "git+https", "git+http", "git+file", "https", "http", "file", "tap"):
+    for item in ("gh", "git+https", "git+http", "git+file", "https", "http", "file"):
         if item == text:
             return item
     raise AssertionError(text)
@@ -143,27 +140,6 @@ def _refuse_scheme(text: str, scheme: str) -> NoReturn:
         _refuse(text, "P701", "schemes are lower case", 0, len(scheme), help=hint)
     help_text = KNOWN_ELSEWHERE.get(lower, f"known are {', '.join(SCHEMES)}")
     _refuse(text, "P702", f"unknown scheme `{scheme}:`", 0, len(scheme), help=help_text)
-
-
-def is_tap_name(text: str) -> bool:
-    """Whether ``text`` can be the name of a profile in a tap."""
-    return _NAME.fullmatch(text) is not None
-
-
-def _parse_tap(text: str, start: int) -> Reference:
-    name, at, revision = text[start:].partition("@")
-    if not is_tap_name(name):
-        _refuse(
-            text,
-            "P701",
-            f"`{name}` is no profile's name" if name else "the name is missing",
-            start,
-            start + len(name),
-            help="names consist of lower-case letters, digits, `.`, `_` and `-`: tap:acme-12",
-        )
-    if at:
-        _check_revision(text, revision, start + len(name) + 1)
-    return Reference(text=text, scheme="tap", path=name, revision=revision)
 
 
 def _parse_file(text: str, start: int) -> Reference:
@@ -330,20 +306,6 @@ def _refuse(
     span = Span(NAME, 1, start + 1, 1, max(last, start + 1) + 1)
     found = Diagnostic(code=code, message=message, help=help, span=span)
     raise UserError([found], exit_code=2, sources={NAME: text})
-
-
-def parse_tap(address: str) -> Reference:
-    """The default tap's address, such as ``gh:acme/profiles@main``, as a reference without a file.
-
-    Without a revision it is the repository's default branch.
-    """
-    place, at, revision = address.rpartition("@")
-    if not at or "/" in revision:
-        place, revision = address, ""
-    probe = parse_reference(f"{place}//devices/x.device.toml@{revision or 'HEAD'}")
-    if not probe.is_git:
-        _refuse(address, "P707", "a tap is a git repository", 0, help="such as gh:owner/repo")
-    return Reference(text=address, scheme=probe.scheme, url=probe.url, revision=probe.revision)
 
 
 def locate_repository(reference: Reference, github: str, base: Path) -> str:

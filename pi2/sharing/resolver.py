@@ -39,19 +39,18 @@ class LockedReferences:
         self._lock = lock
 
     def find(self, reference: str, kind: Kind) -> Located | None:
-        """The locked file that ``reference`` means; None for a name that is not in the lock.
+        """The locked file that ``reference`` means; None for a name without a scheme.
 
-        A name without a scheme is one of the default tap.  Raises `UserError`: P701 to P706 (no
-        reference), P710 to P715 (not locked, not here, or not the locked bytes).
+        Raises `UserError`: P701 to P706 (no reference), P710 to P715 (not locked, not here, or not
+        the locked bytes).
         """
+        if not has_scheme(reference):
+            return None
         from pi2.sharing.lock import FILE_NAME, find_lock, read_lock
 
         if self._lock is None:
             found = find_lock(self._folder)
             self._lock = None if found is None else read_lock(found)
-        if not has_scheme(reference):
-            known = None if self._lock is None else self._lock.find_name(reference)
-            return None if known is None else self._locate(known.reference, kind)
         if self._lock is None:
             raise UserError.of(
                 "P710",
@@ -83,15 +82,14 @@ class LockedReferences:
         check_agreement(parsed, source, lock)
         if self._locked:
             check_drift(parsed, source, lock, settings)
-        path = find_copy(source, lock, Cache(settings.cache))
+        path = find_copy(source, Cache(settings.cache))
         if path is None:
             raise UserError.of(
                 "P715",
                 f"`{reference}` is locked, but its file is not here",
                 help="`pi2 profile add` fetches what is locked",
             )
-        name = display_path(path) if source.vendored else reference
-        return Located(path=path, file_name=source.file_name, name=name, reference=reference)
+        return Located(path=path, file_name=source.file_name, name=reference, reference=reference)
 
     def join(self, reference: str, relative: str) -> str:
         """The reference that the path ``relative`` means in the document ``reference``.
@@ -110,11 +108,6 @@ def join_reference(reference: str, relative: str) -> str:
         path = _join_path(parsed.path, relative, reference)
         begin = reference.rindex(f"//{parsed.path}@") + 2
         return f"{reference[:begin]}{path}{reference[begin + len(parsed.path) :]}"
-    if parsed.scheme == "tap":
-        name = relative.removeprefix("./").removesuffix(".device.toml")
-        if "/" in name or name == relative:
-            raise _report_outside(reference, relative)
-        return f"tap:{name}" + (f"@{parsed.revision}" if parsed.revision else "")
     if parsed.scheme == "file":
         folder = posixpath.dirname(parsed.url)
         return f"file:{posixpath.normpath(posixpath.join(folder, relative))}"

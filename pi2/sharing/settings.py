@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pi2.caches import find_cache_folder
 
-TAP = "PI2_TAP"
 GITHUB = "PI2_GITHUB"
 
 
@@ -21,14 +20,12 @@ class Settings:
     """Folder of everything that was fetched."""
     github: str = "https://github.com"
     """What ``gh:`` stands for; companies have their own."""
-    tap: str | None = None
-    """Repository that short names mean, as a reference without path: ``gh:acme/profiles``."""
     timeout_s: float = 60.0
     """Longest time that one file may take to arrive."""
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Settings of the environment's variables ``PI2_TAP``, ``PI2_GITHUB`` and ``PI2_CACHE_DIR``.
+    """Settings of the environment's variables ``PI2_GITHUB`` and ``PI2_CACHE_DIR``.
 
     Empty variables count as not set.
     """
@@ -37,5 +34,4 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         cache=find_cache_folder("profiles", values),
         github=github.rstrip("/"),
-        tap=values.get(TAP) or None,
     )

@@ -34,7 +34,6 @@ class User:
             "HOME": str(self._home),
             "XDG_CACHE_HOME": "",
             "PI2_CACHE_DIR": str(self.cache.parent),
-            "PI2_TAP": "",
             "PI2_GITHUB": "",
             "GIT_CONFIG_GLOBAL": os.devnull,
             "GIT_AUTHOR_NAME": "User",

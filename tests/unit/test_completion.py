@@ -59,7 +59,7 @@ def ask(tmp_path: Path, *words: str) -> list[str]:
 
 def test_bash_completes_commands(tmp_path: Path) -> None:
     assert set(ask(tmp_path, "pi2", "")) == set(list_commands())
-    assert set(ask(tmp_path, "pi2", "profile", "ve")) == {"vendor", "verify"}
+    assert set(ask(tmp_path, "pi2", "profile", "s")) == {"search", "show"}
 
 
 def test_bash_completes_names_of_documents(tmp_path: Path) -> None:

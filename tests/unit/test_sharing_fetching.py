@@ -14,7 +14,7 @@ import pytest
 
 from pi2.diagnostics import UserError
 from pi2.plan.toml.source import MAX_BYTES
-from pi2.sharing.git import read_git_file, read_git_folder, resolve_revision
+from pi2.sharing.git import read_git_file, resolve_revision
 from pi2.sharing.web import fetch_url
 from tests.helpers.sharing import (
     DEVICE,
@@ -97,16 +97,6 @@ class TestGit:
                     os.chown(os.path.join(folder, name), 1234, 1234)
         found = read_git_file(bare.as_uri(), PATH, "v1", timeout_s=TIMEOUT_S)
         assert found.data.decode() == DEVICE
-
-    def test_a_folder_is_read_with_its_files_of_one_kind(self, repository: Repository) -> None:
-        repository.write("devices/README.md", "no device")
-        repository.write("devices/more/b.device.toml", "deeper")
-        (repository.folder / "devices/link.device.toml").symlink_to("acme-12.device.toml")
-        repository.commit()
-        _, files = read_git_folder(
-            repository.url, "devices", ".device.toml", "HEAD", timeout_s=TIMEOUT_S
-        )
-        assert files == {"acme-12.device.toml": DEVICE.encode()}
 
     def test_no_such_repository(self, tmp_path: Path) -> None:
         assert refuse((tmp_path / "nowhere").as_uri()) == "P720"
