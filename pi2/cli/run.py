@@ -83,7 +83,6 @@ GROUP = "Run"
     metavar="FOLDER",
     help="Let an installed MLC-LLM compute a dense model, with the weights of FOLDER.",
 )
-@click.option("--offline", is_flag=True, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @take_plan(locked=True)
 def command(
@@ -94,7 +93,6 @@ def command(
     chat: str | None,
     system: str | None,
     mlc: Path | None,
-    offline: bool,
     as_json: bool,
     best_of: int | None,
     **options: Any,
@@ -115,7 +113,6 @@ def command(
     from pi2.cli.progress import ProgressBar
     from pi2.engine.run_report import describe_run, summarise_run
 
-    del offline  # running never uses the network
     alone = not prompts and prompt_file is None and list_file is None
     messages = list_messages(chat, system, alone=alone)
     texts = [] if messages else read_prompts(prompts, prompt_file, list_file)

@@ -45,13 +45,11 @@ GROUP = "Author"
     help="Write findings to this file instead of standard output.",
 )
 @click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
-@click.option("--offline", is_flag=True, hidden=True)
 def command(
     files: tuple[Path, ...],
     output_format: str,
     output_file: Path | None,
     locked: bool,
-    offline: bool,
 ) -> int:
     """Check plans, devices and models.
 
@@ -68,7 +66,6 @@ def command(
     from pi2.plan.toml.source import CANNOT_READ, display_path
     from pi2.sharing.resolver import LockedReferences
 
-    del offline  # checking never uses the network
     found: dict[Diagnostic, None] = {}
     sources: dict[str, str] = {}
     reuse = Reuse()

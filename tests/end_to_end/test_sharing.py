@@ -60,9 +60,9 @@ class TestTheWholeWay:
         plan = (Path(__file__).parents[2] / "plans/demo.plan.toml").read_text()
         plan = plan.replace('device = "host"', f'device = "{refer(tap, "v2")}"')
         (bob.folder / "my.plan.toml").write_text(plan)
-        bob.succeed("validate", "--locked", "--offline", "my.plan.toml")
+        bob.succeed("validate", "--locked", "my.plan.toml")
         ran = bob.succeed(
-            *("run", "my.plan.toml", "--locked", "--offline", "--set", "backends.cpu=null"),
+            *("run", "my.plan.toml", "--locked", "--set", "backends.cpu=null"),
             *("--prompt", "hello", "--max-tokens", "2", "--json"),
         )
         assert json.loads(ran)["dry_run"] is True

@@ -78,7 +78,7 @@ class TestPlans:
         assert self.find(bob, "--locked") == []
         shared.write_text(DEVICE + "# changed\n")
         assert self.find(bob) == []
-        assert self.find(bob, "--locked", "--offline") == [("P714", "device")]
+        assert self.find(bob, "--locked") == [("P714", "device")]
         run_it = ("run", "my.plan.toml", "--set", "backends.cpu=null", "--prompt", "x", "--locked")
         assert bob.fail(*run_it) == ["P714"]
         bob.succeed("profile", "update")
@@ -107,7 +107,7 @@ class TestPlans:
         ]
         self.write_plan(bob, reference)
         assert self.find(bob, "--locked") == []
-        assert self.find(bob, "--offline") == []
+        assert self.find(bob) == []
         bob.succeed("profile", "verify", "--offline")
 
     def test_a_plan_extends_another_with_its_device(self, bob: User, tap: Repository) -> None:
@@ -124,7 +124,7 @@ class TestPlans:
         text = f'schema_version = 2\nextends = ["{reference}"]\nname = "Mine"\n'
         (bob.folder / "my.plan.toml").write_text(text)
         shutil.rmtree(tap.folder)
-        assert self.find(bob, "--locked", "--offline") == []
+        assert self.find(bob, "--locked") == []
 
     def test_a_device_that_needs_its_authors_files_is_not_taken(
         self, bob: User, tap: Repository, server: Server
