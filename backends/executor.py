@@ -175,13 +175,9 @@ class InputReader(Protocol):
     """An executor that shows what its FFNs read, and how it has routed, for statistics; a backend
     need not have it."""
 
-    def read_ffn_input(self) -> F32:
-        """u [T, hidden] of the last ``begin_ffn``, which routers read; valid until the next
-        call."""
-
     def read_router_input(self) -> F32:
-        """What a mixture's router read there [T, hidden], which may be something else
-        (``moe.router_input``); valid until the next call."""
+        """What a mixture's router read in the last ``begin_ffn`` [T, hidden];
+        valid until the next call."""
 
     def read_routes(self) -> F32:
         """Weights [T, experts] that the router gave in the last ``begin_ffn``, 0 to experts that do

@@ -38,9 +38,9 @@ from pi2.plan.documents.quantities import (
 from pi2.plan.reading.references import find_document
 from pi2.plan.resolve import load_plan
 from pi2.planning.documents import read_document
-from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
+from synthesis.additions import add_files
 from synthesis.blueprint import Blueprint
 from synthesis.calibration import tune_blueprint
 from synthesis.generation import RECIPE_FILE, write_synthetic_store

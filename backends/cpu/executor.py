@@ -357,10 +357,6 @@ class CpuExecutor:
         if self._attention.states is not None:
             self._attention.states.put(sequence, state)
 
-    def read_ffn_input(self) -> F32:
-        """Return what the FFN reads, before it was rounded to integers."""
-        return self._now.arrays.normalized[: self._now.tokens]
-
     def read_router_input(self) -> F32:
         """Return what the router reads."""
         arrays = self._now.arrays

@@ -395,10 +395,6 @@ class ReferenceExecutor(ObservableExecutor):
         if self._mixing.states is not None:
             self._mixing.states.put(sequence, state)
 
-    def read_ffn_input(self) -> F32:
-        """See `pi2.backends.protocol.InputReader`."""
-        return self._now.u
-
     def read_router_input(self) -> F32:
         """See `pi2.backends.protocol.InputReader`."""
         now = self._now

@@ -105,15 +105,6 @@ class Flash:
             by_block.append((block, _rate_in_range(same, range_bytes, threads)))
         return _extrapolate_below(by_block, block_bytes)
 
-    def compute_read_s(
-        self, pattern: Pattern, block_bytes: int, *, range_bytes: int, core: str | None
-    ) -> float:
-        """Time of one of many reads that one thread has in flight."""
-        rate = self.find_rate_bytes_s(
-            pattern, block_bytes, range_bytes=range_bytes, core=core, threads=1
-        )
-        return block_bytes / (rate * self.queues)
-
 
 def keep_core(points: Iterable[FlashPoint], core: str | None) -> list[FlashPoint]:
     """Where figures differ in the core only, keep the wanted core's, else the fastest."""

@@ -147,11 +147,6 @@ class NeuronCache:
         """Cold slots that all neurons but the hot ones would take."""
         return self._slot_of.size - sum(len(slots) for slots in self.hot_slots)
 
-    def hot_bundles(self, layer: int) -> U8:
-        """The hot neurons of ``layer``, [hot, stride], a view."""
-        slots = self.hot_slots[layer]
-        return self.arena[slots.start : slots.stop]
-
     def find_slots(self, layer: int, first: int, count: int) -> I32:
         """Return where the neurons ``first``, ``first + 1``, ... of ``layer`` are, [count]; ABSENT
         for those on flash only."""

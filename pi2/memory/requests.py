@@ -55,10 +55,6 @@ class ReadBatch:
     content: Content = "neurons"
     """What is read of each."""
 
-    def count_pending(self, part: slice = slice(None)) -> int:
-        """Requests of a part that are not over."""
-        return int(np.count_nonzero(self.results[part] == PENDING))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merging:

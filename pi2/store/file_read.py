@@ -93,11 +93,6 @@ class FileRead:
         except OSError as error:
             raise self._describe(error) from None
 
-    @property
-    def is_verified(self) -> bool:
-        """Whether every byte that is read is compared with a check."""
-        return self._checks is not None
-
     def place(
         self, ranges: Sequence[Range], allocate: Callable[[int, int], U8], charged_bytes: int
     ) -> list[U8]:

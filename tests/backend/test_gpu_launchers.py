@@ -47,7 +47,6 @@ def test_pieces_are_copied_to_their_places_and_back(launcher: Launcher) -> None:
     queue.download(array, part, offset=8)
     event = queue.submit()
     event.wait()
-    assert event.is_reached()
     assert whole.tolist() == [0, 1, 2, 70, 71, *range(5, 16)]
     assert part.tolist() == [2, 70, 71, 5]
     launcher.release(array)

@@ -18,9 +18,10 @@ from pi2.backends.hexagon.specification import (
     ProductGraph,
     choose_weights,
 )
-from pi2.plan.weights.bundles import assemble_bundles, pack_bundles, slice_part, unpack_part
+from pi2.plan.weights.bundles import assemble_bundles, slice_part, unpack_part
 from pi2.plan.weights.layout import BundleLayout, Precision, lay_out_bundle, round_up
 from pi2.plan.weights.rounding import quantize
+from tests.helpers.bundles import pack_bundles
 from tests.helpers.hexagon import Bench, multiply_exactly, require_emulator, round_tokens
 
 TOKENS = (1, 2, 4, 8, 24)

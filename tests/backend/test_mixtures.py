@@ -192,7 +192,7 @@ def test_tokens_are_routed_alike_alone_and_in_company(silu: Path) -> None:
             executor.embed(np.array(tokens, np.int32))
             executor.begin_ffn(0)
             routes: F32 = executor.read_routes().copy()
-            expected = router.route(executor.read_ffn_input())
+            expected = router.route(executor.read_router_input())
             np.testing.assert_array_equal(routes != 0, expected != 0)
             np.testing.assert_allclose(routes, expected, rtol=1e-5)
             return routes

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.caches import VARIABLE
-from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
 from pi2.plan.resolve import load_plan
 from pi2.planning.cost_memory import count_memory
 from tests.end_to_end.test_demo import PLAN, run

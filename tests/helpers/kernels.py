@@ -29,12 +29,13 @@ from pi2.plan.documents.model_shape import Shape
 from pi2.plan.documents.model_storage import Quantization
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.documents.plan_running import ActivationType
-from pi2.plan.weights.bundles import pack_bundles, slice_part
+from pi2.plan.weights.bundles import slice_part
 from pi2.plan.weights.codes import pack_codes
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
 from pi2.plan.weights.rounding import quantize
 from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 from pi2.progress import ignore_progress
+from tests.helpers.bundles import pack_bundles
 
 X86_FEATURES: Mapping[str, frozenset[str]] = {
     "x86-64": frozenset(),

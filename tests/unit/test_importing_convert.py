@@ -21,10 +21,10 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.predictors import announce_predictors
 from pi2.importing.safetensors_file import list_safetensors
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.bundles import pack_bundles
 from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
+from tests.helpers.bundles import pack_bundles
 from tests.helpers.checkpoints import (
     Dtype,
     narrow,

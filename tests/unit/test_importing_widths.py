@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi2.importing.convert import convert_checkpoint, pad_columns
-from pi2.plan.weights.bundles import unpack_bundles
 from pi2.plan.weights.layout import Precision, fill_groups
 from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import list_tensors
 from pi2.store.verification import verify_store
+from tests.helpers.bundles import unpack_bundles
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, gather_rows, make_model
 

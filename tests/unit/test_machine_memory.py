@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.machine import detect_memory
-from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
 
 GIB = 1 << 30
 

@@ -42,8 +42,7 @@ def ids(*values: int) -> np.ndarray:
 def test_hot_neurons_are_resident_from_the_start_and_contiguous() -> None:
     cache = make_cache()
     assert cache.look_up(2, ids(0, 1)).resident_slots.tolist() == [4, 5]
-    assert len(cache.hot_bundles(0)) == 4
-    assert len(cache.hot_bundles(1)) == 0
+    assert [len(slots) for slots in cache.hot_slots] == [4, 0, 2]
 
 
 def test_a_missing_neuron_gets_a_cold_slot_and_is_found_there_afterwards() -> None:

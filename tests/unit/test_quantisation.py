@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pi2.plan.weights.bundles import pack_bundles, slice_part, unpack_bundles
+from pi2.plan.weights.bundles import slice_part
 from pi2.plan.weights.codes import pack_codes, unpack_codes
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes, weight_bytes
 from pi2.plan.weights.rounding import dequantize, quantize
+from tests.helpers.bundles import pack_bundles, unpack_bundles
 
 LENGTHS = [32, 64, 96, 160, 480, 512, 544, 736, 1024, 1280]
 

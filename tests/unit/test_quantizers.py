@@ -133,7 +133,7 @@ def test_a_store_is_quantised_by_what_its_model_was_seen_to_do(tmp_path: Path) -
         assert verify_store(tmp_path / method) == []
         gate = tiny.weights[tiny.model.tensors.gate.format(layer=2)]
         with NeuronStore.open(tmp_path / method) as store:
-            from pi2.plan.weights.bundles import unpack_bundles
+            from tests.helpers.bundles import unpack_bundles
 
             wrong = unpack_bundles(store.layers[2].bundles, store.bundle)[0] - gate
         errors[method] = float(np.einsum("ij,jk,ik", wrong, moments, wrong))

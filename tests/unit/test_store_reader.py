@@ -17,10 +17,10 @@ import pytest
 import tvm_ffi
 
 from pi2.diagnostics import UserError
-from pi2.plan.weights.bundles import pack_bundles
 from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.store.reader import NeuronStore
+from tests.helpers.bundles import pack_bundles
 from tests.helpers.models import TinyModel, gather_rows, make_model, make_tiny
 
 PRECISIONS: list[Precision] = ["int4", "int8", "fp16"]

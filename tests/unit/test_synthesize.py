@@ -10,10 +10,10 @@ import pytest
 
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
-from pi2.store.additions import add_files
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
+from synthesis.additions import add_files
 from synthesis.calibration import tune_blueprint
 from synthesis.generation import write_synthetic_store
 from synthesis.measurement import Measurement, choose_tokens, measure_store

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from limited.engines import open_likeness
+from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.benchmarks.gguf_file import find_gguf, write_gguf
 from pi2.caches import find_cache_folder
 from pi2.cli.progress import ProgressBar
 from pi2.diagnostics import UserError, render
-from pi2.machine.memory_group import GroupUnavailable, MemoryGroup
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 

@@ -120,13 +120,6 @@ class CudaEvent:
         self.event = event
         self._kept = kept
 
-    def is_reached(self) -> bool:
-        (status,) = driver.cuEventQuery(self.event)
-        if status == driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        _call((status,))
-        return True
-
     def wait(self) -> None:
         _call(driver.cuEventSynchronize(self.event))
         self._kept = []

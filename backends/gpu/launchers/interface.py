@@ -103,9 +103,6 @@ class Launch(Protocol):
 class Event(Protocol):
     """A point in a queue."""
 
-    def is_reached(self) -> bool:
-        """Whether everything before it is done."""
-
     def wait(self) -> None:
         """Return when everything before it is done: downloads are in their arrays then."""
 

@@ -124,9 +124,6 @@ class OpenClEvent:
         self.event = event
         self._kept = kept
 
-    def is_reached(self) -> bool:
-        return bool(self.event.command_execution_status == cl.command_execution_status.COMPLETE)
-
     def wait(self) -> None:
         with _explain("a kernel failed"):
             self.event.wait()

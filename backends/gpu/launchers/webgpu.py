@@ -173,9 +173,6 @@ class WebGpuEvent:
         self._copies = copies
         self._promises = [staging.map_async(wgpu.MapMode.READ) for staging, _ in copies]
 
-    def is_reached(self) -> bool:
-        return all(staging.map_state == "mapped" for staging, _ in self._copies)
-
     def wait(self) -> None:
         copies, self._copies = self._copies, []
         with _explain("a kernel failed"):

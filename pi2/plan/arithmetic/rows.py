@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pi2.plan.weights.layout import Precision, matrix_bytes
+from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.tensor_names import EMBEDDING, HEAD, name_layer_tensor
 
 if TYPE_CHECKING:
@@ -61,8 +61,3 @@ def list_matrices(model: Model, rows: DividedRows) -> Mapping[str, tuple[int, in
         kind = precision.embedding if model.tied_head else precision.head
         found[name_head(model)] = (rows.head, shape.stored_hidden, kind)
     return found
-
-
-def count_matrix_bytes(model: Model, rows: DividedRows) -> int:
-    """Bytes of all of them as the store has them."""
-    return sum(matrix_bytes(*sizes) for sizes in list_matrices(model, rows).values())

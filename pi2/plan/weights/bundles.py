@@ -13,24 +13,6 @@ from pi2.plan.weights.layout import GROUP, BundleLayout, Part, Precision, scale_
 from pi2.plan.weights.rounding import dequantize, dequantize_exponents, quantize, quantize_exponents
 
 
-def pack_bundles(
-    gate: F32 | None, up: F32, down: F32, layout: BundleLayout, biases: F32 | None = None
-) -> U8:
-    """Quantise neurons to nearest into bundles uint8 [n, stride].
-
-    ``gate`` (None where neurons have none) and ``up`` are float32 [n, hidden] rows, ``down``
-    float32 [n, hidden] holds the columns of down_proj as rows; ``biases`` float32
-    [n, len(layout.biases)].
-    """
-    assert (gate is not None) == layout.is_gated, layout
-    rows = [up, down] if gate is None else [gate, up, down]
-    packed = [
-        quantize_part(values, part, layout.precision)
-        for values, part in zip(rows, layout.parts, strict=True)
-    ]
-    return assemble_bundles(packed, layout, biases)
-
-
 def quantize_part(rows: F32, part: Part, precision: Precision) -> tuple[U8, Raw | None]:
     """Quantise and pack ``rows`` [n, hidden] as vectors of ``part``: weights uint8 and what they
     have for scales."""
@@ -75,14 +57,6 @@ def assemble_bundles(
         numbers = np.ascontiguousarray(experts, "<i4").view(np.uint8)
         bundles[:, layout.expert_offset : layout.expert_offset + 4] = numbers.reshape(-1, 4)
     return bundles
-
-
-def unpack_bundles(bundles: U8, layout: BundleLayout) -> tuple[F32, F32, F32]:
-    """Undo `pack_bundles` of gated neurons: gate, up and down (columns as rows), float32
-    [n, hidden] each."""
-    assert layout.is_gated, layout
-    gate, up, down = (unpack_part(bundles, layout, index) for index in range(3))
-    return gate, up, down
 
 
 def unpack_part(bundles: U8, layout: BundleLayout, index: int) -> F32:
