@@ -84,7 +84,7 @@ def test_the_planner_takes_thresholds_where_they_are_faster(planned: PlannedPlan
     decision = found.decisions[-1]
     assert decision.key == "sparsity" and decision.chosen != WITHOUT
     speeds = dict(decision.tokens_s)
-    assert found.cost.tokens_s == max(speeds.values()) > 1.2 * speeds[WITHOUT]
+    assert found.cost.tokens_s == max(speeds.values()) > speeds[WITHOUT]
     assert found.resolved.plan.memory.budget <= planned.resolved.plan.memory.budget
     text = write_planned(found, device="d", model="m", store="s", name="n")
     assert "some.thresholds.toml" in text and "[sparsity]" in text
