@@ -109,7 +109,7 @@ class NullExecutor(ObservableExecutor):
     def predict_low_rank(self, layer: int, threshold: float, experts: I32 | None = None) -> I32:
         return self._draw(self._chances, experts)
 
-    def _draw(self, chances: F64, experts: I32 | None) -> I32:
+    def _draw(self, chances: F64, experts: I32 | None = None) -> I32:
         """Stored indices, ascending, of neurons that fire, of a mixture's chosen experts."""
         fires = self._random.random(self._request.neurons) < chances
         if self._moe is not None:

@@ -103,7 +103,7 @@ class NeuronCache:
         self._give_back = give_back
         layers = len(hot)
         self._first = tuple(first_hot or [0] * layers)
-        bases = np.concatenate([[0], np.cumsum(hot)]).astype(np.int64).tolist()
+        bases: list[int] = [0, *np.cumsum(hot).astype(np.int64).tolist()]
         self.hot_slots = [range(bases[i], bases[i] + hot[i]) for i in range(layers)]
         self._first_cold = bases[-1]
         self.cold_capacity = len(arena) - bases[-1]
