@@ -14,10 +14,10 @@ from typing import Any
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.scheduler import Ticket
-from pi2.serving.answer_reader import AnswerReader, Fragment
+from pi2.serving.answer_reader import Fragment
+from pi2.serving.call_patterns import ToolCall
 from pi2.serving.chat_facts import read_chat_facts
 from pi2.serving.replay import Replay
-from pi2.serving.tool_formats import ToolCall
 
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "temperature": float,
@@ -98,15 +98,13 @@ class Session:
         model = self.model
         facts = read_chat_facts(model)
         prompt = model.render_chat([*self.messages, {"role": "user", "content": text}])
-        reasoning = facts.reasoning
-        inside = reasoning is not None and prompt.rstrip().endswith(reasoning[0])
         request = model.describe_request(
             self.replay.encode(prompt, model.encode_text),
             shown_ids=facts.shown_ids,
             **self.settings,
         )
         self.answers.append({"role": "user", "content": text})
-        reader = AnswerReader(reasoning=reasoning, begins_inside=inside)
+        reader = facts.make_reader(prompt=prompt)
         ticket = Ticket(request)
         before, start = model.stats.flash_read_bytes, time.perf_counter()
         first_s, said = None, ""

@@ -1,28 +1,45 @@
-"""Divides the text of an answer, as it comes, into reasoning, content and calls of tools."""
+"""Divides the text of an answer, as it comes, into reasoning, content and calls of tools.
+
+A mark counts where the format has it: reasoning at the beginning, after a call or after reasoning;
+a call in the content, but not within a code fence that ends after it.  Everything else is text.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from pi2.serving.tool_formats import ToolCall, ToolFormat
+from pi2.serving.call_patterns import CallForm, ToolCall, Tools
+from pi2.serving.literals import NoCall, NotWhole
+from pi2.serving.tool_formats import Format, Pair, list_call_forms
 
 Part = Literal["reasoning", "content"]
-
-REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""What reasoning begins and ends with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Text of a part of the answer, or a call."""
+    """Text of a part of the answer."""
 
     part: Part
     text: str
 
 
-def _find_overlap(text: str, marks: Sequence[str]) -> int:
+Items = list[Fragment | ToolCall]
+
+
+class AnswerReader(Protocol):
+    """Takes text and gives fragments and calls as soon as they are certain."""
+
+    def push(self, text: str) -> Items:
+        """Take text; return what is certain."""
+
+    def flush(self) -> Items:
+        """Return what is left at the end."""
+
+
+def find_overlap(text: str, marks: Sequence[str]) -> int:
     """Length of the longest end of ``text`` that begins one of ``marks``."""
     most = 0
     for mark in marks:
@@ -33,117 +50,334 @@ def _find_overlap(text: str, marks: Sequence[str]) -> int:
     return most
 
 
-class AnswerReader:
-    """Takes text and gives fragments and calls as soon as they are certain."""
+_BARE = re.compile(r'\s*(?:\[\s*)?\{\s*"(?:name|type|function|arguments|parameters|id)"')
+_BARE_BEGINNING = re.compile(r'\s*(?:\[\s*)?(?:\{\s*(?:"[a-z]*)?)?\Z')
+_LIST = re.compile(r"\s*\[\s*([\w.-]+)\(")
+_LIST_BEGINNING = re.compile(r"\s*(?:\[\s*[\w.-]*)?\Z")
+_FENCE = "```"
+_OPENING = re.compile(r"```(?:json|tool_call|tool_code|xml)?[ \t]*\n?")
+_OPENING_BEGINNING = re.compile(r"`{1,3}(?:[a-z_]{0,9})?[ \t]*\n?\Z")
+_CLOSING = re.compile(r"\s*```")
+_BARE_JSON = CallForm(call='{"name": "$name", "arguments": $arguments}')
+_BARE_LIST = CallForm(call="$name($keywords)", is_list=True)
+_LAST_SIGNS = frozenset("}])>`")
+"""Signs that calls end with, and the marks after them."""
+_LONG = 64
+"""Characters from which on a call is read again when one of these has come."""
+
+
+class MarkedReader:
+    """Reads what has marks around its parts."""
 
     def __init__(
         self,
+        format: Format,
         *,
-        tools: ToolFormat | None = None,
-        reasoning: tuple[str, str] | None = None,
-        begins_inside: bool = False,
+        tools: Tools | None = None,
+        reasoning: Sequence[Pair] = (),
+        content: Sequence[Pair] = (),
+        prompt: str = "",
     ) -> None:
-        """``tools``: how calls are written, where there are tools; ``reasoning``: its marks, where
-        the model reasons; ``begins_inside``: the prompt has written the first of them."""
+        """``tools``: what may be called; None leaves calls in the content; ``reasoning``,
+        ``content``: marks around both; ``prompt`` may have written the first of them."""
         self._tools = tools
-        self._reasoning = reasoning
-        self._state: Literal["start", "reasoning", "content", "call"] = (
-            "reasoning" if begins_inside and reasoning is not None else "start"
-        )
+        self._is_loose = format.is_loose and bool(tools)
+        self._forms = [] if tools is None else list_call_forms(format)
+        self._begins = list(dict.fromkeys(form.begin for form, _ in self._forms if form.begin))
+        self._reasoning, self._wraps, self._skips = reasoning, content, format.skip
+        self._state: Literal["between", "reasoning", "content", "call", "more"] = "between"
         self._held = ""
+        self._end = ""
+        """The mark that ends the part that is open."""
+        self._kept = ""
+        """A mark that ended the content, if nothing but marks follow."""
+        self._blank = ""
+        """Line breaks before what may be a call."""
         self._fresh = True
         """Whether the part has no text yet: it begins with no empty lines."""
+        self._is_first = True
+        """Whether nothing has come."""
+        self._open: list[tuple[CallForm, bool]] = []
+        """How the calls may be written within the mark that has begun them."""
+        self._fence = _FenceTracker()
+        self._is_plain = not (reasoning or content or self._forms or self._skips)
+        ended = prompt.rstrip()
+        for pair in (*reasoning, *content):
+            if ended.endswith(pair[0]):
+                self._state = "reasoning" if pair in reasoning else "content"
+                self._end, self._is_first = pair[1], False
 
-    def push(self, text: str) -> list[Fragment | ToolCall]:
+    def push(self, text: str) -> Items:
         """Take text; return what is certain."""
         self._held += text
-        found: list[Fragment | ToolCall] = []
-        while self._advance(found, last=False):
-            pass
-        return found
+        if self._state == "call" and len(self._held) > _LONG and not _LAST_SIGNS & set(text):
+            return []
+        return self._go_on(last=False)
 
-    def flush(self) -> list[Fragment | ToolCall]:
+    def flush(self) -> Items:
         """Return what is left at the end."""
-        found: list[Fragment | ToolCall] = []
-        while self._advance(found, last=True):
-            pass
-        if self._held and self._state == "call":
-            self._end_call(found, self._held)
-        elif self._held:
-            part: Part = "reasoning" if self._state == "reasoning" else "content"
-            self._add(found, part, self._held)
-        self._held = ""
+        found = self._go_on(last=True)
+        part: Part = "reasoning" if self._state == "reasoning" else "content"
+        self._add(found, part, self._blank + self._held)
+        self._held = self._blank = ""
         return found
 
-    def _advance(self, found: list[Fragment | ToolCall], *, last: bool) -> bool:
-        """Go on by one state; whether there may be more."""
-        if self._state == "start":
-            return self._start(last=last)
-        if self._state == "reasoning":
-            assert self._reasoning is not None
-            return self._take_until(found, "reasoning", (self._reasoning[1],))
-        if self._state == "content":
-            marks = () if self._tools is None else self._tools.begin
-            return self._take_until(found, "content", marks)
-        return self._take_call(found)
+    def _go_on(self, *, last: bool) -> Items:
+        found: Items = []
+        steps = {
+            "between": self._begin_part,
+            "reasoning": self._read_reasoning,
+            "content": self._read_content,
+            "call": self._read_call,
+            "more": self._read_more,
+        }
+        while steps[self._state](found, last):
+            pass
+        return found
 
-    def _start(self, *, last: bool) -> bool:
-        """See what an answer begins with."""
+    def _begin_part(self, found: Items, last: bool) -> bool:
+        """See what begins."""
         text = self._held.lstrip()
-        marks = [] if self._reasoning is None else [self._reasoning[0]]
-        for mark in marks:
-            if text.startswith(mark):
-                self._held = text[len(mark) :]
-                self._state, self._fresh = "reasoning", True
-                return True
-        if not last and (not text or any(mark.startswith(text) for mark in marks)):
+        if not text and not last:
             return False
-        is_bare = self._tools is not None and self._tools.bare and text.startswith("{")
-        self._state = "call" if is_bare else "content"
-        return bool(text)
-
-    def _take_until(
-        self, found: list[Fragment | ToolCall], part: Part, marks: Sequence[str]
-    ) -> bool:
-        """Give the text before the first of ``marks``."""
-        places = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
-        if places:
-            at, mark = min(places)
-            self._add(found, part, self._held[:at])
-            self._held = self._held[at + len(mark) :]
-            self._state = "content" if part == "reasoning" else "call"
-            self._fresh = True
+        pairs = (*self._reasoning, *self._wraps)
+        marks = [*(pair[0] for pair in pairs), *self._skips, *self._begins]
+        if self._is_first:
+            # Some write the end of a reasoning that they have left out.
+            marks += [end for _, end in self._reasoning]
+        mark = max((mark for mark in marks if text.startswith(mark)), key=len, default="")
+        if not last and any(len(text) < len(own) and own.startswith(text) for own in marks):
+            return False
+        if not text:
+            if self._kept:
+                self._held = self._kept = ""
+            return False
+        self._is_first = False
+        if not mark:
+            return self._begin_content(found, text, last)
+        self._kept, self._fresh = "", True
+        if mark in self._begins:
+            self._held, self._state, self._end = text, "call", ""
+            self._open = [item for item in self._forms if item[0].begin == mark]
             return True
-        keep = _find_overlap(self._held, marks)
-        cut = len(self._held) - keep
-        self._add(found, part, self._held[:cut])
-        self._held = self._held[cut:]
-        return False
-
-    def _take_call(self, found: list[Fragment | ToolCall]) -> bool:
-        """Give the calls up to the mark that ends them."""
-        end = None if self._tools is None else self._tools.end
-        at = -1 if end is None else self._held.find(end)
-        if at < 0 or end is None:
-            return False
-        body, self._held = self._held[:at], self._held[at + len(end) :]
-        self._end_call(found, body)
-        self._state, self._fresh = "content", True
+        self._held = text[len(mark) :]
+        for pair in pairs:
+            if mark == pair[0]:
+                self._state = "reasoning" if pair in self._reasoning else "content"
+                self._end = pair[1]
         return True
 
-    def _end_call(self, found: list[Fragment | ToolCall], body: str) -> None:
-        assert self._tools is not None
-        calls = self._tools.parse(body)
-        if calls:
-            found += calls
-        else:
-            # It is no call: the client sees what the model wrote.
-            mark = "" if self._tools.bare else self._tools.begin[0]
-            found.append(Fragment("content", mark + body))
+    def _begin_content(self, found: Items, text: str, last: bool) -> bool:
+        if self._is_loose and not self._kept:
+            if not last and _is_beginning(text):
+                return False
+            if _BARE.match(text) or self._begins_list(text):
+                self._held, self._state = text, "call"
+                self._open = [(_BARE_JSON if _BARE.match(text) else _BARE_LIST, False)]
+                return True
+        if not self._kept:
+            self._end = ""
+        self._held, self._kept, self._state = self._kept + self._held, "", "content"
+        if self._end:
+            # What ended the content was part of it.
+            self._add(found, "content", self._end)
+            self._held = self._held[len(self._end) :]
+        return True
 
-    def _add(self, found: list[Fragment | ToolCall], part: Part, text: str) -> None:
-        if self._fresh and (self._reasoning is not None or self._tools is not None):
+    def _begins_list(self, text: str) -> bool:
+        found = _LIST.match(text)
+        return found is not None and found[1] in (self._tools or {})
+
+    def _read_reasoning(self, found: Items, last: bool) -> bool:
+        at = self._held.find(self._end)
+        if at < 0:
+            self._give(found, "reasoning", [self._end])
+            return False
+        self._add(found, "reasoning", self._held[:at])
+        self._held = self._held[at + len(self._end) :]
+        self._state, self._fresh = "between", True
+        for begin, end in self._wraps:
+            if begin == self._end:
+                self._state, self._end = "content", end
+        return True
+
+    def _read_content(self, found: Items, last: bool) -> bool:
+        """Give the text before the next mark."""
+        marks = [*self._begins, *([self._end] if self._end else [])]
+        if self._is_loose and not self._fence.is_open:
+            marks.append(_FENCE)
+        places = [(at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if not places:
+            self._give(found, "content", marks)
+            return False
+        at, _, mark = min(places)
+        text = self._held[:at]
+        self._held = self._held[at:]
+        if mark == self._end:
+            self._add(found, "content", text)
+            self._held = self._held[len(mark) :]
+            self._kept, self._state = mark, "between"
+            return True
+        said = text.rstrip("\n")
+        self._add(found, "content", self._blank * bool(said) + said)
+        self._blank = self._blank * (not said) + text[len(said) :]
+        if mark == _FENCE:
+            return self._open_fence(found, last)
+        self._state = "call"
+        self._open = [item for item in self._forms if item[0].begin == mark]
+        return True
+
+    def _open_fence(self, found: Items, last: bool) -> bool:
+        """See whether a fence holds calls."""
+        if self._fence.is_inline and not self._blank:
+            self._give_mark(found, _FENCE)
+            return True
+        opening = _OPENING.match(self._held)
+        rest = self._held[opening.end() :] if opening else ""
+        if not last and (
+            _OPENING_BEGINNING.match(self._held) or (opening and _BARE_BEGINNING.match(rest))
+        ):
+            return False
+        if opening is None or not _BARE.match(rest):
+            self._give_mark(found, _FENCE)
+            return True
+        self._state, self._open = "call", [(_BARE_JSON, False)]
+        return True
+
+    def _read_call(self, found: Items, last: bool) -> bool:
+        """Give the calls that the held text begins with."""
+        begin = self._open[0][0].begin
+        opening = None if begin else _OPENING.match(self._held)
+        start = len(begin) if opening is None else opening.end()
+        is_waiting = False
+        for form, is_own in self._open:
+            try:
+                calls, end = form.read(self._held, start, self._tools or {}, last=last)
+                if not is_own and not all(call.name in (self._tools or {}) for call in calls):
+                    continue
+                if opening is not None:
+                    end = self._close_fence(end, last)
+                if self._is_quoted(form, end, last):
+                    break
+            except NotWhole:
+                is_waiting = True
+                continue
+            except NoCall:
+                continue
+            found += calls
+            self._held, self._fresh, self._blank = self._held[end:], True, ""
+            self._state, self._open = "more", [(form, is_own)]
+            if opening is not None:
+                self._state = "between"
+            return True
+        if is_waiting and not last:
+            return False
+        # It is no call: the client sees what the model wrote.
+        self._state = "content"
+        self._give_mark(found, begin or (_FENCE if opening else self._held[:1]))
+        return True
+
+    def _close_fence(self, end: int, last: bool) -> int:
+        """Where the fence ends around calls that end at ``end``."""
+        closing = _CLOSING.match(self._held, end)
+        if closing is not None:
+            return closing.end()
+        rest = self._held[end:].strip()
+        if not last and _FENCE.startswith(rest):
+            raise NotWhole
+        raise NoCall
+
+    def _is_quoted(self, form: CallForm, end: int, last: bool) -> bool:
+        """Whether a call with marks stands in a code fence that is closed after it."""
+        if not self._fence.is_open:
+            return False
+        rest = self._held[end:].lstrip()
+        if form.end and rest.startswith(form.end):
+            rest = rest[len(form.end) :].lstrip()
+        elif not last and form.end.startswith(rest):
+            raise NotWhole
+        if not last and _FENCE.startswith(rest):
+            raise NotWhole
+        return rest.startswith(_FENCE)
+
+    def _read_more(self, found: Items, last: bool) -> bool:
+        """Give further calls up to the mark that ends them."""
+        form = self._open[0][0]
+        text = self._held.lstrip(" \t\r\n" + (";," if form.is_json else ""))
+        if form.end and text.startswith(form.end):
+            self._held, self._state = text[len(form.end) :], "between"
+            return True
+        if not last and (not text or form.end.startswith(text)):
+            return False
+        is_next = form.is_repeated and not (form.is_json and not text.startswith("{"))
+        try:
+            if not is_next or not text:
+                raise NoCall
+            calls, end = form.read(text, 0, self._tools or {}, last=last)
+            if not self._open[0][1] and not all(call.name in (self._tools or {}) for call in calls):
+                raise NoCall
+        except NotWhole:
+            return False
+        except NoCall:
+            self._state = "between"
+            return bool(self._held)
+        found += calls
+        self._held = text[end:]
+        return True
+
+    def _give(self, found: Items, part: Part, marks: Sequence[str]) -> None:
+        """Give what is held, but for what may become a mark, or an empty line before one."""
+        cut = len(self._held) - find_overlap(self._held, marks)
+        if part == "content" and self._begins:
+            cut = len(self._held[:cut].rstrip("\n"))
+        self._add(found, part, self._held[:cut])
+        self._held = self._held[cut:]
+
+    def _give_mark(self, found: Items, mark: str) -> None:
+        """Give a mark that is text, and the line breaks before it."""
+        self._add(found, "content", self._blank + mark)
+        self._held, self._blank = self._held[len(mark) :], ""
+
+    def _add(self, found: Items, part: Part, text: str) -> None:
+        if self._fresh and not self._is_plain:
             text = text.lstrip("\n")
         if text:
             self._fresh = False
+            if part == "content":
+                self._fence.add(text)
             found.append(Fragment(part, text))
+
+
+def _is_beginning(text: str) -> bool:
+    """Whether a text may go on to be a call without marks."""
+    return bool(_BARE_BEGINNING.match(text) or _LIST_BEGINNING.match(text))
+
+
+class _FenceTracker:
+    """Knows whether a text that comes in pieces is within a code fence."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+        """Before the line that is not whole."""
+        self._line = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the text ends within a fence."""
+        return self._is_open != self._line.lstrip().startswith(_FENCE)
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether something stands on the line already."""
+        return bool(self._line.strip())
+
+    def add(self, text: str) -> None:
+        """Take more of the text."""
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._is_open ^= line.lstrip().startswith(_FENCE)
+
+
+def make_plain_reader() -> AnswerReader:
+    """What takes a whole answer for content."""
+    return MarkedReader(Format(name="plain"))

@@ -13,7 +13,8 @@ from pi2.diagnostics import UserError
 from pi2.engine.answer import Constraint, TokenScore
 from pi2.engine.driver import stream_pieces
 from pi2.engine.scheduler import Ticket
-from pi2.serving.answer_reader import AnswerReader, Fragment
+from pi2.serving.answer_reader import AnswerReader, Fragment, make_plain_reader
+from pi2.serving.call_patterns import ToolCall
 from pi2.serving.constraints import make_constraint, write_call_grammar, write_json_grammar
 from pi2.serving.conversation import (
     Conversation,
@@ -24,7 +25,6 @@ from pi2.serving.conversation import (
 from pi2.serving.errors import ApiError, explain_user_error
 from pi2.serving.host import Host
 from pi2.serving.metrics import Metrics
-from pi2.serving.tool_formats import ToolCall
 
 End = Literal["stop", "length", "tool_calls"]
 _ENDS: Mapping[str, End] = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
@@ -65,7 +65,7 @@ class Ask:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """What is given of how tokens are drawn; the rest is the plan's."""
     make_constraint: Callable[[], Constraint] | None = None
-    make_reader: Callable[[], AnswerReader] = AnswerReader
+    make_reader: Callable[[], AnswerReader] = make_plain_reader
     shown_ids: frozenset[int] = frozenset()
     prompt_text: str | None = None
     """Text of a conversation, which may go on."""
@@ -116,7 +116,7 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
     prompt = _render_as_sampled(host, conversation)
     ids = host.replay.encode(prompt, model.encode_text)
     has_tools = bool(conversation.tools) and conversation.tool_choice != "none"
-    begins_inside = facts.reasoning is not None and prompt.rstrip().endswith(facts.reasoning[0])
+    tools = conversation.tools if has_tools else None
     grammar = None
     if has_tools and (conversation.tool_choice == "required" or conversation.named_tool):
         wanted = [
@@ -124,25 +124,27 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
             for tool in conversation.tools
             if conversation.named_tool in (None, tool.get("name"))
         ]
-        grammar = write_call_grammar(facts.tools, wanted, parallel=conversation.parallel_calls)
+        grammar = write_call_grammar(
+            facts,
+            wanted,
+            prompt=prompt,
+            is_parallel=conversation.parallel_calls,
+            may_reason=conversation.may_reason,
+        )
     elif conversation.json_schema is not None:
-        grammar = write_json_grammar(conversation.json_schema)
+        grammar = write_json_grammar(
+            facts,
+            conversation.json_schema,
+            prompt=prompt,
+            may_reason=conversation.may_reason,
+        )
     constraint = None
     if grammar is not None and not model.is_dry:
-        constraint = make_constraint(
-            host.find_vocabulary(),
-            grammar,
-            model.plan.model.shape.vocab,
-            reasoning_end=facts.reasoning_end if begins_inside else None,
-        )
+        constraint = make_constraint(host.find_vocabulary(), grammar, model.plan.model.shape.vocab)
     return Ask(
         prompt_ids=ids,
         make_constraint=constraint,
-        make_reader=lambda: AnswerReader(
-            tools=facts.tools if has_tools else None,
-            reasoning=facts.reasoning,
-            begins_inside=begins_inside,
-        ),
+        make_reader=lambda: facts.make_reader(tools=tools, prompt=prompt),
         shown_ids=facts.shown_ids,
         prompt_text=prompt,
         **ask,

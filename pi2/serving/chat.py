@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pi2.serving.answer_reader import Fragment
+from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
 from pi2.serving.conversation import (
     Conversation,
@@ -29,7 +30,6 @@ from pi2.serving.requests import (
 )
 from pi2.serving.sse import DONE, write_event
 from pi2.serving.token_scores import describe_chat_scores
-from pi2.serving.tool_formats import ToolCall
 
 
 def read_message(message: ChatMessage) -> dict[str, Any]:

@@ -55,6 +55,11 @@ class Conversation:
             raise ApiError(400, message, param="continue_final_message")
         return can if self.continues is None else self.continues
 
+    @property
+    def may_reason(self) -> bool:
+        """Whether the client asks for reasoning."""
+        return self.variables.get("enable_thinking") is True
+
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _OPEN = "\ue000\ue001"
@@ -173,7 +178,7 @@ def render_prompt(
             messages[number] = {"role": message["role"], "content": written[number]}
         elif message.get("tool_calls") and not facts.knows_tools:
             # Such a template would leave them out.
-            text = facts.tools.write_calls(list_calls(message))
+            text = facts.format.calls[0].write(list_calls(message))
             messages[number] = {
                 "role": message["role"],
                 "content": f"{message.get('content') or ''}{text}",
@@ -184,7 +189,7 @@ def render_prompt(
         if facts.knows_tools:
             variables["tools"] = wrapped
         else:
-            told = describe_tools(wrapped)
+            told = describe_tools(facts.format, wrapped)
             if messages and messages[0].get("role") == "system":
                 messages[0]["content"] = f"{messages[0]['content']}\n\n{told}"
             else:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from pi2.serving import request_fields
 from pi2.serving.answer_reader import Fragment
+from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
 from pi2.serving.conversation import (
     Conversation,
@@ -34,7 +35,6 @@ from pi2.serving.requests import (
     use_model,
 )
 from pi2.serving.sse import write_typed_events
-from pi2.serving.tool_formats import ToolCall
 
 
 class Message(Tolerant):

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from pi2.serving import request_fields
 from pi2.serving.answer_reader import Fragment
+from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
 from pi2.serving.conversation import (
     Conversation,
@@ -32,7 +33,6 @@ from pi2.serving.openai_schema import (
 from pi2.serving.request_fields import Fields, Tolerant, keep_tools
 from pi2.serving.requests import choose_sampling, limit_tokens, make_id
 from pi2.serving.sse import write_typed_events
-from pi2.serving.tool_formats import ToolCall
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
