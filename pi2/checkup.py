@@ -33,6 +33,7 @@ from pi2.plan.documents.backends import (
     find_unit_backend,
     list_backend_names,
 )
+from pi2.plan.documents.device import Unit
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.resolve import load_plan
 from pi2.sharing.resolver import LockedReferences
@@ -95,7 +96,7 @@ def examine_machine() -> Checkup:
         emulators=find_programs(EMULATORS),
         gpus=survey_devices(),
         kernel_cache=inspect_folder(find_cache_folder("kernels")),
-        backends=backends,
+        backends={name: found or find_device_obstacles(name) for name, found in backends.items()},
         only_emulated=frozenset(
             name
             for name, obstacles in backends.items()
@@ -116,6 +117,17 @@ def find_obstacles(name: str, machine: Machine) -> list[str]:
     except ImportError as error:
         return [f"cannot import it: {error}"]
     return backend.find_obstacles(frozenset[str](machine.features), machine.architecture)
+
+
+def find_device_obstacles(name: str) -> list[str]:
+    """What keeps every unit from a backend that computes on other devices than the processor."""
+    backend = find_backend(name)
+    if not hasattr(backend, "find_unit_obstacles") or len(backend.KINDS) != 1:
+        return []
+    unit = Unit.model_construct(kind=backend.KINDS[0], emulated=True)
+    found: list[str] = backend.find_unit_obstacles(unit)
+    reasons = "; ".join(reason.partition(" (")[0] for reason in found)  # without what to install
+    return [f"no device here: {reasons}"] if found else []
 
 
 def judge_plan(

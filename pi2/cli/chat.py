@@ -65,10 +65,10 @@ def check_template(model: LoadedModel, plan: Path) -> None:
             raise
         raise UserError.of(
             finding.code,
-            f"{model.plan.model.id} has no chat template: it continues texts, and answers none",
+            f"{model.plan.model.id} is a base model: it has no chat template",
             file=None if finding.span is None else finding.span.file,
-            help=f"`pi2 run {plan} --prompt TEXT` continues one; a chat model's "
-            "chat_template.jinja goes into the folder of its store",
+            help=f"use `pi2 run {plan} --prompt TEXT`; the chat_template.jinja of a chat model "
+            "goes into the folder of its store",
         ) from None
 
 

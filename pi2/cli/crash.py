@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 
@@ -49,6 +48,8 @@ def find_version(name: str) -> str:
 
 def write_log(text: str) -> Path | None:
     """Write ``text`` to a new file in the user's state folder, else in the temporary one."""
+    import tempfile
+
     for find in (lambda: find_state_folder(os.environ), lambda: Path(tempfile.gettempdir())):
         try:
             folder = find()

@@ -15,6 +15,7 @@ from typing import NoReturn, TextIO
 import click
 
 from pi2.cli.commands import LazyGroup, PipeClosed, make_verbose_option
+from pi2.cli.crash import find_version, report_crash
 from pi2.cli.streams import discard_output, open_streams
 from pi2.diagnostics import Diagnostic, UserError
 
@@ -22,14 +23,13 @@ CANNOT_RUN, BUG, INTERRUPTED, PIPE_CLOSED = 2, 3, 130, 141
 
 EPILOG = (
     "Exit codes: 0 fine, 1 findings, 2 cannot run, 3 a bug of pi2, 130 interrupted.  "
-    "PLAN is the path of a *.plan.toml file."
+    "PLAN is a *.plan.toml file, a model that was pulled or converted, a plan that comes with pi2, "
+    "such as demo, a GGUF file, or the folder of a checkpoint."
 )
 
 
 def _print_version(ctx: click.Context, option: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from pi2.cli.crash import find_version
-
         click.echo(f"pi2 {find_version('pi2')}")
         ctx.exit()
 
@@ -96,8 +96,6 @@ def run(arguments: Sequence[str]) -> int:
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a library's panic is no Exception
-        from pi2.cli.crash import report_crash
-
         report_crash(error, next((item for item in arguments if item[:1] != "-"), ""))
         return BUG
 

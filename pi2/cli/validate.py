@@ -68,6 +68,7 @@ def command(
 
     found: dict[Diagnostic, None] = {}
     sources: dict[str, str] = {}
+    own: set[str] = set()
     reuse = Reuse()
     paths = list_documents(_find_paths(files, found))
     for path in paths:
@@ -75,7 +76,12 @@ def command(
         report = check_file(path, name=display_path(path), resolver=resolver, reuse=reuse)
         found.update(dict.fromkeys([*report.diagnostics, *_check_store(report)]))
         sources.update(report.sources)
+        own.add(display_path(path))
     diagnostics = tuple(found)
+    own.update(item.span.file for item in diagnostics if item.span is not None)
+    sources = {
+        name: text for name, text in sources.items() if name in own or not _is_installed(name)
+    }
     render = find_renderer(output_format)
     colour = output_file is None and wants_colour(sys.stdout)
     text = render(diagnostics, colour=colour, sources=sources, find_page=_find_page)
@@ -90,7 +96,7 @@ def command(
         click.echo(err=True)
     click.echo(summarise(max(len(paths), len(files)), diagnostics), err=True)
     if diagnostics and output_format == "full":
-        click.echo(f"for more, run `pi2 explain {diagnostics[0].code}`", err=True)
+        click.echo(f"for more, run `pi2 explain {_find_worst(diagnostics).code}`", err=True)
     if any(item.code in CANNOT_READ for item in diagnostics):
         return 2
     return 1 if any(item.severity == "error" for item in diagnostics) else 0
@@ -112,6 +118,17 @@ def _check_store(report: Report) -> list[Diagnostic]:
     from pi2.store.agreement import list_store_findings
 
     return list_store_findings(report)
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a file came with pi2: nobody who checks a plan is told of those without findings."""
+    from pi2.plan.reading.references import find_shipped_folder
+
+    return Path(name).resolve().is_relative_to(find_shipped_folder())
+
+
+def _find_worst(diagnostics: Sequence[Diagnostic]) -> Diagnostic:
+    return min(diagnostics, key=lambda item: ("error", "warning", "note").index(item.severity))
 
 
 def _find_page(code: str) -> Page | None:

@@ -158,8 +158,8 @@ def read_chat_template(
             "the model has no chat template"
             + (f" called {wanted!r}{known}" if templates or name else ""),
             file=str(folder),
-            help="base models continue texts: `pi2 run PLAN --prompt TEXT`; a chat model's "
-            "chat_template.jinja goes into that folder",
+            help="a base model continues texts: use `pi2 run PLAN --prompt TEXT`; the "
+            "chat_template.jinja of a chat model goes into that folder",
         )
     return ChatTemplate(file, templates[wanted], tokens)
 

@@ -166,7 +166,11 @@ def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
     """
     if not folder.is_dir():
         raise UserError.of(
-            "P530", f"there is no checkpoint folder at {folder}", help="correct the path"
+            "P530",
+            f"{folder} is neither a checkpoint's folder nor a GGUF file"
+            if folder.exists()
+            else f"there is no file or folder {folder}",
+            help="give a folder with config.json and weights, or a GGUF file",
         )
     stated = read_json(folder / "config.json")
     config = unwrap_config(stated)

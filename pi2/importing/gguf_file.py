@@ -85,7 +85,9 @@ def read_gguf(path: Path) -> GgufFile:
                 return _Header(path, data, size).read()
     except FileNotFoundError:
         raise UserError.of(
-            "P530", f"there is no checkpoint at {path}", help="correct the path"
+            "P530",
+            f"there is no file or folder {path}",
+            help="give a folder with config.json and weights, or a GGUF file",
         ) from None
     except (OSError, ValueError) as error:
         raise _bad_file(path, getattr(error, "strerror", None) or str(error)) from None

@@ -341,7 +341,7 @@ def explain_errors(reference: HubReference) -> Iterator[None]:
             else f"the hub does not give {name}: {cause or error}",
             help="unset HF_HUB_OFFLINE"
             if offline
-            else "look at the network and HF_ENDPOINT; the same command keeps whole files",
+            else "check your connection and HF_ENDPOINT, then rerun: finished files are kept",
         ) from None
     except errors.HfHubHTTPError as error:
         refused = error.response.status_code in (401, 403)
@@ -364,12 +364,12 @@ def explain_errors(reference: HubReference) -> Iterator[None]:
         raise UserError.of(
             "P763",
             f"cannot reach the hub: {str(error) or type(error).__name__}",
-            help="look at the network and HF_ENDPOINT; the same command keeps whole files",
+            help="check your connection and HF_ENDPOINT, then rerun: finished files are kept",
         ) from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError.of(
             "P764",
             f"cannot write {error.filename or 'the download'}: {error.strerror or error}",
-            help="free some space; the same command keeps whole files" if full else None,
+            help="free some space, then rerun: finished files are kept" if full else None,
         ) from None

@@ -50,8 +50,8 @@ def report_tampering(path: Path, sha256: str) -> UserError:
     """A file whose bytes are not those that were locked."""
     return UserError.of(
         "P713",
-        f"the file is not the one that was locked: its SHA-256 is not {sha256[:12]}…",
-        help="delete it, then `pi2 profile add` fetches it again",
+        f"{path} is not the file that was locked: its SHA-256 is not {sha256[:12]}…",
+        help=f"delete {path}, then `pi2 profile add` fetches it again",
         file=str(path),
     )
 

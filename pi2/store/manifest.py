@@ -7,6 +7,7 @@ are Arrow files of the same contents is checked by ``pi2 store verify`` and by t
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
@@ -351,8 +352,8 @@ def read_manifest(folder: Path) -> Manifest:
         if not folder.exists():
             raise UserError.of(
                 "P501",
-                f"there is no neuron store at {folder}",
-                help="make one with `pi2 convert`, or correct the path",
+                f"there is no neuron store at {os.path.normpath(folder)}",
+                help=f"make it: `pi2 convert CHECKPOINT -o {os.path.normpath(folder)}`",
             )
         if not folder.is_dir():
             raise UserError.of("P501", f"{folder} is not a folder, so not a neuron store")

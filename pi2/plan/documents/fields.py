@@ -60,5 +60,7 @@ def suggest(word: str, known: Iterable[str]) -> str | None:
     """The known name nearest to ``word``, if one is near."""
     names = {name.lower(): name for name in islice(known, MAX_COMPARED)}
     cutoff = 0.6 if len(word) > 3 else 0.7  # two letters of three are no likeness: cpu, gpu
-    near = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=cutoff)
+    letters = sorted(word.lower())
+    turned = [name for name in names if sorted(name) == letters]  # hto, hot
+    near = turned or difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=cutoff)
     return names[near[0]] if near else None

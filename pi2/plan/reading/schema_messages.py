@@ -82,8 +82,10 @@ def explain_violation(
     elif kind in _LIMITS:
         limit = _LIMITS[kind].format(**{key: f"{bound:g}" for key, bound in context.items()})
         message = f"`{shown}` is {limit}, got {describe_value(value)}"
-        if kind == "less_than_equal" and context["le"] == 1 and 1 < value <= 100:
-            help_text = f"write {value / 100:g} for {value} %"
+        if kind == "less_than_equal" and context["le"] == 1:
+            message = f"`{shown}` must be 0 to 1, got {describe_value(value)}"
+            if 2 < value <= 100:
+                help_text = f"write {value / 100:g} for {value} %"
     elif kind == "too_short":
         message = f"`{shown}` needs at least {_count_entries(context.get('min_length', 1))}"
     elif kind in ("string_too_long", "string_too_short"):

@@ -114,7 +114,7 @@ _EXPLANATIONS = (
         "one `key = value` per line",
     ),
     ("Invalid value", "expected a value after `=`", "text needs quotes"),
-    ("Unterminated string", "the text has no closing quote", None),
+    ("Unterminated string", "unterminated string", "add the closing quotes"),
     ("Unclosed array", "the array has no closing bracket", "add a `]`"),
     ("Unclosed inline table", "the inline table has no closing brace", "add a `}`"),
     (
@@ -124,8 +124,8 @@ _EXPLANATIONS = (
     ),
     (
         "Illegal character '\\n'",
-        "the text ends at the line's end without a closing quote",
-        'texts of several lines stand in """',
+        "unterminated string",
+        'add the closing quote, or use """ for multi-line strings',
     ),
     ("Illegal character", "a control character is not allowed here", None),
 )

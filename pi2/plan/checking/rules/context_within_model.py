@@ -26,7 +26,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     yield Finding(
         path=("kv", "context"),
-        message=f"a context of {wanted} tokens, the model `{facts.model.id}` was made for {known}",
+        message=f"context {wanted} exceeds the limit of the model `{facts.model.id}`: {known}",
         help=f"write context = {known} or less",
         origins=(Origin(document="model", path=("shape", "context"), text=f"context = {known}"),),
     )

@@ -26,17 +26,17 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     if decode.predictor != "low-rank":
         key, value = "predictor", f'"{decode.predictor}"'
-        message = f"there are no scores to leave out a share of: predictor = {value}"
+        message = f"leave_out has no effect with predictor = {value}: it leaves out scores"
     elif decode.missing_threshold is not None:
         key, value = "missing_threshold", f"{decode.missing_threshold:g}"
-        message = f"the limit that it would find is stated: missing_threshold = {value}"
+        message = f"leave_out and missing_threshold = {value} exclude each other"
     else:
         return
     yield Finding(
         path=("decode", "leave_out"),
         message=message,
-        help="leave leave_out out"
+        help='remove leave_out, or write predictor = "low-rank"'
         if key == "predictor"
-        else "state one of them: leave_out for a quality, missing_threshold for a score",
+        else "remove one: leave_out states a quality, missing_threshold a score",
         origins=(Origin(document="plan", path=("decode", key), text=f"{key} = {value}"),),
     )

@@ -28,7 +28,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     yield Finding(
         path=("decode", "look_ahead"),
-        message=f'nothing can be predicted before attention with predictor = "{decode.predictor}"',
+        message=f'look_ahead = "{decode.look_ahead}" needs predictor = "low-rank" or "router", '
+        f'not "{decode.predictor}"',
         help='write look_ahead = "none"',
         origins=(
             Origin(

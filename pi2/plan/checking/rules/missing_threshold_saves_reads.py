@@ -27,15 +27,17 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     if decode.predictor != "low-rank":
         key, value = "predictor", f'"{decode.predictor}"'
-        message = f"there are no scores to compare it with: predictor = {value}"
+        message = f"missing_threshold has no effect with predictor = {value}: it compares scores"
     elif decode.missing_threshold <= decode.threshold:
         key, value = "threshold", f"{decode.threshold:g}"
-        message = f"it leaves nothing out: threshold = {value} is as high"
+        own = f"{decode.missing_threshold:g}"
+        message = f"missing_threshold = {own} has no effect: it must be above threshold = {value}"
     else:
         return
     yield Finding(
         path=("decode", "missing_threshold"),
         message=message,
-        help="leave missing_threshold out",
+        help="remove missing_threshold, or "
+        + ("raise it" if key == "threshold" else 'write predictor = "low-rank"'),
         origins=(Origin(document="plan", path=("decode", key), text=f"{key} = {value}"),),
     )

@@ -24,10 +24,12 @@ def check(facts: Facts) -> Iterator[Finding]:
     sparsity = facts.plan.sparsity
     if sparsity is None or (sparsity.target is None) != (sparsity.max_perplexity_increase is None):
         return
-    number = "no goal" if sparsity.target is None else "two goals"
+    message = "[sparsity] needs target or max_perplexity_increase"
+    if sparsity.target is not None:
+        message = "[sparsity] states target and max_perplexity_increase: one follows from the other"
     yield Finding(
         path=("sparsity",) if sparsity.target is None else ("sparsity", "target"),
-        message=f"{number}: target, or max_perplexity_increase",
-        help="for example target = 0.5",
+        message=message,
+        help="for example target = 0.5" if sparsity.target is None else "remove one of them",
         at="key",
     )
