@@ -10,6 +10,7 @@ from pathlib import Path
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.diagnostics.ignores import ProjectSettings, read_project, sift
 from pi2.lsp.place import contains
 from pi2.plan.checking.check import Report, check_file
 from pi2.plan.reading.references import Located, UnknownName, locate_document
@@ -44,8 +45,10 @@ class Checked:
     def report(self) -> Report:
         """Report of `pi2 validate`."""
         report = check_file(self.path, name=str(self.path), resolver=self.resolver, text=self.text)
-        found = list_store_findings(report)
-        return replace(report, diagnostics=(*report.diagnostics, *found)) if found else report
+        own = str(self.path)
+        found = (*report.diagnostics, *list_store_findings(report))
+        sifted = sift(found, report.sources, [own], _read_project(self.path.parent))
+        return replace(report, diagnostics=sifted.diagnostics)
 
     @cached_property
     def spans(self) -> SpanIndex:
@@ -132,3 +135,11 @@ class Checked:
         if ("extends",) in self.spans.values:
             return self.spans.values["extends",]
         return Span.of_file(str(self.path))
+
+
+def _read_project(folder: Path) -> ProjectSettings:
+    """The project's settings; none while somebody is writing them."""
+    try:
+        return read_project(folder)
+    except UserError:
+        return ProjectSettings()

@@ -109,6 +109,14 @@ def test_the_action_writes_reports(repository: Path) -> None:
     assert len(run["results"]) == 3
 
 
+def test_the_action_can_count_warnings_and_leave_out_what_is_known(repository: Path) -> None:
+    done = run_action(repository, files="plans/sound.plan.toml", strict="true")
+    assert (done.returncode, done.stderr) == (1, "1 file, 1 error\n")
+    (repository / "known.json").write_text('{"version": 1, "findings": []}')
+    done = run_action(repository, files="plans/sound.plan.toml", baseline="known.json")
+    assert (done.returncode, done.stderr) == (0, "1 file, 1 warning (0 in the baseline)\n")
+
+
 def test_the_action_fails_where_nothing_matches(repository: Path) -> None:
     done = run_action(repository, files="plan/*.toml")
     assert done.returncode == 2

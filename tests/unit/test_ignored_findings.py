@@ -1,0 +1,183 @@
+"""`pi2 validate` in the projects of plan authors: strict, with ignores, and with a baseline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.diagnostics import Diagnostic, Span
+from pi2.diagnostics.formats import list_formats
+from pi2.diagnostics.ignores import read_comments, sift
+
+CHUNK = 'schema_version = 2\nextends = ["demo"]\n[kv]\ncontext = 64\n[prefill]\nchunk = 128\n'
+"""A plan with one warning: P235 in its last line."""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plans/small.plan.toml"
+    path.parent.mkdir()
+    path.write_text(CHUNK)
+    return path
+
+
+def validate(*arguments: str) -> int:
+    return run(["validate", *arguments])
+
+
+def list_found(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[tuple[str, str, int]]:
+    capsys.readouterr()
+    validate("plans", "--output-format", "json", *arguments)
+    found = json.loads(capsys.readouterr().out)
+    return [(item["code"], item["severity"], item["span"]["line"]) for item in found]
+
+
+def test_warnings_count_if_somebody_says_so(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate("plans") == 0
+    assert validate("plans", "--strict") == validate("plans", "--warnings-as-errors") == 1
+    assert list_found(capsys, "--strict") == [("P235", "error", 6)]
+    (plan.parents[1] / "pyproject.toml").write_text("[tool.pi2]\nstrict = true\n")
+    assert validate("plans") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("chunk = 128", "chunk = 128  # pi2: ignore P235 (a short test)"),
+        ("chunk = 128", "# pi2: ignore P403, P235 (a short test)\n\nchunk = 128"),
+        ("chunk = 128", "#pi2:ignore P235 ( why )\n# remark\nchunk = 128"),
+    ],
+    ids=["its line", "the line before", "with remarks between"],
+)
+def test_a_comment_leaves_a_finding_out(
+    plan: Path, old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.write_text(CHUNK.replace(old, new))
+    assert "P235" not in [code for code, _, _ in list_found(capsys)]
+    assert validate("plans", "--strict") == ("P403" in new)  # which is not needed
+    assert "1 ignored" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("comment", "message"),
+    [
+        ("# pi2: ignore P235", "why is P235 ignored?"),
+        ("# pi2: ignore", "cannot be read"),
+        ("# pi2: ignore everything (why not)", "cannot be read"),
+        ("# pi2: ignore P403 (a claim)", "P403 is ignored here, but not found"),
+    ],
+)
+def test_an_ignore_has_a_reason_and_is_needed(
+    plan: Path, comment: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.write_text(CHUNK.replace("chunk = 128", f"chunk = 128 {comment}"))
+    assert ("P029", "warning", 6) in list_found(capsys)
+    validate("plans")
+    assert message in capsys.readouterr().out
+
+
+def test_texts_are_no_comments() -> None:
+    text = 'a = "# pi2: ignore P235 (x)"\nb = """\n# pi2: ignore P235 (x)\n"""\n'
+    assert read_comments("x", text) == ([], [])
+
+
+def test_comments_at_the_beginning_are_about_findings_without_a_line() -> None:
+    text = "# pi2: ignore P411 (no name)\nid = 1\n"
+    item = Diagnostic(code="P411", message="x", span=Span.of_file("x"))
+    assert sift([item], {"x": text}, ["x"]).diagnostics == ()
+    later = "id = 1\n# pi2: ignore P411 (no name)\nb = 2\n"
+    assert item in sift([item], {"x": later}, ["x"]).diagnostics
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        'ignore = ["P235"]',
+        'ignore = { P235 = "tests are short" }',
+        'per-file-ignores = { "plans/**" = ["P235"] }',
+        'per-file-ignores = { "small.plan.toml" = { P235 = "tests" } }',
+    ],
+)
+def test_a_project_leaves_codes_out(
+    plan: Path, settings: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (plan.parents[1] / "pyproject.toml").write_text(f"[tool.pi2]\n{settings}\n")
+    assert list_found(capsys, "--strict") == []
+
+
+def test_a_projects_ignore_that_nothing_needs_is_told_if_all_its_files_were_checked(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (plan.parent / "other.plan.toml").write_text(CHUNK.replace("128", "64"))
+    settings = '[tool.pi2.per-file-ignores]\n"plans/*" = ["P237"]\n"other*" = ["P235"]\n'
+    project = plan.parents[1] / "pyproject.toml"
+    project.write_text(settings)
+    assert ("P029", "warning", 2) in (found := list_found(capsys))
+    assert ("P029", "warning", 3) in found
+    capsys.readouterr()
+    validate(str(plan))
+    assert "P029" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["ignores = []", 'ignore = "P235"', 'ignore = ["chunks"]', "strict = 1", "baseline = 2"],
+)
+def test_wrong_settings_of_a_project_are_told(
+    plan: Path, settings: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (plan.parents[1] / "pyproject.toml").write_text(f"[tool.pi2]\n{settings}\n")
+    assert validate("plans") == 1
+    assert "error[P030]" in (said := capsys.readouterr().err) and "pyproject.toml:2" in said
+
+
+def test_a_baseline_leaves_out_what_was_there(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert validate("plans", "--write-baseline") == 2
+    assert validate("plans", "--baseline", "known.json", "--write-baseline") == 0
+    assert list_found(capsys, "--baseline", "known.json", "--strict") == []
+    plan.write_text("# a line more\n" + CHUNK)  # the same finding, further down
+    assert list_found(capsys, "--baseline", "known.json", "--strict") == []
+    plan.write_text(CHUNK.replace("context = 64", "context = 4096"))
+    assert [code for code, _, _ in list_found(capsys, "--baseline", "known.json")] == ["P202", "P231"]
+    validate("plans", "--baseline", "known.json")
+    assert "1 of the baseline mended" in capsys.readouterr().err
+
+
+def test_a_baseline_that_cannot_be_read_is_told(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert validate("plans", "--baseline", "none.json") == 2
+    Path("bad.json").write_text('{"version": 1}')
+    assert validate("plans", "--baseline", "bad.json") == 2
+    assert capsys.readouterr().err.count("error[P031]") == 2
+
+
+@pytest.mark.parametrize("form", list_formats())
+def test_every_format_follows(plan: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    validate("plans", "--output-format", form, "--strict")
+    assert "P235" in capsys.readouterr().out
+    plan.write_text(CHUNK.replace("chunk = 128", "chunk = 128  # pi2: ignore P235 (short)"))
+    validate("plans", "--output-format", form, "--strict")
+    assert "P235" not in capsys.readouterr().out
+
+
+def test_junit_has_no_files_of_the_installation(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validate("plans", "--output-format", "junit")
+    report = capsys.readouterr().out
+    assert report.count("<testcase") == 1 and "small.plan.toml" in report
+
+
+def test_the_page_that_is_advised_is_of_the_worst_finding(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.write_text(CHUNK + "[layers]\nhto = 0.1\n")
+    assert validate("plans") == 1
+    assert "`pi2 explain P101`" in capsys.readouterr().err
