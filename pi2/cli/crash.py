@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from pi2.caches import find_state_folder
@@ -50,7 +51,11 @@ def write_log(text: str) -> Path | None:
     """Write ``text`` to a new file in the user's state folder, else in the temporary one."""
     import tempfile
 
-    for find in (lambda: find_state_folder(os.environ), lambda: Path(tempfile.gettempdir())):
+    finders: tuple[Callable[[], Path], ...] = (
+        lambda: find_state_folder(os.environ),
+        lambda: Path(tempfile.gettempdir()),
+    )
+    for find in finders:
         try:
             folder = find()
             folder.mkdir(parents=True, exist_ok=True)

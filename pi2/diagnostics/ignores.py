@@ -101,7 +101,12 @@ def read_project(folder: Path) -> ProjectSettings:
 
 def _read_table(file: Path, text: str, table: Any) -> ProjectSettings:
     name = os.path.relpath(file)
-    wanted = {"strict": bool, "baseline": str, "ignore": (list, dict), "per-file-ignores": dict}
+    wanted: dict[str, type | tuple[type, ...]] = {
+        "strict": bool,
+        "baseline": str,
+        "ignore": (list, dict),
+        "per-file-ignores": dict,
+    }
     if not isinstance(table, dict):
         raise _report(name, text, "tool.pi2", "[tool.pi2] is a table")
     for key, value in table.items():

@@ -144,7 +144,8 @@ def test_a_baseline_leaves_out_what_was_there(
     plan.write_text("# a line more\n" + CHUNK)  # the same finding, further down
     assert list_found(capsys, "--baseline", "known.json", "--strict") == []
     plan.write_text(CHUNK.replace("context = 64", "context = 4096"))
-    assert [code for code, _, _ in list_found(capsys, "--baseline", "known.json")] == ["P202", "P231"]
+    found = list_found(capsys, "--baseline", "known.json")
+    assert [code for code, _, _ in found] == ["P202", "P231"]
     validate("plans", "--baseline", "known.json")
     assert "1 of the baseline mended" in capsys.readouterr().err
 
