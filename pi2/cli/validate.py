@@ -82,7 +82,6 @@ def command(
     from pi2.diagnostics.ignores import read_project, sift
     from pi2.plan.toml.source import CANNOT_READ
 
-    del offline  # checking never uses the network
     project = read_project(files[0].parent)
     baseline = baseline or project.baseline
     if writes and baseline is None:
