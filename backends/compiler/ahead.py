@@ -40,8 +40,7 @@ def aim(target: tvm.target.Target, triple: str) -> tvm.target.Target:
 def compile_threads(triple: str, folder: Path) -> Path:
     """Write the object file of ``threads.ll`` into ``folder``."""
     code = Path(__file__).with_name("threads.ll").read_text()
-    number = _FUTEX[triple.partition("-")[0]]
-    return _compile_text(code.replace("i64 FUTEX", f"i64 {number}"), triple, folder / "threads.o")
+    return compile_text(code, triple, folder / "threads.o")
 
 
 def compile_stub(triple: str, folder: Path) -> Path:
@@ -51,11 +50,12 @@ def compile_stub(triple: str, folder: Path) -> Path:
     ``libc.so``.  A library of that name, linked of this, is all that the build needs of it.
     """
     code = "".join(f"define void @{name}() {{\n  ret void\n}}\n" for name in C_LIBRARY)
-    return _compile_text(code, triple, folder / "stub.o")
+    return compile_text(code, triple, folder / "stub.o")
 
 
-def _compile_text(text: str, triple: str, output: Path) -> Path:
-    """Compile LLVM's assembly."""
+def compile_text(text: str, triple: str, output: Path) -> Path:
+    """Compile LLVM's assembly, in which FUTEX is the number of the system call."""
+    text = text.replace("i64 FUTEX", f"i64 {_FUTEX[triple.partition('-')[0]]}")
     target = f"{{\\22kind\\22: \\22llvm\\22, \\22mtriple\\22: \\22{triple}\\22}}"
     # TVM's loader takes the machine from there.
     text += f'\n!llvm.module.flags = !{{!0}}\n!0 = !{{i32 4, !"tvm_target", !"{target}"}}\n'

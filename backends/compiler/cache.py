@@ -61,7 +61,9 @@ def compute_key(spec: Spec, triple: str | None = None) -> str:
     digest = hashlib.sha256()
     folders = (Path(__file__).parent, _find_sources(spec))
     layout = Path(pi2.__file__).parent / "plan" / "weights" / "layout.py"
-    for path in (*(path for folder in folders for path in sorted(folder.glob("*.py"))), layout):
+    sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    sources += sorted(folders[1].rglob("*.ll"))
+    for path in (*sources, layout):
         digest.update(path.name.encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     for package in ("apache-tvm", "apache-tvm-ffi"):

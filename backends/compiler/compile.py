@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import tvm
 from tvm import s_tir, tirx
@@ -49,34 +49,56 @@ class Program(Protocol):
         """Return what emits each function, by name."""
 
 
-def lower(module: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
-    """Turn functions into what the code generator takes.
+@runtime_checkable
+class OwnProgram(Protocol):
+    """Functions of a library that tvm_ffi does not call: they have no signatures."""
+
+    @property
+    def target(self) -> tvm.target.Target:
+        """The machine that they run on."""
+
+    def write_objects(
+        self, folder: Path, target: tvm.target.Target, report: Callable[[str, float], None]
+    ) -> list[Path]:
+        """Write object files for ``target``; ``report`` as for `compile_library`."""
+
+
+def lower(
+    module: tvm.IRModule, target: tvm.target.Target, *, packed: bool = True
+) -> tvm.IRModule:
+    """Turn functions into what the code generator takes; ``packed``: as tvm_ffi calls them.
 
     They are explicit loops and vectors over flat buffers: the passes of the default
     pipeline that look for such structure have nothing to find here.  FlattenBuffer in particular
     turns vector loads into gathers (it adds a vector of zeros to every index), from which LLVM
     needs seconds to recover.
     """
+    calls = [
+        tirx.transform.AnnotateEntryFunc(),
+        tirx.transform.SplitHostDevice(),
+        tirx.transform.MakePackedAPI(),
+    ]
     passes = [
         tirx.transform.BindTarget(target.with_host(target)),
         s_tir.transform.ConvertBlocksToOpaque(),
         s_tir.transform.LowerOpaqueBlock(),
-        tirx.transform.AnnotateEntryFunc(),
-        tirx.transform.SplitHostDevice(),
-        tirx.transform.MakePackedAPI(),
+        *(calls if packed else []),
         tirx.transform.LowerTVMBuiltin(),
         tirx.transform.LowerIntrin(),
     ]
     return tvm.ir.transform.Sequential(passes)(module)
 
 
-def generate(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
+def generate(
+    module: tvm.IRModule, target: tvm.target.Target, *, packed: bool = True
+) -> tvm.runtime.Module:
     """Return machine code for functions."""
-    return tvm.get_global_func("target.build.llvm")(lower(module, target), target)
+    lowered = lower(module, target, packed=packed)
+    return tvm.get_global_func("target.build.llvm")(lowered, target)
 
 
 def compile_library(
-    program: Program,
+    program: Program | OwnProgram,
     output: Path,
     report: Callable[[str, float], None],
     triple: str | None = None,
@@ -87,12 +109,15 @@ def compile_library(
     ``report`` is called with what was done and the share of it.  Returns what went wrong with each
     linker if none works.
     """
-    functions, target = program.list_functions(), program.target
+    target = program.target
     if triple is not None:
         target = aim(target, triple)
     signatures: dict[str, Signature] = {}
     with tempfile.TemporaryDirectory() as folder:
         files: list[Path] = []
+        functions = {} if isinstance(program, OwnProgram) else program.list_functions()
+        if isinstance(program, OwnProgram):
+            files += program.write_objects(Path(folder), target, report)
         for name, emit in functions.items():
             function, signatures[name] = make_bindable_function(name, emit)
             files.append(Path(folder) / f"{name}.o")
@@ -112,7 +137,8 @@ def compile_library(
             linkers = [(name, (*options, "-z", "defs")) for name, options in linkers]
         failures = failures or link(files, output, linkers)
     if not failures:
-        find_signatures(output).write_text(write_signatures(signatures))
+        if signatures:
+            find_signatures(output).write_text(write_signatures(signatures))
         report("linked", 1.0)
     return failures
 
@@ -144,7 +170,7 @@ def link(
 def main(arguments: list[str]) -> int:
     """Compile and link; see the module's docstring."""
     module, spec_path, output = arguments[0], Path(arguments[1]), Path(arguments[2])
-    program: Program = importlib.import_module(module).read_program(spec_path.read_text())
+    program: Program | OwnProgram = importlib.import_module(module).read_program(spec_path.read_text())
 
     def report(label: str, share: float) -> None:
         print(json.dumps({"label": label, "share": share}), flush=True)

@@ -1,0 +1,128 @@
+"""Products of bytes on each instruction set: what `rows` needs of a processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.tirx import Shuffle
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.products import emit_vpdpbusd
+
+CHUNK = 16
+"""Elements that always have the same scale."""
+
+
+def pick(value: v.Expr, lanes: int, places: Sequence[int]) -> v.Expr:
+    """Return the lanes ``places`` of a vector of ``lanes``."""
+    # As many lanes have to be given as are taken.
+    copies = -(-len(places) // lanes)
+    return Shuffle([value] * copies, list(places))
+
+
+def join(values: Sequence[v.Expr], lanes: int) -> v.Expr:
+    """Return vectors of ``lanes`` one after another."""
+    if len(values) == 1:
+        return values[0]
+    return Shuffle(list(values), list(range(len(values) * lanes)))
+
+
+def as_bytes(value: v.Expr, dtype: str, size: int) -> v.Expr:
+    """Return the same bits as ``dtype`` int8 or uint8."""
+    return v.reinterpret(value, dtype, size)
+
+
+class Machine:
+    """Products on registers of ``width`` bytes."""
+
+    def __init__(self, isa: Isa) -> None:
+        self.isa = isa
+        self.dot = isa.dot
+        self.width = 4 * isa.lanes
+        self.lanes = isa.lanes
+        self.is_arm = isa.dot == "sdot" or isa.name == "neon"
+        self.pairs = isa.dot in ("vnni", "maddubs")
+        """Whether products of two bytes are added to 16 bits, and scaled there."""
+
+    def spread_scales(self, scales: v.Expr, count: int, chunks: Sequence[int]) -> v.Expr:
+        """Return what `add_scaled` takes: of ``count`` int16 scales of a block those of
+        ``chunks``."""
+        places = [chunk * count // 16 for chunk in chunks]
+        each = CHUNK // (2 if self.pairs else 4)
+        spread = [place for place in places for _ in range(each)]
+        picked = pick(scales, count, spread)
+        return picked if self.pairs else v.cast(picked, "int32", len(spread))
+
+    def flip(self, weights: v.Expr, codes: v.Expr, size: int) -> v.Expr:
+        """Return ``codes`` with the signs of ``weights``."""
+        if self.dot == "maddubs" and size in (16, 32):
+            name = {16: "llvm.x86.ssse3.psign.b.128", 32: "llvm.x86.avx2.psign.b"}[size]
+            return T.call_llvm_pure_intrin(f"int8x{size}", name, codes, weights)
+        zero = v.constant(0, "int8", size)
+        return T.Select(weights < zero, zero - codes, codes)
+
+    def measure(self, weights: v.Expr, size: int) -> v.Expr:
+        """Return the sizes of signed bytes as unsigned ones."""
+        zero = v.constant(0, "int8", size)
+        return as_bytes(T.Select(weights < zero, zero - weights, weights), "uint8", size)
+
+    def add_pairs(self, weights: v.Expr, codes: v.Expr, size: int) -> v.Expr:
+        """Return sums of two products each of unsigned and signed bytes, int16 [size / 2]."""
+        name = {
+            64: "llvm.x86.avx512.pmaddubs.w.512",
+            32: "llvm.x86.avx2.pmadd.ub.sw",
+            16: "llvm.x86.ssse3.pmadd.ub.sw.128",
+        }[size]
+        weights = as_bytes(weights, "int8", size)
+        return T.call_llvm_pure_intrin(f"int16x{size // 2}", name, weights, codes)
+
+    def add_words(self, total: v.Expr, first: v.Expr, second: v.Expr, lanes: int) -> v.Expr:
+        """Return ``total`` int32 [lanes] plus two products each of int16."""
+        if self.dot == "vnni":
+            name = f"llvm.x86.avx512.vpdpwssd.{32 * lanes}"
+            return T.call_llvm_pure_intrin(f"int32x{lanes}", name, total, first, second)
+        if self.pairs:
+            name = {
+                16: "llvm.x86.avx512.pmaddw.d.512",
+                8: "llvm.x86.avx2.pmadd.wd",
+                4: "llvm.x86.sse2.pmadd.wd",
+            }[lanes]
+            return total + T.call_llvm_pure_intrin(f"int32x{lanes}", name, first, second)
+        wide = v.let(v.cast(first, "int32", 2 * lanes) * v.cast(second, "int32", 2 * lanes))
+        even = pick(wide, 2 * lanes, range(0, 2 * lanes, 2))
+        return total + even + pick(wide, 2 * lanes, range(1, 2 * lanes, 2))
+
+    def add_scaled(
+        self, total: v.Expr, weights: v.Expr, codes: v.Expr, scales: v.Expr
+    ) -> v.Expr:
+        """Return ``total`` int32 [lanes] plus products of ``width`` bytes, times their scales.
+
+        On x86 weights are unsigned and at most 128; elsewhere they are signed.
+        """
+        if self.pairs:
+            products = self.add_pairs(weights, codes, self.width)
+            return self.add_words(total, products, scales, self.lanes)
+        zero = v.constant(0, "int32", self.lanes)
+        return total + self.add_bytes(zero, weights, codes, self.width) * scales
+
+    def add_bytes(self, total: v.Expr, weights: v.Expr, codes: v.Expr, size: int) -> v.Expr:
+        """Return ``total`` int32 [size / 4] plus 4 products each of ``size`` bytes; weights as
+        for `add_scaled`, but any unsigned byte with VNNI."""
+        lanes = size // 4
+        if self.dot == "vnni":
+            return emit_vpdpbusd(total, weights, codes, lanes)
+        if self.dot == "maddubs":
+            ones = v.constant(1, "int16", 2 * lanes)
+            return self.add_words(total, self.add_pairs(weights, codes, size), ones, lanes)
+        if self.dot == "sdot":
+            name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+            weights = as_bytes(weights, "int8", size)
+            return T.call_llvm_pure_intrin("int32x4", name, total, weights, codes)
+        kind = "int8" if self.is_arm else "uint8"
+        wide = v.let(
+            v.cast(as_bytes(weights, kind, size), "int16", size) * v.cast(codes, "int16", size)
+        )
+        parts = [v.cast(pick(wide, size, range(k, size, 4)), "int32", lanes) for k in range(4)]
+        return total + parts[0] + parts[1] + parts[2] + parts[3]

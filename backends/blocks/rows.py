@@ -1,0 +1,293 @@
+"""Rows of weights times tokens, and rows as they are: kernels of a format.
+
+Integer sums of a block are exact; what rounds are their products with the scales, added up block
+by block in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
+from pi2.backends.blocks.tables import Table
+from pi2.backends.blocks.unpacking import Unpacking
+from pi2.backends.blocks.unpacking.block import Block, Part, Source
+from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.isa import Isa
+
+FEW = 4
+"""Tokens that share the unpacking of weights."""
+
+
+class _Token:
+    """A token's activations: codes, and places of what belongs to them."""
+
+    def __init__(self, table: Table, codes: v.Buffer, number: v.Expr, length: v.Expr) -> None:
+        self.codes = codes
+        self.number = number
+        self.base = v.let(number * table.take("x_stride"))
+        self.length = length
+
+    def load(self, place: v.Expr, size: int) -> v.Expr:
+        """Return codes from an element on."""
+        return v.let(v.load_as(self.codes, self.base + place, "int8", size))
+
+    def load_as(self, place: v.Expr, dtype: str, lanes: int = 1) -> v.Expr:
+        """Return numbers that lie so many bytes behind the first code."""
+        return v.let(v.load_as(self.codes, self.base + place, dtype, lanes))
+
+
+def emit_multiply(isa: Isa, unpacking: Unpacking, together: int, table: Table) -> None:
+    """``y[t, r]`` = (weights of row r) . x[t] x factor + bias[r], added to what is there where
+    ``added`` says so; ``together`` tokens share a row."""
+    machine = Machine(isa)
+    weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
+    codes = table.take_array("x", "uint8")
+    blocks, tokens = table.take("blocks"), table.take("tokens")
+    length = v.let(blocks * unpacking.elements)
+    results = _Results(table)
+    with T.serial((tokens + together - 1) // together) as tile:
+        numbers = [v.let(T.min(tile * together + k, tokens - 1)) for k in range(together)]
+        with T.serial(table.first, table.end) as row:
+            start = v.let(row * blocks * unpacking.size)
+            taken = [_Token(table, codes, number, length) for number in numbers]
+            if unpacking.floats is not None:
+                sums = _emit_floats(unpacking, weights, start, taken, length)
+            elif unpacking.elements == 32:
+                sums = _emit_groups(machine, unpacking, weights, grid, start, taken, blocks)
+            else:
+                sums = _emit_super_blocks(machine, unpacking, weights, grid, start, taken, blocks)
+            for own, total in zip(taken, sums, strict=True):
+                results.put(own.number, row, total)
+
+
+class _Results:
+    """Where sums go."""
+
+    def __init__(self, table: Table) -> None:
+        self._y = table.take_array("y", "float32")
+        self._stride = table.take("y_stride")
+        self._bias = table.take_array("bias", "float32")
+        self._has_bias = table.take("has_bias")
+        self._added = table.take("added")
+        self._factor = table.take_float("factor")
+
+    def put(self, token: v.Expr, row: v.Expr, total: v.Expr) -> None:
+        """Store a sum."""
+        cell = v.Cell(total)
+        with T.If(self._has_bias != T.int64(0)), T.Then():
+            cell.set(cell.get() + self._bias[row])
+        place = v.let(token * self._stride + row)
+        value = v.let(cell.get() * self._factor)
+        with T.If(self._added != T.int64(0)):
+            with T.Then():
+                T.buffer_store(self._y, self._y[place] + value, [place])
+            with T.Else():
+                T.buffer_store(self._y, value, [place])
+
+
+def _emit_floats(
+    unpacking: Unpacking,
+    weights: v.Buffer,
+    start: v.Expr,
+    tokens: Sequence[_Token],
+    length: v.Expr,
+) -> list[v.Expr]:
+    """Floats times floats, 16 at a time, and what is left one by one."""
+    assert unpacking.floats is not None
+    read, lanes = unpacking.floats, 16
+    cells = [(v.Cell(v.constant(0.0, "float32", lanes)), v.Cell(T.float32(0.0))) for _ in tokens]
+    whole = v.let(length // lanes)
+    with T.serial(whole) as block:
+        row = v.let(read(weights, start + block * (lanes * unpacking.size), lanes))
+        for token, (wide, _) in zip(tokens, cells, strict=True):
+            wide.set(T.fma(row, token.load_as(block * (4 * lanes), "float32", lanes), wide.get()))
+    with T.serial(whole * lanes, length) as element:
+        row = v.let(read(weights, start + element * unpacking.size, 1))
+        for token, (_, rest) in zip(tokens, cells, strict=True):
+            rest.set(rest.get() + row * token.load_as(element * 4, "float32"))
+    return [v.add_lanes(wide.get(), "float32", lanes) + rest.get() for wide, rest in cells]
+
+
+def _emit_super_blocks(
+    machine: Machine,
+    unpacking: Unpacking,
+    weights: v.Buffer,
+    grid: v.Buffer,
+    start: v.Expr,
+    tokens: Sequence[_Token],
+    blocks: v.Expr,
+) -> list[v.Expr]:
+    lanes = machine.lanes
+    totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
+    low_sums = [v.Cell(v.constant(0.0, "float32", 4)) for _ in tokens]
+    length = tokens[0].length
+    with T.serial(blocks) as number:
+        base = v.let(start + number * unpacking.size)
+        block = unpacking.open(Source(machine, weights, base, grid))
+        spread = None
+        if block.scales is not None:
+            spread = [
+                v.let(machine.spread_scales(block.scales, block.scale_count, part.chunks))
+                for part in block.parts
+            ]
+        sizes = None
+        if block.is_signed and not machine.is_arm:
+            sizes = [v.let(machine.measure(part.weights, machine.width)) for part in block.parts]
+        for index, token in enumerate(tokens):
+            total = v.constant(0, "int32", lanes)
+            for place, part in enumerate(block.parts):
+                codes = token.load(number * 256 + place * machine.width, machine.width)
+                own = part.weights
+                if sizes is not None:
+                    codes = v.let(machine.flip(own, codes, machine.width))
+                    own = sizes[place]
+                if spread is None:
+                    total = v.let(machine.add_bytes(total, own, codes, machine.width))
+                else:
+                    total = v.let(machine.add_scaled(total, own, codes, spread[place]))
+            scale = v.let(token.load_as(length + number * 4, "float32"))
+            factor = v.splat(block.scale * scale, lanes)
+            cell = totals[index]
+            cell.set(T.fma(v.cast(total, "float32", lanes), factor, cell.get()))
+            found = _add_mins(machine, block, token, number, length)
+            if found is not None:
+                mins, min_scale = found
+                low_cell = low_sums[index]
+                factor = v.splat(T.float32(0.0) - min_scale * scale, 4)
+                low_cell.set(T.fma(v.cast(mins, "float32", 4), factor, low_cell.get()))
+    return [
+        v.add_lanes(total.get(), "float32", lanes) + v.add_lanes(own.get(), "float32", 4)
+        for total, own in zip(totals, low_sums, strict=True)
+    ]
+
+
+def _add_mins(
+    machine: Machine, block: Block, token: _Token, number: v.Expr, length: v.Expr
+) -> tuple[v.Expr, v.Expr] | None:
+    """Return sums int32 [4] of minima times sums of codes, and their scale; None without."""
+    mins, min_scale, count = block.mins, block.min_scale, block.scale_count
+    if mins is None:
+        if not block.offset:
+            return None
+        mins, min_scale = block.scales, block.scale * T.float32(float(block.offset))
+        if mins is None:
+            mins = v.constant(1, "int16", count)
+    assert min_scale is not None
+    sums = v.let(length + v.let(length // 64))
+    place = sums + number * 32 if count == 16 else sums + v.let(length // 8) + number * 16
+    codes = token.load_as(place, "int16", count)
+    zero = v.constant(0, "int32", 4)
+    if count == 8:
+        return v.let(machine.add_words(zero, mins, codes, 4)), min_scale
+    total = zero
+    for half in range(2):
+        places = range(8 * half, 8 * half + 8)
+        own, ours = v.let(pick(mins, 16, places)), v.let(pick(codes, 16, places))
+        total = v.let(machine.add_words(total, own, ours, 4))
+    return total, min_scale
+
+
+def _emit_groups(
+    machine: Machine,
+    unpacking: Unpacking,
+    weights: v.Buffer,
+    grid: v.Buffer,
+    start: v.Expr,
+    tokens: Sequence[_Token],
+    blocks: v.Expr,
+) -> list[v.Expr]:
+    size = min(machine.width, 32)
+    lanes = size // 4
+    totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
+    low_sums = [v.Cell(T.float32(0.0)) for _ in tokens]
+    length = tokens[0].length
+    with T.serial(blocks) as number:
+        base = v.let(start + number * unpacking.size)
+        block = unpacking.open(Source(machine, weights, base, grid))
+        parts, offset, flips = _prepare_group(machine, block, size)
+        for index, token in enumerate(tokens):
+            total = v.constant(0, "int32", lanes)
+            if offset:
+                summed = token.load_as(length + length // 4 + number * 4, "int32")
+                first = [summed * T.int32(-offset), *[T.int32(0)] * (lanes - 1)]
+                total = v.let(join(first, 1))
+            for place, (own, part) in enumerate(zip(parts, block.parts, strict=True)):
+                codes = token.load(number * 32 + place * size, size)
+                if flips:
+                    codes = v.let(machine.flip(part.weights, codes, size))
+                total = v.let(machine.add_bytes(total, own, codes, size))
+            scale = token.load_as(length + number * 4, "float32")
+            factor = v.splat(block.scale * scale, lanes)
+            cell = totals[index]
+            cell.set(T.fma(v.cast(total, "float32", lanes), factor, cell.get()))
+            if block.min_scale is not None:
+                summed = token.load_as(length + length // 8 + number * 4, "float32")
+                own_cell = low_sums[index]
+                own_cell.set(T.fma(block.min_scale, summed, own_cell.get()))
+    return [
+        v.add_lanes(total.get(), "float32", lanes) + own.get()
+        for total, own in zip(totals, low_sums, strict=True)
+    ]
+
+
+def _prepare_group(
+    machine: Machine, block: Block, size: int
+) -> tuple[list[v.Expr], int, bool]:
+    """Return what is multiplied of a group, what to take off it, and whether codes take the
+    weights' signs."""
+    if not block.is_signed or machine.is_arm:
+        return [part.weights for part in block.parts], block.offset, False
+    if machine.dot == "vnni":
+        flipped = [
+            v.let(as_bytes(part.weights, "uint8", size) ^ v.constant(0x80, "uint8", size))
+            for part in block.parts
+        ]
+        return flipped, 128, False
+    return [v.let(machine.measure(part.weights, size)) for part in block.parts], 0, True
+
+
+def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:
+    """``y[t]`` = row ``numbers[t]`` of the weights x factor, as float32."""
+    machine = Machine(isa)
+    weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
+    numbers, y = table.take_array("numbers", "int32"), table.take_array("y", "float32")
+    stride, blocks, factor = table.take("y_stride"), table.take("blocks"), table.take_float("factor")
+    with T.serial(table.first, table.end) as token:
+        start = v.let(v.wide(numbers[token]) * blocks * unpacking.size)
+        target = v.let(token * stride)
+        with T.serial(blocks) as number:
+            base = v.let(start + number * unpacking.size)
+            place = v.let(target + number * unpacking.elements)
+            if unpacking.floats is not None:
+                T.buffer_store(y, unpacking.floats(weights, base, 1) * factor, [place])
+            else:
+                block = unpacking.open(Source(machine, weights, base, grid))
+                for part in block.parts:
+                    _emit_decode(machine, block, part, y, place, factor)
+
+
+def _emit_decode(
+    machine: Machine, block: Block, part: Part, y: v.Buffer, place: v.Expr, factor: v.Expr
+) -> None:
+    """Store the numbers of a register, times ``factor``."""
+    size = 16 * len(part.chunks)
+    for index, chunk in enumerate(part.chunks):
+        codes = pick(part.weights, size, range(16 * index, 16 * index + 16))
+        values = v.cast(codes, "float32", 16)
+        if block.offset:
+            values = values - v.constant(float(block.offset), "float32", 16)
+        scale, least = block.scale, block.min_scale
+        own = chunk * block.scale_count // 16
+        if block.scales is not None:
+            scale = scale * v.cast(v.take_lane(block.scales, own), "float32", 1)
+        values = values * v.splat(v.let(scale), 16)
+        if block.mins is not None:
+            assert least is not None
+            lowest = v.let(least * v.cast(v.take_lane(block.mins, own), "float32", 1))
+            values = values - v.splat(lowest, 16)
+        elif least is not None:
+            values = values + v.splat(least, 16)
+        v.store(y, place + 16 * chunk, values * v.splat(factor, 16), 16)

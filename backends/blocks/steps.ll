@@ -1,0 +1,247 @@
+; Runs instructions of a program on all threads, with a barrier after those that say so.
+;
+; An instruction is 64 bytes: a kernel, a pointer to its arguments, how many items it has, how many
+; of them a thread takes at a time, the next item to take, and whether all threads wait after it.
+; Worker threads are made by whoever loads the library: each calls `pi2_blocks_work`, which returns
+; after `pi2_blocks_stop`.  One run has the workers at a time; another one meanwhile computes alone.
+; Threads that wait look SPINS times, then sleep (futex of Linux).
+
+%instruction = type { ptr, ptr, i64, i64, i64, i64, i64, i64 }
+
+@generation = internal global i32 0, align 64  ; counts runs
+@sleepers = internal global i32 0, align 64    ; workers that sleep, or are about to
+@busy = internal global i32 0, align 64        ; whether a run has the workers
+@arrived = internal global i32 0, align 64     ; threads at the barrier
+@phase = internal global i32 0, align 64       ; counts barriers
+@resting = internal global i32 0, align 64     ; threads that sleep at the barrier
+@stopped = internal global i32 0
+@count = internal global i32 1
+@spins = internal global i32 1000
+@program = internal global ptr null
+@first = internal global i64 0
+@last = internal global i64 0
+
+declare i64 @syscall(i64, ...)
+PAUSE_DECLARATION
+
+define internal void @sleep_while(ptr %word, i32 %value) {
+  ; FUTEX_WAIT | FUTEX_PRIVATE_FLAG; a word that has changed returns at once
+  %done = call i64 (i64, ...) @syscall(i64 FUTEX, ptr %word, i64 128, i32 %value, ptr null)
+  ret void
+}
+
+define internal void @wake_all(ptr %word) {
+  ; FUTEX_WAKE | FUTEX_PRIVATE_FLAG
+  %done = call i64 (i64, ...) @syscall(i64 FUTEX, ptr %word, i64 129, i32 2147483647, ptr null)
+  ret void
+}
+
+define internal void @wait_all(i32 %threads) {
+entry:
+  %alone = icmp eq i32 %threads, 1
+  br i1 %alone, label %done, label %arrive
+
+arrive:
+  %now = load atomic i32, ptr @phase acquire, align 4
+  %before = atomicrmw add ptr @arrived, i32 1 acq_rel
+  %others = sub i32 %threads, 1
+  %is_last = icmp eq i32 %before, %others
+  br i1 %is_last, label %open, label %look
+
+open:
+  store atomic i32 0, ptr @arrived release, align 4
+  %old = atomicrmw add ptr @phase, i32 1 seq_cst
+  %asleep = load atomic i32, ptr @resting seq_cst, align 4
+  %wake = icmp sgt i32 %asleep, 0
+  br i1 %wake, label %rouse, label %done
+
+rouse:
+  call void @wake_all(ptr @phase)
+  br label %done
+
+look:
+  %turn = phi i32 [ 0, %arrive ], [ %next, %again ], [ 0, %doze ]
+  %seen = load atomic i32, ptr @phase acquire, align 4
+  %opened = icmp ne i32 %seen, %now
+  br i1 %opened, label %done, label %again
+
+again:
+  PAUSE
+  %next = add i32 %turn, 1
+  %limit = load i32, ptr @spins
+  %patient = icmp slt i32 %next, %limit
+  br i1 %patient, label %look, label %doze
+
+doze:
+  %in = atomicrmw add ptr @resting, i32 1 seq_cst
+  call void @sleep_while(ptr @phase, i32 %now)
+  %out = atomicrmw sub ptr @resting, i32 1 seq_cst
+  br label %look
+
+done:
+  ret void
+}
+
+define internal void @execute(ptr %code, i64 %begin, i64 %end, i64 %thread, i32 %threads) {
+entry:
+  %any = icmp slt i64 %begin, %end
+  br i1 %any, label %step, label %done
+
+step:
+  %place = phi i64 [ %begin, %entry ], [ %following, %advance ]
+  %own = getelementptr inbounds %instruction, ptr %code, i64 %place
+  %kernel = load ptr, ptr %own
+  %arguments_at = getelementptr inbounds %instruction, ptr %own, i64 0, i32 1
+  %arguments = load ptr, ptr %arguments_at
+  %items_at = getelementptr inbounds %instruction, ptr %own, i64 0, i32 2
+  %items = load i64, ptr %items_at
+  %grain_at = getelementptr inbounds %instruction, ptr %own, i64 0, i32 3
+  %grain = load i64, ptr %grain_at
+  %next_at = getelementptr inbounds %instruction, ptr %own, i64 0, i32 4
+  %waits_at = getelementptr inbounds %instruction, ptr %own, i64 0, i32 5
+  %waits = load i64, ptr %waits_at
+  br label %take
+
+take:
+  %from = atomicrmw add ptr %next_at, i64 %grain monotonic
+  %more = icmp slt i64 %from, %items
+  br i1 %more, label %compute, label %finish
+
+compute:
+  %to = add i64 %from, %grain
+  %over = icmp sgt i64 %to, %items
+  %until = select i1 %over, i64 %items, i64 %to
+  call void %kernel(ptr %arguments, i64 %from, i64 %until, i64 %thread)
+  br label %take
+
+finish:
+  %must = icmp ne i64 %waits, 0
+  br i1 %must, label %barrier, label %advance
+
+barrier:
+  call void @wait_all(i32 %threads)
+  br label %advance
+
+advance:
+  %following = add i64 %place, 1
+  %goes = icmp slt i64 %following, %end
+  br i1 %goes, label %step, label %done
+
+done:
+  ret void
+}
+
+; Run instructions `begin` to `end` of a program; the caller is thread 0.
+define void @pi2_blocks_run(ptr %code, i64 %begin, i64 %end) {
+entry:
+  %any = icmp slt i64 %begin, %end
+  br i1 %any, label %clear, label %done
+
+clear:
+  %place = phi i64 [ %begin, %entry ], [ %following, %clear ]
+  %next_at = getelementptr inbounds %instruction, ptr %code, i64 %place, i32 4
+  store i64 0, ptr %next_at
+  %following = add i64 %place, 1
+  %goes = icmp slt i64 %following, %end
+  br i1 %goes, label %clear, label %choose
+
+choose:
+  %threads = load i32, ptr @count
+  %several = icmp sgt i32 %threads, 1
+  br i1 %several, label %claim, label %alone
+
+claim:
+  %pair = cmpxchg ptr @busy, i32 0, i32 1 acq_rel acquire
+  %claimed = extractvalue { i32, i1 } %pair, 1
+  br i1 %claimed, label %together, label %alone
+
+alone:
+  call void @execute(ptr %code, i64 %begin, i64 %end, i64 0, i32 1)
+  ret void
+
+together:
+  store ptr %code, ptr @program
+  store i64 %begin, ptr @first
+  store i64 %end, ptr @last
+  %before = atomicrmw add ptr @generation, i32 1 seq_cst
+  %asleep = load atomic i32, ptr @sleepers seq_cst, align 4
+  %wake = icmp sgt i32 %asleep, 0
+  br i1 %wake, label %rouse, label %start
+
+rouse:
+  call void @wake_all(ptr @generation)
+  br label %start
+
+start:
+  call void @execute(ptr %code, i64 %begin, i64 %end, i64 0, i32 %threads)
+  call void @wait_all(i32 %threads)
+  store atomic i32 0, ptr @busy release, align 4
+  ret void
+
+done:
+  ret void
+}
+
+; Let runs have `threads`, the caller's included; returns what `pi2_blocks_work` is given.
+define i32 @pi2_blocks_start(i32 %threads, i32 %patience) {
+  store i32 %threads, ptr @count
+  store i32 %patience, ptr @spins
+  store i32 0, ptr @stopped
+  %now = load atomic i32, ptr @generation seq_cst, align 4
+  ret i32 %now
+}
+
+; Be thread `index` (1, 2, ...) of every run after `since`.
+define void @pi2_blocks_work(i64 %index, i32 %since) {
+entry:
+  br label %idle
+
+idle:
+  %seen = phi i32 [ %since, %entry ], [ %now, %run ]
+  br label %look
+
+look:
+  %turn = phi i32 [ 0, %idle ], [ %next, %again ], [ 0, %doze ]
+  %now = load atomic i32, ptr @generation acquire, align 4
+  %new = icmp ne i32 %now, %seen
+  br i1 %new, label %begin, label %again
+
+again:
+  PAUSE
+  %next = add i32 %turn, 1
+  %limit = load i32, ptr @spins
+  %patient = icmp slt i32 %next, %limit
+  br i1 %patient, label %look, label %doze
+
+doze:
+  %in = atomicrmw add ptr @sleepers, i32 1 seq_cst
+  call void @sleep_while(ptr @generation, i32 %seen)
+  %out = atomicrmw sub ptr @sleepers, i32 1 seq_cst
+  br label %look
+
+begin:
+  %end = load atomic i32, ptr @stopped acquire, align 4
+  %over = icmp ne i32 %end, 0
+  br i1 %over, label %leave, label %run
+
+run:
+  %code = load ptr, ptr @program
+  %from = load i64, ptr @first
+  %to = load i64, ptr @last
+  %threads = load i32, ptr @count
+  call void @execute(ptr %code, i64 %from, i64 %to, i64 %index, i32 %threads)
+  call void @wait_all(i32 %threads)
+  br label %idle
+
+leave:
+  ret void
+}
+
+; Let all workers return, and runs compute on the caller's thread alone.
+define void @pi2_blocks_stop() {
+  store i32 1, ptr @count
+  store atomic i32 1, ptr @stopped seq_cst, align 4
+  %before = atomicrmw add ptr @generation, i32 1 seq_cst
+  call void @wake_all(ptr @generation)
+  ret void
+}

@@ -1,0 +1,138 @@
+"""Blocks of weights under construction: bytes, integer scales, and floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tvm.tirx.script import builder as T
+
+from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
+from pi2.backends.compiler import vectors as v
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A register of weights."""
+
+    weights: v.Expr
+    """uint8, or int8 where the block is signed."""
+    chunks: tuple[int, ...]
+    """The 16 elements of the block that each 16 bytes are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Weights of a block: (``weights`` - ``offset``) x scale x ``scale`` - min x ``min_scale``."""
+
+    parts: Sequence[Part]
+    scale: v.Expr
+    """float32."""
+    scales: v.Expr | None = None
+    """int16 of 8 or 16 pieces of the block; None: all are 1."""
+    scale_count: int = 8
+    is_signed: bool = False
+    offset: int = 0
+    mins: v.Expr | None = None
+    """int16, as many as scales."""
+    min_scale: v.Expr | None = None
+    """float32; without ``mins`` it is of the whole block, and is added."""
+    part_scales: Sequence[v.Expr] | None = None
+    """float32 of each 16 elements of a group, instead of ``scale``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpacking:
+    """How blocks of a format are unpacked."""
+
+    size: int
+    """Bytes of a block."""
+    elements: int
+    """256, or 32; 1 where elements are floats."""
+    open: Callable[[Source], Block]
+    floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
+    """Reads so many floats from a byte on, where elements stand for themselves."""
+
+
+class Source:
+    """Where a block lies, and what its bytes are made of."""
+
+    def __init__(
+        self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer
+    ) -> None:
+        self.machine = machine
+        self.width = machine.width
+        self.weights = weights
+        self.base = base
+        self.grid = grid
+        """Tables of the format (`pi2.backends.blocks.grids`)."""
+
+    def load(self, place: int, size: int) -> v.Expr:
+        """Return bytes of the block."""
+        return v.let(v.load(self.weights, self.base + place, size))
+
+    def load_as(self, place: int, dtype: str, lanes: int = 1) -> v.Expr:
+        """Return numbers of the block."""
+        return v.let(v.load_as(self.weights, self.base + place, dtype, lanes))
+
+    def load_half(self, place: int) -> v.Expr:
+        """Return an fp16 number as float32."""
+        return v.let(v.load_halves(self.weights, self.base + place, 1))
+
+
+def fill(values: Sequence[int], dtype: str = "uint8") -> v.Expr:
+    """Return a vector of literals, repeated where they are one."""
+    return v.list_constants(values, dtype)
+
+
+def shift_right(value: v.Expr, places: int | Sequence[int], size: int) -> v.Expr:
+    """Shift bytes, in words of 32 bits: bits of neighbours come along; ``places`` may be of each
+    16 bytes."""
+    if places == 0:
+        return value
+    words = v.reinterpret(value, "uint32", size // 4)
+    each = [places] * (size // 16) if isinstance(places, int) else list(places)
+    by = fill([place for place in each for _ in range(4)], "uint32")
+    return as_bytes(words >> by, "uint8", size)
+
+
+def shift_left(value: v.Expr, places: int | Sequence[int], size: int) -> v.Expr:
+    """Shift bytes the other way."""
+    if places == 0:
+        return value
+    words = v.reinterpret(value, "uint32", size // 4)
+    each = [places] * (size // 16) if isinstance(places, int) else list(places)
+    by = fill([place for place in each for _ in range(4)], "uint32")
+    return as_bytes(words << by, "uint8", size)
+
+
+def mask(value: v.Expr, bits: int, size: int) -> v.Expr:
+    """Return some bits of bytes."""
+    return value & v.constant(bits, "uint8", size)
+
+
+def find_flags(value: v.Expr, bits: Sequence[int], worth: int, size: int) -> v.Expr:
+    """Return ``worth`` for bytes that have a bit, which may differ for each 16 bytes."""
+    tested = value & fill([1 << bit for bit in bits for _ in range(16)])
+    zero = v.constant(0, "uint8", size)
+    return T.Select(tested != zero, v.constant(worth, "uint8", size), zero)
+
+
+def low(value: v.Expr, size: int) -> v.Expr:
+    """Return the low nibbles."""
+    return v.let(mask(value, 15, size))
+
+
+def high(value: v.Expr, size: int) -> v.Expr:
+    """Return the high nibbles."""
+    return v.let(mask(shift_right(value, 4, size), 15, size))
+
+
+def gather_chunks(values: Sequence[v.Expr]) -> v.Expr:
+    """Return vectors of 16 bytes one after another."""
+    return v.let(join(values, 16))
+
+
+def repeat_half(value: v.Expr, size: int, width: int) -> v.Expr:
+    """Return bytes again and again until they fill a register."""
+    return value if size >= width else v.let(pick(value, size, [k % size for k in range(width)]))

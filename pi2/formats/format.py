@@ -1,0 +1,65 @@
+"""What a number format is: how blocks of it are decoded and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pi2.arrays import F32, U8, Bits
+
+Activations = Literal["float", "q8_0", "q8_k"]
+"""What weights are multiplied with: float32, or 8 bits with a scale for each 32 (``q8_0``) or 256
+(``q8_k``) elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A number format: ``block`` elements of a row take ``block_bytes`` together."""
+
+    name: str
+    number: int
+    """What GGUF files call it."""
+    block: int
+    block_bytes: int
+    activations: Activations
+    halves: tuple[int, ...] = ()
+    """Places of fp16 scales in a block, in bytes."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every element stands for itself."""
+        return self.block == 1
+
+    def count_bytes(self, elements: int) -> int:
+        """Return the bytes of a row of ``elements``, a multiple of ``block``."""
+        assert elements % self.block == 0, f"{elements} elements are no whole blocks of {self.name}"
+        return elements // self.block * self.block_bytes
+
+    def decode(self, raw: U8) -> F32:
+        """Return the numbers [..., n x block] of blocks uint8 [..., n x block_bytes]."""
+        import numpy as np
+
+        raw = np.ascontiguousarray(raw)
+        if self.name == "f32":
+            return raw.view(np.float32)
+        from gguf import quants
+        from gguf.constants import GGMLQuantizationType
+
+        with np.errstate(all="ignore"):
+            found = quants.dequantize(raw, GGMLQuantizationType(self.number))
+        return np.ascontiguousarray(found, np.float32)
+
+    def find_faults(self, raw: U8) -> Bits:
+        """Return which blocks [..., n] of uint8 [..., n x block_bytes] have a scale, or a number,
+        that is not finite."""
+        import numpy as np
+
+        blocks = np.ascontiguousarray(raw).reshape(*raw.shape[:-1], -1, self.block_bytes)
+        found: Bits = np.zeros(blocks.shape[:-1], np.bool_)
+        for place in self.halves:
+            bits = blocks[..., place].astype(np.uint16) | (
+                blocks[..., place + 1].astype(np.uint16) << 8
+            )
+            found |= (bits & 0x7C00) == 0x7C00
+        return found
