@@ -43,3 +43,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 
 PIECE = 1024
 """Elements of an item of kernels that take every element for itself."""
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu")
+"""What becomes of gates, by number; ``swiglu`` cuts gates and ups, and has a slope (gpt-oss)."""
+NORM_PLACES = ("none", "before", "after")
+"""Whether heads have a norm, and when, by number."""

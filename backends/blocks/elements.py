@@ -6,13 +6,11 @@ from collections.abc import Callable
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.contract import PIECE
+from pi2.backends.blocks.contract import ACTIVATIONS, PIECE
 from pi2.backends.blocks.tables import Table
 from pi2.backends.compiler import vectors as v
 
 _LANES = 16
-KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu")
-"""Activations by their number; ``swiglu`` cuts gates and ups, and has a slope (gpt-oss)."""
 
 
 def walk(first: v.Expr, end: v.Expr, emit: Callable[[v.Expr, int], None]) -> None:
@@ -94,7 +92,7 @@ def emit_gate(table: Table) -> None:
     with T.serial(table.first, table.end) as item:
         token, first, end = _split_item(item, length)
         source, target = v.let(token * x_stride), v.let(token * y_stride)
-        for number, name in enumerate(KINDS):
+        for number, name in enumerate(ACTIVATIONS):
 
             def emit(place: v.Expr, lanes: int, name: str = name) -> None:
                 gate = v.let(v.load(gates, source + place, lanes))

@@ -20,6 +20,8 @@ class Instruction:
 
     kernel: str
     address: int
+    few_address: int
+    """The kernel where there are several tokens; 0 where it is the same."""
     values: dict[str, int]
     layer: int | None
     grain: int = 1
@@ -38,7 +40,8 @@ def put_float(value: float) -> int:
 class Program:
     """Instructions in the memory where compiled code reads them."""
 
-    def __init__(self, instructions: list[Instruction]) -> None:
+    def __init__(self, instructions: list[Instruction], head: int) -> None:
+        """``head``: the first instruction that computes only tokens whose logits are wanted."""
         self.instructions = instructions
         sizes = [-(-len(FIELDS[own.kernel]) // _WORDS) * _WORDS for own in instructions]
         self._code = _align(len(instructions) * _WORDS)
@@ -59,28 +62,59 @@ class Program:
             self.code[number, _ITEMS] = own.items
             place += size
         self.address: int = self._code.ctypes.data
-        self._per_token = np.array([own.scaled for own in instructions], np.int64)
-        self._of_tokens = np.flatnonzero(self._per_token)
-        with_tokens = [n for n, own in enumerate(instructions) if "tokens" in FIELDS[own.kernel]]
-        self._counts = [
-            self.values[n][FIELDS[instructions[n].kernel].index("tokens") :][:1]
-            for n in with_tokens
+        self._parts = [
+            _Part(self.code, self.values, instructions, begin, end)
+            for begin, end in ((0, head), (head, len(instructions)))
         ]
-        self._count = 0
 
     def set_tokens(self, count: int) -> None:
-        """Let all instructions compute ``count`` tokens."""
-        if count == self._count:
-            return
-        self._count = count
-        chosen = self._of_tokens
-        self.code[chosen, _ITEMS] = self._per_token[chosen] * count
-        for value in self._counts:
-            value[0] = count
+        """Let instructions before the head compute ``count`` tokens."""
+        self._parts[0].set_tokens(count)
+
+    def set_head_tokens(self, count: int) -> None:
+        """Let the head compute ``count`` tokens."""
+        self._parts[1].set_tokens(count)
 
     def set_value(self, number: int, name: str, value: int) -> None:
         """Change an argument of an instruction."""
         self.values[number][FIELDS[self.instructions[number].kernel].index(name)] = value
+
+
+class _Part:
+    """Instructions that compute the same number of tokens."""
+
+    def __init__(
+        self,
+        code: I64,
+        values: list[I64],
+        instructions: list[Instruction],
+        begin: int,
+        end: int,
+    ) -> None:
+        self._code = code
+        numbers = range(begin, end)
+        self._of_tokens = np.array([n for n in numbers if instructions[n].scaled], np.int64)
+        self._each = np.array([instructions[n].scaled for n in self._of_tokens], np.int64)
+        self._several = np.array([n for n in numbers if instructions[n].few_address], np.int64)
+        self._kernels = [
+            np.array([kernel(instructions[n]) for n in self._several], np.int64)
+            for kernel in (lambda own: own.address, lambda own: own.few_address)
+        ]
+        self._counts = [
+            values[n][FIELDS[instructions[n].kernel].index("tokens") :][:1]
+            for n in numbers
+            if "tokens" in FIELDS[instructions[n].kernel]
+        ]
+        self._count = 0
+
+    def set_tokens(self, count: int) -> None:
+        if count == self._count:
+            return
+        self._count = count
+        self._code[self._of_tokens, _ITEMS] = self._each * count
+        self._code[self._several, _KERNEL] = self._kernels[int(count > 1)]
+        for value in self._counts:
+            value[0] = count
 
 
 def _align(words: int) -> I64:

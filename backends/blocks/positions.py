@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
+from pi2.backends.blocks.contract import NORM_PLACES
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.tables import Table
 from pi2.backends.compiler import vectors as v
-
-NORM_PLACES = ("none", "before", "after")
-"""Whether heads have a norm, and when, by its number."""
-
 
 def emit_turn(table: Table) -> None:
     """Turn heads of tokens in place, with their norm before or after it."""

@@ -1,0 +1,437 @@
+"""Instructions of a model, layer by layer, over tensors as they lie in files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from pi2.arrays import F32, I32, I64, U8, Raw
+from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
+from pi2.backends.blocks.grids import make_tables
+from pi2.backends.blocks.instructions import Instruction, put_float
+from pi2.backends.blocks.libraries import Libraries
+from pi2.backends.blocks.orders import list_offsets
+from pi2.backends.blocks.room import KvCache, allocate
+from pi2.backends.blocks.sizes import count_quantized_bytes
+from pi2.backends.blocks.weights import FindWeight, Weight
+from pi2.backends.rope import RopeTables
+from pi2.plan.documents.model import Model
+
+A = TypeVar("A", bound=Raw)
+_GRAIN_BYTES = 1 << 16
+"""Bytes of weights that a thread takes at a time, at most."""
+_SHARES = 8
+"""Parts of a matrix that there are at least for each thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A tensor that instructions read, which may be streamed."""
+
+    key: str
+    layer: int | None
+    weight: Weight
+    instructions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Vectors of tokens: float32, ``stride`` elements apart."""
+
+    address: int
+    stride: int
+
+    def skip(self, elements: int) -> Area:
+        """Return the vectors that begin so many elements later."""
+        return Area(self.address + 4 * elements, self.stride)
+
+
+class Builder:
+    """Adds instructions, and allocates what they need."""
+
+    def __init__(
+        self,
+        model: Model,
+        find: FindWeight,
+        libraries: Libraries,
+        cache: KvCache,
+        *,
+        tokens: int,
+        context: int,
+        threads: int,
+    ) -> None:
+        self._model = model
+        self._find = find
+        self._libraries = libraries
+        self._cache = cache
+        self._tokens = tokens
+        self._context = context
+        self._threads = threads
+        self._kept: list[Raw] = []
+        self._areas: dict[tuple[str, int], Area] = {}
+        self._codes: dict[tuple[str, int], int] = {}
+        self._tables: dict[str, tuple[U8, I64]] = {}
+        self.instructions: list[Instruction] = []
+        self.matrices: list[Matrix] = []
+        self.layer: int | None = None
+        """Layer of what is added."""
+        self.numbers: I32 = self.keep(np.zeros(tokens, np.int32))
+        """Tokens of a call."""
+        self.sequences: I32 = self.keep(np.zeros(tokens, np.int32))
+        self.positions: I32 = self.keep(np.zeros(tokens, np.int32))
+        self.ropes: dict[tuple[bool, int], RopeTables] = {}
+        for turn, rope in model.list_turns().items():
+            arrays: F32 = self.keep(np.zeros((2, context, max(turn[1] // 2, 1)), np.float32))
+            self.ropes[turn] = RopeTables(rope, turn[1], (arrays[0], arrays[1]))
+        scores = self.keep(allocate(4 * threads * context))
+        self._scores = scores.ctypes.data
+
+    def keep(self, array: A) -> A:
+        """Keep an array for as long as the program."""
+        self._kept.append(array)
+        return array
+
+    def find(self, key: str, layer: int | None = None) -> Weight | None:
+        """Return a tensor of the model or of a layer."""
+        return self._find(key, layer or 0)
+
+    def take_area(self, name: str, width: int) -> Area:
+        """Return the array of a name, for all tokens."""
+        key = name, width
+        if key not in self._areas:
+            stride = -(-width // 16) * 16
+            array = self.keep(allocate(4 * stride * self._tokens))
+            self._areas[key] = Area(array.ctypes.data, stride)
+        return self._areas[key]
+
+    def read_vector(self, key: str, layer: int | None, offset: float = 0.0) -> int:
+        """Return the address of a vector as float32; 0 where the model has none."""
+        weight = self.find(key, layer)
+        if weight is None:
+            return 0
+        array: F32 = self.keep(np.ascontiguousarray(weight.read() + np.float32(offset)))
+        return array.ctypes.data
+
+    def add(
+        self,
+        kernel: str,
+        values: dict[str, int],
+        *,
+        own: str | None = None,
+        items: int = 0,
+        each: int = 0,
+        grain: int = 1,
+        waits: bool = True,
+        label: str = "",
+    ) -> int:
+        """Add an instruction of ``items``, or of so many for ``each`` token; return its number."""
+        self.instructions.append(
+            Instruction(
+                kernel=kernel,
+                address=self._libraries.find(kernel, own),
+                few_address=self._libraries.find("multiply_few", own) if kernel == "multiply" else 0,
+                values=values,
+                layer=self.layer,
+                grain=grain,
+                waits=waits,
+                scaled=each,
+                items=items,
+                label=label or kernel,
+            )
+        )
+        return len(self.instructions) - 1
+
+    def add_norm(
+        self,
+        key: str,
+        x: Area,
+        y: Area,
+        length: int,
+        *,
+        added: bool = False,
+        is_rms: bool = False,
+        has_weights: bool = True,
+        offset: float | None = None,
+    ) -> None:
+        """Normalise vectors; ``added``: to what y holds, times the residual's factor."""
+        norm = self._model.norm
+        weights = 0
+        if has_weights:
+            weights = self.read_vector(key, self.layer, norm.weight_offset if offset is None else offset)
+        bias = self.read_vector(f"{key}_bias", self.layer) if norm.bias and not is_rms else 0
+        self.add(
+            "normalize",
+            {
+                "x": x.address,
+                "x_stride": x.stride,
+                "weights": weights,
+                "has_weights": int(weights != 0),
+                "bias": bias,
+                "has_bias": int(bias != 0),
+                "y": y.address,
+                "y_stride": y.stride,
+                "length": length,
+                "epsilon": put_float(norm.epsilon),
+                "centred": int(norm.kind == "layernorm" and not is_rms),
+                "added": int(added),
+                "factor": put_float(self._model.multipliers.residual if added else 1.0),
+            },
+            each=1,
+            label=key,
+        )
+
+    def add_products(
+        self,
+        x: Area,
+        length: int,
+        products: Sequence[Product],
+    ) -> None:
+        """Add matrices times the same vectors, which are quantised first as the formats want."""
+        inputs: dict[str, tuple[int, int]] = {}
+        for product in products:
+            self._quantize(x, length, product.weight, inputs)
+        for place, product in enumerate(products):
+            self._multiply(product, inputs, waits=place == len(products) - 1)
+
+    def _quantize(
+        self, x: Area, length: int, weight: Weight, inputs: dict[str, tuple[int, int]]
+    ) -> None:
+        """Bring vectors into the form that a format is multiplied with, unless they are."""
+        assert weight.length == length, f"a matrix has {weight.length} columns, not {length}"
+        kind = weight.kind.activations
+        form = self._name_form(weight)
+        if form in inputs:
+            return
+        if kind == "float":
+            inputs[form] = x.address, 4 * x.stride
+            return
+        stride = count_quantized_bytes(kind, length)
+        if (form, length) not in self._codes:
+            array = self.keep(allocate(stride * self._tokens))
+            self._codes[form, length] = array.ctypes.data
+        target = self._codes[form, length]
+        values = {
+            "x": x.address,
+            "x_stride": x.stride,
+            "y": target,
+            "y_stride": stride,
+            "length": length,
+        }
+        if kind == "q8_k":
+            values["order"] = self._find_tables(weight.format)[1].ctypes.data
+        inputs[form] = target, stride
+        blocks = length // (256 if kind == "q8_k" else 32)
+        self.add(f"quantize_{kind}", values, each=blocks, grain=8, label="quantize")
+
+    def _name_form(self, weight: Weight) -> str:
+        """Name the form of activations: kind, and order of codes."""
+        kind = weight.kind.activations
+        order = self._find_tables(weight.format)[1] if kind == "q8_k" else ()
+        return f"{kind} {','.join(map(str, order))}"
+
+    def _find_tables(self, name: str) -> tuple[U8, I64]:
+        """Return the tables of a format: what it looks up, and the order of activations."""
+        if name not in self._tables:
+            order = np.array(list_offsets(name, 4 * self._libraries.isa.lanes), np.int64)
+            self._tables[name] = self.keep(make_tables(name)), self.keep(order)
+        return self._tables[name]
+
+    def _multiply(
+        self, product: Product, inputs: dict[str, tuple[int, int]], *, waits: bool
+    ) -> None:
+        weight, y = product.weight, product.y
+        address, stride = inputs[self._name_form(weight)]
+        share = -(-weight.rows // (self._threads * _SHARES))
+        grain = max(1, min(share, _GRAIN_BYTES // weight.row_bytes))
+        number = self.add(
+            "multiply",
+            {
+                "weights": find_address(weight),
+                "grid": self._find_tables(weight.format)[0].ctypes.data,
+                "x": address,
+                "x_stride": stride,
+                "y": y.address,
+                "y_stride": y.stride,
+                "blocks": weight.length // weight.kind.block,
+                "tokens": 0,
+                "bias": product.bias,
+                "has_bias": int(product.bias != 0),
+                "added": int(product.added),
+                "factor": put_float(product.factor),
+            },
+            own=weight.format,
+            items=weight.rows,
+            grain=grain,
+            waits=waits,
+            label=product.key,
+        )
+        self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
+
+    def add_rows(self, weight: Weight, y: Area, factor: float) -> None:
+        """Add the rows of an embedding that the tokens of a call have."""
+        number = self.add(
+            "take_rows",
+            {
+                "weights": find_address(weight),
+                "grid": self._find_tables(weight.format)[0].ctypes.data,
+                "numbers": self.numbers.ctypes.data,
+                "y": y.address,
+                "y_stride": y.stride,
+                "blocks": weight.length // weight.kind.block,
+                "factor": put_float(factor),
+            },
+            own=weight.format,
+            each=1,
+            label="embedding",
+        )
+        self.matrices.append(Matrix("embedding", None, weight, (number,)))
+
+    def add_cap(self, x: Area, length: int, limit: float, factor: float) -> None:
+        """Multiply vectors, and cap them where the limit is not 0."""
+        self.add(
+            "cap",
+            {
+                "x": x.address,
+                "x_stride": x.stride,
+                "length": length,
+                "limit": put_float(limit),
+                "factor": put_float(factor),
+            },
+            each=-(-length // PIECE),
+        )
+
+    def add_gate(self, gates: Area, ups: Area | None, y: Area, length: int) -> None:
+        """Add the activation of the FFN."""
+        ffn = self._model.ffn
+        kind = "swiglu" if ffn.limit is not None else ffn.activation
+        self.add(
+            "gate",
+            {
+                "gates": gates.address,
+                "ups": 0 if ups is None else ups.address,
+                "has_ups": int(ups is not None),
+                "x_stride": gates.stride,
+                "y": y.address,
+                "y_stride": y.stride,
+                "length": length,
+                "kind": ACTIVATIONS.index(kind),
+                "limit": put_float(ffn.limit or 0.0),
+                "slope": put_float(ffn.slope),
+                "up_offset": put_float(ffn.up_offset),
+            },
+            each=-(-length // PIECE),
+        )
+
+    def add_turn(
+        self, x: Area, heads: int, view: Model, key: str, *, neighbours: bool, waits: bool
+    ) -> None:
+        """Turn queries or keys, with their norm."""
+        attention, layer = self._model.attention, self.layer
+        assert layer is not None
+        weights, place = 0, "none"
+        if self._model.has_head_norm(layer) and attention.head_norm_of == "head":
+            weights, place = self._read_head_norm(key, view), attention.head_norm_place
+        turn = self._model.find_turn(layer)
+        tables, rope = self.ropes[turn], self._model.find_rope(layer)
+        width = view.shape.head_dim
+        self.add(
+            "turn",
+            {
+                "x": x.address,
+                "x_stride": x.stride,
+                "heads": heads,
+                "head_dim": width,
+                "weights": weights,
+                "norm_place": NORM_PLACES.index(place),
+                "epsilon": put_float(self._model.norm.epsilon),
+                "positions": self.positions.ctypes.data,
+                "cos": tables.arrays[0].ctypes.data,
+                "sin": tables.arrays[1].ctypes.data,
+                "table_stride": turn[1] // 2,
+                "rotated": rope.count_rotated(width),
+                "neighbours": int(neighbours),
+            },
+            each=heads,
+            grain=4,
+            waits=waits,
+        )
+
+    def _read_head_norm(self, key: str, view: Model) -> int:
+        if not self._model.attention.head_norm_weights:
+            return self.keep(np.ones(view.shape.head_dim, np.float32)).ctypes.data
+        return self.read_vector(key, self.layer, self._model.norm.weight_offset)
+
+    def add_attention(
+        self, queries: Area, keys: Area, values: Area, y: Area, view: Model, layer: int
+    ) -> None:
+        """Keep keys and values of a layer, and mix them."""
+        shape, attention = view.shape, self._model.attention
+        source = self._model.find_key_layer(layer)
+        key_cache, value_cache = self._cache.find(source)
+        places = {
+            "key_cache": key_cache.ctypes.data,
+            "value_cache": value_cache.ctypes.data,
+            "sequences": self.sequences.ctypes.data,
+            "positions": self.positions.ctypes.data,
+            "sequence_stride": shape.kv_heads * self._context * shape.head_dim,
+            "head_stride": self._context * shape.head_dim,
+        }
+        if view.has_keys:
+            self.add(
+                "keep",
+                {
+                    "keys": keys.address,
+                    "values": values.address,
+                    "x_stride": keys.stride,
+                    "heads": shape.kv_heads,
+                    "head_dim": shape.head_dim,
+                    **places,
+                },
+                each=shape.kv_heads,
+                grain=2,
+            )
+        sinks = self.read_vector("sinks", layer) if attention.has_sinks(layer) else 0
+        self.add(
+            "attend",
+            {
+                "queries": queries.address,
+                "query_stride": queries.stride,
+                "heads": shape.heads,
+                "group": shape.heads // shape.kv_heads,
+                "head_dim": shape.head_dim,
+                **places,
+                "window": self._model.find_window(layer) or 0,
+                "scale": put_float(attention.scale or 1 / math.sqrt(shape.head_dim)),
+                "cap": put_float(attention.softcap or 0.0),
+                "sinks": sinks,
+                "has_sinks": int(sinks != 0),
+                "y": y.address,
+                "y_stride": y.stride,
+                "scores": self._scores,
+                "scores_stride": self._context,
+            },
+            each=shape.heads,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A matrix, and what becomes of what it gives."""
+
+    key: str
+    weight: Weight
+    y: Area
+    bias: int = 0
+    """Address of a vector; 0 without."""
+    added: bool = False
+    """Whether the result is added to y."""
+    factor: float = 1.0
+
+
+def find_address(weight: Weight) -> int:
+    """Return where a tensor's bytes are; 0 where they come later."""
+    return 0 if weight.data is None else int(weight.data.ctypes.data)

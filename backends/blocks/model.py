@@ -1,0 +1,229 @@
+"""A model whose weights stay as they lie in a file: `BlockModel`.
+
+Whoever has a source of weights gives ``find(key, layer)`` (`weights.FindWeight`): a tensor by the
+key of ``model.tensors``, as `weights.Weight` with its format and bytes (mapped or read), or without
+bytes where they are streamed.  Vectors (norms, biases, sinks) are always given with their bytes,
+and are copied.  `support.find_unknown` says first what a model has that is not computed here.
+
+    model = BlockModel(document, find, threads=2, context=4096, sequences=1, chunk=256,
+                       architecture="x86-64", features=cpu.features)
+    model.prefill(tokens, sequence=0, position=0)      # a chunk of at most ``chunk`` tokens
+    model.logits(first)                                # of that chunk's tokens from first on
+    model.step(tokens, sequences, positions)           # logits [T, vocab], valid until the next call
+
+Memory is known before: `room.count_kv_bytes` and `room.count_workspace_bytes`.
+
+Streaming: ``model.matrices`` lists the tensors that instructions read, ``model.ranges`` the ranges
+of instructions, each with the numbers of its matrices.  ``set_tensor(number, address)`` says where
+a matrix is.  `begin_step` and `begin_chunk` write tokens and positions, then
+``run_range(number)`` for each range in order computes them, and `read_logits` returns them; `step`
+and `prefill` do just that without waiting.  An embedding without bytes has its rows given by
+``put_rows``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.arrays import F32, I32, U8
+from pi2.backends.blocks.building import Builder, Matrix
+from pi2.backends.blocks.instructions import Program
+from pi2.backends.blocks.layers import Layers
+from pi2.backends.blocks.libraries import Libraries
+from pi2.backends.blocks.room import KvCache
+from pi2.backends.blocks.threads import Threads
+from pi2.backends.blocks.weights import FindWeight
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.documents.model import Model
+from pi2.progress import Progress, ignore_progress
+
+NoteKernel = Callable[[str, int | None, float, float], None]
+"""Takes a kernel's name, its layer if it has one, and when it began and ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Instructions ``begin`` to ``end``, and the numbers of the matrices that they read."""
+
+    label: str
+    """``embedding``, ``attention``, ``ffn`` or ``head``."""
+    layer: int | None
+    begin: int
+    end: int
+    matrices: tuple[int, ...]
+
+
+class BlockModel:
+    """See the module.  One calling thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        find: FindWeight,
+        *,
+        threads: int,
+        context: int,
+        sequences: int,
+        chunk: int,
+        architecture: str,
+        features: Iterable[str],
+        cores: Sequence[int] = (),
+        progress: Progress = ignore_progress,
+    ) -> None:
+        self._model = model
+        formats = set(list_formats(model, find))
+        libraries = Libraries(
+            formats, architecture=architecture, features=features, progress=progress
+        )
+        self._cache = KvCache(model, context, sequences)
+        tokens = max(chunk, sequences, LOGIT_ROWS)
+        self._builder = builder = Builder(
+            model,
+            find,
+            libraries,
+            self._cache,
+            tokens=tokens,
+            context=context,
+            threads=threads,
+        )
+        self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences))
+        marks = [("embedding", None, 0)]
+        layers.add_embedding()
+        for layer in range(model.shape.layers):
+            marks.append(("layer", layer, len(builder.instructions)))
+            layers.add_layer(layer)
+        self._head = layers.add_head()
+        marks.append(("head", None, self._head))
+        self._program = Program(builder.instructions, self._head)
+        ends = [*(mark[2] for mark in marks[1:]), len(builder.instructions)]
+        self.matrices: list[Matrix] = builder.matrices
+        self.ranges = [
+            Range(
+                label,
+                layer,
+                begin,
+                end,
+                tuple(
+                    number
+                    for number, matrix in enumerate(self.matrices)
+                    if begin <= matrix.instructions[0] < end
+                ),
+            )
+            for (label, layer, begin), end in zip(marks, ends, strict=True)
+        ]
+        self._threads = Threads(libraries.steps, threads, cores)
+        self._chunk = chunk
+        self._count = 0
+        self._note: NoteKernel | None = None
+        logits = layers.logits
+        self._logits = _view_floats(logits.address, tokens, logits.stride)
+
+    def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
+        """Return logits [T, vocab] of ``tokens`` [T], each the next one of its sequence or of
+        those before it; valid until the next call."""
+        self.begin_step(tokens, sequences, positions)
+        self._run(0, len(self._program.instructions))
+        return self.read_logits()
+
+    def prefill(self, tokens: I32, sequence: int, position: int) -> None:
+        """Compute a chunk of a sequence, the first token of which stands at ``position``."""
+        self.begin_chunk(tokens, sequence, position)
+        self._run(0, self._head)
+
+    def logits(self, first: int) -> F32:
+        """Return logits [n, vocab] of the last chunk's tokens from ``first`` on, n at most
+        `LOGIT_ROWS`; valid until the next call."""
+        self.set_logits(first, min(self._count - first, LOGIT_ROWS))
+        self._run(self._head, len(self._program.instructions))
+        return self.read_logits()
+
+    def begin_step(
+        self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]
+    ) -> None:
+        """Write what a step computes; logits are those of all tokens."""
+        count = self._count = len(tokens)
+        builder = self._builder
+        builder.numbers[:count] = tokens
+        builder.sequences[:count] = sequences
+        builder.positions[:count] = positions
+        self._program.set_tokens(count)
+        self.set_logits(0, count)
+
+    def begin_chunk(self, tokens: I32, sequence: int, position: int) -> None:
+        """Write what a chunk computes; its logits are those of the last token."""
+        count = len(tokens)
+        assert count <= self._chunk, f"a chunk has at most {self._chunk} tokens, not {count}"
+        self.begin_step(tokens, [sequence] * count, list(range(position, position + count)))
+        self.set_logits(count - 1, 1)
+
+    def set_logits(self, first: int, count: int) -> None:
+        """Let the head compute ``count`` tokens from ``first`` on."""
+        x = self._layers.x
+        self._program.set_value(self._head, "x", x.address + 4 * first * x.stride)
+        self._program.set_head_tokens(count)
+        self._rows = count
+
+    def run_range(self, number: int) -> None:
+        """Compute a range of instructions; all of them once, in order, are a step or a chunk."""
+        own = self.ranges[number]
+        self._run(own.begin, own.end)
+
+    def read_logits(self) -> F32:
+        """Return what the head gave last [n, vocab]."""
+        return self._logits[: self._rows, : self._model.shape.vocab]
+
+    def _run(self, begin: int, end: int) -> None:
+        if self._note is None:
+            self._threads.run(self._program.address, begin, end)
+            return
+        for number in range(begin, end):
+            own = self._program.instructions[number]
+            start_s = time.perf_counter()
+            self._threads.run(self._program.address, number, number + 1)
+            self._note(own.label, own.layer, start_s, time.perf_counter())
+
+    def set_tensor(self, number: int, address: int) -> None:
+        """Say where the bytes of matrix ``number`` are from now on."""
+        for instruction in self.matrices[number].instructions:
+            self._program.set_value(instruction, "weights", address)
+
+    def expect(self, end: int) -> None:
+        """Tell that the calls that follow bring a sequence to ``end`` tokens at most."""
+        for tables in self._builder.ropes.values():
+            tables.expect(end)
+
+    def observe(self, note: NoteKernel | None) -> None:
+        """Call ``note`` after every instruction, each then a call of its own; None ends it."""
+        self._note = note
+
+    def read_context(self, sequence: int, first: int, end: int) -> U8:
+        """See `pi2.backends.protocol.ContextKeeper`."""
+        return self._cache.read(sequence, first, end)
+
+    def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
+        """See `pi2.backends.protocol.ContextKeeper`."""
+        self._cache.put(sequence, first, end, kept)
+
+    def close(self) -> None:
+        """End the threads.  Never fails, and may be called twice."""
+        self._threads.close()
+
+
+def list_formats(model: Model, find: FindWeight) -> list[str]:
+    """Return the formats of a model's matrices."""
+    keys = ["query", "key", "value", "output", "gate", "up", "down", "fused_qkv", "fused_gate_up"]
+    places = [(key, layer) for layer in range(model.shape.layers) for key in keys]
+    places += [("embedding", 0), ("head", 0)]
+    found = {weight.format for key, layer in places if (weight := find(key, layer)) is not None}
+    return sorted(found)
+
+
+def _view_floats(address: int, rows: int, stride: int) -> F32:
+    import ctypes
+
+    raw = (ctypes.c_float * (rows * stride)).from_address(address)
+    return np.ctypeslib.as_array(raw).reshape(rows, stride)

@@ -1,0 +1,32 @@
+"""Sizes of a token's arrays."""
+
+from __future__ import annotations
+
+from pi2.formats import Activations
+from pi2.plan.documents.model import Model
+
+_LINE = 64
+
+
+def count_quantized_bytes(kind: Activations, length: int) -> int:
+    """Return the bytes of a token of ``length`` elements, whole cache lines."""
+    if kind == "float":
+        size = 4 * length
+    elif kind == "q8_k":
+        size = length + length // 64 + length // 8 + length // 16
+    else:
+        size = length + 3 * (length // 8)
+    return -(-size // _LINE) * _LINE
+
+
+def count_token_bytes(model: Model) -> int:
+    """Return the bytes that arrays of a token have at most: the residual stream, what norms give,
+    queries, keys and values, what heads mix, gates and ups, and each of the inputs of matrices in 8
+    bits in up to three orders."""
+    hidden, ffn = model.shape.hidden, model.shape.ffn
+    views = [view for view, _ in model.list_views()]
+    query = max(view.shape.query for view in views)
+    keys = max(view.shape.kv_heads * view.shape.head_dim for view in views)
+    floats = 4 * (4 * hidden + 2 * query + 2 * keys + 3 * ffn)
+    codes = 3 * sum(count_quantized_bytes("q8_0", width) for width in (hidden, query, ffn))
+    return floats + codes + 32 * _LINE
