@@ -26,9 +26,7 @@ def emit_attend(table: Table) -> None:
         token = v.let(item // heads)
         head = v.let(item - token * heads)
         query = v.let(token * query_stride + head * width)
-        base = v.let(
-            v.wide(sequences[token]) * sequence_stride + (head // group) * head_stride
-        )
+        base = v.let(v.wide(sequences[token]) * sequence_stride + (head // group) * head_stride)
         end = v.let(v.wide(positions[token]) + 1)
         first = v.let(T.Select(window > zero, T.max(end - window, zero), zero))
         largest = v.Cell(T.float32(-3.0e38))

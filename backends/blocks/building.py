@@ -133,7 +133,9 @@ class Builder:
             Instruction(
                 kernel=kernel,
                 address=self._libraries.find(kernel, own),
-                few_address=self._libraries.find("multiply_few", own) if kernel == "multiply" else 0,
+                few_address=self._libraries.find("multiply_few", own)
+                if kernel == "multiply"
+                else 0,
                 values=values,
                 layer=self.layer,
                 grain=grain,
@@ -161,7 +163,9 @@ class Builder:
         norm = self._model.norm
         weights = 0
         if has_weights:
-            weights = self.read_vector(key, self.layer, norm.weight_offset if offset is None else offset)
+            weights = self.read_vector(
+                key, self.layer, norm.weight_offset if offset is None else offset
+            )
         bias = self.read_vector(f"{key}_bias", self.layer) if norm.bias and not is_rms else 0
         self.add(
             "normalize",

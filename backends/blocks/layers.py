@@ -81,9 +81,7 @@ class Layers:
         builder, weight = self._builder, self._need(key, layer)
         factor = self._model.multipliers.residual
         if not self._model.norm.outputs:
-            own = Product(
-                key=key, weight=weight, y=self.x, bias=bias, added=True, factor=factor
-            )
+            own = Product(key=key, weight=weight, y=self.x, bias=bias, added=True, factor=factor)
             builder.add_products(source, length, [own])
             return
         given = builder.take_area("given", self._hidden)

@@ -94,9 +94,7 @@ class Machine:
         even = pick(wide, 2 * lanes, range(0, 2 * lanes, 2))
         return total + even + pick(wide, 2 * lanes, range(1, 2 * lanes, 2))
 
-    def add_scaled(
-        self, total: v.Expr, weights: v.Expr, codes: v.Expr, scales: v.Expr
-    ) -> v.Expr:
+    def add_scaled(self, total: v.Expr, weights: v.Expr, codes: v.Expr, scales: v.Expr) -> v.Expr:
         """Return ``total`` int32 [lanes] plus products of ``width`` bytes, times their scales.
 
         On x86 weights are unsigned and at most 128; elsewhere they are signed.

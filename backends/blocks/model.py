@@ -9,7 +9,7 @@ and are copied.  `support.find_unknown` says first what a model has that is not 
                        architecture="x86-64", features=cpu.features)
     model.prefill(tokens, sequence=0, position=0)      # a chunk of at most ``chunk`` tokens
     model.logits(first)                                # of that chunk's tokens from first on
-    model.step(tokens, sequences, positions)           # logits [T, vocab], valid until the next call
+    model.step(tokens, sequences, positions)           # logits [T, vocab], until the next call
 
 Memory is known before: `room.count_kv_bytes` and `room.count_workspace_bytes`.
 
@@ -141,9 +141,7 @@ class BlockModel:
         self._run(self._head, len(self._program.instructions))
         return self.read_logits()
 
-    def begin_step(
-        self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]
-    ) -> None:
+    def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         """Write what a step computes; logits are those of all tokens."""
         count = self._count = len(tokens)
         builder = self._builder

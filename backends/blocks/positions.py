@@ -9,6 +9,7 @@ from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.tables import Table
 from pi2.backends.compiler import vectors as v
 
+
 def emit_turn(table: Table) -> None:
     """Turn heads of tokens in place, with their norm before or after it."""
     x, weights = table.take_array("x", "float32"), table.take_array("weights", "float32")

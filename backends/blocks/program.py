@@ -14,7 +14,7 @@ from pi2.backends.blocks.spec import COMMON, STEPS, BlockSpec
 from pi2.backends.blocks.tables import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
 from pi2.backends.compiler.ahead import compile_text
-from pi2.backends.compiler.compile import generate
+from pi2.backends.compiler.compile import generate_plain
 from pi2.backends.compiler.target import make_target
 from pi2.formats import find_format
 
@@ -49,7 +49,7 @@ class Program:
         if kernels:
             functions = {name: make_tabled_function(name, emit) for name, emit in kernels.items()}
             files.append(folder / "kernels.o")
-            module = generate(tvm.IRModule(functions), target, packed=False)
+            module = generate_plain(tvm.IRModule(functions), target)
             module.write_to_file(str(files[-1]), "o")
         triple = str(target.attrs.get("mtriple", f"{platform.machine()}-linux-gnu"))
         for name, text in texts.items():

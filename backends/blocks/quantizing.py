@@ -2,7 +2,7 @@
 
 A token is one stretch: codes int8 [length]; then, per 256 (``q8_k``), scales float32, sums of 16
 codes and of 32 codes int16; or, per 32 (``q8_0``), scales float32 that are fp16 numbers, those
-times the sums of codes, rounded to fp16 too, and the sums int32.  Codes of a block of 256 may
+times the sums of codes, and the sums int32.  Codes of a block of 256 may
 stand in another order, 16 by 16, which formats choose.
 """
 
@@ -18,7 +18,11 @@ from pi2.formats import Activations
 def emit_quantize(kind: Activations, table: Table) -> None:
     """Quantise tokens, block by block: items are blocks of all tokens."""
     x, y = table.take_array("x", "float32"), table.take_array("y", "uint8")
-    x_stride, y_stride, length = table.take("x_stride"), table.take("y_stride"), table.take("length")
+    x_stride, y_stride, length = (
+        table.take("x_stride"),
+        table.take("y_stride"),
+        table.take("length"),
+    )
     order = table.take_array("order", "int64") if kind == "q8_k" else None
     size = 256 if kind == "q8_k" else 32
     blocks = v.let(length // size)
@@ -63,7 +67,8 @@ def _emit_wide(
         least.set(T.min(least.get(), value))
     top = v.let(v.find_largest(largest.get(), "float32", lanes))
     bottom = v.let(
-        T.float32(0.0) - v.find_largest(v.constant(0.0, "float32", lanes) - least.get(), "float32", lanes)
+        T.float32(0.0)
+        - v.find_largest(v.constant(0.0, "float32", lanes) - least.get(), "float32", lanes)
     )
     # The scale has the sign of the number that is farthest from 0, so that its code is -127.
     extreme = v.let(T.Select(T.float32(0.0) - bottom > top, bottom, top))
@@ -110,6 +115,6 @@ def _emit_narrow(
 
     own = v.let(number * 4)
     _store_as(y, target + length + own, round_half(scale), 1, 4)
-    product = round_half(scale * v.cast(summed, "float32", 1))
+    product = round_half(scale) * v.cast(summed, "float32", 1)
     _store_as(y, target + length + length // 8 + own, product, 1, 4)
     _store_as(y, target + length + length // 4 + own, summed, 1, 4)

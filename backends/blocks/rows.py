@@ -59,8 +59,10 @@ def emit_multiply(isa: Isa, unpacking: Unpacking, together: int, table: Table) -
                 sums = _emit_groups(machine, unpacking, weights, grid, start, taken, blocks)
             else:
                 sums = _emit_super_blocks(machine, unpacking, weights, grid, start, taken, blocks)
-            for own, total in zip(taken, sums, strict=True):
-                results.put(own.number, row, total)
+            for place, (own, total) in enumerate(zip(taken, sums, strict=True)):
+                # The last tokens of a tile may be the last one again.
+                with T.If(tile * together + place < tokens), T.Then():
+                    results.put(own.number, row, total)
 
 
 class _Results:
@@ -233,9 +235,7 @@ def _emit_groups(
     ]
 
 
-def _prepare_group(
-    machine: Machine, block: Block, size: int
-) -> tuple[list[v.Expr], int, bool]:
+def _prepare_group(machine: Machine, block: Block, size: int) -> tuple[list[v.Expr], int, bool]:
     """Return what is multiplied of a group, what to take off it, and whether codes take the
     weights' signs."""
     if not block.is_signed or machine.is_arm:
@@ -254,7 +254,11 @@ def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     machine = Machine(isa)
     weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
     numbers, y = table.take_array("numbers", "int32"), table.take_array("y", "float32")
-    stride, blocks, factor = table.take("y_stride"), table.take("blocks"), table.take_float("factor")
+    stride, blocks, factor = (
+        table.take("y_stride"),
+        table.take("blocks"),
+        table.take_float("factor"),
+    )
     with T.serial(table.first, table.end) as token:
         start = v.let(v.wide(numbers[token]) * blocks * unpacking.size)
         target = v.let(token * stride)

@@ -63,9 +63,7 @@ class OwnProgram(Protocol):
         """Write object files for ``target``; ``report`` as for `compile_library`."""
 
 
-def lower(
-    module: tvm.IRModule, target: tvm.target.Target, *, packed: bool = True
-) -> tvm.IRModule:
+def lower(module: tvm.IRModule, target: tvm.target.Target, *, packed: bool = True) -> tvm.IRModule:
     """Turn functions into what the code generator takes; ``packed``: as tvm_ffi calls them.
 
     They are explicit loops and vectors over flat buffers: the passes of the default
@@ -89,11 +87,14 @@ def lower(
     return tvm.ir.transform.Sequential(passes)(module)
 
 
-def generate(
-    module: tvm.IRModule, target: tvm.target.Target, *, packed: bool = True
-) -> tvm.runtime.Module:
-    """Return machine code for functions."""
-    lowered = lower(module, target, packed=packed)
+def generate(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
+    """Return machine code for functions that tvm_ffi calls."""
+    return tvm.get_global_func("target.build.llvm")(lower(module, target), target)
+
+
+def generate_plain(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
+    """Return machine code for functions that are called as those of C."""
+    lowered = lower(module, target, packed=False)
     return tvm.get_global_func("target.build.llvm")(lowered, target)
 
 
@@ -170,7 +171,9 @@ def link(
 def main(arguments: list[str]) -> int:
     """Compile and link; see the module's docstring."""
     module, spec_path, output = arguments[0], Path(arguments[1]), Path(arguments[2])
-    program: Program | OwnProgram = importlib.import_module(module).read_program(spec_path.read_text())
+    program: Program | OwnProgram = importlib.import_module(module).read_program(
+        spec_path.read_text()
+    )
 
     def report(label: str, share: float) -> None:
         print(json.dumps({"label": label, "share": share}), flush=True)

@@ -57,9 +57,7 @@ class Unpacking:
 class Source:
     """Where a block lies, and what its bytes are made of."""
 
-    def __init__(
-        self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer
-    ) -> None:
+    def __init__(self, machine: Machine, weights: v.Buffer, base: v.Expr, grid: v.Buffer) -> None:
         self.machine = machine
         self.width = machine.width
         self.weights = weights

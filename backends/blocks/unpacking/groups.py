@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import as_bytes, pick
 from pi2.backends.blocks.unpacking.block import (
@@ -11,12 +11,8 @@ from pi2.backends.blocks.unpacking.block import (
     Source,
     Unpacking,
     fill,
-    find_flags,
-    high,
-    low,
 )
 from pi2.backends.compiler import vectors as v
-from tvm.tirx.script import builder as T
 
 
 def _split(source: Source, whole: v.Expr) -> list[Part]:

@@ -1,0 +1,228 @@
+"""Kernels of number formats, and models that they compute, beside numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi2.backends.blocks.model import BlockModel
+from pi2.backends.blocks.support import find_unknown
+from pi2.backends.blocks.unpacking import list_unpackings
+from pi2.formats import find_format
+from pi2.machine.cpu import detect_cpu
+from pi2.plan.documents.model import Model
+from tests.helpers.block_model import PlainBlockModel, round_activations
+from tests.helpers.blocks import (
+    Kernels,
+    RandomWeights,
+    make_blocks,
+    multiply,
+    quantize,
+    take_rows,
+)
+from tests.helpers.kernels import list_runnable_isas
+
+ISAS = [name for name in list_runnable_isas() if name in ("avx2", "avx512bw", "avx512vnni")]
+FORMATS = sorted(list_unpackings())
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernels]:
+    folder = tmp_path_factory.mktemp("common")
+    return {isa: Kernels("common", isa, folder) for isa in ISAS}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_multiplied_as_numpy_does(
+    name: str, isa: str, common: dict[str, Kernels], tmp_path: Path
+) -> None:
+    own, generator = find_format(name), np.random.default_rng(3)
+    rows, tokens, length = 19, 5, 768
+    raw = make_blocks(own, rows * length // own.block, generator).reshape(rows, -1)
+    x = generator.standard_normal((tokens, length)).astype(np.float32)
+    x[1, :256] = 0.0
+    x[2] *= 1e4
+    kernels = Kernels(name, isa, tmp_path)
+    weights = own.decode(raw).astype(np.float64)
+    rounded = round_activations(x, own.activations)
+    expected = rounded @ weights.T
+    bound = np.abs(rounded) @ np.abs(weights).T
+    codes = quantize(common[isa], own, x)
+    error = 2e-6
+    for kernel, count in (("multiply", 1), ("multiply_few", tokens)):
+        found = multiply(kernels, kernel, own, raw, codes, count)
+        assert (np.abs(found - expected[:count]) <= error * bound[:count]).all()
+    numbers = [3, 0, 18, 3]
+    assert np.array_equal(take_rows(kernels, own, raw, numbers), own.decode(raw)[numbers])
+
+
+# Models
+
+
+def make_model(**tables: Any) -> Model:
+    """A small model, with other values in some of its tables."""
+    shape = {
+        "layers": 2,
+        "hidden": 256,
+        "ffn": 512,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "vocab": 96,
+        "context": 64,
+    }
+    values: dict[str, Any] = {
+        "schema_version": 2,
+        "id": "small",
+        "shape": shape | tables.get("shape", {}),
+        "ffn": {"activation": "silu"} | tables.get("ffn", {}),
+    }
+    return Model.model_validate(tables | values)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"attention": {"qkv_bias": True}, "tied_head": True},
+    "qwen3": {"attention": {"head_norm": True}},
+    "gemma2": {
+        "norm": {"weight_offset": 1.0, "outputs": True},
+        "ffn": {"activation": "gelu_tanh"},
+        "attention": {
+            "softcap": 5.0,
+            "sliding_window": 5,
+            "window_layers": (0,),
+            "scale": 0.1,
+        },
+        "logit_softcap": 3.0,
+        "multipliers": {"embedding": 16.0},
+        "tied_head": True,
+    },
+    "gemma3": {
+        "norm": {"weight_offset": 1.0, "outputs": True},
+        "attention": {"head_norm": True, "sliding_window": 4, "window_layers": (1,)},
+        "other_rope": {"theta": 500.0, "layers": (1,)},
+        "ffn": {"activation": "gelu_tanh"},
+    },
+    "phi3": {
+        "tensors": {"fused_qkv": "qkv", "fused_gate_up": "gate_up"},
+        "rope": {"share": 0.5},
+    },
+    "olmo2": {
+        "norm": {"inputs": False, "outputs": True},
+        "attention": {"head_norm": True, "head_norm_of": "all"},
+    },
+    "glm4": {"rope": {"pairs": "neighbours", "share": 0.5}, "attention": {"qkv_bias": True}},
+    "hunyuan": {"attention": {"head_norm": True, "head_norm_place": "after"}},
+    "phi2": {
+        "norm": {"kind": "layernorm", "bias": True},
+        "residual": "parallel",
+        "ffn": {"activation": "gelu", "gated": False, "bias": True},
+        "attention": {"qkv_bias": True, "output_bias": True},
+        "head_bias": True,
+    },
+    "granite": {"multipliers": {"embedding": 12.0, "residual": 0.22, "logits": 0.25}},
+    "bitnet": {"attention": {"sub_norm": True}, "ffn": {"activation": "relu2", "sub_norm": True}},
+    "yarn": {"rope": {"kind": "yarn", "factor": 4.0, "original_context": 16}},
+}
+
+
+def open_model(model: Model, weights: RandomWeights, **changes: Any) -> BlockModel:
+    """A model on this machine's processor."""
+    cpu = detect_cpu()
+    values: dict[str, Any] = {
+        "threads": 2,
+        "context": 64,
+        "sequences": 2,
+        "chunk": 32,
+        "architecture": cpu.architecture,
+        "features": cpu.features,
+    }
+    return BlockModel(model, weights, **(values | changes))
+
+
+def measure_divergence(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference of logits beside their spread."""
+    return float(np.abs(found - expected).max() / expected.std())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_compute_as_numpy_does(name: str) -> None:
+    model = make_model(**MODELS[name])
+    assert find_unknown(model) == []
+    # Floats, so that no code of an activation is rounded the other way.
+    weights = RandomWeights(model, ("f32", "f16", "bf16"))
+    tokens = np.random.default_rng(1).integers(0, 96, 14).astype(np.int32)
+    expected = PlainBlockModel(model, weights).compute(tokens.tolist())
+    own = open_model(model, weights)
+    try:
+        # A chunk of several tokens, another one, and single tokens of another sequence meanwhile.
+        own.prefill(tokens[:9], 0, 0)
+        first = own.logits(0).copy()
+        own.step(tokens[:1], [1], [0])
+        own.prefill(tokens[9:12], 0, 9)
+        rest = own.logits(0).copy()
+        steps = [own.step(tokens[n : n + 1], [0], [n]).copy() for n in (12, 13)]
+        several = own.step(np.array([tokens[1], tokens[13]], np.int32), [1, 0], [1, 13]).copy()
+    finally:
+        own.close()
+    found = np.concatenate([first, rest, *steps])
+    assert measure_divergence(found, expected) < 5e-3
+    assert measure_divergence(several, expected[[1, 13]]) < 5e-3
+
+
+def test_models_in_several_formats_round_activations() -> None:
+    model = make_model()
+    weights = RandomWeights(model, ("q4_k", "q6_k", "q8_0", "q4_1", "f16"))
+    tokens = np.random.default_rng(1).integers(0, 96, 30).astype(np.int32)
+    expected = PlainBlockModel(model, weights).compute(tokens.tolist())
+    own = open_model(model, weights)
+    try:
+        own.prefill(tokens, 0, 0)
+        found = np.concatenate([own.logits(0).copy(), own.logits(16).copy()])
+    finally:
+        own.close()
+    # A code that is rounded the other way, as sums in another order may be, changes what follows.
+    assert np.median(np.abs(found - expected)) < 0.05 * expected.std()
+
+
+def test_contexts_move_between_sequences() -> None:
+    model = make_model()
+    weights = RandomWeights(model, ("q4_0",))
+    tokens = np.arange(20, dtype=np.int32)
+    own = open_model(model, weights)
+    try:
+        own.prefill(tokens[:16], 0, 0)
+        kept = own.read_context(0, 0, 16)
+        expected = own.step(tokens[16:17], [0], [16]).copy()
+        own.put_context(1, 0, 16, kept)
+        assert np.array_equal(own.step(tokens[16:17], [1], [16]), expected)
+    finally:
+        own.close()
+
+
+def test_tensors_may_lie_elsewhere_and_instructions_are_observed() -> None:
+    model = make_model()
+    weights = RandomWeights(model, ("q4_k",))
+    token = np.array([5], np.int32)
+    own = open_model(model, weights, threads=1)
+    try:
+        expected = own.step(token, [0], [0]).copy()
+        seen: list[tuple[str, int | None]] = []
+        own.observe(lambda name, layer, begin, end: seen.append((name, layer)))
+        moved = []
+        own.begin_step(token, [0], [0])
+        for number, part in enumerate(own.ranges):
+            for matrix in part.matrices:
+                data = own.matrices[matrix].weight.data
+                assert data is not None
+                moved.append(data.copy())
+                own.set_tensor(matrix, moved[-1].ctypes.data)
+            own.run_range(number)
+        assert np.array_equal(own.read_logits(), expected)
+        assert ("gate", 1) in seen and ("head", None) in seen
+    finally:
+        own.close()

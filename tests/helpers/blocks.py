@@ -1,0 +1,252 @@
+"""Weights in number formats, and kernels that compute with them, in the test's own process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pi2.arrays import F32, I64, U8
+from pi2.backends.blocks.contract import FIELDS
+from pi2.backends.blocks.grids import make_tables
+from pi2.backends.blocks.instructions import put_float
+from pi2.backends.blocks.orders import list_offsets
+from pi2.backends.blocks.room import allocate
+from pi2.backends.blocks.sizes import count_quantized_bytes
+from pi2.backends.blocks.spec import BlockSpec
+from pi2.backends.blocks.weights import Weight
+from pi2.formats import Format, find_format
+from pi2.plan.documents.model import Model
+from tests.helpers.kernels import X86_FEATURES
+
+
+def make_blocks(
+    own: Format, count: int, generator: np.random.Generator, spread: float = 0.01
+) -> U8:
+    """Random blocks [count, block_bytes] whose scales have a ``spread``."""
+    if own.is_plain:
+        values = (generator.standard_normal(count) * 100 * spread).astype(np.float32)
+        if own.name == "f32":
+            return values.view(np.uint8).reshape(count, 4)
+        if own.name == "f16":
+            return values.astype(np.float16).view(np.uint8).reshape(count, 2)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(count, 2)
+    raw = generator.integers(0, 256, (count, own.block_bytes), np.uint8)
+    scales = (generator.standard_normal(count) * spread).astype(np.float16)
+    for place in own.halves:
+        raw[:, place : place + 2] = scales.view(np.uint8).reshape(count, 2)
+    if own.name == "iq1_m":
+        bits = scales.view(np.uint16)
+        for number in range(4):
+            nibble = (bits >> (4 * number) & 15).astype(np.uint8)
+            raw[:, 49 + 2 * number] = raw[:, 49 + 2 * number] & 15 | nibble << 4
+    if own.name == "mxfp4":
+        raw[:, 0] = generator.integers(115, 125, count)
+    if own.name == "nvfp4":
+        raw[:, :4] = generator.integers(20, 60, (count, 4))
+    return raw
+
+
+class Kernels:
+    """The kernels of a library."""
+
+    def __init__(self, library: str, isa: str, folder: Path) -> None:
+        """Compile them for the schedule ``isa`` (`tests.helpers.kernels.X86_FEATURES`)."""
+        from pi2.backends.blocks.program import Program
+        from pi2.backends.compiler.compile import compile_library
+
+        spec = BlockSpec(
+            library=library, architecture="x86-64", features=tuple(sorted(X86_FEATURES[isa]))
+        )
+        assert spec.isa.name == isa
+        self.isa = spec.isa
+        path = folder / f"{library}-{isa}.so"
+        failures = compile_library(Program(spec), path, lambda label, share: None)
+        assert not failures
+        self._library = ctypes.CDLL(str(path))
+
+    def call(self, kernel: str, items: int, **values: Any) -> None:
+        """Compute all items; arrays are given as they are, floats as numbers."""
+        numbers = [_give(values[name]) for name in FIELDS[kernel]]
+        assert set(values) == set(FIELDS[kernel])
+        table: I64 = np.array(numbers, np.int64)
+        function = getattr(self._library, kernel)
+        address = ctypes.c_void_p(table.ctypes.data)
+        # Two parts, as two threads take them.
+        middle = items // 2
+        for first, end in ((0, middle), (middle, items)):
+            function(address, ctypes.c_int64(first), ctypes.c_int64(end), ctypes.c_int64(0))
+
+
+def _give(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return int(value.ctypes.data)
+    return put_float(value) if isinstance(value, float) else int(value)
+
+
+def quantize(common: Kernels, own: Format, x: F32) -> tuple[U8, int]:
+    """Activations [T, length] as rows of a format are multiplied with them, and their stride."""
+    count, length = x.shape
+    kind = own.activations
+    stride = count_quantized_bytes(kind, length)
+    if kind == "float":
+        return np.ascontiguousarray(x).view(np.uint8).reshape(-1), 4 * length
+    codes = allocate(stride * count)
+    values: dict[str, Any] = {
+        "x": x,
+        "x_stride": length,
+        "y": codes,
+        "y_stride": stride,
+        "length": length,
+    }
+    if kind == "q8_k":
+        values["order"] = np.array(list_offsets(own.name, 4 * common.isa.lanes), np.int64)
+    size = 256 if kind == "q8_k" else 32
+    common.call(f"quantize_{kind}", count * length // size, **values)
+    return codes, stride
+
+
+def multiply(
+    kernels: Kernels, kernel: str, own: Format, raw: U8, codes: tuple[U8, int], tokens: int
+) -> F32:
+    """Products [tokens, rows] of rows of blocks [rows, n x block_bytes] with tokens."""
+    rows = len(raw)
+    y: F32 = np.full((tokens, rows), np.nan, np.float32)
+    kernels.call(
+        kernel,
+        rows,
+        weights=raw,
+        grid=make_tables(own.name),
+        x=codes[0],
+        x_stride=codes[1],
+        y=y,
+        y_stride=rows,
+        blocks=raw.shape[1] // own.block_bytes,
+        tokens=tokens,
+        bias=0,
+        has_bias=0,
+        added=0,
+        factor=1.0,
+    )
+    return y
+
+
+def take_rows(kernels: Kernels, own: Format, raw: U8, numbers: Sequence[int]) -> F32:
+    """Rows of blocks as float32."""
+    length = raw.shape[1] // own.block_bytes * own.block
+    y: F32 = np.full((len(numbers), length), np.nan, np.float32)
+    kernels.call(
+        "take_rows",
+        len(numbers),
+        weights=raw,
+        grid=make_tables(own.name),
+        numbers=np.array(numbers, np.int32),
+        y=y,
+        y_stride=length,
+        blocks=length // own.block,
+        factor=1.0,
+    )
+    return y
+
+
+class RandomWeights:
+    """Tensors of a model with random numbers, made when they are asked for."""
+
+    def __init__(self, model: Model, formats: Sequence[str], seed: int = 0) -> None:
+        """Matrices have ``formats`` in turn."""
+        self._model = model
+        self._formats = formats
+        self._seed = seed
+        self._made: dict[tuple[str, int], Weight | None] = {}
+        self.neighbours = False
+
+    def __call__(self, key: str, layer: int) -> Weight | None:
+        """See `pi2.backends.blocks.weights.FindWeight`."""
+        if (key, layer) not in self._made:
+            self._made[key, layer] = self._make(key, layer)
+        return self._made[key, layer]
+
+    def _make(self, key: str, layer: int) -> Weight | None:
+        shape = self._find_shape(key, layer)
+        if shape is None:
+            return None
+        generator = np.random.default_rng([self._seed, layer, *key.encode()])
+        experts, rows, length = shape
+        if rows == 1 and key != "shared_router":
+            values = generator.standard_normal((experts, length)) * 0.1
+            values = values + (1.0 if "norm" in key and "bias" not in key else 0.0)
+            raw = values.astype(np.float32).view(np.uint8).reshape(-1)
+            return Weight(format="f32", rows=1, length=length * experts, data=raw)
+        if key in ("router", "shared_router"):
+            values = generator.standard_normal((rows, length)) * 0.2
+            raw = values.astype(np.float32).view(np.uint8).reshape(-1)
+            return Weight(format="f32", rows=rows, length=length, data=raw)
+        name = self._formats[len(self._made) % len(self._formats)]
+        own = find_format(name)
+        if length % own.block:
+            own = find_format("q8_0" if length % 32 == 0 else "f32")
+        # About as large as weights are.
+        size = np.std(own.decode(make_blocks(own, 64, generator).reshape(1, -1)))
+        spread = float(0.01 * 0.06 / size)
+        count = experts * rows * length // own.block
+        raw = make_blocks(own, count, generator, spread).reshape(-1)
+        return Weight(
+            format=own.name,
+            rows=rows,
+            length=length,
+            data=np.ascontiguousarray(raw),
+            experts=experts,
+            neighbours=self.neighbours,
+        )
+
+    def _find_shape(self, key: str, layer: int) -> tuple[int, int, int] | None:
+        """Experts, rows and length of a tensor; None if the model has none of that key."""
+        model, view = self._model, self._model.view_layer(layer)
+        hidden, ffn = model.shape.hidden, model.shape.ffn
+        query, keys = view.shape.query, view.shape.kv_heads * view.shape.head_dim
+        attention, tensors = model.attention, model.tensors
+        is_qkv, is_both = tensors.fused_qkv is not None, tensors.fused_gate_up is not None
+        norms = attention.head_norm_of == "all"
+        shapes = {
+            "embedding": (model.shape.vocab, hidden),
+            "head": None if model.tied_head else (model.shape.vocab, hidden),
+            "head_bias": (1, model.shape.vocab) if model.head_bias else None,
+            "fused_qkv": (query + 2 * keys, hidden) if is_qkv else None,
+            "fused_qkv_bias": (1, query + 2 * keys) if is_qkv else None,
+            "query": (query, hidden),
+            "key": (keys, hidden),
+            "value": (keys, hidden),
+            "query_bias": (1, query),
+            "key_bias": (1, keys),
+            "value_bias": (1, keys),
+            "query_norm": (1, query if norms else view.shape.head_dim),
+            "key_norm": (1, keys if norms else view.shape.head_dim),
+            "output": (hidden, query),
+            "output_bias": (1, hidden),
+            "attention_sub_norm": (1, query),
+            "ffn_sub_norm": (1, ffn),
+            "sinks": (1, view.shape.heads),
+            "fused_gate_up": (2 * ffn, hidden) if is_both else None,
+            "gate": (ffn, hidden),
+            "up": (ffn, hidden),
+            "gate_bias": (1, ffn),
+            "up_bias": (1, ffn),
+            "down": (hidden, ffn),
+            "down_bias": (1, hidden),
+            **{
+                f"{norm}{end}": (1, hidden)
+                for norm in (
+                    "attention_norm",
+                    "ffn_norm",
+                    "final_norm",
+                    "attention_output_norm",
+                    "ffn_output_norm",
+                )
+                for end in ("", "_bias")
+            },
+        }
+        found = shapes.get(key)
+        return None if found is None else (1, *found)
