@@ -121,18 +121,10 @@ def read_line() -> str | None:
 
 
 def make_prompt() -> Callable[[], str | None]:
-    """What reads a message from the terminal, with history and several lines; None at the end.
-    UserError P683 where what that needs is not installed."""
-    try:
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.history import FileHistory
-        from prompt_toolkit.key_binding import KeyBindings
-    except ImportError:
-        raise UserError.of(
-            "P683",
-            "a conversation in a terminal needs the extra chat: prompt_toolkit is not installed",
-            help="pip install 'pi2[chat]', or pipe text into it",
-        ) from None
+    """What reads a message from the terminal, with history and several lines; None at the end."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.key_binding.key_processor import KeyPressEvent
 
     from pi2.caches import find_cache_folder

@@ -6,7 +6,6 @@ into the store as they are.  What is rarer than Q4_0 is decoded by the `gguf` pa
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +14,6 @@ from pi2.arrays import F16, F32, I8, U8
 from pi2.diagnostics import UserError
 from pi2.plan.weights.codes import pack_codes
 from pi2.plan.weights.layout import GROUP, Precision
-
-INSTALL = "pip install 'pi2[gguf]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +70,10 @@ _OWN = {"Q8_0": "int8", "Q4_0": "int4"}
 """Types that are decoded here, and what they are in a store."""
 
 
-def has_gguf() -> bool:
-    """Whether the `gguf` package is installed."""
-    return importlib.util.find_spec("gguf") is not None
-
-
 def check_block(block: BlockType, tensor: str, file: str) -> None:
-    """`UserError` P531 if only the missing `gguf` package could decode ``tensor``, P535 if it
-    cannot either."""
+    """`UserError` P535 if neither pi2 nor the `gguf` package can decode ``tensor``."""
     if block.is_plain or block.name in _OWN:
         return
-    if not has_gguf():
-        raise UserError.of(
-            "P531",
-            f"tensor {tensor!r} in {file} has the type {block.name}, and the gguf package, which "
-            "decodes it, is not installed",
-            help=INSTALL,
-        )
     from gguf import quants
 
     if block.number not in {int(kind) for kind in quants._type_traits}:

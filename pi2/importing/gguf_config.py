@@ -6,6 +6,7 @@ from typing import Any
 
 from pi2.importing.gguf_architecture import Architecture
 from pi2.importing.gguf_metadata import Metadata
+from pi2.importing.gguf_tokenizer import find_marks
 
 
 def make_config(
@@ -30,20 +31,14 @@ def make_config(
         "vocab_size": vocab,
         "max_position_embeddings": count("{arch}.context_length"),
         "tie_word_embeddings": tied,
-        **_read_tokens(metadata),
+        **_read_tokens(metadata, vocab),
     }
     activation = "relu" if sparse else architecture.activation
     # A setting of the family says what its files do not.
     return config | architecture.read(metadata, config, activation) | architecture.settings
 
 
-def _read_tokens(metadata: Metadata) -> dict[str, Any]:
-    ends = ("eos", "eot", "eom")
-    tokens: dict[str, Any] = {"eos_token_id": []}
-    for end in ends:
-        key = f"tokenizer.ggml.{end}_token_id"
-        if metadata.has(key) and metadata.read(key, int) not in tokens["eos_token_id"]:
-            tokens["eos_token_id"].append(metadata.read(key, int))
-    if metadata.has("tokenizer.ggml.bos_token_id"):
-        tokens["bos_token_id"] = metadata.read("tokenizer.ggml.bos_token_id", int)
-    return tokens
+def _read_tokens(metadata: Metadata, vocab: int) -> dict[str, Any]:
+    marks = find_marks(metadata.file, metadata.values, vocab)
+    begin = {} if marks.begin is None else {"bos_token_id": marks.begin}
+    return {"eos_token_id": list(marks.ends), **begin}

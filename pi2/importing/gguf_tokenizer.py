@@ -1,80 +1,61 @@
 """Makes a ``tokenizer.json`` from a GGUF file's metadata.
 
-Four kinds are known: ``gpt2``, byte-level pairs that are merged in a listed order; ``llama``,
-SentencePiece pieces, of which the best-scored pair is merged first and what no piece covers falls
-apart into bytes; ``gemma4``, such pieces that are merged in a listed order; ``t5``, such pieces of
-which the likeliest division of a text counts.
+Kinds are known by ``tokenizer.ggml.model``: ``gpt2``, pairs of bytes that are merged in a listed
+order, in words that `pi2.importing.text_cuts` cuts; ``gemma4``, the same with pairs of characters;
+``llama``, SentencePiece pieces, of which the best-scored pair is merged first and what no piece
+covers falls apart into bytes; ``t5``, such pieces of which the likeliest division of a text counts.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
+from pi2.importing.text_cuts import CUTS, Cut, write_expression
+from pi2.importing.token_marks import BYTE, CONTROL, OWN, UNKNOWN, TokenMarks, read_marks
 from pi2.sandbox.tokenizer import TokenizerRefused, call_library
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_UNKNOWN, _CONTROL, _OWN, _BYTE = 2, 3, 4, 6
-"""Kinds of tokens; 1 is an ordinary piece, 5 an unused one."""
 _SPACE = "\u2581"
 """The character that SentencePiece writes for a space."""
-
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""How Llama 3 and Qwen cut text; they differ in how many digits stay together."""
-_CUTS: dict[str, str | None] = {
-    "default": None,
-    "gpt-2": None,
-    "llama-bpe": _WORDS % "{1,3}",
-    "llama-v3": _WORDS % "{1,3}",
-    "llama3": _WORDS % "{1,3}",
-    "qwen2": _WORDS % "",
-    "deepseek-r1-qwen": _WORDS % "",
+_ELSEWHERE = {
+    "bert": "it is of models that make no text",
+    "hybriddna": "pi2 does not cut DNA into words",
+    "rwkv": "pi2 knows no model that has it",
+    "plamo2": "pi2 knows no model that has it",
+    "whitespace": "it is of models that make no text",
 }
-"""Expression of ``tokenizer.ggml.pre``; None for GPT-2's own, which the library has."""
-_DIGITS_APART = frozenset({"starcoder", "refact", "command-r", "smollm", "codeshell"})
-"""GPT-2's cut, after digits were taken apart."""
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama-v3", "llama3"})
-"""Words that are tokens are taken as they are, whatever the merges say."""
+"""Kinds that llama.cpp knows besides, and why pi2 does not take them."""
+_NEVER = frozenset("ÀÁõö÷øùúûüýþÿ")
+"""Letters of bytes that no text has in UTF-8."""
 
 _MOST_CHARACTERS = 4096
 """In a token: every place where it could be divided is looked at."""
 
-_HELP = "give the tokenizer.json of the original checkpoint with --tokenizer"
+_HELP = "give the tokenizer.json of the original checkpoint, or its folder, with --tokenizer"
 
 
 def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
     """The tokenizer of ``file`` as ``tokenizer.json``; `UserError` P543 if its kind is unknown or
     its lists contradict each other."""
-    kind = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if kind is None or tokens is None:
-        raise _refuse(file, "it has no tokenizer")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise _refuse(file, "tokenizer.ggml.tokens is not a list of texts")
-    kinds = metadata.get("tokenizer.ggml.token_type")
-    try:
-        kinds = [1] * len(tokens) if kinds is None else [int(number) for number in kinds]
-        if len(kinds) != len(tokens):
-            raise _refuse(file, f"{len(tokens)} tokens have {len(kinds)} types")
-    except (TypeError, ValueError, OverflowError) as error:
-        raise _refuse(file, str(error)) from None
+    tokens = _read_tokens(file, metadata)
+    marks = read_marks(metadata, tokens, _read_kinds(file, metadata, tokens))
     longest = max((len(token) for token in tokens), default=0)
     if longest > _MOST_CHARACTERS:
         raise _refuse(file, f"a token has {longest} characters")
 
     def build() -> str:
-        tokenizer = _build(file, metadata, tokens, kinds)
-        _add_marks(tokenizer, tokens, kinds)
-        _begin_texts(tokenizer, metadata, tokens, str(kind))
+        tokenizer, begins = _build(file, metadata, tokens, marks.kinds)
+        _add_marks(tokenizer, metadata, tokens, marks.kinds)
+        if marks.begin is not None and begins:
+            _begin_texts(tokenizer, tokens[marks.begin], marks.begin)
         return str(tokenizer.to_str())
 
     try:
@@ -83,21 +64,64 @@ def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
         raise _refuse(file, str(error)) from None
 
 
+def find_marks(file: Path, metadata: Mapping[str, Any], vocab: int = 0) -> TokenMarks:
+    """The marks of ``file``; those that its keys name, of ``vocab`` tokens, where it has no list of
+    tokens that can be used: `make_tokenizer` says that."""
+    try:
+        tokens = _read_tokens(file, metadata)
+        kinds = _read_kinds(file, metadata, tokens)
+    except UserError:
+        tokens, kinds = [""] * vocab, [1] * vocab
+    return read_marks(metadata, tokens, kinds)
+
+
+def _read_tokens(file: Path, metadata: Mapping[str, Any]) -> list[str]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab") or tokens is None:
+        raise _refuse(file, "it has no tokenizer")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise _refuse(file, "tokenizer.ggml.tokens is not a list of texts")
+    return tokens
+
+
+def _read_kinds(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    try:
+        found = [1] * len(tokens) if kinds is None else [int(number) for number in kinds]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _refuse(file, str(error)) from None
+    if len(found) != len(tokens):
+        raise _refuse(file, f"{len(tokens)} tokens have {len(found)} types")
+    return found
+
+
 def _build(
     file: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
-) -> Tokenizer:
-    """The tokenizer without marks and begin token."""
+) -> tuple[Tokenizer, bool]:
+    """The tokenizer without marks and begin token, and whether texts begin with one."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        return _make_byte_level(file, metadata, tokens)
+    stated = metadata.get("tokenizer.ggml.add_bos_token")
+    if kind in ("gpt2", "gemma4"):
+        cut = _find_cut(file, "gemma4" if kind == "gemma4" else metadata.get("tokenizer.ggml.pre"))
+        begins = cut.begins if stated is None else bool(stated)
+        return _make_pairs(metadata, tokens, cut), begins or cut.always_begins
     if kind == "llama":
-        merges = _find_merges(tokens, _read_scores(file, metadata, tokens), kinds)
-        return _make_sentence_piece(metadata, tokens, kinds, merges)
-    if kind == "gemma4":
-        return _make_sentence_piece(metadata, tokens, kinds, _read_merges(metadata))
+        return _make_sentence_piece(file, metadata, tokens, kinds), stated in (None, True)
     if kind == "t5":
-        return _make_unigram(file, metadata, tokens, kinds)
-    raise _refuse(file, f"tokenizers of the kind {kind!r} are unknown")
+        return _make_unigram(file, metadata, tokens, kinds), stated is True
+    reason = _ELSEWHERE.get(str(kind), "known are gpt2, gemma4, llama and t5")
+    raise _refuse(file, f"its tokenizer is of the kind {kind!r}: {reason}")
+
+
+def _find_cut(file: Path, name: object) -> Cut:
+    """How ``tokenizer.ggml.pre`` says that words are cut."""
+    cut = CUTS.get("" if name is None else str(name))
+    if cut is None:
+        near = get_close_matches(str(name), CUTS, 3, 0.5)
+        known = f"the nearest of {len(CUTS) - 1} known: {', '.join(near)}" if near else ""
+        known = known or f"known are {', '.join(sorted(CUTS)[1:])}"
+        raise _refuse(file, f"how {name!r} cuts text into words is unknown; {known}")
+    return cut
 
 
 def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
@@ -134,51 +158,64 @@ def read_named_templates(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     }
 
 
-def _make_byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+def _make_pairs(metadata: Mapping[str, Any], tokens: Sequence[str], cut: Cut) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _CUTS and pre not in _DIGITS_APART:
-        raise _refuse(file, f"how {pre!r} cuts text into words is unknown")
+    def split(expression: str, behavior: str) -> Any:
+        return pre_tokenizers.Split(Regex(expression), behavior)
+
+    numbers = _number_tokens(tokens)
+    has_bytes = all(f"<0x{byte:02X}>" in numbers for byte in range(256))
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=_number_tokens(tokens),
+            vocab=numbers,
             merges=_read_merges(metadata),
-            ignore_merges=pre in _WHOLE_WORDS,
+            ignore_merges=cut.whole_words,
+            byte_fallback=not cut.bytes_as_letters and has_bytes,
         )
     )
-    expression = _CUTS.get(pre)
-    cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None)
-    if pre in _DIGITS_APART:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, cut])
-    elif expression is not None:
-        split = pre_tokenizers.Split(Regex(expression), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, cut])
+    steps = [split(write_expression(expression), "isolated") for expression in cut.expressions]
+    if cut.bytes_as_letters:
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        letters = frozenset(pre_tokenizers.ByteLevel.alphabet())
+        lacking = letters - numbers.keys() - _NEVER
+        if lacking:
+            steps.append(split(_write_class(lacking), "removed"))
+        tokenizer.decoder = decoders.ByteLevel()
     else:
-        tokenizer.pre_tokenizer = cut
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+        if not has_bytes:
+            steps.append(split(_write_class(filter(_is_letter, numbers), "^"), "removed"))
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return tokenizer
 
 
+def _is_letter(token: str) -> bool:
+    return len(token) == 1
+
+
+def _write_class(letters: Iterable[str], sign: str = "") -> str:
+    """An expression for one of ``letters``, or with the sign ``^`` for any other character."""
+    return f"[{sign}" + "".join(f"\\x{{{ord(letter):X}}}" for letter in sorted(letters)) + "]"
+
+
 def _make_sentence_piece(
-    metadata: Mapping[str, Any],
-    tokens: Sequence[str],
-    kinds: Sequence[int],
-    merges: list[tuple[str, str]],
+    file: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
 ) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
+    scores = _read_scores(file, metadata, tokens)
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == 2), None)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=_number_tokens(tokens),
-            merges=merges,
+            merges=_find_merges(tokens, scores),
             unk_token=unknown,
             fuse_unk=True,
-            byte_fallback=_BYTE in kinds,
+            byte_fallback=BYTE in kinds,
         )
     )
     leads = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
@@ -198,16 +235,16 @@ def _make_unigram(
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     scores = _read_scores(file, metadata, tokens)
-    unknown = next((place for place, kind in enumerate(kinds) if kind == _UNKNOWN), None)
+    unknown = next((place for place, kind in enumerate(kinds) if kind == UNKNOWN), None)
     pieces = list(zip(tokens, scores, strict=True))
-    tokenizer = Tokenizer(models.Unigram(pieces, unknown, byte_fallback=_BYTE in kinds))
+    tokenizer = Tokenizer(models.Unigram(pieces, unknown, byte_fallback=BYTE in kinds))
     changes = _list_changes(metadata)
     if changes:
         tokenizer.normalizer = normalizers.Sequence(changes)
     leads = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     scheme = "always" if leads else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
-    steps: list[Any] = [decoders.ByteFallback()] if _BYTE in kinds else []
+    steps: list[Any] = [decoders.ByteFallback()] if BYTE in kinds else []
     tokenizer.decoder = decoders.Sequence(
         [*steps, decoders.Metaspace(_SPACE, prepend_scheme=scheme)]
     )
@@ -222,7 +259,7 @@ def _list_changes(metadata: Mapping[str, Any]) -> list[Any]:
     table = bytes(metadata.get("tokenizer.ggml.precompiled_charsmap", b""))
     changes: list[Any] = [normalizers.Precompiled(table)] if table else []
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
-        changes += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        changes += [normalizers.Replace(Regex(r"\A +| +\z| +(?= )"), "")]
     return changes
 
 
@@ -233,15 +270,9 @@ def _read_scores(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str])
     return [float(score) for score in scores]
 
 
-def _find_merges(
-    tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
-) -> list[tuple[str, str]]:
+def _find_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Pairs that make a piece, those of the best-scored piece first."""
-    numbers = {
-        token: number
-        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind not in (_UNKNOWN, _CONTROL, _BYTE)
-    }
+    numbers = _number_tokens(tokens)
     merges = []
     for token, number in numbers.items():
         pairs = [
@@ -271,31 +302,32 @@ def _number_tokens(tokens: Sequence[str]) -> dict[str, int]:
     return numbers
 
 
-def _add_marks(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+def _add_marks(
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+) -> None:
     """Take control tokens, and those that users have added, as they are out of the text."""
     from tokenizers import AddedToken
 
     pairs = list(zip(tokens, kinds, strict=True))
-    controls = [token for token, kind in pairs if kind in (_CONTROL, _UNKNOWN)]
-    own = [token for token, kind in pairs if kind == _OWN]
+    controls = [token for token, kind in pairs if kind in (CONTROL, UNKNOWN)]
+    own = [token for token, kind in pairs if kind == OWN]
+    # Phi-3 was taught to swallow what follows its marks.
+    name = str(metadata.get("general.name", "")).lower()
+    takes = "phi-3" in name or "phi3" in name
+    keeping = ("<unk>", "<s>", "<|endoftext|>")
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in controls]
+        [
+            AddedToken(text, special=True, normalized=False, rstrip=takes and text not in keeping)
+            for text in controls
+        ]
     )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in own if token])
+    tokenizer.add_tokens([AddedToken(text, normalized=False, rstrip=takes) for text in own if text])
 
 
-def _begin_texts(
-    tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], kind: str
-) -> None:
-    """Put the begin token before texts, where the model wants it."""
+def _begin_texts(tokenizer: Tokenizer, begin: str, number: int) -> None:
+    """Put the begin token before texts."""
     from tokenizers import processors
 
-    number = metadata.get("tokenizer.ggml.bos_token_id")
-    usual = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
-    wanted = metadata.get("tokenizer.ggml.add_bos_token", usual)
-    if not wanted or type(number) is not int or not 0 <= number < len(tokens):
-        return
-    begin = tokens[number]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[begin, "$A"],
         pair=[begin, "$A", begin, "$B"],

@@ -22,7 +22,8 @@ SHAPE = {"hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32}
 
 
 def test_a_gguf_file_has_the_models_shape_and_bits_per_weight(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     model = make_model({"shape": SHAPE, "tied_head": False})
     path = tmp_path / "model.gguf"
     write_gguf(model, path)
@@ -43,7 +44,8 @@ def test_a_gguf_file_has_the_models_shape_and_bits_per_weight(tmp_path: Path) ->
 
 
 def test_biases_make_it_a_qwen2(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     path = tmp_path / "model.gguf"
     write_gguf(make_model({"attention": {"qkv_bias": True}}), path)
     reader = gguf.GGUFReader(path)
@@ -52,7 +54,8 @@ def test_biases_make_it_a_qwen2(tmp_path: Path) -> None:
 
 
 def test_sinks_make_it_a_gpt_oss_with_experts_of_mxfp4(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     changes: dict[str, Any] = {
         "shape": SHAPE,
         "attention": {"qkv_bias": True, "output_bias": True, "sinks": True, "sliding_window": 8},
@@ -82,7 +85,8 @@ def test_files_are_kept_by_shape(tmp_path: Path) -> None:
 
 
 def test_a_mixture_has_the_matrices_of_all_its_experts(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     model = make_model({"shape": SHAPE, "moe": {"experts": 4, "active_experts": 2}})
     path = tmp_path / "mixture.gguf"
     write_gguf(model, path)
@@ -102,7 +106,8 @@ def test_a_mixture_has_the_matrices_of_all_its_experts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("embedding", ["int4", "int8", "fp16"])
 def test_a_mixture_like_a_store_chooses_experts_as_it_does(tmp_path: Path, embedding: str) -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     shape = {"layers": 2, "hidden": 128, "ffn": 256, "vocab": 300}
     changes = {"shape": shape, "quantization": {"embedding": embedding}}
     plan = make_mixture_plan(tmp_path, "silu", changes)
@@ -139,7 +144,6 @@ def test_what_plain_llama_has_not_got_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moe", [None, {"experts": 4, "active_experts": 2}])
 def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path, moe: dict[str, int] | None) -> None:
     pytest.importorskip("llama_cpp")
-    pytest.importorskip("gguf")
     from pi2.benchmarks.llama_cpp import LlamaRecipe
 
     model = make_model({"shape": SHAPE} | ({} if moe is None else {"moe": moe}))

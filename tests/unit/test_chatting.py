@@ -144,7 +144,6 @@ def test_a_file_that_is_refused_changes_nothing_and_leaves_nothing(
 def test_an_interrupt_in_a_terminal_stops_the_answer_and_not_the_program(
     plan: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("prompt_toolkit", reason="needs the extra chat")
     screen, terminal = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "pi2", "chat", str(plan)],
@@ -205,7 +204,6 @@ def test_reasoning_is_told_apart(tmp_path: Path) -> None:
 def test_keys_send_break_lines_recall_and_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("prompt_toolkit", reason="needs the extra chat")
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="needs the extra gguf")
-
 import pi2
 from pi2.cli.checkpoint_models import find_precision
 from pi2.cli.main import run

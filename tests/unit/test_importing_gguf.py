@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -33,8 +34,6 @@ from tests.helpers.gguf_goldens import (
 from tests.helpers.gguf_tensors import read_checkpoint, translate
 from tests.helpers.goldens import EXACT, copy_checkpoint, write_plan
 from tests.helpers.models import draw_weights, make_model
-
-gguf = pytest.importorskip("gguf")
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -210,14 +209,6 @@ def test_every_type_is_decoded_as_the_gguf_package_does(block: gguf_blocks.Block
         found = decode_blocks(raw, block)
     assert found.shape == (3, 2 * block.elements)
     np.testing.assert_array_equal(found, expected)
-
-
-def test_rare_types_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, checkpoint = write_tiny(tmp_path, "Q5_0")
-    monkeypatch.setattr(gguf_blocks, "has_gguf", lambda: False)
-    with pytest.raises(UserError, match=r"P531.*Q5_0.*gguf package(.|\n)*pip install 'pi2\[gguf"):
-        convert(file, tmp_path / "store", checkpoint / "tokenizer.json", {})
-    assert not (tmp_path / "store").exists()
 
 
 # Split files

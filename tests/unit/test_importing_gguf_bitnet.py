@@ -20,8 +20,6 @@ from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
 from tests.helpers.goldens import FOLDER, make_small_tokenizer
 
-gguf = pytest.importorskip("gguf")
-
 CONFIG: dict[str, Any] = json.loads((FOLDER / "bitnet/config.json").read_text()) | {
     "hidden_size": 256,
     "intermediate_size": 256,

@@ -27,8 +27,6 @@ from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_tensors import translate
 from tests.helpers.models import draw_weights, make_model
 
-pytest.importorskip("gguf")
-
 GATE = "blk.1.ffn_gate.weight"
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -16,8 +17,6 @@ from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
 from tests.helpers.gguf_tensors import read_checkpoint
 from tests.helpers.goldens import EXACT, copy_checkpoint
-
-gguf = pytest.importorskip("gguf")
 
 FIXED: dict[str, Any] = {
     "no_rope_layers": None,

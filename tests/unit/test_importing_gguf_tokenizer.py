@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 from pi2.diagnostics import UserError
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_checkpoint import open_gguf
-from pi2.importing.gguf_tokenizer import make_tokenizer
+from pi2.importing.gguf_tokenizer import find_marks, make_tokenizer
 from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.text_cuts import CUTS
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import SPACE, make_sentence_piece, write_gguf
 from tests.helpers.gguf_tensors import translate
@@ -79,57 +80,89 @@ def test_no_begin_mark_where_the_file_says_so() -> None:
     assert 1 not in tokenizer.encode("hello").ids
 
 
-def make_byte_level(pre: str | None) -> tuple[Tokenizer, dict[str, Any]]:
-    """A trained byte-level tokenizer, and the metadata that a GGUF file has of it."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden/gguf_tokenizers.json").read_text())
+"""What llama.cpp makes of texts: see tools/make_gguf_goldens.py."""
+KINDS = [
+    (vocabulary, kind)
+    for vocabulary, made in GOLDEN["vocabularies"].items()
+    for kind in made["kinds"]
+]
 
-    from pi2.importing.gguf_tokenizer import _CUTS
 
-    expression = _CUTS.get(pre or "default")
-    tokenizer = Tokenizer(models.BPE())
-    cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None)
-    if pre == "smollm":
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, cut])
-    elif expression is not None:
-        split = pre_tokenizers.Split(Regex(expression), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, cut])
-    else:
-        tokenizer.pre_tokenizer = cut
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(
-        [*TEXTS, "hello there world 123 1234 12345 it's we'll"] * 5, trainer
-    )
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
-    stated = json.loads(tokenizer.to_str())
-    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
-    metadata: dict[str, Any] = {
+def make_golden(vocabulary: str, kind: str) -> Tokenizer:
+    metadata = GOLDEN["vocabularies"][vocabulary]["metadata"] | {"tokenizer.ggml.pre": kind}
+    return Tokenizer.from_buffer(make_tokenizer(Path("x.gguf"), metadata))
+
+
+def test_all_kinds_are_tried() -> None:
+    assert {kind for vocabulary, kind in KINDS if vocabulary != "llama"} | {""} == set(CUTS)
+
+
+@pytest.mark.parametrize(("vocabulary", "kind"), KINDS)
+def test_every_kind_cuts_texts_as_llama_cpp_does(vocabulary: str, kind: str) -> None:
+    made = GOLDEN["vocabularies"][vocabulary]
+    expected = made["kinds"][kind]
+    tokenizer = make_golden(vocabulary, kind)
+    for text, results, place in zip(
+        GOLDEN["texts"], made["results"], expected["results"], strict=True
+    ):
+        marked, plain = results[place][0], results[place][-1]
+        tokenizer.encode_special_tokens = False
+        assert tokenizer.encode(text, add_special_tokens=False).ids == marked, text
+        tokenizer.encode_special_tokens = True  # what users write of marks is text
+        assert tokenizer.encode(text, add_special_tokens=False).ids == plain, text
+    assert (tokenizer.encode("a").ids[0] == 1) is expected["begins"]
+
+
+@pytest.mark.parametrize("vocabulary", ["gpt2", "gemma4", "llama"])
+def test_texts_come_back(vocabulary: str) -> None:
+    tokenizer = make_golden(vocabulary, "gemma4" if vocabulary == "gemma4" else "llama-bpe")
+    for text in GOLDEN["texts"]:
+        if "<s>" not in text:
+            assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+@pytest.mark.parametrize("case", GOLDEN["ends"], ids=lambda case: case["tokens"][0])
+def test_answers_end_where_llama_cpp_ends_them(case: dict[str, Any]) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": case["tokens"]}
+    marks = find_marks(Path("x.gguf"), metadata | case["keys"])
+    assert sorted(marks.ends) == case["ends"]
+    assert marks.ends[0] == case["keys"].get("tokenizer.ggml.eos_token_id")
+
+
+def test_characters_without_tokens_are_left_out() -> None:
+    metadata = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in stated["model"]["merges"]],
-        "tokenizer.ggml.token_type": np.array([1] * (len(tokens) - 2) + [3, 4], np.int32),
+        "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
     }
-    return tokenizer, metadata | ({} if pre is None else {"tokenizer.ggml.pre": pre})
+    tokenizer = Tokenizer.from_buffer(make_tokenizer(Path("x.gguf"), metadata))
+    assert tokenizer.encode("axb").ids == [0, 1]
+    assert tokenizer.encode("abc").ids == [2]
 
 
-@pytest.mark.parametrize("pre", [None, "gpt-2", "llama-bpe", "qwen2", "smollm"])
-def test_byte_level_pairs(pre: str | None) -> None:
-    original, metadata = make_byte_level(pre)
-    made = Tokenizer.from_buffer(make_tokenizer(Path("x.gguf"), metadata))
-    for text in [*TEXTS, "it's 12345 we'll<|end|>see <tool>hello"]:
-        ids = original.encode(text).ids
-        assert made.encode(text).ids == ids, text
-        assert made.decode(ids) == original.decode(ids)
+def test_marks_of_phi_3_swallow_the_spaces_after_them() -> None:
+    metadata = make_sentence_piece() | {"general.name": "Phi-3 mini"}
+    tokens = [*metadata["tokenizer.ggml.tokens"], "<|user|>"]
+    metadata |= {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [*metadata["tokenizer.ggml.scores"], 0.0],
+        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], 3],
+    }
+    tokenizer = Tokenizer.from_buffer(make_tokenizer(Path("x.gguf"), metadata))
+    spaced, plain = tokenizer.encode("<|user|>\n hello"), tokenizer.encode("<|user|>hello")
+    assert spaced.ids == plain.ids
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
-        ({"tokenizer.ggml.pre": "tekken"}, "'tekken'"),
+        ({"tokenizer.ggml.model": "bert"}, "make no text"),
+        ({"tokenizer.ggml.model": "rwkv"}, "'rwkv'"),
+        ({"tokenizer.ggml.model": "new"}, "known are gpt2"),
+        ({"tokenizer.ggml.model": "none"}, "no tokenizer"),
+        ({"tokenizer.ggml.pre": "qwen4"}, "the nearest of 90 known: qwen2, qwen35"),
+        ({"tokenizer.ggml.pre": "zzz"}, "known are a.x-4.0, afmoe"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer"),
         ({"tokenizer.ggml.tokens": np.zeros(3)}, "not a list of texts"),
         ({"tokenizer.ggml.token_type": np.zeros(3, np.int32)}, "3 types"),
@@ -138,7 +171,7 @@ def test_byte_level_pairs(pre: str | None) -> None:
     ],
 )
 def test_what_is_unknown_asks_for_the_original(changes: dict[str, Any], words: str) -> None:
-    _, metadata = make_byte_level("gpt-2")
+    metadata = GOLDEN["vocabularies"]["gpt2"]["metadata"]
     with pytest.raises(UserError) as caught:
         make_tokenizer(Path("x.gguf"), metadata | changes)
     text = str(caught.value)

@@ -186,6 +186,15 @@ def read_requirements(extra: str) -> list[Requirement]:
     ]
 
 
+def test_a_base_installation_reads_every_gguf_file_and_chats() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
+    assert {"gguf", "prompt-toolkit"} <= names
+    # Install lines of before still work.
+    assert project["optional-dependencies"]["gguf"] == []
+    assert project["optional-dependencies"]["chat"] == []
+
+
 def test_constraints_pin_versions_that_pyproject_allows() -> None:
     pins = read_constraints()
     for requirement in [*read_requirements("dev"), *read_requirements("docs")]:

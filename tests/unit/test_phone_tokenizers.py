@@ -20,6 +20,7 @@ from tokenizers import (
     trainers,
 )
 
+from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.phone.tokenizing.patterns import Unsupported, translate
 from pi2.phone.tokenizing.tokenizer import Tokenizer as OwnTokenizer
 from pi2.sandbox.trial import TEXTS
@@ -197,6 +198,17 @@ def test_text_and_tokens_are_those_of_the_library(make: Callable[[], bytes]) -> 
             for special in (False, True):
                 theirs = library.decode(tokens, skip_special_tokens=not special)
                 assert own.decode(tokens, special=special) == theirs, text
+
+
+@pytest.mark.parametrize("kind", ["deepseek-llm", "gpt-4o", "kimi-k2", "superbpe", "afmoe"])
+def test_tokenizers_of_gguf_files_do_what_llama_cpp_does(kind: str) -> None:
+    golden = json.loads((Path(__file__).parents[1] / "golden/gguf_tokenizers.json").read_text())
+    made = golden["vocabularies"]["gpt2"]
+    metadata = made["metadata"] | {"tokenizer.ggml.pre": kind}
+    own = OwnTokenizer(make_tokenizer(Path("x.gguf"), metadata))
+    places = made["kinds"][kind]["results"]
+    for text, results, place in zip(golden["texts"], made["results"], places, strict=True):
+        assert own.encode(text) == results[place][0], text
 
 
 def test_what_is_not_known_is_refused_and_not_guessed() -> None:

@@ -30,12 +30,19 @@ _PLANES = (range(0x40000), range(0xE0000, 0xE1000))
 _PLAIN_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b"}
 
 
+_ANCHORS = {r"\A": r"\A", r"\z": r"\Z"}
+"""Beginning and end of a text, and what `re` calls them."""
+
+
 def translate(expression: str) -> re.Pattern[str]:
     """Return the same expression for `re`; raises `Unsupported`."""
     out, place = [], 0
     while place < len(expression):
         char = expression[place]
-        if char == "\\":
+        if expression[place : place + 2] in _ANCHORS:
+            out.append(_ANCHORS[expression[place : place + 2]])
+            place += 2
+        elif char == "\\":
             ranges, place = _read_escape(expression, place)
             out.append(f"[{_write(ranges)}]")
         elif char == "[":
@@ -75,13 +82,21 @@ def _read_class(expression: str, place: int) -> tuple[Ranges, int]:
     negated = expression[place : place + 1] == "^"
     place += negated
     parts: list[tuple[int, int]] = []
+    limit: Ranges = ((0, _LAST),)
     while place < len(expression):
         char = expression[place]
         if char == "]" and place > begin + 1 + negated:
-            ranges = _unite(parts)
+            ranges = _intersect(limit, _unite(parts))
             return (_invert(ranges) if negated else ranges), place + 1
-        if char == "[" or expression[place : place + 2] == "&&":
-            raise Unsupported(f"a class in a class of {expression!r}")
+        if expression[place : place + 2] == "&&":
+            limit, parts, place = _intersect(limit, _unite(parts)), [], place + 2
+            continue
+        if char == "[":
+            if expression[place + 1 : place + 2] == ":":
+                raise Unsupported(f"a named class in {expression!r}")
+            ranges, place = _read_class(expression, place)
+            parts += ranges
+            continue
         if char == "\\":
             ranges, place = _read_escape(expression, place)
         else:
@@ -161,6 +176,10 @@ def _invert(ranges: Ranges) -> Ranges:
             gaps.append((begin, first - 1))
         begin = last + 1
     return (*gaps, (begin, _LAST)) if begin <= _LAST else tuple(gaps)
+
+
+def _intersect(ranges: Ranges, others: Ranges) -> Ranges:
+    return _invert(_unite([*_invert(ranges), *_invert(others)]))
 
 
 def _write(ranges: Ranges) -> str:
