@@ -10,16 +10,19 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.cpu.specification import make_spec
 from pi2.backends.host.spec import HostSpec, choose_checks
+from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.engine.build_request import make_request
 from pi2.machine import detect_machine
@@ -33,9 +36,12 @@ from pi2.phone.replacements.libraries import Spec, describe_spec
 from pi2.phone.runtime.probing import list_recipes
 from pi2.phone.target import Wish, aim_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.model import Model
 from pi2.progress import Progress
+from pi2.store.agreement import find_store_misfits
 from pi2.store.manifest import MANIFEST
 from pi2.store.reader import NeuronStore
+from pi2.store.tensors import list_tensors
 
 StoreMode = Literal["link", "copy", "none"]
 """Hard links where the file system has them, copies, or no store at all."""
@@ -65,10 +71,18 @@ def build_bundle(
 ) -> Built:
     """Build the bundle of a plan at ``folder``, which must not exist, or be empty.
 
+    With the mode ``none`` no store need be at hand: predictors then have the plan's rank.
+
     UserError P673 for what bundles cannot have, P675 where the folder cannot be written, P650 and
-    P651 where kernels cannot be compiled, and P5xx for the store.
+    P651 where kernels cannot be compiled, and P5xx for a store that a run would refuse.
     """
     aimed = aim_plan(resolved, wish)
+    has_store = (resolved.store_path / MANIFEST).is_file()
+    misfits = find_store_misfits(resolved) if has_store else []
+    if mode != "none" and misfits:
+        raise UserError(misfits, exit_code=2)
+    # What a run would refuse says nothing of the store that the machine has.
+    source = resolved.store_path if mode != "none" or (has_store and not misfits) else None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError.of(
             "P675",
@@ -79,7 +93,7 @@ def build_bundle(
         folder.parent.mkdir(parents=True, exist_ok=True)
         room = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
         try:
-            _fill(room, aimed, resolved.store_path, wish, mode, progress)
+            _fill(room, aimed, source, wish, mode, progress)
             room.chmod(0o755)
             if folder.exists():
                 folder.rmdir()
@@ -98,7 +112,7 @@ def build_bundle(
 def _fill(
     room: Path,
     aimed: ResolvedPlan,
-    store_path: Path,
+    store_path: Path | None,
     wish: Wish,
     mode: StoreMode,
     progress: Progress,
@@ -109,11 +123,13 @@ def _fill(
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     _write_version(room)
-    with NeuronStore.open(store_path, model=aimed.model) as store:
-        specs = list_specs(aimed, store)
-        if wish.probe:
-            specs += [spec for recipe in list_recipes(aimed) for spec in recipe.list_specs()]
-        tokenizer = store.tokenizer_path.name
+    if store_path is None:
+        specs = list_specs(aimed, _describe_tensors(aimed.model))
+    else:
+        with NeuronStore.open(store_path, model=aimed.model) as store:
+            specs = list_specs(aimed, store.tensors)
+    if wish.probe:
+        specs += [spec for recipe in list_recipes(aimed) for spec in recipe.list_specs()]
     libraries = [
         *_compile_kernels(room, specs, wish.triple, progress),
         *(write_npu(room, aimed, unit, progress) for unit in list_npus(aimed)),
@@ -131,11 +147,12 @@ def _fill(
         # What is needed to find out that another store is the right one.
         (room / STORE).mkdir()
         (room / STORE / "README.txt").write_text(
-            f"Copy the neuron store of {aimed.model.id} here: {MANIFEST}, {tokenizer} and all else"
-            " that is in it.\n",
+            f"Copy the neuron store of {aimed.model.id} here: {MANIFEST}, "
+            f"{aimed.model.tokenizer.file} and all else that is in it.\n",
             encoding="utf-8",
         )
     else:
+        assert store_path is not None
         _bring_store(store_path, room / STORE, mode, progress)
     facts = {
         "created_by": f"pi2 {version('pi2')}",
@@ -154,15 +171,31 @@ def _write_version(room: Path) -> None:
     (folder / "METADATA").write_text("\n".join(lines), encoding="utf-8")
 
 
-def list_specs(aimed: ResolvedPlan, store: NeuronStore) -> list[Spec]:
-    """Return what a run of the plan asks for: the model's kernels, and loops of the host."""
+def _describe_tensors(model: Model) -> dict[str, Tensor]:
+    """Sizes of a store's dense tensors, which are not at hand."""
+    ranks = None if model.predictor is None else [model.predictor.rank] * model.shape.layers
+    return {
+        tensor.name: Tensor(
+            name=tensor.name,
+            rows=tensor.rows,
+            length=tensor.length,
+            precision=None,
+            weights=np.empty((0, tensor.length), np.float32),
+        )
+        for tensor in list_tensors(model, ranks)
+    }
+
+
+def list_specs(aimed: ResolvedPlan, tensors: Mapping[str, Tensor]) -> list[Spec]:
+    """Return what a run of the plan asks for: the model's kernels, and loops of the host;
+    ``tensors``: those of its store."""
     unit = aimed.device.units[aimed.sparse_unit]
     assert unit.features is not None and unit.architecture is not None
     features = frozenset(unit.features)
     here = detect_machine()
     cpu = replace(here.cpu, features=features, architecture=unit.architecture)
     machine = replace(here, cpu=cpu)
-    kernels = make_spec(make_request(aimed, machine, store.tensors))
+    kernels = make_spec(make_request(aimed, machine, tensors))
     # Where the features do not tell, the phone's processor may have the instruction for checks.
     known = choose_checks(features)
     choices = (known,) if known is not None else (None, _name_checks(unit.architecture))

@@ -251,6 +251,29 @@ def test_without_its_store_it_is_small_and_says_what_is_missing(tmp_path: Path) 
     assert done.returncode == 2 and "P301" in done.stderr
 
 
+def test_a_store_that_a_run_would_refuse_is_refused_by_the_build(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stride = ["--set", "bundle.stride=4KiB"]
+    assert run(["build", str(PLAN), "-o", str(tmp_path / "new"), *stride]) == 2
+    assert "P520" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_its_store_a_bundle_is_built_where_no_store_is(tmp_path: Path) -> None:
+    """It is the one that is built beside the store."""
+    target = ("--target", "x86_64-linux-gnu", "--without-store")
+    missing = f'store="{tmp_path / "none"}"'
+    without = build(tmp_path / "without", *target, "--set", missing)
+    beside = build(tmp_path / "beside", *target)
+    names = [file.relative_to(beside) for file in sorted(beside.rglob("*")) if file.is_file()]
+    assert names == [f.relative_to(without) for f in sorted(without.rglob("*")) if f.is_file()]
+    for name in names:
+        assert (beside / name).read_bytes() == (without / name).read_bytes()
+    done = start(without, *PROMPT, "--store", str(ROOT / "plans/stores/pi2-demo"))
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_a_run_needs_beyond_the_c_library_is_in_the_kernels(bundle: Path) -> None:
     if shutil.which("nm") is None:
         pytest.skip("needs binutils")
