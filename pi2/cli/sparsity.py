@@ -65,9 +65,14 @@ def command() -> None:
 @click.option(
     "--evaluated",
     type=click.IntRange(min=1),
-    default=8,
+    default=16,
     show_default=True,
-    help="Number of windows for measuring perplexity.",
+    help="Most windows for measuring perplexity; fewer where its error is small.",
+)
+@click.option(
+    "--error",
+    metavar="SHARE",
+    help="Largest error of the change of perplexity, such as 1%.  [default: half of the change]",
 )
 @force_option
 @take_plan(fitted=False)
@@ -83,6 +88,7 @@ def calibrate(
     context: int | None,
     windows: int | None,
     evaluated: int,
+    error: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -106,17 +112,25 @@ def calibrate(
     check_output(named, None, force)
     if new_plan is not None:
         check_output(new_plan, "plan", force)
-    with ProgressBar() as progress:
-        calibration = calibrate_thresholds(
-            plan.path,
-            read_texts(files),
-            goal=goal,
-            overrides=plan.settings,
-            context=context,
-            windows=windows,
-            evaluated=evaluated,
-            progress=progress,
-        )
+    partial = named.with_name(f"{named.name}.partial")
+    try:
+        with ProgressBar() as progress:
+            calibration = calibrate_thresholds(
+                plan.path,
+                read_texts(files),
+                goal=goal,
+                overrides=plan.settings,
+                context=context,
+                windows=windows,
+                evaluated=evaluated,
+                max_error=None if error is None else parse_share(error, "--error"),
+                partial=partial,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        if partial.exists():
+            click.echo(f"{partial} has what was found: the same command goes on", err=True)
+        raise
     thresholds = calibration.chosen.thresholds
     write_atomically(named, write_document(thresholds).encode())
     user = new_plan or plan.path
@@ -173,14 +187,14 @@ def parse_goal(target: float | None, loss: str | None, method: str | None) -> Go
     return Goal(method=chosen, target=target, max_increase=increase)
 
 
-def parse_share(text: str) -> float:
+def parse_share(text: str, option: str = "--loss") -> float:
     """Parse a share: ``2%`` or ``0.02``."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         share = -1.0
     if not 0 < share < 100:
-        raise click.BadParameter(f"{text!r} is no share such as 2% or 0.02", param_hint="--loss")
+        raise click.BadParameter(f"{text!r} is no share such as 2% or 0.02", param_hint=option)
     return share
 
 
@@ -200,8 +214,12 @@ def describe_calibration(
         "method": calibration.goal.method,
         "target": calibration.chosen.thresholds.target,
         "max_perplexity_increase": calibration.goal.max_increase,
-        "perplexity_before": calibration.dense_perplexity,
-        "scored_tokens": calibration.scored,
+        "perplexity_before": calibration.chosen.dense_perplexity,
+        "scored_tokens": calibration.chosen.scored,
+        "tokens_per_s": {
+            "dense": calibration.dense_tokens_per_s,
+            "thresholds": calibration.chosen.tokens_per_s,
+        },
         "calibration_tokens": calibration.chosen.thresholds.tokens,
         "trials": [
             {
@@ -212,6 +230,8 @@ def describe_calibration(
                 "agreement": trial.agreement,
                 "computed": trial.computed,
                 "active": trial.active,
+                "scored_tokens": trial.scored,
+                "tokens_per_s": trial.tokens_per_s,
             }
             for trial in calibration.trials
         ],
@@ -222,18 +242,29 @@ def describe_calibration(
 
 def write_report(calibration: Calibration) -> str:
     """The trials for people, as Markdown."""
-    chosen = calibration.chosen.thresholds
+    best = calibration.chosen
+    chosen = best.thresholds
     lines = [
         f"{chosen.model}: {calibration.goal.method}, thresholds from {chosen.tokens} tokens, "
-        f"perplexity over {calibration.scored} others",
+        f"perplexity over up to {max(trial.scored for trial in calibration.trials)} others",
         "",
-        "| left out | perplexity | change | same top token | up read | down read |",
-        "|---|---|---|---|---|---|",
-        f"| 0.0 % | {calibration.dense_perplexity:.3f} | - | 100.0 % | 100.0 % | 100.0 % |",
+        "| left out | perplexity | change | same top token | up read | down read | tokens/s |",
+        "|---|---|---|---|---|---|---|",
+        f"| 0.0 % | {best.dense_perplexity:.3f} | - | 100.0 % | 100.0 % | 100.0 % | "
+        f"{calibration.dense_tokens_per_s:.1f} |",
         *(write_trial(trial) for trial in calibration.trials),
     ]
     if len(calibration.trials) > 1:
         lines += ["", f"chosen: {chosen.target:.1%}"]
+    slower = 1 - best.tokens_per_s / calibration.dense_tokens_per_s
+    if slower > 0:
+        lines += [
+            "",
+            f"slower: with thresholds {best.tokens_per_s:.1f} tokens/s, without "
+            f"{calibration.dense_tokens_per_s:.1f}, in this plan's memory on this machine. Neurons "
+            "that thresholds open come one by one from flash, all neurons in large reads: keep the "
+            "dense plan, or give more memory (`pi2 run --memory`)",
+        ]
     return "\n".join(lines)
 
 
@@ -244,5 +275,5 @@ def write_trial(trial: Trial) -> str:
         f"| {trial.thresholds.target * 100:.1f} % | {trial.perplexity:.3f} | "
         f"{trial.increase:+.2%} ± {trial.error:.2%} | "
         + " | ".join(f"{share * 100:.1f} %" for share in shares)
-        + " |"
+        + f" | {trial.tokens_per_s:.1f} |"
     )

@@ -33,6 +33,14 @@ class Scores:
         return float(np.exp(self.losses.mean()))
 
 
+def join_scores(pieces: Sequence[Scores]) -> Scores:
+    """The scores of all windows of several runs."""
+    return Scores(
+        np.concatenate([piece.losses for piece in pieces]),
+        np.concatenate([piece.choices for piece in pieces]),
+    )
+
+
 def score_windows(
     model: LoadedModel,
     windows: Sequence[Window],

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
+from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
-from pi2.evaluation.scores import Scores, score_windows
+from pi2.evaluation.scores import Scores, join_scores, score_windows
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.rules.sparsity_fits_model import explain_method
@@ -20,9 +23,17 @@ from pi2.plan.reading.thresholds import Thresholds
 from pi2.progress import Progress, ignore_progress
 from pi2.sparsity.documents import describe_changes
 from pi2.sparsity.goals import Goal, choose_goal
+from pi2.sparsity.kept_findings import KeptFindings
 from pi2.sparsity.magnitudes import LayerMagnitudes, MagnitudeObserver, compute_magnitudes
 from pi2.statistics.texts import Window, encode_windows
 
+FINEST = 0.005
+"""Error of a perplexity that is small enough, whatever the increase: a change of nothing has no
+share."""
+TIMED, WARM = 32, 8
+"""Tokens that are generated to see how fast a plan is, and those of them that do not count."""
+FEWEST_SCORED = 1024
+"""Tokens that a perplexity is computed over, if there are as many: an error of fewer is a guess."""
 HELD_OUT = 0.1
 """Share of every text, its end, that thresholds are judged on and not made from."""
 TRIALS = 6
@@ -46,6 +57,18 @@ class Trial:
     """Share of neurons whose up was read."""
     active: float
     """Share of neurons whose down was read."""
+    scored: int
+    """Tokens that perplexities are computed over: enough that the error is small, if there are."""
+    dense_perplexity: float
+    """That of the same tokens without thresholds."""
+    tokens_per_s: float
+    """Tokens generated in a second, with the memory that the plan with thresholds has."""
+
+    def find_needed_error(self, goal: Goal) -> float:
+        """Largest error that lets a statement stand: the goal's, else half of what is stated."""
+        if goal.max_error is not None:
+            return goal.max_error
+        return max(FINEST, abs(self.increase) / 2, (goal.max_increase or 0.0) / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +78,8 @@ class Calibration:
     resolved: ResolvedPlan
     """The plan that was calibrated, dense."""
     goal: Goal
-    dense_perplexity: float
-    scored: int
-    """Number of tokens that perplexities are computed over."""
+    dense_tokens_per_s: float
+    """Tokens that the plan generates in a second without thresholds."""
     trials: tuple[Trial, ...]
     """Trials in the order in which they were made."""
     chosen: Trial
@@ -83,35 +105,56 @@ def calibrate_thresholds(
     overrides: Mapping[str, object] | None = None,
     context: int | None = None,
     windows: int | None = None,
-    evaluated: int = 8,
+    evaluated: int = 16,
+    max_error: float | None = None,
+    partial: Path | None = None,
     progress: Progress = ignore_progress,
 ) -> Calibration:
     """Calibrate thresholds for the model of ``plan`` on ``texts``; nothing is written.
 
     Without ``goal``, the plan's ``[sparsity]`` says what is wanted.  Histograms come from the dense
     model over the first nine tenths of every text (``windows`` of them), perplexities from
-    generating over ``evaluated`` windows of the rest, token by token, as a run would.  Raises
-    `UserError` as loading does, P257 for a model that needs no thresholds, P660-P662 for text and
-    backend, P668 if there is no goal, P669 if no target keeps the loss.
+    generating over windows of the rest, token by token, as a run would: as many as make the error
+    small (`Goal.max_error`), at most ``evaluated``.  ``partial``: a file that keeps what was found
+    until the end, so that the same call goes on after an interrupt.
+
+    Raises `UserError` as loading does, P257 for a model that needs no thresholds, P660-P662 for
+    text and backend, P668 if there is no goal, P669 if no target keeps the loss, P679 if the text
+    is too short for what would be stated.
     """
     settings = dict(overrides or {})
     learned = [text[: round(len(text) * (1 - HELD_OUT))] for text in texts]
     held_out = [text[round(len(text) * (1 - HELD_OUT)) :] for text in texts]
     dense_settings = {**settings, "decode.predictor": "none", "decode.look_ahead": "none"}
-    chosen_goal = choose_goal(plan, dense_settings, goal)
-    found = _observe(
-        plan, learned, held_out, dense_settings, chosen_goal, context, windows, evaluated, progress
-    )
+    chosen_goal = choose_goal(plan, dense_settings, goal, max_error)
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    kept = KeptFindings(
+        partial, (digest, chosen_goal.method, context, windows, evaluated, max_error)
+    )
+    found = _observe(
+        plan,
+        learned,
+        held_out,
+        dense_settings,
+        chosen_goal,
+        context,
+        windows,
+        evaluated,
+        kept,
+        progress,
+    )
+    numbers = itertools.count(1)
+    total = TRIALS if chosen_goal.target is None else 1
 
     def attempt(target: float) -> Trial:
         made = make_thresholds(found.resolved.model, found.layers, chosen_goal, target)
         thresholds = made.model_copy(update={"tokens": found.tokens, "text": digest})
-        return _measure(plan, settings, chosen_goal, thresholds, found, progress)
+        label = f"trial {next(numbers)} of {total} ({target:.1%} left out)"
+        return _measure(plan, settings, chosen_goal, thresholds, found, kept, label, progress)
 
     trials = search_target(chosen_goal, attempt)
-    kept = [trial for trial in trials if _keeps(trial, chosen_goal)]
-    if not kept:
+    within = [trial for trial in trials if _keeps(trial, chosen_goal)]
+    if not within:
         best = min(trials, key=lambda trial: trial.increase)
         raise UserError.of(
             "P669",
@@ -119,13 +162,34 @@ def calibrate_thresholds(
             f"{best.increase:+.2%}",
             help="allow a greater loss, or run the model densely",
         )
+    chosen = max(within, key=lambda trial: trial.thresholds.target)
+    _check_error(chosen, chosen_goal)
+    progress("timing the dense model", 0.0)
+    with load(plan, set=dense_settings, thresholds="none", progress=progress) as model:
+        dense_tokens_per_s = _time_tokens(model, found.held_out[0])
+    kept.drop()
     return Calibration(
         resolved=found.resolved,
         goal=chosen_goal,
-        dense_perplexity=found.dense.perplexity,
-        scored=len(found.dense.losses),
+        dense_tokens_per_s=dense_tokens_per_s,
         trials=tuple(trials),
-        chosen=max(kept, key=lambda trial: trial.thresholds.target),
+        chosen=chosen,
+    )
+
+
+def _check_error(chosen: Trial, goal: Goal) -> None:
+    """UserError P679 where the tokens are too few for what would be stated."""
+    needed = chosen.find_needed_error(goal)
+    if chosen.error <= needed:
+        return
+    tokens = math.ceil(chosen.scored * (chosen.error / needed) ** 2)
+    raise UserError.of(
+        "P679",
+        f"the perplexity is {chosen.increase:+.2%} with an error of {chosen.error:.2%} over "
+        f"{chosen.scored} tokens, which says too little",
+        help=f"about {tokens} tokens are needed: give {tokens / chosen.scored:.0f} times as much "
+        "text, of which a tenth is held out, with a higher --evaluated if it has more windows; or "
+        f"take the error: --error {chosen.error:.1%}",
     )
 
 
@@ -138,6 +202,7 @@ def _observe(
     context: int | None,
     windows: int | None,
     evaluated: int,
+    kept: KeptFindings,
     progress: Progress,
 ) -> _Observed:
     """Run the dense model over both parts of the texts.  It is gone before the next is loaded."""
@@ -151,13 +216,19 @@ def _observe(
         plan, set=settings, thresholds="none", progress=progress, make_observer=observe
     ) as model:
         cut = encode_windows(model, learned, context=context, stride=None, count=windows)
+        done = kept.restore(model.plan.digest, observer.layers)
         for number, window in enumerate(cut):
-            for _ in model.iterate_logits(window.tokens):
-                pass
+            if number >= done:
+                for _ in model.iterate_logits(window.tokens):
+                    pass
+                kept.note_windows(number + 1, observer.layers, is_last=number + 1 == len(cut))
             progress("counting", (number + 1) / len(cut))
         model._parts.executor.observe(None)
         judged = encode_windows(model, held_out, context=context, stride=None, count=evaluated)
-        dense = score_windows(model, judged, "prefill", lambda share: progress("dense", share))
+        dense = kept.find_scores("dense")
+        if dense is None:
+            dense = score_windows(model, judged, "prefill", lambda share: progress("dense", share))
+            kept.note_scores("dense", dense)
         tokens = sum(len(window.tokens) for window in cut)
         return _Observed(model.plan, observer.list_layers(), tokens, judged, dense)
 
@@ -209,31 +280,68 @@ def _measure(
     goal: Goal,
     thresholds: Thresholds,
     found: _Observed,
+    kept: KeptFindings,
+    label: str,
     progress: Progress,
 ) -> Trial:
-    """Generate over the held-out windows with ``thresholds``."""
+    """Generate over held-out windows with ``thresholds``, until the error is small."""
+    name = f"{thresholds.target:.6g}@{goal.max_error or goal.max_increase or 0:.6g}"
+    scores = kept.find_scores(name)
+    if scores is not None:
+        return _describe(thresholds, scores, found.dense, kept.find_figures(name))
     changes = describe_changes(found.resolved, thresholds, goal, "not-yet.thresholds.toml")
-    label = f"{goal.method} {thresholds.target:.3g}"
-    with load(plan, set={**settings, **changes}, thresholds=thresholds) as model:
+    pieces: list[Scores] = []
+    with load(plan, set={**settings, **changes}, thresholds=thresholds, progress=progress) as model:
+        speed = _time_tokens(model, found.held_out[0])
         before = model.stats
-        scores = score_windows(
-            model, found.held_out, "decode", lambda share: progress(label, share)
-        )
-        counted = model.stats - before
-    change = scores.losses - found.dense.losses
+        for number, window in enumerate(found.held_out):
+            pieces.append(score_windows(model, [window], "decode"))
+            progress(label, (number + 1) / len(found.held_out))
+            scores = join_scores(pieces)
+            counted = model.stats - before
+            figures = (counted.predicted_share or 0.0, counted.active_share or 0.0, speed)
+            trial = _describe(thresholds, scores, found.dense, figures)
+            if trial.scored >= FEWEST_SCORED and trial.error <= trial.find_needed_error(goal):
+                break
+    kept.note_scores(name, scores, figures)
+    return trial
+
+
+def _describe(
+    thresholds: Thresholds, scores: Scores, dense: Scores, figures: tuple[float, ...]
+) -> Trial:
+    """What the first tokens of the held-out windows say of thresholds."""
+    count = len(scores.losses)
+    dense = Scores(dense.losses[:count], dense.choices[:count])
+    change = scores.losses - dense.losses
+    computed, active, speed = figures
     rounded = {
-        "perplexity_before": float(f"{found.dense.perplexity:.6g}"),
+        "perplexity_before": float(f"{dense.perplexity:.6g}"),
         "perplexity_after": float(f"{scores.perplexity:.6g}"),
     }
     return Trial(
         thresholds=thresholds.model_copy(update=rounded),
         perplexity=scores.perplexity,
         increase=math.exp(change.mean()) - 1,
-        error=float(change.std() / math.sqrt(len(change))),
-        agreement=float((scores.choices == found.dense.choices).mean()),
-        computed=counted.predicted_share or 0.0,
-        active=counted.active_share or 0.0,
+        error=float(change.std() / math.sqrt(count)),
+        agreement=float((scores.choices == dense.choices).mean()),
+        computed=computed,
+        active=active,
+        scored=count,
+        dense_perplexity=dense.perplexity,
+        tokens_per_s=speed,
     )
+
+
+def _time_tokens(model: LoadedModel, window: Window) -> float:
+    """Tokens that a model generates in a second, where the first ones have filled its cache."""
+    tokens = window.tokens[:TIMED]
+    warm = min(WARM, len(tokens) // 2)
+    start = time.perf_counter()
+    for number, _ in enumerate(model.iterate_logits(tokens, mode="decode"), start=1):
+        if number == warm:
+            start = time.perf_counter()
+    return (len(tokens) - warm) / max(1e-9, time.perf_counter() - start)
 
 
 def _check_model(model: Model, goal: Goal) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pi2.diagnostics import UserError
@@ -21,14 +21,18 @@ class Goal:
     """Share of up and down that is not read."""
     max_increase: float | None = None
     """Largest share by which the perplexity may grow."""
+    max_error: float | None = None
+    """Largest error of that growth; by default half of what is stated."""
 
 
-def choose_goal(plan: Path, settings: Mapping[str, object], goal: Goal | None) -> Goal:
-    """``goal``, or what the plan says; UserError P668 if there is none."""
+def choose_goal(
+    plan: Path, settings: Mapping[str, object], goal: Goal | None, max_error: float | None
+) -> Goal:
+    """``goal``, or what the plan says, with ``max_error``; UserError P668 if there is none."""
     resolver = LockedReferences(plan.parent)
     resolved = load_plan(plan, overrides=settings, resolver=resolver, thresholds="none")
     if goal is not None:
-        return goal
+        return replace(goal, max_error=max_error)
     sparsity = resolved.plan.sparsity
     if sparsity is None:
         raise UserError.of(
@@ -40,4 +44,5 @@ def choose_goal(plan: Path, settings: Mapping[str, object], goal: Goal | None) -
         method=sparsity.method,
         target=sparsity.target,
         max_increase=sparsity.max_perplexity_increase,
+        max_error=max_error,
     )

@@ -172,16 +172,16 @@ class MagnitudeObserver:
 
     def __init__(self, method: SparsityMethod) -> None:
         self._method = method
-        self._layers: dict[int, LayerMagnitudes] = {}
+        self.layers: dict[int, LayerMagnitudes] = {}
 
     def __call__(
         self, layer: int, inputs: F32, magnitudes: F32, routing: Routing | None = None
     ) -> None:
-        if layer not in self._layers:
+        if layer not in self.layers:
             count = 1 if routing is None else routing.computes.shape[1]
             histograms = [Histogram.make(self._method) for _ in range(count)]
-            self._layers[layer] = LayerMagnitudes(histograms, [0] * count)
-        found = self._layers[layer]
+            self.layers[layer] = LayerMagnitudes(histograms, [0] * count)
+        found = self.layers[layer]
         for expert, histogram in enumerate(found.experts):
             values = magnitudes
             if routing is not None:
@@ -192,7 +192,7 @@ class MagnitudeObserver:
 
     def list_layers(self) -> list[LayerMagnitudes]:
         """Magnitudes of each layer."""
-        return [self._layers[layer] for layer in sorted(self._layers)]
+        return [self.layers[layer] for layer in sorted(self.layers)]
 
 
 def _find_coarse(magnitudes: F32) -> I64:

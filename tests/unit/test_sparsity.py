@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import tomlkit
 
 import pi2
 from pi2.cli.main import run
+from pi2.cli.sparsity import write_report
 from pi2.costs.activity import describe_cut_activity
 from pi2.diagnostics import UserError
 from pi2.evaluation.evaluation import evaluate_plan
@@ -29,6 +31,8 @@ from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 5
+LOOSE = "900%"
+"""An error that any text keeps."""
 SMOOTH = {"predictor": None, "ffn": {"activation": "silu"}}
 
 
@@ -51,7 +55,8 @@ def sparse(plan: Path, text: Path) -> Path:
     """A plan that extends the dense one, with thresholds of half of the gates."""
     made, file = plan.with_name("half.plan.toml"), plan.with_name("half.thresholds.toml")
     command = ["sparsity", "calibrate", str(plan), "--text", str(text), "--target", "0.5"]
-    assert run([*command, "--context", "32", "-o", str(file), "--plan", str(made)]) == 0
+    command += ["--context", "32", "--error", LOOSE]
+    assert run([*command, "-o", str(file), "--plan", str(made)]) == 0
     return made
 
 
@@ -152,13 +157,13 @@ def test_the_file_states_the_perplexity_that_evaluate_measures(sparse: Path) -> 
 def test_equal_texts_give_equal_files(plan: Path, sparse: Path, text: Path, tmp_path: Path) -> None:
     command = ["sparsity", "calibrate", str(plan), "--text", str(text), "--target", "0.5"]
     again = tmp_path / "again.thresholds.toml"
-    assert run([*command, "--context", "32", "-o", str(again)]) == 0
+    assert run([*command, "--context", "32", "--error", LOOSE, "-o", str(again)]) == 0
     assert again.read_bytes() == sparse.with_name("half.thresholds.toml").read_bytes()
 
 
 def test_a_loss_is_kept_by_the_largest_share_that_keeps_it(plan: Path) -> None:
     goal = Goal(method="cats-teal", max_increase=0.002)
-    found = calibrate_thresholds(plan, [TEXT], goal=goal, context=32, evaluated=1)
+    found = calibrate_thresholds(plan, [TEXT], goal=goal, context=32, evaluated=1, max_error=9.0)
     targets = [trial.thresholds.target for trial in found.trials]
     assert targets[0] == 0.5 and len(targets) == 6
     assert found.chosen.increase <= 0.002
@@ -189,6 +194,7 @@ def test_the_plan_says_what_is_wanted_and_where_it_goes(
     assert run(["validate", str(asked)]) == 1
     assert "P028" in capsys.readouterr().out
     command = ["sparsity", "calibrate", str(asked), "--text", str(text), "--context", "32"]
+    command += ["--error", LOOSE]
     assert run([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["thresholds"] == str(plan.with_name("quarter.thresholds.toml"))
@@ -196,6 +202,104 @@ def test_the_plan_says_what_is_wanted_and_where_it_goes(
     assert run(["validate", str(asked)]) == 0
     assert run(command) == 2  # what is there stays
     assert "P027" in capsys.readouterr().err
+
+
+def test_what_few_tokens_say_is_not_stated(
+    plan: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error must be half of the change at most, or what is asked for."""
+    file = tmp_path / "few.thresholds.toml"
+    command = ["sparsity", "calibrate", str(plan), "--text", str(text), "--context", "32"]
+    command += ["--target", "0.5", "-o", str(file)]
+    assert run(command) == 2
+    said = capsys.readouterr().err
+    assert "P679" in said and "over 31 tokens" in said and "--error" in said
+    assert not file.exists()
+    assert run([*command, "--error", "1%"]) == 2
+    assert run([*command, "--error", LOOSE]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_more_tokens_make_the_error_smaller(plan: Path) -> None:
+    """Windows are scored until the error is small."""
+    found = {
+        windows: calibrate_thresholds(
+            plan,
+            [TEXT * windows],
+            goal=Goal(method="cats", target=0.5),
+            context=32,
+            windows=2,
+            evaluated=windows,
+            max_error=9.0,
+        ).chosen
+        for windows in (1, 16)
+    }
+    assert found[1].scored < found[16].scored
+    assert found[16].error < found[1].error
+
+
+def test_what_was_found_survives_an_interrupt(
+    plan: Path,
+    sparse: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Windows that were counted are not counted again, and the result is the same."""
+    file = tmp_path / "again.thresholds.toml"
+    command = ["sparsity", "calibrate", str(plan), "--text", str(text), "--target", "0.5"]
+    command += ["--context", "32", "--error", LOOSE, "-o", str(file)]
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pi2.sparsity.calibration._time_tokens", interrupt)
+        assert run(command) == 130
+    partial = file.with_name(f"{file.name}.partial")
+    assert partial.exists() and not file.exists()
+    assert f"{partial} has what was found" in capsys.readouterr().err
+
+    def forbid(*arguments: object) -> None:
+        raise AssertionError("counted again")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pi2.sparsity.magnitudes.MagnitudeObserver.__call__", forbid)
+        assert run(command) == 0
+    assert not partial.exists()
+    assert file.read_bytes() == sparse.with_name("half.thresholds.toml").read_bytes()
+
+
+def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -> None:
+    def calibrate(text: str, partial: Path | None) -> list[float]:
+        found = calibrate_thresholds(
+            plan,
+            [text],
+            goal=Goal(method="cats", target=0.5),
+            context=32,
+            max_error=9.0,
+            partial=partial,
+        )
+        return [layer.gate for layer in found.chosen.thresholds.layers]
+
+    partial = tmp_path / "partial"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pi2.sparsity.kept_findings.KeptFindings.drop", lambda self: None)
+        calibrate(TEXT, partial)
+    other = TEXT.upper()
+    assert calibrate(other, partial) == calibrate(other, None)
+    partial.write_bytes(b"no such file")
+    assert calibrate(TEXT, partial) == calibrate(TEXT, None)
+
+
+def test_a_plan_that_thresholds_make_slower_is_said_to_be(plan: Path) -> None:
+    found = calibrate_thresholds(
+        plan, [TEXT], goal=Goal(method="cats", target=0.5), context=32, max_error=9.0
+    )
+    chosen = replace(found.chosen, tokens_per_s=1.0)
+    slow = replace(found, chosen=chosen, trials=(chosen,), dense_tokens_per_s=2.4)
+    assert "slower: with thresholds 1.0 tokens/s, without 2.4" in write_report(slow)
+    assert "slower" not in write_report(replace(slow, dense_tokens_per_s=0.9))
 
 
 @pytest.mark.parametrize(
