@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pi2.cli.commands import list_commands, list_groups
+from pi2.cli.commands import list_commands
+from pi2.cli.main import run
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,16 +24,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def find_blocks(language: str) -> list[str]:
     """Code blocks of the README in ``language``."""
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-
-
-def find_excess(part: Any, whole: Any, place: str = "") -> list[str]:
-    """Where ``part`` says something that ``whole`` does not."""
-    if isinstance(part, dict) and isinstance(whole, dict):
-        found = []
-        for key, value in part.items():
-            found += find_excess(value, whole.get(key), f"{place}.{key}".lstrip("."))
-        return found
-    return [] if part == whole else [place]
 
 
 def test_exactly_two_commands_to_copy() -> None:
@@ -45,20 +41,102 @@ def test_commands_come_right_after_three_sentences() -> None:
     assert len(sentences) == 3
 
 
-def test_plan_excerpt_is_in_the_demo_plan() -> None:
-    (excerpt,) = find_blocks("toml")
-    demo = tomllib.loads((ROOT / "plans/demo.plan.toml").read_text(encoding="utf-8"))
-    assert find_excess(tomllib.loads(excerpt), demo) == []
+def test_the_plan_that_is_shown_validates_and_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (text,) = find_blocks("toml")
+    plan = tmp_path / "small.plan.toml"
+    plan.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert run(["validate", plan.name, "--strict"]) == 0
+    assert run(["show", plan.name]) == 0
+    capsys.readouterr()
+    assert run(["run", plan.name, "--prompt", "def ", "--max-tokens", "2"]) == 0
+    assert "within the budget of 124 MiB" in capsys.readouterr().err
+    (fit,) = re.findall(r"`pi2 (fit [^`]+)`", README.split("```toml")[0].rpartition("## ")[2])
+    assert run([*fit.split(), "--force"]) == 0
+    assert run(["validate", plan.name, "--strict"]) == 0
 
 
-def test_every_command_is_in_the_table() -> None:
-    assert set(re.findall(r"`pi2 (\w+)", README)) == set(list_commands())
+def test_every_command_that_is_named_exists() -> None:
+    named = set(re.findall(r"`pi2 ([\w-]+)", README)) | set(
+        re.findall(r"^\$ pi2 ([\w-]+)", README, re.MULTILINE)
+    )
+    assert named - set(list_commands()) == set()
+    assert {"run", "chat", "serve", "pull", "convert", "validate", "plan", "doctor"} <= named
 
 
-def test_tables_of_commands_are_the_sections_of_the_help() -> None:
-    tables = re.findall(r"^\| (\w+) \| \|\n\|---\|---\|\n((?:\|.*\n)+)", README, re.MULTILINE)
-    found = {name.capitalize(): set(re.findall(r"`pi2 (\w+)", rows)) for name, rows in tables}
-    assert found == {name: set(commands) for name, commands in list_groups().items()}
+@pytest.mark.slow
+def test_the_commands_work_after_the_install_line(tmp_path: Path) -> None:
+    """What "Try it" shows needs no extra: their packages cannot be imported here."""
+    pytest.importorskip("gguf")
+    from tests.unit.test_checkpoint_models import write_model
+
+    file = write_model(tmp_path, "my-model")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nfor name in {sorted(list_extra_modules())!r}:\n    sys.modules[name] = None\n"
+    )
+    commands = re.findall(r"^\$ pi2 (.+)$", README, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["convert", "run", "bench"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "XDG_DATA_HOME": str(tmp_path / "data"),
+    }
+    quick = {"run": ["--max-tokens", "2"], "bench": ["-p", "4", "-n", "2", "-r", "1"]}
+    for command in [*commands, "chat my-model.gguf"]:
+        words = shlex.split(command.replace("checkpoints/my-model", file.name))
+        # A tiny model that was never trained has no chat template, and is smaller than 3 GiB.
+        words = ["--prompt" if word == "--chat" else word for word in words]
+        words = ["256MiB" if word == "3GiB" else word for word in words]
+        done = subprocess.run(
+            [sys.executable, "-m", "pi2", *words, *quick.get(words[0], [])],
+            cwd=tmp_path,
+            env=environment,
+            input="",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        is_without_template = words[0] == "chat" and "P609" in done.stderr
+        assert done.returncode == 0 or is_without_template, (words, done.stderr)
+
+
+def list_extra_modules() -> set[str]:
+    """Modules of the packages that only extras bring."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    base, extra = (
+        {re.split(r"[\[<>=]", line)[0].lower().replace("_", "-") for line in lines}
+        for lines in (
+            project["dependencies"],
+            chain.from_iterable(project["optional-dependencies"].values()),
+        )
+    )
+    kept = base | list_dependencies(base)
+    return {
+        module
+        for module, packages in packages_distributions().items()
+        if (names := {name.lower().replace("_", "-") for name in packages}) & extra
+        and not names & kept
+    }
+
+
+def list_dependencies(names: set[str]) -> set[str]:
+    """Packages that packages need, and theirs."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        try:
+            lines = requires(waiting.pop()) or []
+        except PackageNotFoundError:
+            continue
+        for line in lines:
+            name = re.split(r"[\[<>=!~; (]", line)[0].lower().replace("_", "-")
+            if "extra ==" not in line and name not in found:
+                found.add(name)
+                waiting.append(name)
+    return found
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -95,6 +95,7 @@ def locate(name: str, text: str, offset: int) -> Span:
     return Span(name, line, column, line, column + 1)
 
 
+_CLOSE = 'add the closing quote, or use """ for multi-line strings'
 _EXPLANATIONS = (
     ("Expected '='", "expected `=` after the key", "write `key = value`"),
     ("Expected ']", "the header has no closing bracket", "write `[table]` or `[[array]]`"),
@@ -114,7 +115,7 @@ _EXPLANATIONS = (
         "one `key = value` per line",
     ),
     ("Invalid value", "expected a value after `=`", "text needs quotes"),
-    ("Unterminated string", "unterminated string", "add the closing quotes"),
+    ("Unterminated string", "unterminated string", _CLOSE),
     ("Unclosed array", "the array has no closing bracket", "add a `]`"),
     ("Unclosed inline table", "the inline table has no closing brace", "add a `}`"),
     (
@@ -125,7 +126,7 @@ _EXPLANATIONS = (
     (
         "Illegal character '\\n'",
         "unterminated string",
-        'add the closing quote, or use """ for multi-line strings',
+        _CLOSE,
     ),
     ("Illegal character", "a control character is not allowed here", None),
 )
