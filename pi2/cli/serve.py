@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +15,7 @@ from pi2.cli.named_plans import find_plan_path
 from pi2.cli.options import add_set_option
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
-from pi2.plan.documents.quantities import approximate_bytes, parse_size
+from pi2.plan.documents.quantities import parse_size
 
 if TYPE_CHECKING:
     import uvicorn
@@ -48,7 +49,7 @@ KEY_VARIABLE = "PI2_API_KEY"
 @click.option(
     "--memory",
     metavar="SIZE",
-    help="Most memory of the loaded models together; others are loaded when they are asked for.",
+    help="Memory of the loaded models together: plans are fitted to it, and take turns in it.",
 )
 @add_set_option
 @click.option(
@@ -123,9 +124,8 @@ def command(
     configure_logging(1)
     overrides = parse_assignments(settings)
     known = os.environ.get(KEY_VARIABLE, "")
-    served = list_plans(plans, overrides)
     memory_bytes = None if memory is None else parse_size(memory)
-    check_memory(served, memory_bytes)
+    served = list_plans(plans, overrides, memory_bytes)
     known_keys = keys or ((known,) if known else ())
     chosen = Settings(
         plans=served,
@@ -147,7 +147,7 @@ def command(
         application = make_front(chosen, found)
 
         async def renew() -> None:
-            await found.change(list_plans(plans, overrides))
+            await found.change(list_plans(plans, overrides, memory_bytes))
     else:
         application = make_application(chosen)
         models = application.state.hosts
@@ -260,21 +260,12 @@ def listen_for_changes(renew: Callable[[], Awaitable[None]]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, begin)
 
 
-def check_memory(plans: Sequence[ServedPlan], memory_bytes: int | None) -> None:
-    """UserError P611 for a plan that could never be loaded."""
-    for plan in plans:
-        if memory_bytes is not None and plan.budget_bytes > memory_bytes:
-            needed, given = map(approximate_bytes, (plan.budget_bytes, memory_bytes))
-            raise UserError.of(
-                "P611",
-                f"the plan {plan.name!r} needs {needed}, more than all models may have: {given}",
-                help=f"give --memory {needed.replace(' ', '')} or more, or serve a smaller plan",
-            )
-
-
-def list_plans(paths: tuple[Path, ...], overrides: dict[str, object]) -> list[ServedPlan]:
-    """What is served; UserError for a plan that is not sound, or a name that two have."""
-    from pi2.plan.resolve import load_plan
+def list_plans(
+    paths: tuple[Path, ...], overrides: dict[str, object], memory_bytes: int | None = None
+) -> list[ServedPlan]:
+    """What is served; a plan that is alone, or has more, is fitted to ``memory_bytes``.  UserError
+    for a plan that is not sound or cannot be fitted, or a name that two have."""
+    from pi2.refit import read_plan
     from pi2.serving.host import ServedPlan
     from pi2.sharing.resolver import LockedReferences
 
@@ -282,7 +273,12 @@ def list_plans(paths: tuple[Path, ...], overrides: dict[str, object]) -> list[Se
     for given in paths:
         path = find_plan_path(given)
         resolver = LockedReferences(path.parent, locked=False)
-        resolved = load_plan(path, resolver=resolver, overrides=overrides)
+        read = partial(read_plan, path, resolver=resolver, overrides=overrides)
+        plan = read()
+        budget_bytes = plan.resolved.plan.memory.budget
+        if memory_bytes is not None and (len(paths) == 1 or budget_bytes > memory_bytes):
+            plan = read(memory_bytes=memory_bytes)
+        resolved = plan.resolved
         name = path.name.removesuffix(".toml").removesuffix(".plan")
         if name in ("default", "plan"):
             name = path.resolve().parent.name
@@ -298,6 +294,8 @@ def list_plans(paths: tuple[Path, ...], overrides: dict[str, object]) -> list[Se
             budget_bytes=resolved.plan.memory.budget,
             places=resolved.plan.decode.batch,
             description=resolved.plan.description,
-            overrides=overrides,
+            overrides=plan.overrides,
         )
+        for change in plan.changes:
+            click.echo(f"{name}: {change}", err=True)
     return list(found.values())

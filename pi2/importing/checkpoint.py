@@ -81,6 +81,23 @@ class Checkpoint:
         config = parse_config(self.read_file("tokenizer_config.json"))
         return convert_sentence_piece(self.folder / SENTENCE_PIECE, pieces, config)
 
+    def read_template(self) -> bytes | None:
+        """The chat template: ``chat_template.jinja``, or what ``chat_template.json`` says;
+        `UserError` P543 if it cannot be read."""
+        found = self.read_file("chat_template.jinja")
+        said = self.read_file("chat_template.json") if found is None else None
+        if said is None:
+            return found
+        try:
+            template = json.loads(said)["chat_template"]
+            return bytes(template.encode("utf-8"))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise UserError.of(
+                "P543",
+                f"{self.folder / 'chat_template.json'} has no text 'chat_template'",
+                help="copy it from the checkpoint again, or remove it",
+            ) from None
+
     def list_templates(self) -> dict[str, bytes]:
         """Further chat templates by their names; `UserError` P543 if one cannot be read."""
         folder = "additional_chat_templates"

@@ -317,7 +317,7 @@ def _find_turn_end(checkpoint: Checkpoint) -> int | None:
     content = checkpoint.read_file("tokenizer_config.json")
     try:
         said = {} if content is None else json.loads(content)
-        if "chat_template" not in said and checkpoint.read_file("chat_template.jinja") is None:
+        if "chat_template" not in said and checkpoint.read_template() is None:
             return None
         end = said.get("eos_token")
         end = end.get("content") if isinstance(end, Mapping) else end

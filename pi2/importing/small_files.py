@@ -29,11 +29,11 @@ def read_extra_files(
             f"tokenizer.file is {name!r}: the tokenizer lies in the store's own folder",
             help='set tokenizer.file = "tokenizer.json" in the model document',
         )
-    contents = {}
-    for optional in (TOKENIZER_CONFIG, CHAT_TEMPLATE):
-        content = source.read_file(optional)
-        if content is not None:
-            contents[optional] = content
+    optional = {
+        TOKENIZER_CONFIG: source.read_file(TOKENIZER_CONFIG),
+        CHAT_TEMPLATE: source.read_template(),
+    }
+    contents = {path: content for path, content in optional.items() if content is not None}
     for label, template in source.list_templates().items():
         contents[f"chat_template.{label}.jinja"] = template
     paths = dict(extras)

@@ -18,7 +18,7 @@ from pi2.logging import get_logger
 from pi2.serving.application import Settings, list_middleware, refuse
 from pi2.serving.errors import ApiError
 from pi2.serving.requests import ClientGone, note_use, read_body, wait_for_client
-from pi2.serving.sse import write_stream_error
+from pi2.serving.sse import PING, write_stream_error
 
 TRIES = 4
 """Replicas that a request may be given to, one after the other."""
@@ -76,8 +76,8 @@ class Front:
 
     async def _answer(self, request: Request, body: bytes, send: Send) -> None:
         """Pass on what a replica sends; ApiError if nothing was sent."""
+        passed = _Passed(request, send)
         for attempt in range(TRIES):
-            passed = _Passed(request, send)
             call = {key: value for key, value in request.scope.items() if key in _PASSED_ON}
             try:
                 async with aclosing(self._replicas.ask(call, body)) as messages:
@@ -87,10 +87,12 @@ class Front:
                 return
             except ReplicaLost as error:
                 get_logger().warning("replica lost", path=request.url.path, reason=str(error))
-                if passed.has_begun:
-                    await passed.break_off()
-                    return
+                if passed.has_events:
+                    break
             await asyncio.sleep(_WAIT_S * 2**attempt)
+        if passed.has_begun:
+            await passed.break_off()
+            return
         raise ApiError(503, "The replicas that were asked have ended.", retry_after_s=5)
 
 
@@ -104,6 +106,9 @@ class _Passed:
         self._last: Message | None = None
         self._events = 0
         self.has_begun = False
+        """Whether the status was sent."""
+        self.has_events = False
+        """Whether something of the answer was sent, other than signs of life."""
 
     async def take(self, message: Message) -> None:
         """Pass a message on; the status waits for the first part of the body, the last part for
@@ -111,10 +116,14 @@ class _Passed:
         if message["type"] == USE:
             note_use(self._request, **message["values"])
         elif message["type"] == "http.response.start":
+            if self.has_begun and message["status"] != 200:
+                raise ReplicaLost("the answer had begun, and another replica refuses it")
             self._start = message
         elif message.get("more_body", False):
             await self._begin()
-            self._events += message.get("body", b"").count(b"data: ")
+            body = message.get("body", b"")
+            self.has_events |= body != PING
+            self._events += body.count(b"data: ")
             await self._send(message)
         else:
             self._last = message

@@ -40,8 +40,6 @@ class ServedPlan:
     """Sequences that go on at the same time."""
     description: str = ""
     overrides: Mapping[str, object] = field(default_factory=dict)
-    memory: str | None = None
-    """Another budget, to which the segments are fitted."""
 
 
 class Host:
@@ -95,7 +93,7 @@ class Host:
         def work() -> None:
             try:
                 plan = self.plan
-                model = load(plan.path, set=plan.overrides, memory=plan.memory)
+                model = load(plan.path, set=plan.overrides)
                 model.keep_prefixes()
                 model.keep_template_process()
             except BaseException as error:

@@ -335,7 +335,7 @@ async def show_model(request: Request, service: Service, body: ModelRequest) -> 
         if _has_template(host):
             facts = host.find_chat_facts()
             template = host.read_template()
-            capabilities += ["tools"] if facts.knows_tools else []
+            capabilities.append("tools")  # a template that knows none is told of them
             capabilities += ["thinking"] if facts.reasoning else []
         capabilities += ["insert"] if can_fill(host) else []
         capabilities += ["embedding"] if host.model.can_embed else []

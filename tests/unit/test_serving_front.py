@@ -31,22 +31,25 @@ EVENTS: list[Message] = [
 class Replicas:
     """Each answers with so many messages of `EVENTS` and is lost then; the last one with all."""
 
-    def __init__(self, lost_after: Sequence[int], *, waits: bool = False) -> None:
+    def __init__(
+        self, lost_after: Sequence[int], *, waits: bool = False, events: Sequence[Message] = EVENTS
+    ) -> None:
         self.lost_after = list(lost_after)
+        self.events = events
         self.waits = waits
         self.bodies: list[bytes] = []
         self.closed = 0
 
     async def ask(self, call: Mapping[str, Any], body: bytes) -> AsyncGenerator[Message, None]:
         self.bodies.append(body)
-        count = self.lost_after.pop(0) if self.lost_after else len(EVENTS)
+        count = self.lost_after.pop(0) if self.lost_after else len(self.events)
         try:
-            for message in EVENTS[:count]:
+            for message in self.events[:count]:
                 yield message
                 await asyncio.sleep(0)
             if self.waits:
                 await asyncio.sleep(60)
-            if count < len(EVENTS):
+            if count < len(self.events):
                 raise ReplicaLost("killed")
         finally:
             self.closed += 1
@@ -106,6 +109,17 @@ def test_another_replica_answers_where_nothing_was_sent_yet(lost_after: list[int
     assert read_text(sent) == "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
     assert [message["type"] for message in sent].count("http.response.start") == 1
     assert replicas.bodies == [b'{"a": 1}'] * (len(lost_after) + 1)
+
+
+def test_signs_of_life_are_no_part_of_an_answer() -> None:
+    ping = {"type": "http.response.body", "body": b": ping\n\n", "more_body": True}
+    replicas = Replicas([2, 2], events=[EVENTS[0], ping, *EVENTS[1:]])
+    sent = ask(replicas)
+    assert read_text(sent) == ": ping\n\n" * 3 + "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+    assert [message["type"] for message in sent].count("http.response.start") == 1
+    gone = ask(Replicas([2] * 9, events=[EVENTS[0], ping, *EVENTS[1:]]))
+    assert "The replica that answered has ended" in read_text(gone)
+    assert [message["type"] for message in gone].count("http.response.start") == 1
 
 
 @pytest.mark.parametrize(
