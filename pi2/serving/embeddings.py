@@ -52,7 +52,7 @@ async def embed(
     limits: Limits,
     prompts: Sequence[list[int]],
     *,
-    pooling: Literal["mean", "last"] = "mean",
+    pooling: Literal["mean", "last"] | None = None,
     dimensions: int | None = None,
 ) -> list[F32]:
     """Embeddings of ``prompts``, their first ``dimensions``, of the length 1."""
@@ -71,7 +71,10 @@ async def embed(
 
 
 async def _embed(
-    host: Host, prompts: Sequence[list[int]], pooling: Literal["mean", "last"], limits: Limits
+    host: Host,
+    prompts: Sequence[list[int]],
+    pooling: Literal["mean", "last"] | None,
+    limits: Limits,
 ) -> list[F32]:
     """Embeddings one after the other; between two of them, others go on."""
     if host.embedding_clients > limits.waiting:

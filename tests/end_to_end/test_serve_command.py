@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -89,7 +90,7 @@ def test_what_cannot_be_served_is_a_finding(
     assert "P682" in capsys.readouterr().err
     assert run(["serve", str(tmp_path / "none.plan.toml")]) == 2
     assert "Traceback" not in capsys.readouterr().err
-    assert run(["serve", "demo", "--memory", "100 MiB"]) == 2
+    assert run(["serve", "demo", "--memory", "1 MiB"]) == 2
     assert "P611" in capsys.readouterr().err
     assert run(["serve", "demo", "--max-body", "3"]) == 2
     assert "P612" in capsys.readouterr().err
@@ -97,3 +98,33 @@ def test_what_cannot_be_served_is_a_finding(
     assert "--on ray" in capsys.readouterr().err
     assert run(["serve", "demo", "--on", "ray", "--autoscale", "4:1"]) == 2
     assert "1:4" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quiet_again")
+@pytest.mark.parametrize("memory_mib", [100, 300])
+def test_plans_are_fitted_to_the_memory_of_the_process(
+    memory_mib: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("pi2.cli.serve.run_server", lambda *given: seen.append(given[1].hosts))
+    assert run(["serve", "demo", "--memory", f"{memory_mib} MiB"]) == 0
+    assert "demo: budget" in capsys.readouterr().err
+    plan = seen[0]["demo"].plan
+    assert plan.budget_bytes == memory_mib << 20
+    resolved = seen[0]["demo"].read_plan().plan
+    assert resolved.memory.budget == memory_mib << 20
+    assert sum(dict(resolved.memory.segments).values()) <= memory_mib << 20
+
+
+@pytest.mark.usefixtures("quiet_again")
+def test_of_several_plans_only_those_that_have_more_are_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.helpers.servers import make_chat_plan
+
+    large = make_chat_plan(tmp_path / "large", context=64)
+    seen: list[Any] = []
+    monkeypatch.setattr("pi2.cli.serve.run_server", lambda *given: seen.append(given[1].hosts))
+    assert run(["serve", "demo", str(large), "--memory", "150 MiB"]) == 0
+    budgets = [host.plan.budget_bytes >> 20 for host in seen[0].values()]
+    assert budgets == [128, 150]

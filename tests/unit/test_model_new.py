@@ -439,6 +439,20 @@ def test_an_answer_ends_where_the_tokenizer_says_that_a_turn_ends(tmp_path: Path
     assert describe_checkpoint(checkpoint).model.tokenizer.eos == (*ends, turn["id"])
 
 
+def test_a_chat_template_may_lie_in_a_json_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, output = copy_checkpoint("llama", tmp_path / "llama"), tmp_path / "out"
+    file = checkpoint / "chat_template.json"
+    file.write_text("[]")
+    assert run(["convert", str(checkpoint), "-o", str(output)]) == 2
+    assert "P543" in (told := capsys.readouterr().err) and "chat_template.json" in told
+    file.write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    assert run(["convert", str(checkpoint), "-o", str(output)]) == 0
+    (template,) = output.rglob("chat_template.jinja")
+    assert template.read_text() == "{{ messages[0].content }}"
+
+
 def test_quantisation_may_be_chosen(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("llama", tmp_path / "llama")
     output = tmp_path / "out"

@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 import pi2
 from pi2.engine.forward import Forward
 from pi2.serving import dialects
+from tests.helpers.models import make_tokenizer
 from tests.helpers.servers import (
     HELLO,
     describe_plan,
@@ -131,15 +132,17 @@ def test_a_message_is_not_continued_where_a_client_says_so(address: str) -> None
 
 
 @pytest.fixture
-def filling(tmp_path: Path) -> Iterator[str]:
+def filling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server whose model has tokens for filling in."""
-    plan = make_chat_plan(tmp_path)
-    (file,) = tmp_path.rglob("tokenizer.json")
-    text = file.read_text("utf-8")
-    for number, part in enumerate(("prefix", "suffix", "middle")):
-        text = text.replace(f"<filler {260 + number}>", f"<fim_{part}>")
-    file.write_text(text, "utf-8")
-    with serve([describe_plan(plan)]) as address:
+
+    def make_with_marks(vocab: int) -> bytes:
+        text = make_tokenizer(vocab)
+        for number, part in enumerate(("prefix", "suffix", "middle")):
+            text = text.replace(f"<filler {260 + number}>".encode(), f"<fim_{part}>".encode())
+        return text
+
+    monkeypatch.setattr("tests.helpers.models.make_tokenizer", make_with_marks)
+    with serve([describe_plan(make_chat_plan(tmp_path))]) as address:
         yield address
 
 
