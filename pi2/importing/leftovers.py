@@ -141,7 +141,7 @@ def _deny(checkpoint: Checkpoint, names: Sequence[str], statement: str) -> Diagn
         code="P537",
         message=(
             f"{tensors[0].file} has the tensor{'s' * (len(tensors) > 1)} {listed}"
-            f"{f' and {others} others' if others else ''}, but {statement}"
+            f"{f' and {others} more' if others else ''}, but {statement}"
         ),
         help="correct the configuration, or write the model document by hand and give --model",
     )

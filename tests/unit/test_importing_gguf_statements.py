@@ -103,7 +103,7 @@ def vector(count: int) -> F32:
         "blk.0.post_attention_norm.weight",
         "blk.1.post_ffw_norm.weight",
         "blk.0.attn_q_norm.weight",
-        "blk.0.attn_output.bias",
+        "blk.0.ffn_down.bias",
         "blk.0.attn_sub_norm.weight",
         "blk.0.layer_output_scale.weight",
         "blk.1.exp_probs_b.bias",
@@ -133,6 +133,14 @@ def test_a_bias_of_the_head_is_that_of_qwen2(tmp_path: Path) -> None:
     job = Job(tmp_path, "qwen2")
     job.tensors["output.bias"] = vector(job.config["vocab_size"])
     assert job.describe().head_bias
+
+
+def test_a_bias_of_what_heads_give_is_that_of_llama(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    for layer in range(2):
+        job.tensors[f"blk.{layer}.attn_output.bias"] = vector(job.config["hidden_size"])
+    attention = job.describe().attention
+    assert (attention.qkv_bias, attention.output_bias) == (False, True)
 
 
 def test_layers_that_draft_tokens_are_left_out_with_a_word(tmp_path: Path) -> None:

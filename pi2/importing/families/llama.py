@@ -12,7 +12,9 @@ def describe_llama(config: Config) -> Tables:
     """Llama and everything that has its names."""
     tables = describe_decoder(config)
     bias = config.read("attention_bias", bool, False)
-    tables["attention"] |= {"qkv_bias": bias, "output_bias": bias}
+    # GGUF files may have the second without the first.
+    output_bias = config.read("attention_out_bias", bool, bias)
+    tables["attention"] |= {"qkv_bias": bias, "output_bias": output_bias}
     tables["ffn"]["bias"] = config.read("mlp_bias", bool, False)
     return tables
 
