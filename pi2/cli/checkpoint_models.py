@@ -52,13 +52,35 @@ def convert_once(path: Path) -> Path:
         known = find_model(name)
         assert known is not None
     if not known.plan.exists():
-        raise UserError.of(
-            "P026",
-            f"{known.folder} has no plan for this machine",
-            help=f"write one: pi2 new plan --model {known.folder}/*.model.toml --store "
-            f"{known.folder} --device host --memory SIZE",
-        )
+        write_plan(known.folder)
     return known.plan
+
+
+def write_plan(folder: Path) -> None:
+    """Write the plan that the store ``folder`` lacks: there may be more memory now.
+
+    UserError P026, with the least that is needed, if there is not.
+    """
+    from pi2.cli.convert import draft_plan_here, read_model
+    from pi2.pulled_models import PLAN
+    from pi2.sharing.files import write_atomically
+    from pi2.store.manifest import read_manifest
+
+    document = next(iter(sorted(folder.glob("*.model.toml"))))
+    scales = read_manifest(folder).bundle.scales
+    try:
+        text = draft_plan_here(read_model(str(document)), scales)
+    except UserError as error:
+        found = error.diagnostics[0]
+        if found.code != "P026":
+            raise
+        help_text = (
+            "free memory, or raise the limit of the control group; a plan for more: pi2 new plan "
+            f"--model {document} --store {folder} --device host -o {folder / PLAN} {found.help}"
+        )
+        message = f"no plan of {folder.name} fits this machine: {found.message}"
+        raise UserError.of("P026", message, help=help_text, notes=found.notes) from None
+    write_atomically(folder / PLAN, text.encode())
 
 
 def find_converted(path: str) -> PulledModel | None:

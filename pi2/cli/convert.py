@@ -260,19 +260,27 @@ def write_notes(
 
 def draft_default_plan(model: Model, scales: ScalesPlace = "inline") -> tuple[str | None, str]:
     """A plan for this machine, or None and why there is none."""
+    try:
+        return draft_plan_here(model, scales), ""
+    except UserError as error:
+        return None, error.diagnostics[0].message
+
+
+def draft_plan_here(model: Model, scales: ScalesPlace) -> str:
+    """A plan for this machine; raises as `pi2.importing.first_plan.draft_first_plan`."""
     from pi2.importing.first_plan import draft_first_plan
     from pi2.machine import detect_machine
+    from pi2.machine.memory import count_own_bytes
     from pi2.plan.checking.check import check_file
     from pi2.plan.documents.device import Device
     from pi2.plan.reading.references import find_document
 
     device = check_file(find_document("host", "device", Path.cwd())).document
     assert isinstance(device, Device)
-    try:
-        available_bytes = detect_machine().memory.available_bytes
-        return draft_first_plan(model, device, available_bytes, ".", scales), ""
-    except UserError as error:
-        return None, error.diagnostics[0].message
+    available_bytes = detect_machine().memory.available_bytes
+    if available_bytes:
+        available_bytes += count_own_bytes()
+    return draft_first_plan(model, device, available_bytes, ".", scales)
 
 
 def read_model(reference: str) -> Model:

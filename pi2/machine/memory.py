@@ -35,6 +35,15 @@ def detect_memory(root: Path = Path("/")) -> Memory:
     return Memory(installed_bytes=installed, limit_bytes=limit, available_bytes=available)
 
 
+def count_own_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process takes and no file gives back: it counts as used, and is part of what
+    the process may have."""
+    pages = (read_text(root / "proc/self/statm") or "").split()[1:3]
+    if len(pages) < 2 or not all(page.isdigit() for page in pages):
+        return 0
+    return max(0, int(pages[0]) - int(pages[1])) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _read_meminfo(root: Path) -> dict[str, int]:
     """Entries of ``/proc/meminfo`` in bytes."""
     sizes = {}

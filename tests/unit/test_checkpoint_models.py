@@ -77,6 +77,24 @@ def test_a_gguf_file_is_converted_once(
     assert file.exists()
 
 
+def test_a_plan_that_did_not_fit_is_written_when_it_does(
+    tmp_path: Path,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Until then the finding says the least memory, and how to write a plan for it."""
+    file = write_model(tmp_path, "tiny")
+    with monkeypatch.context() as patch:
+        patch.setattr("pi2.importing.first_plan.MEMORY_SHARE", 1e-6)
+        assert run(["run", str(file), "--prompt", "hello", *REFERENCE]) == 2
+    said = capsys.readouterr().err
+    assert "P026" in said and "needs at least" in said
+    assert f"--store {models / 'tiny'}" in said and "--memory '" in said
+    assert run(["run", str(file), "--prompt", "hello", *REFERENCE]) == 0
+    assert (models / "tiny/default.plan.toml").exists()
+
+
 def test_python_loads_what_a_command_runs(tmp_path: Path, models: Path) -> None:
     """A file, then the model that it became by its name, its folder and its plan."""
     file = write_model(tmp_path, "tiny")

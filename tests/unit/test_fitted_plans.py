@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,44 @@ def test_what_gave_way_and_items_of_arrays_are_kept_too(tmp_path: Path) -> None:
     assert kept.decode.look_ahead == "none"
     assert kept.layers == wanted.resolved.plan.layers
     assert kept.layers.overrides[0].hot != 0.25
+
+
+def test_a_first_plan_has_a_shorter_context_where_the_usual_one_does_not_fit() -> None:
+    """90 MiB of weights in a group of 300 MiB, of which a long context would take 90."""
+    device = read_document("host", "device").document
+    assert isinstance(device, Device)
+    shape = {
+        "layers": 30,
+        "hidden": 576,
+        "ffn": 1536,
+        "heads": 9,
+        "kv_heads": 3,
+        "head_dim": 64,
+        "vocab": 49152,
+        "context": 8192,
+    }
+    precisions = dict.fromkeys(("ffn", "attention", "embedding", "head"), "int8")
+    model = Model.model_validate_json(
+        json.dumps(
+            {
+                "schema_version": 2,
+                "name": "small",
+                "id": "small",
+                "shape": shape,
+                "ffn": {"activation": "silu"},
+                "tied_head": True,
+                "quantization": precisions,
+            }
+        )
+    )
+    plans = {
+        free: tomllib.loads(draft_first_plan(model, device, free * MIB, "."))
+        for free in (1024, 300, 260)
+    }
+    assert [plan["kv"]["context"] for plan in plans.values()] == [4096, 2048, 512]
+    for free, plan in plans.items():
+        budget = parse_quantity(plan["memory"]["budget"], BYTE_UNITS)
+        assert budget <= 0.8 * free * MIB
+    with pytest.raises(UserError, match=r"P026.*needs at least \d+ MiB") as caught:
+        draft_first_plan(model, device, 150 * MIB, ".")
+    assert "--memory" in str(caught.value)
