@@ -19,33 +19,26 @@ MIB = 1024 * 1024
 _UNITS = {"h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-class Age(click.ParamType):
+def parse_age(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
     """A time such as 30d, in seconds."""
-
-    name = "age"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        match = re.fullmatch(r"(\d{1,5})([hdw])", str(value))
-        if match is None:
-            self.fail(f"{value!r} is no age: write hours, days or weeks, such as 12h, 30d or 8w")
-        return int(match[1]) * _UNITS[match[2]]
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})([hdw])", text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no age: write 12h, 30d or 8w")
+    return int(match[1]) * _UNITS[match[2]]
 
 
-class KindName(click.ParamType):
-    """A kind of cached things."""
+def check_kinds(
+    ctx: click.Context, argument: click.Parameter, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Kinds of cached things."""
+    from pi2.cached_files import KINDS
 
-    name = "kind"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
-        from pi2.cached_files import KINDS
-
-        if value not in KINDS:
-            self.fail(f"{value!r} is no kind: known are {', '.join(KINDS)}")
-        return str(value)
+    for name in names:
+        if name not in KINDS:
+            raise click.BadParameter(f"{name!r} is no kind: known are {', '.join(KINDS)}")
+    return names
 
 
 @click.group("cache", cls=Subcommands, invoke_without_command=True)
@@ -77,7 +70,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
 
 @command.command("list")
-@click.argument("kinds", nargs=-1, type=KindName(), metavar="[KIND]...")
+@click.argument("kinds", nargs=-1, callback=check_kinds, metavar="[KIND]...")
 def list_things(kinds: tuple[str, ...]) -> None:
     """List the things of each KIND, or all: size, last use and path."""
     from pi2.cached_files import KINDS, list_cached
@@ -88,10 +81,10 @@ def list_things(kinds: tuple[str, ...]) -> None:
 
 
 @command.command("clear")
-@click.argument("kinds", nargs=-1, type=KindName(), metavar="[KIND]...")
+@click.argument("kinds", nargs=-1, callback=check_kinds, metavar="[KIND]...")
 @click.option(
     "--older-than",
-    type=Age(),
+    callback=parse_age,
     metavar="AGE",
     help="Keep what was used since; such as 12h, 30d or 8w.",
 )

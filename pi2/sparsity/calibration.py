@@ -297,13 +297,13 @@ def _measure(
         for number, window in enumerate(found.held_out):
             pieces.append(score_windows(model, [window], "decode"))
             progress(label, (number + 1) / len(found.held_out))
-            scores = join_scores(pieces)
+            joined = join_scores(pieces)
             counted = model.stats - before
             figures = (counted.predicted_share or 0.0, counted.active_share or 0.0, speed)
-            trial = _describe(thresholds, scores, found.dense, figures)
+            trial = _describe(thresholds, joined, found.dense, figures)
             if trial.scored >= FEWEST_SCORED and trial.error <= trial.find_needed_error(goal):
                 break
-    kept.note_scores(name, scores, figures)
+    kept.note_scores(name, joined, figures)
     return trial
 
 

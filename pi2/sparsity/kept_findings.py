@@ -9,10 +9,10 @@ import time
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from pi2.arrays import Raw
 from pi2.evaluation.scores import Scores
 from pi2.sharing.files import write_atomically
 from pi2.sparsity.magnitudes import Histogram, LayerMagnitudes
@@ -31,7 +31,7 @@ class KeptFindings:
     """None keeps nothing."""
     asked: tuple[object, ...]
     """What the findings depend on, beside the plan."""
-    _arrays: dict[str, Raw] = field(default_factory=dict)
+    _arrays: dict[str, Any] = field(default_factory=dict)
     _key: str = ""
     _written_s: float = field(default_factory=time.monotonic)
 
@@ -108,5 +108,5 @@ class KeptFindings:
         write_atomically(self.file, content.getvalue())
         self._written_s = time.monotonic()
 
-    def _without_key(self) -> dict[str, Raw]:
+    def _without_key(self) -> dict[str, Any]:
         return {name: array for name, array in self._arrays.items() if name != "key"}
