@@ -115,6 +115,10 @@ def build(
             " needs",
             help="`pi2 run PLAN --prompt TEXT` works with it; else name another backend",
         )
+    if resolved.file is not None:
+        from pi2.engine.file_loading import load_file
+
+        return LoadedModel(load_file(resolved, make_budget(resolved), progress, start))
     if resolved.has_whole_unit:
         return build_whole_model(resolved, progress=progress, start=start, observed=make_observer)
     with ExitStack() as cleanup:

@@ -30,6 +30,7 @@ from pi2.plan.documents.quantities import (
 from pi2.plan.reading.references import Resolver
 from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import round_up
+from pi2.weights.file_reading import FileFiller, describe_bare
 
 if TYPE_CHECKING:
     from pi2.plan.reading.thresholds import GivenThresholds
@@ -90,10 +91,23 @@ def read_plan(
     fit.
     """
     check = partial(
-        check_plan, path, name=name, resolver=resolver, thresholds=thresholds, reuse=Reuse()
+        check_plan,
+        path,
+        name=name,
+        resolver=resolver,
+        thresholds=thresholds,
+        reuse=Reuse(),
+        values=describe_bare(path),
+        fill=FileFiller().fill,
     )
     given = dict(overrides or {})
     report = check(overrides=given)
+    if report.runs_file:
+        # Whatever the plan does not state is derived anew.
+        if memory_bytes is not None:
+            given["memory.budget"] = f"{memory_bytes} B"
+            report = check(overrides=given)
+        return FittedPlan(report=report, overrides=given)
     errors = _list_errors(report)
     unfit = FittedPlan(report=_leave_out_sizes(report), overrides=given)
     if memory_bytes is None and not (given and errors):

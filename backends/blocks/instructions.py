@@ -10,7 +10,7 @@ import numpy as np
 from pi2.arrays import I64, Raw
 from pi2.backends.blocks.contract import FIELDS
 
-_KERNEL, _ARGUMENTS, _ITEMS, _GRAIN, _NEXT, _WAITS = range(6)
+_KERNEL, _ARGUMENTS, _ITEMS, _GRAIN, _NEXT, _WAITS, _FIRST = range(7)
 _WORDS = 8
 
 
@@ -74,6 +74,11 @@ class Program:
     def set_head_tokens(self, count: int) -> None:
         """Let the head compute ``count`` tokens."""
         self._parts[1].set_tokens(count)
+
+    def set_items(self, number: int, first: int, end: int) -> None:
+        """Let an instruction compute items ``first`` to ``end``."""
+        self.code[number, _FIRST] = first
+        self.code[number, _ITEMS] = end
 
     def set_value(self, number: int, name: str, value: int) -> None:
         """Change an argument of an instruction."""

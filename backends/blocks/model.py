@@ -134,10 +134,47 @@ class BlockModel:
         self.begin_chunk(tokens, sequence, position)
         self._run(0, self._head)
 
+    @property
+    def head(self) -> int:
+        """Number of the first instruction of the head."""
+        return self._head
+
+    @property
+    def end(self) -> int:
+        """Number of instructions."""
+        return len(self._program.instructions)
+
+    def run(self, begin: int, end: int) -> None:
+        """Compute instructions ``begin`` to ``end``."""
+        self._run(begin, end)
+
+    def run_rows(self, number: int, first: int, end: int, address: int) -> None:
+        """Compute rows ``first`` to ``end`` of an instruction that multiplies; row 0 would lie at
+        ``address``."""
+        self._program.set_value(number, "weights", address)
+        self._program.set_items(number, first, end)
+        self._run(number, number + 1)
+
+    def put_rows(self, number: int, rows: U8) -> None:
+        """Give the rows [T, bytes] of the embedding, matrix ``number``, that the tokens of the
+        call have."""
+        self._given = rows
+        self.set_tensor(number, rows.ctypes.data)
+        self._builder.numbers[: len(rows)] = np.arange(len(rows))
+
+    def count_row_bytes(self, number: int) -> int:
+        """Bytes of a row of what instruction ``number`` multiplies with."""
+        found = (own for own in self.matrices if number in own.instructions)
+        return next(found).weight.row_bytes
+
+    def choose_logits(self, first: int) -> None:
+        """Let the head compute the chunk's tokens from ``first`` on, `LOGIT_ROWS` at most."""
+        self.set_logits(first, min(self._count - first, LOGIT_ROWS))
+
     def logits(self, first: int) -> F32:
         """Return logits [n, vocab] of the last chunk's tokens from ``first`` on, n at most
         `LOGIT_ROWS`; valid until the next call."""
-        self.set_logits(first, min(self._count - first, LOGIT_ROWS))
+        self.choose_logits(first)
         self._run(self._head, len(self._program.instructions))
         return self.read_logits()
 

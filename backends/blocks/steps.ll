@@ -1,7 +1,8 @@
 ; Runs instructions of a program on all threads, with a barrier after those that say so.
 ;
 ; An instruction is 64 bytes: a kernel, a pointer to its arguments, how many items it has, how many
-; of them a thread takes at a time, the next item to take, and whether all threads wait after it.
+; of them a thread takes at a time, the next item to take, whether all threads wait after it, and the
+; first item.
 ; Worker threads are made by whoever loads the library: each calls `pi2_blocks_work`, which returns
 ; after `pi2_blocks_stop`.  One run has the workers at a time; another one meanwhile computes alone.
 ; Threads that wait look SPINS times, then sleep (futex of Linux).
@@ -140,7 +141,9 @@ entry:
 clear:
   %place = phi i64 [ %begin, %entry ], [ %following, %clear ]
   %next_at = getelementptr inbounds %instruction, ptr %code, i64 %place, i32 4
-  store i64 0, ptr %next_at
+  %first_at = getelementptr inbounds %instruction, ptr %code, i64 %place, i32 6
+  %item = load i64, ptr %first_at
+  store i64 %item, ptr %next_at
   %following = add i64 %place, 1
   %goes = icmp slt i64 %following, %end
   br i1 %goes, label %clear, label %choose

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-_PATIENCE = 20_000
+_PATIENCE = 500
 """How often a thread looks for work before it sleeps."""
 
 

@@ -16,6 +16,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.reading.references import list_shipped
 from pi2.plan.toml.source import KINDS, Kind
 from pi2.pulled_models import PLAN, Source, find_model, list_models
+from pi2.weights.file_reading import runs_as_it_is
 
 if TYPE_CHECKING:
     from pi2.pulled_models import PulledModel
@@ -25,7 +26,8 @@ HUB = "hf:"
 
 
 def find_plan_path(path: Path) -> Path:
-    """The plan that ``path`` names; a checkpoint is converted, once: `convert_once`.
+    """The plan that ``path`` names: a GGUF file stands for the plan that runs it as it is, where
+    that is possible; other checkpoints are converted, once: `convert_once`.
 
     A store stands for the plan in it.  UserError P001 for a name that nothing has.
     """
@@ -40,7 +42,7 @@ def find_document_path(path: Path) -> Path:
 def _find(path: Path, kinds: Sequence[Kind]) -> Path:
     try:
         if is_checkpoint(path):
-            return convert_once(path)
+            return path if runs_as_it_is(path) else convert_once(path)
         found = _find_plan(path)
         if found is not None or os.path.lexists(path):
             return found or path

@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32
+from pi2.backends.executor import CONTEXT_BLOCK, ContextKeeper
 from pi2.backends.whole_model import WholeModel
 from pi2.engine.sequences import Sequences, read_rows
 from pi2.engine.waves import NeuronCounters
+from pi2.plan.weights.layout import round_up
+
+_COPIED_TOKENS = 16 * CONTEXT_BLOCK
 
 
 class WholeForward(Sequences):
@@ -32,6 +36,22 @@ class WholeForward(Sequences):
         self._chunk = chunk
         self._step_neurons = step_neurons
         self.counters = NeuronCounters()
+
+    @property
+    def copies(self) -> bool:
+        """See `pi2.engine.sequences.Sequences`."""
+        return isinstance(self._model, ContextKeeper) and not self._has_states
+
+    def copy(self, source: int, target: int) -> None:
+        """See `pi2.engine.sequences.Sequences`."""
+        assert isinstance(self._model, ContextKeeper), "nothing can be copied"
+        position = self.positions[source]
+        self.go_on_from(target, position)
+        for first in range(0, round_up(position, CONTEXT_BLOCK), _COPIED_TOKENS):
+            end = min(round_up(position, CONTEXT_BLOCK), first + _COPIED_TOKENS)
+            self._model.put_context(
+                target, first, end, self._model.read_context(source, first, end)
+            )
 
     def abandon(self) -> None:
         """Do nothing: whatever was begun ends by itself."""
@@ -66,9 +86,9 @@ class WholeForward(Sequences):
 
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
         """See `pi2.engine.sequences.Sequences`."""
-        for sequence in sequences:
-            self._check_room(sequence, 1)
-        positions = [self.positions[sequence] for sequence in sequences]
+        for sequence in set(sequences):
+            self._check_room(sequence, sequences.count(sequence))
+        positions = self._find_positions(sequences)
         self._model.expect(max(positions) + 1)
         try:
             logits = self._model.step(np.array(tokens, np.int32), sequences, positions)

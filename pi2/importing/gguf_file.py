@@ -198,11 +198,26 @@ class _Header:
             return self._take_array(inner, count)
         if count > self._size - self._place:
             self._refuse(f"it ends inside {self._reading}")
+        if inner == _STRING:
+            return self._take_texts(count)
         return [self._take_value(inner, depth + 1) for _ in range(count)]
 
     def _take_array(self, kind: int, count: int) -> Any:
         dtype = np.dtype(_NUMBERS[kind])
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+
+    def _take_texts(self, count: int) -> list[str]:
+        # A vocabulary has hundreds of thousands: no call for each.
+        data, place, end = self._data, self._place, self._size
+        measure = struct.Struct("<Q").unpack_from
+        texts = []
+        for _ in range(count):
+            first = place + 8
+            if first > end or (place := first + measure(data, first - 8)[0]) > end:
+                self._refuse(f"it ends inside {self._reading}")
+            texts.append(data[first:place].decode("utf-8", "replace"))
+        self._place = place
+        return texts
 
     def _take_text(self, *, strict: bool = False) -> str:
         # Tokens may hold pieces of characters; names may not.

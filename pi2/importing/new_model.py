@@ -49,7 +49,9 @@ class NewModel:
     """The document as TOML, without what has its default value."""
 
 
-def describe_checkpoint(path: Path | Checkpoint, name: str | None = None) -> NewModel:
+def describe_checkpoint(
+    path: Path | Checkpoint, name: str | None = None, *, has_texts: bool = True
+) -> NewModel:
     """Describe the checkpoint at ``path``, or one that is open; ``name`` is the document's id, else
     the checkpoint's.
 

@@ -22,6 +22,7 @@ from pi2.plan.toml.paths import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 
 if TYPE_CHECKING:
+    from pi2.plan.arithmetic.file_facts import FileFacts
     from pi2.plan.reading.thresholds import Thresholds
 
 
@@ -85,6 +86,8 @@ class ResolvedPlan:
     """The plan's file; empty for values that no file holds yet."""
     thresholds: Thresholds | None = None
     """What ``[sparsity]`` names, if the plan has it."""
+    file: FileFacts | None = None
+    """What is known of the GGUF file, if the plan runs one as it is."""
     draft: ResolvedPlan | None = None
     """The plan of the model that guesses tokens, if `decode.speculation` names one."""
 

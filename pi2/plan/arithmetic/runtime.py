@@ -46,6 +46,12 @@ def count_libraries(model: Model, tokenizer_bytes: int | None = None) -> int:
     return LIBRARY_BYTES + LAYER_BYTES * shape.layers + tokenizer + tables
 
 
+def count_file_runtime(model: Model) -> int:
+    """Bytes that a run of a GGUF file has resident beside its segments: no neuron has a table."""
+    shape = model.shape
+    return LIBRARY_BYTES + LAYER_BYTES * shape.layers + VOCABULARY_BYTES * shape.vocab + SPARE_BYTES
+
+
 def count_runtime(model: Model, budget_bytes: int, *, units: Iterable[UnitKind] = ()) -> int:
     """Bytes that the segment ``runtime`` should have, in whole MiB: what is expected to be
     resident, the system's tables of the budget's pages, ``units`` that compute beside the processor

@@ -93,6 +93,8 @@ def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
 def compute_needs(resolved: ResolvedPlan) -> Needs:
     """Bytes needed by every segment of a plan whose model has a packable shape."""
     plan, model = resolved.plan, resolved.model
+    if resolved.file is not None:
+        return resolved.file.needs
     if resolved.has_whole_unit:
         return _need_beside_whole(resolved)
     return Needs(

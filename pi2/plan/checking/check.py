@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -21,6 +21,7 @@ from pi2.plan.reading.references import Located, Resolver
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
 
 if TYPE_CHECKING:
+    from pi2.plan.arithmetic.file_facts import FillPlan
     from pi2.plan.reading.thresholds import GivenThresholds
 
 
@@ -45,6 +46,11 @@ class Report:
         """Whether there are no errors."""
         return all(item.severity != "error" for item in self.diagnostics)
 
+    @property
+    def runs_file(self) -> bool:
+        """Whether a plan was checked that runs a GGUF file as it is."""
+        return "plan" in self.files and "weights" in self.files["plan"].values
+
     def make_error(self) -> UserError:
         """The exception for a report with errors."""
         unread = any(item.code in CANNOT_READ for item in self.diagnostics)
@@ -59,6 +65,7 @@ def check_file(
     reference: str | None = None,
     text: str | None = None,
     reuse: Reuse | None = None,
+    fill: FillPlan | None = None,
 ) -> Report:
     """Check the file at ``path``; its suffix says what it is.
 
@@ -69,7 +76,13 @@ def check_file(
     kind = detect_kind(path.name)
     if kind == "plan":
         return check_plan(
-            path, name=shown, resolver=resolver, reference=reference, text=text, reuse=reuse
+            path,
+            name=shown,
+            resolver=resolver,
+            reference=reference,
+            text=text,
+            reuse=reuse,
+            fill=fill,
         )
     check = Inspection(resolver)
     if kind is None:
@@ -114,20 +127,26 @@ def check_plan(
     reuse: Reuse | None = None,
     thresholds: GivenThresholds = None,
     drafts: bool = True,
+    fill: FillPlan | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> Report:
     """Read, resolve and validate a plan with its device and its model.
 
     ``resolver`` finds references with a scheme; without it, they are findings.  ``reference``,
     ``text`` and ``reuse`` are as in `check_file`.  ``thresholds`` count instead of those that the
     plan names, which are not read then.  Without ``drafts``, the plan of a model that guesses
-    tokens is not looked at.
+    tokens is not looked at.  ``fill`` completes plans that run a GGUF file; ``values`` stand
+    for a file that is no plan itself.
     """
-    check = Inspection(resolver, reuse)
+    check = Inspection(resolver, reuse, fill)
     if overrides:
         check.override(overrides)
     shown = name or str(path)
     located = Located(path=path, file_name=path.name, name=shown, reference=reference)
-    check.read(located, "plan", text)
+    if values is None:
+        check.read(located, "plan", text)
+    else:
+        check.take(located, values)
     check.follow("device")
     check.follow("model")
 
@@ -159,6 +178,7 @@ def _resolve(check: Inspection, thresholds: GivenThresholds) -> ResolvedPlan | N
         device=device,
         model=model,
         path=check.files["plan"].path,
+        file=check.facts,
         thresholds=None if thresholds == "none" or plan.sparsity is None else thresholds,
     )
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
@@ -23,6 +23,7 @@ from pi2.plan.toml.paths import KeyPath, name_path
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source, read_source
 
 if TYPE_CHECKING:
+    from pi2.plan.arithmetic.file_facts import FileFacts, FillPlan
     from pi2.plan.composing.composed import Chain, Removal
     from pi2.plan.composing.overrides import Overrides
     from pi2.plan.reading.thresholds import Thresholds
@@ -34,9 +35,17 @@ _ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
 class Inspection:
     """Gathers the sources, documents and findings of one check."""
 
-    def __init__(self, resolver: Resolver | None = None, reuse: Reuse | None = None) -> None:
+    def __init__(
+        self,
+        resolver: Resolver | None = None,
+        reuse: Reuse | None = None,
+        fill: FillPlan | None = None,
+    ) -> None:
         self.resolver = resolver
         self.reuse = reuse
+        self.fill = fill
+        """Completes plans that run a GGUF file."""
+        self.facts: FileFacts | None = None
         self.overrides: Overrides | None = None
         self.files: dict[Kind, SourceFile] = {}
         self.documents: dict[Kind, Document] = {}
@@ -78,6 +87,18 @@ class Inspection:
         whole = True
         if any(key in source.values for key in COMPOSITION):
             source, whole = self.compose(source, kind, located.reference)
+        self.accept(source, kind, located, whole)
+
+    def take(self, located: Located, values: Mapping[str, Any]) -> None:
+        """Take ``values`` for those of a plan: the file is none itself."""
+        text = "".join(f"{key} = {value!r}\n" for key, value in values.items())
+        text = text.encode("utf-8", "backslashreplace").decode()
+        self.sources[located.name] = text
+        self.accept(SourceFile(located.path, located.name, text, dict(values)), "plan", located)
+
+    def accept(self, source: SourceFile, kind: Kind, located: Located, whole: bool = True) -> None:
+        """Take a document's values, ``whole`` unless something that it extends is not there, and
+        validate them against its schema."""
         if kind == "plan" and self.overrides is not None:
             from pi2.plan.composing.overrides import apply_overrides
 
@@ -93,12 +114,35 @@ class Inspection:
         self.files[kind] = source
         self.file_names[kind] = Path(located.file_name)
         self.references[kind] = located.reference
+        if kind == "plan" and self.fill is not None and "weights" in source.values:
+            completed = self.complete(source, self.fill)
+            if completed is None:
+                return
+            source = self.files[kind] = completed
         document, findings = check_schema(source, DOCUMENTS[kind])
         # What a document lacks may stand in a file that it extends and that was not found.
         found = (item for item in findings if whole or item.code != "P102")
         self.diagnostics += (self.add_removal(item) for item in found)
         if document is not None and whole:
             self.documents[kind] = document
+
+    def complete(self, source: SourceFile, fill: FillPlan) -> SourceFile | None:
+        """Derive what a plan that runs a GGUF file leaves out, and its model; None where that is
+        not possible, with the reason among the findings."""
+        if not isinstance(source.values["weights"], str):
+            return source
+        try:
+            filled = fill(source.values, source.path)
+        except UserError as error:
+            span = source.spans.find_value(("weights",))
+            self.diagnostics += (
+                item if item.span is not None else replace(item, span=span, path="weights")
+                for item in error.diagnostics
+            )
+            return None
+        self.facts = filled.facts
+        self.documents["model"] = filled.model
+        return replace(source, values=filled.values)
 
     def read_again(self, located: Located, kind: Kind) -> None:
         """Take a device or model from an earlier check, or read it."""
@@ -141,6 +185,11 @@ class Inspection:
     def follow(self, kind: Kind) -> None:
         """Read the device or model that the plan names, even if the plan has other errors."""
         plan = self.files.get("plan")
+        if kind == "model" and self.facts is not None:
+            text = f"# read from {self.facts.path.name}\n"
+            self.files[kind] = SourceFile(self.facts.path, self.facts.path.name, text, {})
+            self.file_names[kind] = Path(f"{self.documents[kind].id}.model.toml")
+            return
         reference = None if plan is None else plan.values.get(kind)
         if plan is None or not isinstance(reference, str) or not 0 < len(reference) <= 500:
             return

@@ -23,6 +23,9 @@ class Plan(Document):
     """Model document: relative path or short name."""
     store: Annotated[Reference, Field(examples=["stores/pi2-demo"])]
     """Neuron store: a folder, relative to the plan file."""
+    weights: Annotated[Reference, Field(examples=["model-Q4_K_M.gguf"])] | None = None
+    """GGUF file that is run as it is, relative to the plan file; any part of a split one. Then the
+    model, the store, the bundle and all segments are derived, and need not be stated."""
     backends: dict[Literal["cpu", "gpu", "npu"], BackendName] = {"cpu": "cpu"}
     """Backend for each kind of unit."""
     units: Annotated[dict[Identifier, UnitSettings], Field(examples=[{"npu": {}}])] = {}

@@ -49,6 +49,10 @@ class Memory(Table):
     """Maximum resident set size of the whole process."""
     segments: Segments
     """What the budget is spent on."""
+    weights: Literal["mapped", "loaded"] = "loaded"
+    """Where the resident weights of a GGUF file lie: ``mapped`` leaves them in the system's page
+    cache, which starts at once, is shared by processes and counts as file memory; ``loaded`` reads
+    them past the cache into memory of the process. Streamed weights are always read past it."""
     units: Annotated[
         dict[Identifier, UnitMemory], Field(examples=[{"gpu": {"budget": "8 GiB"}}])
     ] = {}

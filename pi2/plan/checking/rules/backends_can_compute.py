@@ -50,7 +50,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         is_sparse = unit == resolved.sparse_unit
         is_whole = is_sparse and resolved.has_whole_unit
         find = find_executor_backend if is_sparse else find_unit_backend
-        if find(name) is None and not is_whole:
+        if find(name) is None and not is_whole and facts.resolved.file is None:
             able = [other for other in list_backend_names() if find(other)]
             lack = (
                 f"computes no whole model, and `{unit}` computes what no other unit does"

@@ -1,0 +1,165 @@
+"""Making a model of a GGUF file that is run as it is."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from pi2.arrays import U8
+from pi2.backends.blocks.model import BlockModel
+from pi2.engine.file_model import Division, FileModel, divide_matrices
+from pi2.engine.loading import read_tokenizer
+from pi2.engine.opened_model import check_fit
+from pi2.engine.parts import Parts
+from pi2.engine.whole_forward import WholeForward
+from pi2.logging import get_logger
+from pi2.machine import Machine, detect_machine
+from pi2.memory.budget import Budget
+from pi2.memory.null_reader import NullReader
+from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, load_ranges
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.selectors import list_cores
+from pi2.plan.weights.layout import round_up
+from pi2.progress import Progress
+from pi2.weights.file_plan import PIECE_BYTES
+from pi2.weights.gguf_weights import FileTensor, GgufWeights
+
+
+class TextFiles:
+    """What a file's metadata say of texts, as a folder that the model's tokenizer is read from."""
+
+    def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
+        self.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pi2-")))
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            content = weights.checkpoint.read_file(name)
+            if content is not None:
+                (self.path / name).write_bytes(content)
+
+
+def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start: float) -> Parts:
+    """Make the parts of a model whose weights stay in a file."""
+    assert resolved.file is not None and isinstance(resolved.file.source, GgufWeights)
+    weights = resolved.file.source
+    with ExitStack() as cleanup:
+        cleanup.callback(weights.close)
+        machine = detect_machine()
+        check_fit(resolved, machine)
+        store = TextFiles(weights, cleanup)
+        tokenizer = read_tokenizer(store.path / "tokenizer.json")
+        files = DirectFiles(weights.files)
+        cleanup.callback(files.close)
+        tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())
+        plan, is_mapped = resolved.plan, resolved.plan.memory.weights == "mapped"
+        division = divide(resolved, weights, tensors)
+        addresses, loaded = place_resident(tensors, division, weights, files, budget, is_mapped)
+        ring = np.zeros(0, np.uint8)
+        if division.streamed:
+            ring = budget.allocate("cold", plan.memory.segments.cold // BLOCK * BLOCK)
+        model = FileModel(
+            weights,
+            files,
+            division,
+            addresses,
+            ring,
+            partial(_make_program, resolved, machine, progress),
+        )
+        cleanup.callback(model.close)
+        budget.charge("kv", plan.memory.segments.kv)
+        budget.charge("workspace", plan.memory.segments.workspace)
+        get_logger(plan_digest=resolved.digest[:12]).info(
+            "model loaded",
+            plan=str(resolved.path),
+            weights=plan.memory.weights,
+            resident_bytes=sum(t.size_bytes for t in tensors if t.name in addresses),
+            streamed_bytes=sum(piece.size for piece in division.pieces),
+            reads_through_cache=files.fallback,
+        )
+        forward = WholeForward(
+            model,
+            chunk=plan.prefill.chunk,
+            context=plan.kv.context,
+            sequences=plan.decode.batch,
+            step_neurons=None,
+        )
+        return Parts(
+            resolved=resolved,
+            store=store,
+            tokenizer=tokenizer,
+            budget=budget,
+            layers=None,
+            whole=model,
+            reader=NullReader(0),
+            forward=forward,
+            load_s=time.perf_counter() - start,
+            loaded_bytes=loaded,
+            compute_threads=count_threads(resolved, machine),
+            release=cleanup.pop_all(),
+        )
+
+
+def divide(resolved: ResolvedPlan, weights: GgufWeights, tensors: list[FileTensor]) -> Division:
+    """Choose what is resident, by the segment ``hot``."""
+    hot = resolved.plan.memory.segments.hot
+    if hot >= sum(tensor.size_bytes for tensor in tensors):
+        return Division(tuple(tensor.name for tensor in tensors), {})
+    embedding = weights.find("embedding")
+    if embedding is not None and not resolved.model.tied_head:
+        # A token reads a row of it.
+        tensors = [tensor for tensor in tensors if tensor.name != embedding.name]
+    return divide_matrices(tensors, hot, PIECE_BYTES)
+
+
+def place_resident(
+    tensors: list[FileTensor],
+    division: Division,
+    weights: GgufWeights,
+    files: DirectFiles,
+    budget: Budget,
+    is_mapped: bool,
+) -> tuple[Mapping[str, int], int]:
+    """Addresses of the resident matrices by name, and bytes that were read to where they lie."""
+    names = set(division.resident)
+    chosen = [tensor for tensor in tensors if tensor.name in names]
+    if is_mapped:
+        budget.charge("hot", sum(tensor.size_bytes for tensor in chosen))
+        return {t.name: weights.map_rows(t).ctypes.data for t in chosen}, 0
+    sizes = [round_up(tensor.size_bytes, 64) for tensor in chosen]
+    region = budget.allocate("hot", sum(sizes))
+    ranges: list[tuple[Piece, U8]] = []
+    addresses, place = {}, 0
+    for tensor, size in zip(chosen, sizes, strict=True):
+        target = region[place : place + tensor.size_bytes]
+        ranges.append((Piece(tensor.file, tensor.offset, tensor.size_bytes), target))
+        addresses[tensor.name] = target.ctypes.data
+        place += size
+    load_ranges(files, ranges)
+    return addresses, sum(tensor.size_bytes for tensor in chosen)
+
+
+def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
+    """Compute threads of a plan."""
+    return resolved.plan.threads.compute or machine.cores
+
+
+def _make_program(
+    resolved: ResolvedPlan, machine: Machine, progress: Progress, find: object
+) -> BlockModel:
+    plan = resolved.plan
+    return BlockModel(
+        resolved.model,
+        find,  # type: ignore[arg-type]
+        threads=count_threads(resolved, machine),
+        context=plan.kv.context,
+        sequences=plan.decode.step_tokens,
+        chunk=plan.prefill.chunk,
+        architecture=machine.architecture,
+        features=machine.features,
+        cores=tuple(list_cores(plan.threads.cores or "")),
+        progress=progress,
+    )

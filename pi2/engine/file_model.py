@@ -1,0 +1,290 @@
+"""A GGUF file that is computed as it is: resident matrices where they are, the others as they come.
+
+Every step needs every matrix once, in the same order.  What is not resident passes through a ring
+(`pi2.memory.weight_stream`) in pieces of whole rows, each of which is computed when it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi2.arrays import F32, I32, U8
+from pi2.backends.blocks.model import BlockModel
+from pi2.backends.blocks.weights import FindWeight, Weight
+from pi2.backends.observer import ExecutorObserver
+from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, WeightStream
+from pi2.weights.gguf_weights import FileTensor, GgufWeights
+
+_HEAD_PART = 4
+"""The ring of a streamed head is this part of all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which matrices are resident, and in what pieces the others come."""
+
+    resident: tuple[str, ...]
+    streamed: Mapping[str, tuple[tuple[int, Piece], ...]]
+    """Of each streamed matrix, in the order of computing: first row and bytes of its pieces."""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All pieces, in the order in which a step needs them."""
+        return [piece for pieces in self.streamed.values() for _, piece in pieces]
+
+
+def divide_matrices(
+    tensors: Sequence[FileTensor], resident_bytes: int, piece_bytes: int
+) -> Division:
+    """Choose what is resident of ``tensors``, which are in the order of computing.
+
+    Small matrices come first, since short reads are slow; then as many others as there is room
+    for, spread evenly, so that computing and reading take turns.
+    """
+    chosen: set[str] = set()
+    left = resident_bytes
+    for tensor in sorted(tensors, key=lambda item: item.size_bytes):
+        if tensor.size_bytes > piece_bytes or tensor.size_bytes > left:
+            break
+        chosen.add(tensor.name)
+        left -= tensor.size_bytes
+    rest = [tensor for tensor in tensors if tensor.name not in chosen]
+    whole = sum(tensor.size_bytes for tensor in rest)
+    share, owed = left / max(1, whole), 0.0
+    for tensor in rest:
+        owed += share * tensor.size_bytes
+        if tensor.size_bytes <= left and owed >= tensor.size_bytes / 2:
+            chosen.add(tensor.name)
+            left -= tensor.size_bytes
+            owed -= tensor.size_bytes
+    for tensor in rest:
+        if tensor.name not in chosen and tensor.size_bytes <= left:
+            chosen.add(tensor.name)
+            left -= tensor.size_bytes
+    streamed = {
+        tensor.name: tuple(cut_rows(tensor, piece_bytes))
+        for tensor in rest
+        if tensor.name not in chosen
+    }
+    return Division(tuple(t.name for t in tensors if t.name in chosen), streamed)
+
+
+def cut_rows(tensor: FileTensor, piece_bytes: int, multiple: int = 16) -> list[tuple[int, Piece]]:
+    """Pieces of whole rows, a multiple of ``multiple`` each but for the last, of about as many
+    bytes."""
+    rows = max(1, piece_bytes // tensor.row_bytes)
+    rows -= rows % multiple if rows > multiple else 0
+    return [
+        (
+            first,
+            Piece(
+                tensor.file,
+                tensor.offset + first * tensor.row_bytes,
+                min(rows, tensor.rows - first) * tensor.row_bytes,
+            ),
+        )
+        for first in range(0, tensor.rows, rows)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Instructions ``begin`` to ``end``; with ``pieces`` one instruction, computed as they come:
+    each with its first and last row, and how far its rows would begin before it."""
+
+    begin: int
+    end: int
+    pieces: tuple[tuple[int, int, int], ...] = ()
+
+
+class FileModel:
+    """`pi2.backends.whole_model.WholeModel` over a file's tensors.  One calling thread."""
+
+    def __init__(
+        self,
+        weights: GgufWeights,
+        files: DirectFiles,
+        division: Division,
+        addresses: Mapping[str, int],
+        ring: U8,
+        make: Callable[[FindWeight], BlockModel],
+    ) -> None:
+        """``addresses``: where resident matrices lie, by name; ``ring``: what the others pass
+        through; ``make`` builds the program."""
+        self._weights = weights
+        self._files = files
+        self._model = model = make(self._find)
+        self._embedding: int | None = None
+        self._rows: FileTensor | None = None
+        self._row_reads = 0
+        streamed: dict[int, tuple[tuple[int, Piece], ...]] = {}
+        for number, matrix in enumerate(model.matrices):
+            tensor = weights.find(self._name_key(matrix.key), matrix.layer or 0)
+            assert tensor is not None, matrix.key
+            if tensor.name in addresses:
+                model.set_tensor(number, addresses[tensor.name])
+            elif matrix.key == "embedding":
+                self._embedding, self._rows = number, tensor
+            else:
+                streamed[matrix.instructions[0]] = division.streamed[tensor.name]
+        layers = {n: pieces for n, pieces in streamed.items() if n < model.head}
+        head = {n: pieces for n, pieces in streamed.items() if n >= model.head}
+        part = 0
+        if head:
+            slot = max(piece.aligned[1] for pieces in head.values() for _, piece in pieces)
+            part = len(ring) // BLOCK * BLOCK
+            if layers:
+                part = max(2 * slot, len(ring) // _HEAD_PART // BLOCK * BLOCK)
+        self._layers = _Course(model, 0, model.head, layers, files, ring[part:])
+        self._head = _Course(model, model.head, model.end, head, files, ring[:part])
+
+    def _name_key(self, key: str) -> str:
+        """Key of ``model.tensors`` that a matrix of the program is known by."""
+        return "embedding" if key == "head" and self._weights.model.tied_head else key
+
+    def _find(self, key: str, layer: int) -> Weight | None:
+        tensor = self._weights.find(key, layer)
+        if tensor is not None and tensor.rows > 1:
+            return Weight(
+                format=tensor.format,
+                rows=tensor.rows // tensor.experts,
+                length=tensor.length,
+                experts=tensor.experts,
+                neighbours=tensor.has_neighbours,
+            )
+        vector = self._weights.read_vector(key, layer)
+        if vector is None:
+            return None
+        return Weight(format="f32", rows=1, length=vector.size, data=vector.view(np.uint8))
+
+    def expect(self, end: int) -> None:
+        self._model.expect(end)
+
+    def prefill(self, tokens: I32, sequence: int, position: int) -> None:
+        self._model.begin_chunk(tokens, sequence, position)
+        self._put_rows(tokens)
+        self._layers.run()
+
+    def logits(self, first: int) -> F32:
+        self._model.choose_logits(first)
+        self._head.run()
+        return self._model.read_logits()
+
+    def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
+        if self._layers.is_resident and self._head.is_resident and self._embedding is None:
+            return self._model.step(tokens, sequences, positions)
+        self._model.begin_step(tokens, sequences, positions)
+        self._put_rows(tokens)
+        self._layers.run()
+        self._head.run()
+        return self._model.read_logits()
+
+    def _put_rows(self, tokens: I32) -> None:
+        """Read the rows of the embedding that ``tokens`` have, where it is not resident."""
+        if self._embedding is None:
+            return
+        assert self._rows is not None
+        self._row_reads += len(tokens)
+        self._model.put_rows(self._embedding, self._weights.read_rows(self._rows, tokens))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that steps and prompts have read."""
+        rows = 0 if self._rows is None else self._row_reads * self._rows.row_bytes
+        return rows + self._layers.read_bytes + self._head.read_bytes
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which computing has waited for reads."""
+        return self._layers.waited_s + self._head.waited_s
+
+    def count_named(self) -> int:
+        return 0
+
+    def observe(self, observer: ExecutorObserver | None) -> None:
+        self._model.observe(None if observer is None else observer.note_kernel)
+
+    @property
+    def busy_s(self) -> float:
+        """Nothing is submitted to another unit."""
+        return 0.0
+
+    def read_context(self, sequence: int, first: int, end: int) -> U8:
+        return self._model.read_context(sequence, first, end)
+
+    def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
+        self._model.put_context(sequence, first, end, kept)
+
+    def close(self) -> None:
+        self._layers.close()
+        self._head.close()
+        self._model.close()
+        self._files.close()
+
+
+class _Course:
+    """A part of the program that is run again and again, with the stream of what it reads."""
+
+    def __init__(
+        self,
+        model: BlockModel,
+        begin: int,
+        end: int,
+        streamed: Mapping[int, Sequence[tuple[int, Piece]]],
+        files: DirectFiles,
+        ring: U8,
+    ) -> None:
+        self._model = model
+        self._work: list[_Work] = []
+        at = begin
+        for number in sorted(streamed):
+            if number > at:
+                self._work.append(_Work(at, number))
+            size = model.count_row_bytes(number)
+            pieces = tuple(
+                (first, first + piece.size // size, first * size)
+                for first, piece in streamed[number]
+            )
+            self._work.append(_Work(number, number + 1, pieces))
+            at = number + 1
+        if at < end:
+            self._work.append(_Work(at, end))
+        pieces = [piece for number in sorted(streamed) for _, piece in streamed[number]]
+        self._stream = WeightStream(files, pieces, ring) if pieces else None
+        self._done = 0
+        """Pieces that have been computed."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether nothing is streamed."""
+        return self._stream is None
+
+    @property
+    def read_bytes(self) -> int:
+        return 0 if self._stream is None else self._stream.read_bytes
+
+    @property
+    def waited_s(self) -> float:
+        return 0.0 if self._stream is None else self._stream.waited_s
+
+    def run(self) -> None:
+        """Run the whole part."""
+        model, stream, done = self._model, self._stream, self._done
+        for work in self._work:
+            if not work.pieces:
+                model.run(work.begin, work.end)
+                continue
+            assert stream is not None
+            for first, end, before in work.pieces:
+                address = stream.take(done)
+                model.run_rows(work.begin, first, end, address - before)
+                stream.release(done)
+                done += 1
+        self._done = done
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()

@@ -1,0 +1,1 @@
+"""Files that are run as they are: tensors stay where they lie, in the formats that they have."""

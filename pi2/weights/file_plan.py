@@ -1,0 +1,203 @@
+"""Derives what a plan that runs a GGUF file leaves out: its model, device, segments and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pi2.diagnostics import UserError
+from pi2.memory.weight_stream import BLOCK
+from pi2.plan.arithmetic.file_facts import FileFacts, FilledPlan
+from pi2.plan.arithmetic.needs import Need, Needs
+from pi2.plan.arithmetic.runtime import count_file_runtime
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan_memory import Segments
+from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_quantity
+from pi2.plan.weights.layout import round_up
+from pi2.weights.gguf_weights import GgufWeights
+
+USUAL_CONTEXT = 4096
+CHUNKS = (256, 128, 64, 32)
+"""Tokens of a prompt that go through the layers together: the most for which there is room."""
+MEMORY_SHARE = 0.8
+"""Share of the free memory that a plan without a budget takes at most."""
+PIECE_BYTES = 1 << 20
+"""Bytes of a streamed tensor that are read and computed together, in whole rows."""
+LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48))
+"""Bytes of the ring of a run that streams: room for so many pieces, at least, and where there is
+enough."""
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileNeeds:
+    """Bytes of a run whatever is resident."""
+
+    vectors: int
+    """Norms, biases and tables."""
+    kv: int
+    workspace: int
+    runtime: int
+    matrices: int
+    """All matrices that may be resident or streamed."""
+    looked_up: int
+    """Matrices of which a token reads a row, included in ``matrices``."""
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that no choice makes smaller."""
+        return self.vectors + self.kv + self.workspace + self.runtime
+
+
+def derive_plan(
+    values: Mapping[str, Any], weights: GgufWeights, available_bytes: int | None
+) -> FilledPlan:
+    """Complete the values of a plan for open ``weights`` on a machine with so much free memory.
+
+    Raises `UserError` P026 where the budget is not enough.
+    """
+    model = weights.model
+    kv = dict(values.get("kv") or {})
+    kv.setdefault("context", min(model.shape.context, USUAL_CONTEXT))
+    prefill, decode = dict(values.get("prefill") or {}), dict(values.get("decode") or {})
+    decode.setdefault("predictor", "none")
+    memory = dict(values.get("memory") or {})
+    budget = _read_budget(memory)
+    for chunk in (prefill["chunk"],) if "chunk" in prefill else CHUNKS:
+        prefill["chunk"] = min(chunk, _read_count(kv["context"]))
+        needs = count_needs(weights, kv, prefill, decode)
+        if budget is None or needs.fixed + LEAST_RING <= budget:
+            break
+    whole = round_up(needs.fixed + needs.matrices, _MIB)
+    if budget is None:
+        free = whole if available_bytes is None else int(available_bytes * MEMORY_SHARE)
+        budget = min(whole, free)
+    least = needs.fixed + LEAST_RING
+    if budget < min(least, whole):
+        raise _refuse(budget, min(least, whole), needs)
+    hot, ring = divide(budget, needs)
+    is_whole = hot == needs.matrices
+    memory.setdefault("budget", f"{budget} B")
+    memory.setdefault("weights", "mapped" if is_whole else "loaded")
+    sizes = dict.fromkeys(Segments.model_fields, 0) | {
+        "runtime": needs.runtime,
+        "attention": needs.vectors,
+        "kv": needs.kv,
+        "hot": hot,
+        "cold": ring,
+        "workspace": needs.workspace,
+    }
+    stated = memory.get("segments") or {}
+    memory["segments"] = {name: f"{size} B" for name, size in sizes.items()} | dict(stated)
+    layers = dict(values.get("layers") or {})
+    layers.setdefault("split", {"cpu": 1.0})
+    layers.setdefault("hot", round(hot / needs.matrices, 4))
+    filled = {
+        "device": "host",
+        "model": model.id,
+        "store": values["weights"],
+        "backends": {"cpu": "blocks"},
+        "bundle": {"stride": f"{round_up(model.lay_out_bundle().used_bytes, 4096)} B"},
+        **values,
+        "memory": memory,
+        "layers": layers,
+        "prefill": prefill,
+        "decode": decode,
+        "kv": kv,
+    }
+    nothing = Need(0, "nothing")
+    least_ring = 0 if is_whole else LEAST_RING
+    facts = FileFacts(
+        path=weights.path,
+        matrices=sum(1 for _ in weights.list_matrices()),
+        matrix_bytes=needs.matrices,
+        streamed_bytes=0 if is_whole else needs.matrices - needs.looked_up - hot,
+        needs=Needs(
+            attention=Need(needs.vectors, "norms, biases and tables"),
+            kv=Need(needs.kv, f"{kv['context']} tokens"),
+            state=nothing,
+            predictor=nothing,
+            hot=nothing,
+            cold=Need(least_ring, "pieces of streamed weights"),
+            twin=nothing,
+            workspace=Need(needs.workspace, f"{prefill['chunk']} tokens of a prompt, and logits"),
+        ),
+        source=weights,
+    )
+    return FilledPlan(values=filled, model=model, facts=facts)
+
+
+def divide(budget: int, needs: FileNeeds) -> tuple[int, int]:
+    """Bytes of resident matrices, and of the ring that the others pass through."""
+    room = budget - needs.fixed
+    if room >= needs.matrices:
+        return needs.matrices, 0
+    ring = max(LEAST_RING, min(USUAL_RING, room // 8))
+    return max(0, min(room - ring, needs.matrices - needs.looked_up)), ring
+
+
+def count_needs(
+    weights: GgufWeights,
+    kv: Mapping[str, Any],
+    prefill: Mapping[str, Any],
+    decode: Mapping[str, Any],
+) -> FileNeeds:
+    """Bytes that a run needs."""
+    from pi2.backends.blocks.room import count_kv_bytes, count_workspace_bytes
+
+    model, context = weights.model, _read_count(kv["context"])
+    sequences = _read_count(decode.get("batch", 1))
+    matrices = weights.count_bytes()
+    return FileNeeds(
+        vectors=count_vectors(model),
+        kv=count_kv_bytes(model, context, sequences),
+        workspace=count_workspace_bytes(model, _read_count(prefill["chunk"]), sequences),
+        runtime=round_up(count_file_runtime(model), _MIB),
+        matrices=matrices,
+        looked_up=0 if model.tied_head else _count_embedding(weights),
+    )
+
+
+def count_vectors(model: Model) -> int:
+    """Bytes of norms and biases, in float32."""
+    shape = model.shape
+    layer = 8 * shape.hidden + 4 * (shape.query + 2 * shape.kv_heads * shape.head_dim)
+    return 4 * (shape.layers * layer + 2 * shape.hidden + shape.head_dim)
+
+
+def _count_embedding(weights: GgufWeights) -> int:
+    found = weights.find("embedding")
+    return 0 if found is None else found.size_bytes
+
+
+def _read_count(value: object) -> int:
+    """A number of tokens or sequences; 1 for what the schema will refuse."""
+    return value if type(value) is int and value > 0 else 1
+
+
+def _read_budget(memory: Mapping[str, Any]) -> int | None:
+    """The budget that a plan states; None if it states none, or one that the schema will refuse."""
+    stated = memory.get("budget")
+    if isinstance(stated, int):
+        return stated
+    try:
+        return None if stated is None else int(parse_quantity(str(stated), BYTE_UNITS))
+    except ValueError:
+        return None
+
+
+def _refuse(budget: int, least: int, needs: FileNeeds) -> UserError:
+    parts = {
+        "Python, libraries and tokenizer": needs.runtime,
+        "KV cache": needs.kv,
+        "activations and logits": needs.workspace,
+        "norms and biases": needs.vectors,
+    }
+    return UserError.of(
+        "P026",
+        f"{approximate_bytes(budget)} is not enough: this file needs at least "
+        f"{approximate_bytes(least)}",
+        help=f"--memory {-(-least // _MIB)}MiB, or a shorter context (--set kv.context=1024)",
+        notes=[f"{name}: {approximate_bytes(size)}" for name, size in parts.items()],
+    )

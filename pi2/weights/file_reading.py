@@ -1,0 +1,66 @@
+"""Plans that run a GGUF file, and GGUF files that stand for such plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pi2.diagnostics import UserError
+from pi2.regular_file import open_stream
+
+if TYPE_CHECKING:
+    from pi2.plan.arithmetic.file_facts import FilledPlan
+    from pi2.weights.gguf_weights import GgufWeights
+
+MAGIC = b"GGUF"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF files do, whatever its name."""
+    try:
+        if not path.is_file():
+            return False
+        with open_stream(path) as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def runs_as_it_is(path: Path) -> bool:
+    """Whether the GGUF file at ``path`` needs no conversion: all of its operators and formats are
+    computed as the file has them."""
+    from pi2.weights.gguf_weights import GgufWeights
+
+    if not is_gguf(path):
+        return False
+    try:
+        with GgufWeights.open(path, has_texts=False) as weights:
+            return not weights.find_obstacles()
+    except UserError:
+        return False  # the conversion says what is wrong
+
+
+def describe_bare(path: Path) -> dict[str, Any] | None:
+    """Values of the plan that a GGUF file stands for; None for another file."""
+    return {"schema_version": 2, "weights": path.name} if is_gguf(path) else None
+
+
+class FileFiller:
+    """Completes plans that run GGUF files, whose headers are read once."""
+
+    def __init__(self) -> None:
+        self._opened: dict[Path, GgufWeights] = {}
+
+    def fill(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
+        """Complete a plan's values; raises `UserError` as `GgufWeights.open` and
+        `pi2.weights.file_plan.derive_plan` do."""
+        from pi2.machine import detect_machine
+        from pi2.weights.file_plan import derive_plan
+        from pi2.weights.gguf_weights import GgufWeights
+
+        place = path.parent / str(values["weights"])
+        if place not in self._opened:
+            self._opened[place] = GgufWeights.open(place)
+        weights = self._opened[place]
+        return derive_plan(values, weights, detect_machine().memory.available_bytes)

@@ -1,0 +1,209 @@
+"""A GGUF file as a source of weights: where each tensor of the model lies, as the file has it."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from pi2.arrays import F32, U8
+from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
+from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.rows import fill_name
+from pi2.plan.documents.model import Model
+from pi2.regular_file import open_stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """A matrix as its file has it: ``rows`` rows of ``row_bytes``, one after the other."""
+
+    name: str
+    """What the file calls it."""
+    file: int
+    """Number of its file among `GgufWeights.files`."""
+    offset: int
+    """Byte of the file where it begins."""
+    format: str
+    """Number format, such as ``q4_k``."""
+    rows: int
+    """Rows, those of all experts together."""
+    length: int
+    """Numbers of a row."""
+    row_bytes: int
+    experts: int = 1
+    """Matrices that lie one after the other."""
+    has_neighbours: bool = False
+    """Whether rows that rotate together follow each other (Llama's queries and keys)."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.row_bytes
+
+
+class GgufWeights:
+    """The tensors of a GGUF model, which may be split into several files; nothing is copied."""
+
+    def __init__(self, checkpoint: GgufCheckpoint, model: Model) -> None:
+        self.checkpoint = checkpoint
+        self.model = model
+        """What the metadata say of the model."""
+        self.files: Sequence[Path] = checkpoint.files
+        self._maps: dict[int, U8] = {}
+        self._descriptors: dict[int, int] = {}
+
+    @classmethod
+    def open(cls, path: Path, *, has_texts: bool = True) -> GgufWeights:
+        """Read the headers of ``path`` and its other parts; without ``has_texts``, nothing is said
+        of the tokenizer.
+
+        Raises `UserError` as `pi2.importing.gguf_checkpoint.open_gguf` and
+        `pi2.importing.new_model.describe_checkpoint` do.
+        """
+        checkpoint = open_gguf(path)
+        return cls(checkpoint, describe_checkpoint(checkpoint, has_texts=has_texts).model)
+
+    @property
+    def path(self) -> Path:
+        """The file that was opened."""
+        return self.checkpoint.folder
+
+    @cached_property
+    def identity(self) -> tuple[tuple[str, int, int], ...]:
+        """Name, bytes and time of change (ns) of each file, which differ if one is another."""
+        stats = [(file.name, file.stat()) for file in self.files]
+        return tuple((name, found.st_size, found.st_mtime_ns) for name, found in stats)
+
+    def find(self, key: str, layer: int = 0) -> FileTensor | None:
+        """The matrix that key ``key`` of ``model.tensors`` names; None if the file has none, or has
+        it in an order that must be undone first."""
+        pattern = getattr(self.model.tensors, key)
+        if pattern is None:
+            return None
+        tensor = self.checkpoint.tensors.get(fill_name(pattern, layer, 0))
+        if not isinstance(tensor, GgufTensor):
+            return None
+        if tensor.is_turned or tensor.factors is not None:
+            return None
+        if tensor.order is not None and key not in ("query", "key"):
+            return None
+        count = self._count_experts(pattern, layer, tensor)
+        rows = math.prod(tensor.shape[:-1])
+        if count == 0 or tensor.size_bytes % rows:
+            return None
+        return FileTensor(
+            name=tensor.name,
+            file=self.files.index(tensor.file),
+            offset=tensor.offset,
+            format=tensor.block.name.lower(),
+            rows=rows * count,
+            length=tensor.shape[-1],
+            row_bytes=tensor.size_bytes // rows,
+            experts=count,
+            has_neighbours=tensor.order is not None,
+        )
+
+    def _count_experts(self, pattern: str, layer: int, first: GgufTensor) -> int:
+        """Matrices that lie one after the other; 0 if experts lie apart."""
+        if "{expert}" not in pattern or self.model.moe is None:
+            return 1
+        for expert in range(1, self.model.moe.experts):
+            found = self.checkpoint.tensors.get(fill_name(pattern, layer, expert))
+            place = first.offset + expert * first.size_bytes
+            if not isinstance(found, GgufTensor) or found.file != first.file:
+                return 0
+            if (found.offset, found.block) != (place, first.block):
+                return 0
+        return self.model.moe.experts
+
+    def read_vector(self, key: str, layer: int = 0, expert: int = 0) -> F32 | None:
+        """The numbers of a small tensor, as the model's original has them; None if there is none.
+
+        Raises `UserError` P532 or P535 as `SourceTensor.read`.
+        """
+        pattern = getattr(self.model.tensors, key)
+        tensor = (
+            None
+            if pattern is None
+            else self.checkpoint.tensors.get(fill_name(pattern, layer, expert))
+        )
+        return None if tensor is None else np.ascontiguousarray(tensor.read(), np.float32)
+
+    def find_obstacles(self) -> list[str]:
+        """Why the file cannot be run as it is; empty if it can."""
+        from pi2.backends.blocks.support import find_unknown
+        from pi2.formats import find_format
+
+        found = find_unknown(self.model)
+        if self.model.predictor is not None:
+            found.append("predictor")
+        for name, tensor in self.checkpoint.tensors.items():
+            if not isinstance(tensor, GgufTensor) or tensor.is_turned:
+                found.append(name)
+        formats = {tensor.format for _, _, tensor in self.list_matrices()}
+        for name in sorted(formats):
+            try:
+                find_format(name)
+            except KeyError:
+                found.append(name)
+        return found
+
+    def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
+        """Every matrix by the key of ``model.tensors`` that names it and its layer."""
+        seen = set()
+        for key in type(self.model.tensors).model_fields:
+            pattern = getattr(self.model.tensors, key)
+            if not isinstance(pattern, str):
+                continue
+            layers = range(self.model.shape.layers) if "{layer}" in pattern else range(1)
+            for layer in layers:
+                found = self.find(key, layer)
+                if found is not None and found.rows > 1 and found.name not in seen:
+                    seen.add(found.name)
+                    yield key, layer, found
+
+    def map_rows(self, tensor: FileTensor) -> U8:
+        """The rows uint8 [rows, row_bytes] in the page cache, read-only."""
+        data = self._map_file(tensor.file)
+        flat = data[tensor.offset : tensor.offset + tensor.size_bytes]
+        return flat.reshape(tensor.rows, tensor.row_bytes)
+
+    def read_rows(self, tensor: FileTensor, rows: Iterable[int]) -> U8:
+        """Single rows uint8 [n, row_bytes], read one by one."""
+        if tensor.file not in self._descriptors:
+            self._descriptors[tensor.file] = os.open(self.files[tensor.file], os.O_RDONLY)
+        descriptor, size = self._descriptors[tensor.file], tensor.row_bytes
+        read = [os.pread(descriptor, size, tensor.offset + int(row) * size) for row in rows]
+        return np.frombuffer(b"".join(read), np.uint8).reshape(-1, size)
+
+    def _map_file(self, number: int) -> U8:
+        if number not in self._maps:
+            with open_stream(self.files[number]) as stream:
+                size = os.fstat(stream.fileno()).st_size
+                mapped = mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ)
+            self._maps[number] = np.frombuffer(mapped, np.uint8)
+        return self._maps[number]
+
+    def count_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(tensor.size_bytes for _, _, tensor in self.list_matrices())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._maps.clear()
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
