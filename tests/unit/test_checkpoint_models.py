@@ -1,9 +1,10 @@
-"""`pi2 run model.gguf`: a checkpoint is converted once, and then found."""
+"""`pi2 run CHECKPOINT`: a folder is converted once, and then found; a GGUF file runs as it is."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,39 @@ def write_model(folder: Path, name: str, kind: str = "Q8_0", seed: int = 0) -> P
     return write_gguf(file, config, translate(weights, config), kind=kind, changes=changes)
 
 
-def test_a_gguf_file_is_converted_once(
+def write_folder(folder: Path, name: str, seed: int = 0) -> Path:
+    """A Hugging Face folder of the same model."""
+    file = write_model(folder, name, "F32", seed)
+    made = folder / f"checkpoint-{name}-{seed}"
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    (made / "tokenizer.json").write_bytes(open_checkpoint(file).read_tokenizer() or b"")
+    settings = json.dumps({"do_sample": True, "temperature": 0.25})
+    (made / "generation_config.json").write_text(settings)
+    place = folder / name
+    shutil.rmtree(place, ignore_errors=True)
+    return Path(shutil.move(made, place))
+
+
+def test_a_gguf_file_runs_as_it_is(
     tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_model(tmp_path, "tiny q8")
+    before = file.read_bytes()
+    texts = []
+    for _ in range(2):
+        assert run(["run", str(file), "--prompt", "hello", "--max-tokens", "4", "--seed", "1"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].strip() and texts[0] == texts[1]
+    assert not models.exists()
+    assert file.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [file.name]
+
+
+def test_a_folder_is_converted_once(
+    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_folder(tmp_path, "tiny q8")
     command = ["run", str(file), "--prompt", "hello", *REFERENCE]
     assert run(command) == 0
     first = capsys.readouterr()
@@ -97,7 +127,7 @@ def test_a_plan_that_did_not_fit_is_written_when_it_does(
 
 def test_python_loads_what_a_command_runs(tmp_path: Path, models: Path) -> None:
     """A file, then the model that it became by its name, its folder and its plan."""
-    file = write_model(tmp_path, "tiny")
+    file = write_folder(tmp_path, "tiny")
     texts = []
     for path in (file, str(file), "tiny", models / "tiny", models / "tiny/default.plan.toml"):
         with pi2.load(path, memory="160 MiB", set={"backends.cpu": "reference"}) as model:
@@ -109,10 +139,10 @@ def test_python_loads_what_a_command_runs(tmp_path: Path, models: Path) -> None:
 
 
 def test_a_file_that_has_changed_is_converted_again(tmp_path: Path, models: Path) -> None:
-    file = write_model(tmp_path, "tiny")
+    file = write_folder(tmp_path, "tiny")
     plan = find_plan_path(file)
     before = (plan.parent / "layers/ffn-000.arrow").read_bytes()
-    write_model(tmp_path, "tiny", seed=1)
+    write_folder(tmp_path, "tiny", seed=1)
     assert find_plan_path(file) == plan
     assert (plan.parent / "layers/ffn-000.arrow").read_bytes() != before
     assert [path.name for path in models.iterdir()] == ["tiny"]
@@ -120,14 +150,14 @@ def test_a_file_that_has_changed_is_converted_again(tmp_path: Path, models: Path
 
 def test_files_of_one_name_are_two_models(tmp_path: Path, models: Path) -> None:
     (tmp_path / "other").mkdir()
-    plans = {find_plan_path(write_model(place, "tiny")) for place in (tmp_path, tmp_path / "other")}
+    plans = {find_plan_path(write_folder(place, "tiny")) for place in (tmp_path, tmp_path / "other")}
     assert len(plans) == len(list_models()) == 2
 
 
 def test_an_interrupted_conversion_leaves_no_model(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write_model(tmp_path, "tiny")
+    file = write_folder(tmp_path, "tiny")
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
