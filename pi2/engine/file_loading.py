@@ -21,8 +21,7 @@ from pi2.engine.whole_forward import WholeForward
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget
-from pi2.memory.null_reader import NullReader
-from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, load_ranges
+from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, load_ranges
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.selectors import list_cores
 from pi2.plan.weights.layout import round_up
@@ -35,6 +34,8 @@ class TextFiles:
     """What a file's metadata say of texts, as a folder that the model's tokenizer is read from."""
 
     def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
+        self.identity = repr(weights.identity).encode()
+        """Bytes that differ where another file has taken this one's place."""
         self.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pi2-")))
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             content = weights.checkpoint.read_file(name)
@@ -94,7 +95,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             budget=budget,
             layers=None,
             whole=model,
-            reader=NullReader(0),
+            reader=FileReads(files, lambda: model.read_bytes),
             forward=forward,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,

@@ -215,12 +215,12 @@ def _count_common(first: list[int], second: list[int]) -> int:
 
 def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     """What a plan's ``[serve]`` asks for; None where nothing is to be kept, or nothing can be: a
-    unit that has the whole model does not give its keys and values out."""
+    GPU that has the whole model does not give its keys and values out."""
     resolved = parts.resolved
     plan = resolved.plan
-    if parts.layers is None or parts.store is None or plan.serve.prefixes == "none":
+    if parts.store is None or plan.serve.prefixes == "none":
         return None
-    executor = parts.executor
+    executor = parts.whole if parts.layers is None else parts.executor
     if not isinstance(executor, ContextKeeper):
         return None
     states = None
@@ -231,7 +231,7 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
         states = executor
         size *= count_chunks(resolved)
     identity = hashlib.sha256(resolved.digest.encode())
-    identity.update((parts.store.path / "manifest.json").read_bytes())
+    identity.update(parts.store.identity)
     files = None
     if plan.serve.prefix_cache is not None:
         folder = find_cache_folder("prefixes") / identity.hexdigest()[:32]

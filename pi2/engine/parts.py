@@ -15,6 +15,7 @@ from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
 from pi2.memory.null_reader import NullReader
+from pi2.memory.weight_stream import FileReads
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.store.reader import NeuronStore
 
@@ -44,7 +45,7 @@ class Parts:
     """None where a unit has the model as a whole."""
     whole: WholeModel | None = None
     """None where it is computed layer by layer."""
-    reader: FlashReader | NullReader
+    reader: FlashReader | NullReader | FileReads
     forward: Sequences
     load_s: float
     loaded_bytes: int = 0

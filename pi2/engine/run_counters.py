@@ -14,7 +14,7 @@ from pi2.engine.whole_forward import WholeForward
 def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
     """Counters since loading; those of guessed tokens are in ``speculation``, if there is one."""
     if isinstance(parts.forward, WholeForward):
-        return _count_whole(parts, parts.forward.counters)
+        return _count_whole(parts, parts.forward.counters, speculation)
     counters, size = parts.cache.counters, parts.cache.granule
     feed_forward = parts.feed_forward
     neurons = feed_forward.counters
@@ -44,9 +44,11 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
     )
 
 
-def _count_whole(parts: Parts, neurons: NeuronCounters) -> RunStatistics:
-    """Counters of a model that a unit has as a whole: nothing is read, and the unit does not say
-    which neurons were active."""
+def _count_whole(
+    parts: Parts, neurons: NeuronCounters, speculation: Speculation | None
+) -> RunStatistics:
+    """Counters of a model that is computed as a whole, which does not say what neurons were
+    active."""
     return RunStatistics(
         predicted_neurons=neurons.predicted,
         active_neurons=None,
@@ -56,6 +58,7 @@ def _count_whole(parts: Parts, neurons: NeuronCounters) -> RunStatistics:
         cache_skips=0,
         cache_evictions=0,
         flash_read_bytes=parts.reader.read_bytes,
+        speculation=SpeculationCounters() if speculation is None else speculation.counters,
     )
 
 

@@ -164,6 +164,8 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
         unit = model.plan.sparse_unit
         shown = name_unit(unit, emulated=bool(model.plan.device.units[unit].emulated))
         neurons = f"{computed}, all of the model on {shown}"
+    elif model.plan.file is not None:
+        neurons = _describe_weights(model, run)
     elif model.plan.plan.decode.predictor == "none":
         neurons = (
             f"{computed}, those that are not hot from flash for each token · read from flash "
@@ -209,6 +211,20 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
     if run["direct_reads_refused"]:
         lines.append(f"note: reads go through the page cache: {run['direct_reads_refused']}")
     return "\n".join(lines)
+
+
+def _describe_weights(model: LoadedModel, run: dict[str, Any]) -> str:
+    """Where the weights of a GGUF file are."""
+    facts = model.plan.file
+    assert facts is not None
+    whole = approximate_bytes(facts.matrix_bytes)
+    if not facts.streamed_bytes:
+        return f"weights {whole}, all in memory ({model.plan.plan.memory.weights})"
+    streamed = approximate_bytes(facts.streamed_bytes)
+    return (
+        f"weights {whole}, {streamed} of them read from disk for every step · read in all "
+        f"{approximate_bytes(run['flash_read_bytes'])}"
+    )
 
 
 def _describe_left_out(decode: Decode, share: float) -> str:

@@ -13,14 +13,25 @@ from pi2.engine.payback import Touched
 from pi2.engine.plan_drafts import PlanDrafts
 from pi2.engine.resident_drafts import ResidentDrafts
 from pi2.engine.speculation import Speculation
-from pi2.engine.step_bytes import StepBytes
+from pi2.engine.step_bytes import FileStepBytes, StepBytes
+from pi2.engine.whole_forward import WholeForward
 
 
 def make_speculation(parts: Parts) -> Speculation | None:
     """Make what guesses tokens; None where the plan wants none, or states cannot be copied."""
     plan, forward = parts.resolved.plan, parts.forward
     settings = plan.decode.speculation
-    if settings is None or not isinstance(forward, Forward):
+    if settings is None:
+        return None
+    if isinstance(forward, WholeForward) and parts.resolved.file is not None:
+        return Speculation(
+            PromptLookup(settings.match),
+            tokens=settings.tokens,
+            step_tokens=plan.decode.step_tokens,
+            count_bytes=FileStepBytes(parts, forward).count,
+            always=settings.when == "always",
+        )
+    if not isinstance(forward, Forward):
         return None
     if parts.resolved.model.state_layers and not isinstance(parts.executor, StateKeeper):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts
 from pi2.engine.payback import Touched
+from pi2.engine.whole_forward import WholeForward
 from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.weights.layout import vector_bytes
@@ -34,6 +35,24 @@ class StepBytes:
         memory = forward.steps * self._dense_bytes
         memory += forward.attended_tokens * self._context_bytes
         memory += self._counters.touched * self._neuron_bytes
+        return Touched(memory, self._reader.read_bytes)
+
+
+class FileStepBytes:
+    """The same of a GGUF file that is run as it is: a step reads every matrix once."""
+
+    def __init__(self, parts: Parts, forward: WholeForward) -> None:
+        assert parts.resolved.file is not None
+        self._forward = forward
+        self._reader = parts.reader
+        self._weight_bytes = parts.resolved.file.matrix_bytes
+        model = parts.resolved.model
+        self._context_bytes = model.shape.layers * count_kv_token_bytes(model, "fp16")
+
+    def count(self) -> Touched:
+        """Bytes of all steps so far; also of prompts, what was read."""
+        memory = self._forward.steps * self._weight_bytes
+        memory += self._forward.attended_tokens * self._context_bytes
         return Touched(memory, self._reader.read_bytes)
 
 

@@ -36,6 +36,10 @@ class WholeForward(Sequences):
         self._chunk = chunk
         self._step_neurons = step_neurons
         self.counters = NeuronCounters()
+        self.attended_tokens = 0
+        """Tokens that those of steps have attended to, summed up."""
+        self.steps = 0
+        """Steps so far."""
 
     @property
     def copies(self) -> bool:
@@ -95,6 +99,8 @@ class WholeForward(Sequences):
         except BaseException:
             self._interrupt(sequences)
             raise
+        self.steps += 1
+        self.attended_tokens += sum(positions) + len(positions)
         for sequence in sequences:
             self.positions[sequence] += 1
         if self._step_neurons is not None:

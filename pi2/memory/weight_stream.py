@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
+from pi2.memory.io_engine import EngineName
 from pi2.plan.weights.layout import round_up
 
 BLOCK = 4096
@@ -91,6 +92,24 @@ class DirectFiles:
         """Close the files."""
         while self._open:
             os.close(self._open.pop())
+
+
+class FileReads:
+    """What a run says of its reads, as `pi2.memory.flash.FlashReader` does of those of neurons."""
+
+    engine: EngineName = "pread"
+    engine_fallback: str | None = None
+    phases_fallback: str | None = None
+
+    def __init__(self, files: DirectFiles, count: Callable[[], int]) -> None:
+        """``count`` gives the bytes that were read so far."""
+        self.fallback = files.fallback
+        self._count = count
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read so far, loading not included."""
+        return self._count()
 
 
 class WeightStream:

@@ -29,6 +29,7 @@ from pi2.regular_file import open_stream
 from pi2.store.agreement import check_files, check_model, report_size
 from pi2.store.manifest import (
     DENSE_FILE,
+    MANIFEST,
     Manifest,
     StoredFile,
     StoredTensor,
@@ -174,6 +175,11 @@ class NeuronStore:
         check_files(folder, manifest)
         tokenizer = model.tokenizer if model is not None else Tokenizer()
         return cls(folder, manifest, tokenizer.file)
+
+    @property
+    def identity(self) -> bytes:
+        """Bytes that differ where another store has taken this one's place."""
+        return (self.path / MANIFEST).read_bytes()
 
     def check_unchanged(self) -> None:
         """UserError P509 if the folder has another manifest than when it was opened.

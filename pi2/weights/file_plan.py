@@ -1,4 +1,4 @@
-"""Derives what a plan that runs a GGUF file leaves out: its model, device, segments and the rest."""
+"""Derives what a plan that runs a GGUF file leaves out: model, device, segments and the rest."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from pi2.weights.gguf_weights import GgufWeights
 USUAL_CONTEXT = 4096
 CHUNKS = (256, 128, 64, 32)
 """Tokens of a prompt that go through the layers together: the most for which there is room."""
+DRAFT_TOKENS = 7
+"""Tokens that are drafted at once where weights are streamed."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that a plan without a budget takes at most."""
 PIECE_BYTES = 1 << 20
@@ -78,6 +80,9 @@ def derive_plan(
         raise _refuse(budget, min(least, whole), needs)
     hot, ring = divide(budget, needs)
     is_whole = hot == needs.matrices
+    if not is_whole and "speculation" not in decode:
+        # A step that verifies drafts reads the file once.
+        decode["speculation"] = {"tokens": DRAFT_TOKENS}
     memory.setdefault("budget", f"{budget} B")
     memory.setdefault("weights", "mapped" if is_whole else "loaded")
     sizes = dict.fromkeys(Segments.model_fields, 0) | {
@@ -120,7 +125,6 @@ def derive_plan(
             predictor=nothing,
             hot=nothing,
             cold=Need(least_ring, "pieces of streamed weights"),
-            twin=nothing,
             workspace=Need(needs.workspace, f"{prefill['chunk']} tokens of a prompt, and logits"),
         ),
         source=weights,
