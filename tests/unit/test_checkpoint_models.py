@@ -57,7 +57,8 @@ def write_folder(folder: Path, name: str, seed: int = 0) -> Path:
     file = write_model(folder, name, "F32", seed)
     made = folder / f"checkpoint-{name}-{seed}"
     config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    further = {"hidden_act": "silu", "max_position_embeddings": 64}
+    (made / "config.json").write_text(json.dumps(config | further))
     (made / "tokenizer.json").write_bytes(open_checkpoint(file).read_tokenizer() or b"")
     settings = json.dumps({"do_sample": True, "temperature": 0.25})
     (made / "generation_config.json").write_text(settings)
