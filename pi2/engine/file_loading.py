@@ -24,7 +24,6 @@ from pi2.memory.budget import Budget
 from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, load_ranges
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.selectors import list_cores
-from pi2.plan.weights.layout import round_up
 from pi2.progress import Progress
 from pi2.weights.file_plan import PIECE_BYTES
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
@@ -130,17 +129,16 @@ def place_resident(
     if is_mapped:
         budget.charge("hot", sum(tensor.size_bytes for tensor in chosen))
         return {t.name: weights.map_rows(t).ctypes.data for t in chosen}, 0
-    sizes = [round_up(tensor.size_bytes, 64) for tensor in chosen]
-    region = budget.allocate("hot", sum(sizes))
+    region = budget.allocate("hot", sum(tensor.size_bytes for tensor in chosen))
     ranges: list[tuple[Piece, U8]] = []
     addresses, place = {}, 0
-    for tensor, size in zip(chosen, sizes, strict=True):
+    for tensor in chosen:
         target = region[place : place + tensor.size_bytes]
         ranges.append((Piece(tensor.file, tensor.offset, tensor.size_bytes), target))
         addresses[tensor.name] = target.ctypes.data
-        place += size
+        place += tensor.size_bytes
     load_ranges(files, ranges)
-    return addresses, sum(tensor.size_bytes for tensor in chosen)
+    return addresses, place
 
 
 def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:

@@ -151,7 +151,9 @@ def test_a_file_that_has_changed_is_converted_again(tmp_path: Path, models: Path
 
 def test_files_of_one_name_are_two_models(tmp_path: Path, models: Path) -> None:
     (tmp_path / "other").mkdir()
-    plans = {find_plan_path(write_folder(place, "tiny")) for place in (tmp_path, tmp_path / "other")}
+    plans = {
+        find_plan_path(write_folder(place, "tiny")) for place in (tmp_path, tmp_path / "other")
+    }
     assert len(plans) == len(list_models()) == 2
 
 

@@ -1,0 +1,161 @@
+"""A GGUF file as a source of weights: what is resident, what streams, what a plan derives."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.diagnostics import UserError
+from pi2.engine.file_model import cut_rows, divide_matrices
+from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, WeightStream
+from pi2.weights.gguf_weights import FileTensor, GgufWeights
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.gguf_files import make_sentence_piece, write_gguf
+from tests.helpers.gguf_tensors import translate
+from tests.helpers.models import draw_weights, make_model
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model of 8-bit weights whose matrices are larger than a few buffers."""
+    folder = tmp_path_factory.mktemp("gguf")
+    metadata = make_sentence_piece()
+    size = len(metadata["tokenizer.ggml.tokens"])
+    shape = {"vocab": size, "hidden": 256, "ffn": 4096, "layers": 4, "context": 512}
+    model = make_model({"shape": shape, "predictor": None, "ffn": {"activation": "silu"}})
+    weights = draw_weights(model, 0)
+    checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"max_position_embeddings": 512}
+    changes: dict[str, Any] = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in metadata.items()
+    }
+    path = folder / "dense.gguf"
+    return write_gguf(path, config, translate(weights, config), kind="Q8_0", changes=changes)
+
+
+def test_streamed_weights_give_the_text_of_resident_ones(file: Path) -> None:
+    texts, streamed = [], []
+    for memory in (None, "105 MiB"):
+        with pi2.load(file, memory=memory, set={"kv.context": 256}) as model:
+            generation = model.generate("hello world", max_tokens=12, temperature=0.0)
+            texts.append(generation.result.text)
+            assert model.plan.file is not None
+            streamed.append(model.plan.file.streamed_bytes)
+            reads = model.stats.flash_read_bytes
+    assert texts[0] == texts[1]
+    assert streamed[0] == 0 < streamed[1]
+    # A prompt and the steps after it read what streams once each, drafts aside.
+    assert reads >= 2 * streamed[1]
+
+
+def test_logits_are_the_same_bits_wherever_weights_are(file: Path) -> None:
+    found = []
+    for settings in ({}, {"memory.weights": "loaded"}, {"memory.budget": "105 MiB"}):
+        with pi2.load(file, set={"kv.context": 256, **settings}) as model:
+            found.append(model.logits(list(range(5, 45))))
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+
+
+def test_a_budget_that_is_too_small_names_the_least(file: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        pi2.load(file, memory="20 MiB")
+    codes = [item.code for item in caught.value.diagnostics]
+    assert codes == ["P026"]
+    assert "needs at least" in str(caught.value)
+
+
+def test_a_plan_may_state_no_more_than_the_weights(file: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "short.plan.toml"
+    reference = os.path.relpath(file, tmp_path)
+    plan.write_text(f'schema_version = 2\nweights = "{reference}"\n[memory]\nbudget = "256 MiB"\n')
+    with pi2.load(plan) as model:
+        assert model.plan.plan.memory.budget == 256 << 20
+        assert model.plan.plan.backends == {"cpu": "blocks"}
+        first = model.generate("hello", max_tokens=4, temperature=0.0).result.text
+    with pi2.load(file) as model:
+        assert model.generate("hello", max_tokens=4, temperature=0.0).result.text == first
+
+
+def test_a_plan_whose_weights_are_missing_says_so(tmp_path: Path) -> None:
+    plan = tmp_path / "lost.plan.toml"
+    plan.write_text('schema_version = 2\nweights = "nowhere.gguf"\n')
+    with pytest.raises(UserError) as caught:
+        pi2.load(plan)
+    (item,) = caught.value.diagnostics
+    assert item.code == "P530" and item.span is not None and item.span.line == 2
+
+
+def test_tensors_are_those_of_the_file(file: Path) -> None:
+    with GgufWeights.open(file) as weights:
+        names = {tensor.name: tensor for _, _, tensor in weights.list_matrices()}
+        gate = names["blk.2.ffn_gate.weight"]
+        assert (gate.format, gate.rows, gate.length) == ("q8_0", 4096, 256)
+        rows = weights.map_rows(gate)
+        assert rows.shape == (4096, 272)
+        assert np.array_equal(weights.read_rows(gate, [7, 4000]), rows[[7, 4000]])
+        assert weights.find_obstacles() == []
+
+
+def make_tensor(name: str, rows: int) -> FileTensor:
+    return FileTensor(
+        name=name, file=0, offset=100, format="q8_0", rows=rows, length=256, row_bytes=272
+    )
+
+
+def test_what_streams_is_cut_into_whole_rows_and_spread_over_the_layers() -> None:
+    tensors = [make_tensor(f"layer {n}", 4096) for n in range(12)]
+    size = tensors[0].size_bytes
+    division = divide_matrices(tensors, 6 * size, 1 << 18)
+    assert len(division.resident) == 6
+    places = [n for n, tensor in enumerate(tensors) if tensor.name in division.streamed]
+    assert all(later - earlier <= 3 for earlier, later in zip(places, places[1:], strict=False))
+    for pieces in division.streamed.values():
+        assert sum(piece.size for _, piece in pieces) == size
+        assert all(piece.size % 272 == 0 and piece.size <= 1 << 18 for _, piece in pieces)
+    assert [first for first, _ in cut_rows(tensors[0], 272 * 1000)][:3] == [0, 992, 1984]
+
+
+def test_a_stream_gives_its_pieces_in_order_again_and_again(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
+    path = tmp_path / "data"
+    path.write_bytes(data.tobytes())
+    pieces = [Piece(0, 17 + 9000 * n, 9000) for n in range(11)]
+    region = np.frombuffer(bytearray(16 * BLOCK), np.uint8)
+    skip = -region.ctypes.data % BLOCK
+    files = DirectFiles([path])
+    stream = WeightStream(files, pieces, region[skip : skip + 15 * BLOCK])
+    try:
+        for number in range(40):
+            address = stream.take(number) - region.ctypes.data
+            piece = pieces[number % 11]
+            expected = data[piece.offset : piece.offset + piece.size]
+            assert np.array_equal(region[address : address + piece.size], expected)
+            stream.release(number)
+    finally:
+        stream.close()
+        files.close()
+
+
+def test_a_file_that_is_cut_while_it_streams_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "cut"
+    path.write_bytes(bytes(50_000))
+    region = np.frombuffer(bytearray(40 * BLOCK), np.uint8)
+    skip = -region.ctypes.data % BLOCK
+    files = DirectFiles([path])
+    os.truncate(path, 10_000)
+    stream = WeightStream(files, [Piece(0, 40_000, 5_000)], region[skip : skip + 30 * BLOCK])
+    try:
+        with pytest.raises(UserError, match="cut"):
+            stream.take(0)
+    finally:
+        stream.close()
+        files.close()
