@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_what_streams_is_cut_into_whole_rows_and_spread_over_the_layers() -> Non
     division = divide_matrices(tensors, 6 * size, 1 << 18)
     assert len(division.resident) == 6
     places = [n for n, tensor in enumerate(tensors) if tensor.name in division.streamed]
-    assert all(later - earlier <= 3 for earlier, later in zip(places, places[1:], strict=False))
+    assert all(later - earlier <= 3 for earlier, later in itertools.pairwise(places))
     for pieces in division.streamed.values():
         assert sum(piece.size for _, piece in pieces) == size
         assert all(piece.size % 272 == 0 and piece.size <= 1 << 18 for _, piece in pieces)
