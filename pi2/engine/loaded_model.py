@@ -18,6 +18,7 @@ from pi2.engine.chat import Message, make_staying_child, read_chat_template
 from pi2.engine.driver import Driver, stream_pieces
 from pi2.engine.generation import AsyncGeneration, Generation
 from pi2.engine.kept_prefixes import make_kept_prefixes
+from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
 from pi2.engine.parts import Parts
 from pi2.engine.run_counters import count_run, describe_units
 from pi2.engine.sampling import SamplingOptions
@@ -65,6 +66,7 @@ class LoadedModel:
         )
         self._driver: Driver | None = None
         self._template_child: StayingChild | None = None
+        self._shaped_templates: dict[str, ShapedTemplate] = {}
         self._starting = Lock()
 
     @property
@@ -180,23 +182,31 @@ class LoadedModel:
         add_generation_prompt: bool = True,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        write_calls: WriteCalls | None = None,
     ) -> str:
         """The prompt that the model's chat template makes of ``messages``.
 
-        A message is ``{"role": "user", "content": "..."}``.  ``add_generation_prompt`` ends the
+        A message is ``{"role": "user", "content": "..."}``; calls of tools have their arguments as
+        objects or as JSON, whichever the template wants.  ``add_generation_prompt`` ends the
         prompt where the answer begins; ``template`` chooses among named templates; ``variables``
-        are what else the template reads.  Raises UserError P608 if the template fails or refuses,
+        are what else the template reads; ``write_calls`` writes calls into the content, if the
+        template would leave them out.  Raises UserError P608 if the template fails or refuses,
         P609 if the model has none.  A dry run has none either: the contents are joined.
         """
         if self.is_dry:
             return "\n".join(str(message.get("content", "")) for message in messages)
         settings = self.plan.model.tokenizer
         found = read_chat_template(self.store.path, self.tokenizer, settings, template)
-        return found.render(
+        shaped = self._shaped_templates.setdefault(found.source, ShapedTemplate(found.source))
+        return shaped.render(
             messages,
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
-            child=self._template_child,
+            lambda given: found.render(
+                given,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+                child=self._template_child,
+            ),
+            write_calls,
         )
 
     def encode_chat(

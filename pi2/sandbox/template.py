@@ -10,7 +10,7 @@ What templates may use beyond plain jinja2 is what transformers gives them: ``ra
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -92,7 +92,15 @@ def tojson(
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
+        default=_list_items,
     )
+
+
+def _list_items(value: Any) -> list[Any]:
+    """What a filter such as ``map`` gives, as a list."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def make_environment() -> Sandbox:

@@ -63,6 +63,8 @@ class CallForm:
     """Whether one begin and one end are around all calls."""
     is_list: bool = False
     """Whether the calls are a list, with brackets."""
+    identity: str = ""
+    """The pattern of a call's id in a conversation, if it is not any."""
     quote: str = '"'
     """What is around a text among ``$pairs``."""
 
@@ -84,6 +86,10 @@ class CallForm:
         if self.is_shared:
             return f"{self.begin}{self.between.join(written)}{self.end}"
         return self.between.join(f"{self.begin}{call}{self.end}" for call in written)
+
+    def write_identity(self, name: str, number: int) -> str:
+        """The id of a call."""
+        return self.identity.replace("$name", name).replace("$index", str(number))
 
     def _write(self, number: int, name: str, arguments: Any) -> str:
         values = arguments if isinstance(arguments, dict) else {}

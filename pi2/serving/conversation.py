@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from pi2.diagnostics import UserError
+from pi2.serving.call_patterns import CallForm
 from pi2.serving.errors import ApiError
 from pi2.serving.host import Host
 from pi2.serving.tool_formats import describe_tools
@@ -164,6 +166,25 @@ def list_calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(str(item["name"]), item["arguments"]) for item in functions]
 
 
+def name_calls(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[dict[str, Any]]:
+    """The messages with ids of calls as the model writes them."""
+    names: dict[str, str] = {}
+    found = []
+    for message in map(dict, messages):
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                name = str(call["function"]["name"])
+                identity = form.write_identity(name, len(names))
+                names[str(call.get("id"))] = identity
+                calls.append({**call, "id": identity})
+            message["tool_calls"] = calls
+        if message.get("tool_call_id") in names:
+            message["tool_call_id"] = names[str(message["tool_call_id"])]
+        found.append(message)
+    return found
+
+
 def render_prompt(
     host: Host, conversation: Conversation, written: Mapping[int, str] | None = None
 ) -> str:
@@ -176,13 +197,6 @@ def render_prompt(
     for number, message in enumerate(messages):
         if written is not None and number in written:
             messages[number] = {"role": message["role"], "content": written[number]}
-        elif message.get("tool_calls") and not facts.knows_tools:
-            # Such a template would leave them out.
-            text = facts.format.calls[0].write(list_calls(message))
-            messages[number] = {
-                "role": message["role"],
-                "content": f"{message.get('content') or ''}{text}",
-            }
     variables = dict(conversation.variables)
     if conversation.tools and conversation.tool_choice != "none":
         wrapped = [{"type": "function", "function": dict(tool)} for tool in conversation.tools]
@@ -194,16 +208,20 @@ def render_prompt(
                 messages[0]["content"] = f"{messages[0]['content']}\n\n{told}"
             else:
                 messages.insert(0, {"role": "system", "content": told})
+    form = facts.format.calls[0]
+    if form.identity:
+        messages = name_calls(messages, form)
+    render = partial(host.model.render_chat, variables=variables, write_calls=form.write)
     if not conversation.is_open:
-        return host.model.render_chat(messages, variables=variables)
+        return render(messages)
     last = messages[-1]
     said = str(last.get("content") or "")
     opened = [*messages[:-1], {**last, "content": said + _OPEN}]
     try:
-        whole = host.model.render_chat(opened, add_generation_prompt=False, variables=variables)
+        whole = render(opened, add_generation_prompt=False)
     except UserError:
         whole = ""
     if _OPEN in whole:
         return whole[: whole.rindex(_OPEN)]
     # Templates may leave an answer at the end out, or refuse it.
-    return host.model.render_chat(messages[:-1], variables=variables) + said
+    return render(messages[:-1]) + said

@@ -1,0 +1,284 @@
+"""The shapes in which chat templates want messages, found out once for each template.
+
+Templates differ in what they take: arguments of calls as objects or as JSON texts, contents as
+texts or as lists of parts, no content or an empty one beside calls, ids of nine signs.  Some refuse
+the other shape, some leave out what they do not understand, and some write a dictionary as Python
+does.  A conversation with known words says which shape a template renders whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pi2.diagnostics import UserError
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message]], str]
+WriteCalls = Callable[[Sequence[tuple[str, Any]]], str]
+"""Writes calls, names and arguments as JSON values, as a model does."""
+_ID_SIGNS = 9
+_WORD, _NAME, _KEY, _VALUE = "Wordone", "name_two", "key_three", "value four"
+_RESULT, _SAID = "Resultfive", "Saidsix"
+_ID = "call_0123456789abcdef01234567"
+_CALL = {
+    "id": _ID,
+    "type": "function",
+    "function": {"name": _NAME, "arguments": {_KEY: _VALUE}},
+}
+
+
+def _describe_probe(said: str) -> list[Message]:
+    """A call and its result, with what is said beside the call."""
+    return [
+        {"role": "user", "content": _WORD},
+        {"role": "assistant", "content": said, "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": _RESULT},
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How messages are given to a template."""
+
+    writes_arguments: bool = False
+    """Arguments are JSON texts, not objects."""
+    has_no_content: bool = False
+    """A message with calls has no content, not an empty one; what it says is a message before."""
+    shortens_ids: bool = False
+    """Ids of calls have nine letters and digits."""
+    has_parts: bool = False
+    """Contents are lists of parts."""
+    joins_thoughts: bool = False
+    """What is said beside a call is part of the thoughts before it."""
+    tells_results: bool = False
+    """Results of tools are messages of the user's."""
+
+    def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages in this shape."""
+        found: list[dict[str, Any]] = []
+        for message in map(dict, messages):
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = [self._shape_call(call) for call in calls]
+                thoughts = message.get("thinking")
+                if self.joins_thoughts and thoughts and message.get("content"):
+                    joined = f"{thoughts}\n\n{message['content']}"
+                    message |= {key: joined for key in _THOUGHTS if key in message}
+                    message["content"] = ""
+                if self.has_no_content:
+                    if message.get("content"):
+                        found.append({**message, "tool_calls": None})
+                        found[-1].pop("tool_calls")
+                    message["content"] = None
+            if self.shortens_ids and isinstance(message.get("tool_call_id"), str):
+                message["tool_call_id"] = shorten_id(message["tool_call_id"])
+            if self.tells_results and message.get("role") == "tool":
+                text = f"<tool_response>\n{message.get('content')}\n</tool_response>"
+                if found and found[-1].get("is_result"):
+                    found[-1]["content"] += f"\n{text}"
+                    continue
+                message = {"role": "user", "content": text, "is_result": True}
+            found.append(message)
+        for message in found:
+            message.pop("is_result", None)
+            if self.has_parts and isinstance(message.get("content"), str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        return found
+
+    def _shape_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        shaped = dict(call)
+        if isinstance(call.get("function"), Mapping):
+            function = dict(call["function"])
+            arguments = function.get("arguments")
+            if self.writes_arguments and not isinstance(arguments, str):
+                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            elif not self.writes_arguments and isinstance(arguments, str):
+                function["arguments"] = _read_object(arguments)
+            shaped["function"] = function
+        if self.shortens_ids and isinstance(call.get("id"), str):
+            shaped["id"] = shorten_id(call["id"])
+        return shaped
+
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names that templates have for what was thought before an answer."""
+
+
+def _read_object(text: Any) -> Any:
+    """The object that a text is, else what is given."""
+    if not isinstance(text, str):
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def shorten_id(identity: str) -> str:
+    """Nine letters and digits for an id, always the same."""
+    if len(identity) == _ID_SIGNS and identity.isalnum():
+        return identity
+    return hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:_ID_SIGNS]
+
+
+def complete_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with what templates look for: thoughts by each of their names, and the names of
+    the tools whose results there are."""
+    found = [dict(message) for message in messages]
+    names: dict[str, str] = {}
+    waiting: list[tuple[str, str]] = []
+    for message in found:
+        thoughts = next((message[key] for key in _THOUGHTS if message.get(key)), None)
+        if thoughts is not None:
+            message |= {key: message.get(key) or thoughts for key in _THOUGHTS}
+        if message.get("tool_calls"):
+            waiting = [_name_call(call) for call in message["tool_calls"]]
+            names |= dict(waiting)
+        elif message.get("role") == "tool":
+            identity = message.get("tool_call_id")
+            if not identity and waiting:
+                identity, _ = waiting[0]
+                message["tool_call_id"] = identity
+            waiting = [item for item in waiting if item[0] != identity]
+            if not message.get("name") and identity in names:
+                message["name"] = names[str(identity)]
+    return found
+
+
+def _name_call(call: Mapping[str, Any]) -> tuple[str, str]:
+    function = call.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else call.get("name")
+    return str(call.get("id")), str(name)
+
+
+class ShapedTemplate:
+    """Renders messages in the shape that a template wants, which it remembers."""
+
+    def __init__(self, source: str) -> None:
+        """``source``: the template."""
+        self._shape = Shape()
+        self._knows_calls = "tool_calls" in source
+        self._seen: set[str] = set()
+        """Roles whose messages the template has rendered."""
+        self._has_seen_calls = not self._knows_calls
+
+    def render(
+        self, messages: Sequence[Message], render: Render, write_calls: WriteCalls | None = None
+    ) -> str:
+        """What ``render``, which is of the template, makes of messages.  ``write_calls``: how calls
+        stand in the content, for a template that would leave them out.  UserError P608 if it takes
+        the messages in no shape."""
+        given = complete_messages(messages)
+        if not self._has_seen_calls and any(message.get("tool_calls") for message in given):
+            self._has_seen_calls = True
+            self._try_calls(render)
+        if not self._knows_calls and write_calls is not None:
+            given = [_write_calls(message, write_calls) for message in given]
+        first: UserError | None = None
+        for shape in self._list_shapes(given):
+            try:
+                text = render(shape.apply(given))
+            except UserError as error:
+                first = first or error
+                continue
+            return self._check_text(given, shape, text, render)
+        assert first is not None
+        raise first
+
+    def _list_shapes(self, messages: Sequence[Message]) -> Iterator[Shape]:
+        """Shapes to try, the remembered one first, each of which changes something."""
+        own = self._shape
+        others = (
+            replace(own, writes_arguments=not own.writes_arguments),
+            replace(own, has_no_content=not own.has_no_content),
+            replace(own, shortens_ids=not own.shortens_ids),
+            replace(own, has_parts=not own.has_parts),
+        )
+        tried: list[list[dict[str, Any]]] = []
+        for shape in (
+            own,
+            replace(own, joins_thoughts=True),
+            *others,
+            replace(own, tells_results=True),
+        ):
+            shaped = shape.apply(messages)
+            if shaped not in tried:
+                tried.append(shaped)
+                yield shape
+
+    def _check_text(
+        self, messages: Sequence[Message], shape: Shape, text: str, render: Render
+    ) -> str:
+        """The prompt, in which the last message of the user's and of a tool must be: some templates
+        leave out what is no list of parts, or what has a role that they do not know."""
+        for role, other in (
+            ("user", replace(shape, has_parts=not shape.has_parts)),
+            ("tool", replace(shape, tells_results=True)),
+        ):
+            contents = (item.get("content") for item in messages if item.get("role") == role)
+            said = [content.strip() for content in contents if isinstance(content, str)]
+            if role in self._seen or not said or not said[-1]:
+                continue
+            self._seen.add(role)
+            # Templates may write it as JSON.
+            word = json.dumps(said[-1], ensure_ascii=False)[1:-1]
+            if said[-1] in text or word in text:
+                continue
+            try:
+                tried = render(other.apply(messages))
+            except UserError:
+                continue
+            if said[-1] in tried:
+                self._shape = shape = other
+                text = tried
+        return text
+
+    def _try_calls(self, render: Render) -> None:
+        """Find out in which shape calls and results are rendered whole."""
+        best, chosen, knows_calls = -1, self._shape, False
+        for shape in _SHAPES:
+            score = 0
+            for said in ("", _SAID):
+                try:
+                    text = render(shape.apply(complete_messages(_describe_probe(said))))
+                except UserError:
+                    continue
+                score += sum(word in text for word in _WORDS)
+                score -= sum(word in text for word in _WRONG)
+                knows_calls = knows_calls or _NAME in text
+            if score > best:
+                best, chosen = score, shape
+            if best == 2 * len(_WORDS):
+                break
+        self._shape, self._knows_calls = chosen, knows_calls
+
+
+def _write_calls(message: dict[str, Any], write: WriteCalls) -> dict[str, Any]:
+    """A message whose calls are part of its content."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [call.get("function", call) for call in calls]
+    named = [(str(item.get("name")), _read_object(item.get("arguments"))) for item in functions]
+    said = message.get("content") or ""
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": f"{said}\n{write(named)}" if said else write(named)}
+
+
+_SHAPES = (
+    Shape(),
+    Shape(writes_arguments=True),
+    Shape(has_no_content=True),
+    Shape(shortens_ids=True),
+    Shape(writes_arguments=True, has_no_content=True),
+    Shape(writes_arguments=True, shortens_ids=True),
+    Shape(has_parts=True),
+    Shape(has_parts=True, writes_arguments=True),
+)
+_WORDS = (_WORD, _NAME, _KEY, _VALUE, _RESULT)
+_WRONG = (f"'{_KEY}'", f'\\"{_KEY}', "'type'")
+"""What stands in a text if a template writes a dictionary as Python does, or a text as JSON."""
