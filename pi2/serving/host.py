@@ -125,14 +125,13 @@ class Host:
 
     def read_plan(self) -> ResolvedPlan:
         """The plan, which need not be loaded."""
+        if self._model is not None:
+            return self._model.plan
         if self._resolved is None:
-            if self._model is not None:
-                self._resolved = self._model.plan
-            else:
-                resolver = LockedReferences(self.plan.path.parent, locked=False)
-                self._resolved = load_plan(
-                    self.plan.path, resolver=resolver, overrides=self.plan.overrides
-                )
+            resolver = LockedReferences(self.plan.path.parent, locked=False)
+            self._resolved = load_plan(
+                self.plan.path, resolver=resolver, overrides=self.plan.overrides
+            )
         return self._resolved
 
     def read_template(self) -> str:

@@ -1,30 +1,27 @@
-"""Ollama's interface: ``/api/chat``, ``/api/generate``, embeddings, and what its clients ask of
-models before they talk to one."""
+"""Ollama's interface: ``/api/chat``, ``/api/generate`` and embeddings."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pi2.diagnostics import UserError
 from pi2.serving import request_fields
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
-from pi2.serving.completions import can_fill, fill_gap, list_prompts
+from pi2.serving.completions import fill_gap, list_prompts
 from pi2.serving.conversation import ANY_OBJECT, Conversation, make_call, set_effort
 from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.embeddings import embed
 from pi2.serving.errors import ApiError
 from pi2.serving.host import Host
+from pi2.serving.ollama_models import ModelRequest, has_template, write_time
 from pi2.serving.openai_schema import Seed, Text, Tool, TopK
-from pi2.serving.request_fields import Fields, Tolerant
+from pi2.serving.request_fields import Fields, Tolerant, keep_tools
 from pi2.serving.requests import (
     JsonResponse,
     Service,
@@ -35,10 +32,6 @@ from pi2.serving.requests import (
 )
 from pi2.serving.sse import dump_json
 from pi2.serving.token_scores import describe_chat_scores
-from pi2.store.tensors import list_tensors
-
-VERSION = "0.13.0"
-"""Version of Ollama's interface that this is."""
 
 
 class Function(Tolerant):
@@ -87,14 +80,6 @@ class Options(Tolerant):
     stop: str | list[str] | None = None
 
 
-class ModelRequest(Tolerant):
-    """A body; what is unknown is ignored, as Ollama does."""
-
-    fields: ClassVar[Fields] = request_fields.OLLAMA
-
-    model: Text = Field(validation_alias=AliasChoices("model", "name"))
-
-
 class AskingRequest(ModelRequest):
     """What chats and single prompts have in common."""
 
@@ -111,7 +96,7 @@ class ChatRequest(AskingRequest):
 
     messages: list[Message] | None = None
     """None at all load the model."""
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool] | None, keep_tools("function")] = None
 
 
 class GenerateRequest(AskingRequest):
@@ -196,7 +181,7 @@ async def prepare_text(host: Host, body: GenerateRequest, client: str) -> Writer
     in, or the model has no chat template."""
     if not body.prompt:
         return _OllamaWriter(host, body, [])
-    if body.suffix or body.raw or not _has_template(host):
+    if body.suffix or body.raw or not has_template(host):
         if body.format:
             message = "'format' goes with prompts that are messages: leave 'raw' and 'suffix' out."
             raise ApiError(400, message, param="format")
@@ -212,16 +197,6 @@ async def prepare_text(host: Host, body: GenerateRequest, client: str) -> Writer
             messages.insert(0, {"role": "system", "content": body.system})
         ask = await _ask_conversation(host, body, client, messages)
     return _OllamaWriter(host, body, [ask])
-
-
-def _has_template(host: Host) -> bool:
-    try:
-        host.find_chat_facts()
-    except UserError as error:
-        if error.diagnostics[0].code == "P609":
-            return False
-        raise
-    return True
 
 
 class _OllamaWriter(Writer):
@@ -256,7 +231,7 @@ class _OllamaWriter(Writer):
         return b"" if self.asks else dump_json(self.write_whole([])) + b"\n"
 
     def _write(self, piece: Collected) -> dict[str, Any]:
-        found = {"model": self._body.model, "created_at": _write_time(time.time())}
+        found = {"model": self._body.model, "created_at": write_time(time.time())}
         thinking = {"thinking": piece.reasoning} if piece.reasoning else {}
         scores = {}
         if self._body.logprobs and piece.scores:
@@ -293,10 +268,6 @@ def _read(arguments: str) -> Any:
         return {}
 
 
-def _write_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
 async def answer_embed(request: Request, service: Service, body: EmbedRequest) -> Response:
     """The embedding of each text."""
     start = time.perf_counter_ns()
@@ -327,108 +298,6 @@ async def answer_old_embed(request: Request, service: Service, body: OldEmbedReq
         return JsonResponse({"embedding": values})
 
 
-async def show_model(request: Request, service: Service, body: ModelRequest) -> Response:
-    """What a model is and can do."""
-    async with use_model(request, service, body.model) as (host, _):
-        model, plan = host.model.plan.model, host.model.plan.plan
-        capabilities, template = ["completion"], ""
-        if _has_template(host):
-            facts = host.find_chat_facts()
-            template = host.read_template()
-            capabilities.append("tools")  # a template that knows none is told of them
-            capabilities += ["thinking"] if facts.reasoning else []
-        capabilities += ["insert"] if can_fill(host) else []
-        capabilities += ["embedding"] if host.model.can_embed else []
-        sampling = dict(plan.sampling)
-        return JsonResponse(
-            {
-                "license": model.licence,
-                "modelfile": f"# pi2 serves the plan {host.plan.name}\nFROM {host.plan.name}\n",
-                "parameters": "\n".join(f"{key} {value}" for key, value in sampling.items()),
-                "template": template,
-                "details": _describe_details(host),
-                "model_info": {
-                    "general.architecture": model.id,
-                    "general.parameter_count": _count_weights(host),
-                    f"{model.id}.context_length": plan.kv.context,
-                    f"{model.id}.embedding_length": model.shape.hidden,
-                    f"{model.id}.block_count": model.shape.layers,
-                },
-                "capabilities": capabilities,
-                "modified_at": _write_time(host.created),
-            }
-        )
-
-
-async def list_tags(request: Request, service: Service) -> Response:
-    """The served plans, as Ollama lists models."""
-    hosts = list(service.hosts.hosts.values())
-    return JsonResponse({"models": await asyncio.to_thread(_describe_all, hosts)})
-
-
-async def list_running(request: Request, service: Service) -> Response:
-    """The models in memory."""
-    hosts = [host for host in service.hosts.hosts.values() if host.is_loaded]
-    found = await asyncio.to_thread(_describe_all, hosts)
-    for host, told in zip(hosts, found, strict=True):
-        told |= {
-            "size_vram": 0,
-            "context_length": host.read_plan().plan.kv.context,
-            # They stay until another one needs their place.
-            "expires_at": "2318-01-01T00:00:00Z",
-        }
-    return JsonResponse({"models": found})
-
-
-async def show_version(request: Request, service: Service) -> Response:
-    """The interface's version."""
-    return JsonResponse({"version": VERSION})
-
-
-async def refuse_change(request: Request, service: Service) -> Response:
-    """ApiError 400: a server has the models with which it was started."""
-    raise ApiError(
-        400,
-        "This server has the models that it was started with: `pi2 pull` fetches others, and "
-        "`pi2 serve` serves them.",
-    )
-
-
-def _describe_all(hosts: Sequence[Host]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": f"{host.plan.name}:latest",
-            "model": f"{host.plan.name}:latest",
-            "modified_at": _write_time(host.created),
-            "size": host.plan.budget_bytes,
-            "digest": host.read_plan().digest,
-            "details": _describe_details(host),
-        }
-        for host in hosts
-    ]
-
-
-def _describe_details(host: Host) -> dict[str, Any]:
-    model = host.read_plan().model
-    return {
-        "parent_model": "",
-        "format": "pi2",
-        "family": model.id,
-        "families": [model.id],
-        "parameter_size": f"{_count_weights(host) / 1e9:.1f}B",
-        "quantization_level": model.quantization.ffn,
-    }
-
-
-def _count_weights(host: Host) -> int:
-    """Weights of a model, near enough for a list."""
-    model = host.read_plan().model
-    matrices = 3 if model.ffn.gated else 2
-    neurons = model.shape.layers * model.layer_neurons
-    dense = sum(tensor.rows * tensor.length for tensor in list_tensors(model, None))
-    return dense + neurons * matrices * model.shape.hidden
-
-
 OPERATIONS = (
     Operation(
         "/api/chat",
@@ -448,5 +317,4 @@ OPERATIONS = (
     Operation(
         "/api/embeddings", OldEmbedRequest, "Embed a text (Ollama).", answer_old_embed, "embeddings"
     ),
-    Operation("/api/show", ModelRequest, "What a model is and can do (Ollama).", show_model),
 )

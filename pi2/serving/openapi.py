@@ -13,6 +13,7 @@ from pi2.serving.completions import COMPLETIONS
 from pi2.serving.dialects import Operation
 from pi2.serving.embeddings import EMBEDDINGS
 from pi2.serving.messages import COUNT_TOKENS, MESSAGES
+from pi2.serving.ollama_models import SHOW
 from pi2.serving.responses import RESPONSES
 from pi2.serving.tokens import DETOKENIZE, TOKENIZE
 
@@ -26,6 +27,7 @@ OPERATIONS: tuple[Operation[Any], ...] = (
     TOKENIZE,
     DETOKENIZE,
     *ollama.OPERATIONS,
+    SHOW,
 )
 """What clients can post."""
 _GETS = {

@@ -62,6 +62,27 @@ def test_of_tokens_with_the_same_text_the_likeliest_is_told() -> None:
     assert told["top_logprobs"] == [{"\ufffd": -1.0}]
 
 
+def test_the_space_before_a_word_is_the_words_wherever_it_stands() -> None:
+    # Such decoders leave out the space with which a text begins.
+    tokenizer = Tokenizer(models.BPE(vocab={"<s>": 0, "\u2581the": 1, "\u2581end": 2}, merges=[]))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    ids, later = [0, 1, 2], TokenScore(1, -1.0, ((1, -1.0), (2, -2.0)))
+    scores = CompletionScores(make_model(tokenizer), ids, " the end")
+    told = scores.write_prompt([TokenScore(1, -3.0, ((2, -1.0),)), TokenScore(2, -4.0, ())])
+    assert told == {
+        "tokens": ["<s>", " the", " end"],
+        "token_logprobs": [None, -3.0, -4.0],
+        "top_logprobs": [None, {" end": -1.0}, {}],
+        "text_offset": [0, 0, 4],
+    }
+    told = scores.write([later, later])
+    assert told["tokens"] == [" the", " the"]
+    assert told["top_logprobs"] == [{" the": -1.0, " end": -2.0}] * 2
+    assert told["text_offset"] == [8, 12]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
