@@ -46,7 +46,7 @@ def emit_multiply(isa: Isa, unpacking: Unpacking, together: int, table: Table) -
     weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
     codes = table.take_array("x", "uint8")
     blocks, tokens = table.take("blocks"), table.take("tokens")
-    length = v.let(blocks * unpacking.elements)
+    length = v.let(blocks * unpacking.whole)
     results = _Results(table)
     with T.serial((tokens + together - 1) // together) as tile:
         numbers = [v.let(T.min(tile * together + k, tokens - 1)) for k in range(together)]
@@ -128,7 +128,7 @@ def _emit_super_blocks(
     length = tokens[0].length
     with T.serial(blocks) as number:
         base = v.let(start + number * unpacking.size)
-        block = unpacking.open(Source(machine, weights, base, grid))
+        block = unpacking.opens[0](Source(machine, weights, base, grid))
         spread = None
         if block.scales is not None:
             spread = [
@@ -208,31 +208,58 @@ def _emit_groups(
     length = tokens[0].length
     with T.serial(blocks) as number:
         base = v.let(start + number * unpacking.size)
-        block = unpacking.open(Source(machine, weights, base, grid))
-        parts, offset, flips = _prepare_group(machine, block, size)
-        for index, token in enumerate(tokens):
-            total = v.constant(0, "int32", lanes)
-            if offset:
-                summed = token.load_as(length + length // 4 + number * 4, "int32")
-                first = [summed * T.int32(-offset), *[T.int32(0)] * (lanes - 1)]
-                total = v.let(join(first, 1))
-            for place, (own, part) in enumerate(zip(parts, block.parts, strict=True)):
-                codes = token.load(number * 32 + place * size, size)
-                if flips:
-                    codes = v.let(machine.flip(part.weights, codes, size))
-                total = v.let(machine.add_bytes(total, own, codes, size))
-            scale = token.load_as(length + number * 4, "float32")
-            factor = v.splat(block.scale * scale, lanes)
-            cell = totals[index]
-            cell.set(T.fma(v.cast(total, "float32", lanes), factor, cell.get()))
-            if block.min_scale is not None:
-                summed = token.load_as(length + length // 8 + number * 4, "float32")
-                own_cell = low_sums[index]
-                own_cell.set(T.fma(block.min_scale, summed, own_cell.get()))
+        source = Source(machine, weights, base, grid)
+        for piece, open_block in enumerate(unpacking.opens):
+            group = v.let(number * len(unpacking.opens) + piece)
+            block = open_block(source)
+            parts, offset, flips = _prepare_group(machine, block, size)
+            for index, token in enumerate(tokens):
+                scale = token.load_as(length + group * 4, "float32")
+                cell = totals[index]
+                for factor, total in _sum_group(
+                    machine, block, parts, token, group, offset, flips, size
+                ):
+                    value = v.cast(total, "float32", lanes)
+                    cell.set(T.fma(value, factor * v.splat(scale, lanes), cell.get()))
+                if block.min_scale is not None:
+                    summed = token.load_as(length + length // 8 + group * 4, "float32")
+                    own_cell = low_sums[index]
+                    own_cell.set(T.fma(block.min_scale, summed, own_cell.get()))
     return [
         v.add_lanes(total.get(), "float32", lanes) + own.get()
         for total, own in zip(totals, low_sums, strict=True)
     ]
+
+
+def _sum_group(
+    machine: Machine,
+    block: Block,
+    parts: Sequence[v.Expr],
+    token: _Token,
+    group: v.Expr,
+    offset: int,
+    flips: bool,
+    size: int,
+) -> list[tuple[v.Expr, v.Expr]]:
+    """Return scales float32 and sums int32 [size / 4] of a group: one, or one of each register
+    where scales are of 16 weights."""
+    lanes, length = size // 4, token.length
+    start = v.constant(0, "int32", lanes)
+    if offset and block.part_scales is None:
+        summed = token.load_as(length + length // 4 + group * 4, "int32")
+        start = v.let(join([summed * T.int32(-offset), *[T.int32(0)] * (lanes - 1)], 1))
+    sums = []
+    total = start
+    for place, (own, part) in enumerate(zip(parts, block.parts, strict=True)):
+        codes = token.load(group * 32 + place * size, size)
+        if flips:
+            codes = v.let(machine.flip(part.weights, codes, size))
+        total = v.let(machine.add_bytes(total, own, codes, size))
+        if block.part_scales is not None:
+            scales = [block.part_scales[chunk] for chunk in part.chunks for _ in range(4)]
+            sums.append((v.let(join(scales, 1)), total))
+            total = start
+    return sums or [(v.splat(block.scale, lanes), total)]
 
 
 def _prepare_group(machine: Machine, block: Block, size: int) -> tuple[list[v.Expr], int, bool]:
@@ -240,7 +267,7 @@ def _prepare_group(machine: Machine, block: Block, size: int) -> tuple[list[v.Ex
     weights' signs."""
     if not block.is_signed or machine.is_arm:
         return [part.weights for part in block.parts], block.offset, False
-    if machine.dot == "vnni":
+    if machine.dot == "vnni" and block.part_scales is None:
         flipped = [
             v.let(as_bytes(part.weights, "uint8", size) ^ v.constant(0x80, "uint8", size))
             for part in block.parts
@@ -264,18 +291,17 @@ def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:
         target = v.let(token * stride)
         with T.serial(blocks) as number:
             base = v.let(start + number * unpacking.size)
-            place = v.let(target + number * unpacking.elements)
+            place = v.let(target + number * unpacking.whole)
             if unpacking.floats is not None:
                 T.buffer_store(y, unpacking.floats(weights, base, 1) * factor, [place])
-            else:
-                block = unpacking.open(Source(machine, weights, base, grid))
+            source = Source(machine, weights, base, grid)
+            for piece, open_block in enumerate(unpacking.opens):
+                block = open_block(source)
                 for part in block.parts:
-                    _emit_decode(machine, block, part, y, place, factor)
+                    _emit_decode(block, part, y, place + piece * unpacking.elements, factor)
 
 
-def _emit_decode(
-    machine: Machine, block: Block, part: Part, y: v.Buffer, place: v.Expr, factor: v.Expr
-) -> None:
+def _emit_decode(block: Block, part: Part, y: v.Buffer, place: v.Expr, factor: v.Expr) -> None:
     """Store the numbers of a register, times ``factor``."""
     size = 16 * len(part.chunks)
     for index, chunk in enumerate(part.chunks):
@@ -284,6 +310,8 @@ def _emit_decode(
         if block.offset:
             values = values - v.constant(float(block.offset), "float32", 16)
         scale, least = block.scale, block.min_scale
+        if block.part_scales is not None:
+            scale = block.part_scales[chunk]
         own = chunk * block.scale_count // 16
         if block.scales is not None:
             scale = scale * v.cast(v.take_lane(block.scales, own), "float32", 1)

@@ -48,10 +48,16 @@ class Unpacking:
     size: int
     """Bytes of a block."""
     elements: int
-    """256, or 32; 1 where elements are floats."""
-    open: Callable[[Source], Block]
+    """Elements of a block that has its own activations: 256, or 32; 1 where they are floats."""
+    opens: tuple[Callable[[Source], Block], ...] = ()
+    """Unpack what bytes have: a block, or several that follow each other."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
     """Reads so many floats from a byte on, where elements stand for themselves."""
+
+    @property
+    def whole(self) -> int:
+        """Elements that ``size`` bytes have."""
+        return self.elements * max(len(self.opens), 1)
 
 
 class Source:
@@ -134,3 +140,20 @@ def gather_chunks(values: Sequence[v.Expr]) -> v.Expr:
 def repeat_half(value: v.Expr, size: int, width: int) -> v.Expr:
     """Return bytes again and again until they fill a register."""
     return value if size >= width else v.let(pick(value, size, [k % size for k in range(width)]))
+
+
+def split_group(source: Source, whole: v.Expr) -> list[Part]:
+    """Return the 32 bytes of a group in registers."""
+    if source.width >= 32:
+        return [Part(weights=v.let(whole), chunks=(0, 1))]
+    whole = v.let(whole)
+    halves = [v.let(pick(whole, 32, range(k, k + 16))) for k in (0, 16)]
+    return [Part(weights=half, chunks=(k,)) for k, half in enumerate(halves)]
+
+
+def take_nibbles(source: Source, place: int) -> v.Expr:
+    """Return 32 nibbles, of which 16 bytes have the low ones first."""
+    raw = source.load(place, 16)
+    pair = v.let(pick(raw, 16, [k % 16 for k in range(32)]))
+    words = v.reinterpret(pair, "uint32", 8) >> fill((0,) * 4 + (4,) * 4, "uint32")
+    return v.let(as_bytes(words, "uint8", 32) & v.constant(15, "uint8", 32))

@@ -1,6 +1,8 @@
-"""Q2_K to Q6_K: fields of bits in order, integer scales of 16 or 32 weights."""
+"""Q2_K to Q6_K: fields of bits in order, integer scales of 16 or 32 weights; and ternary types."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from pi2.backends.blocks.machine import as_bytes, pick
 from pi2.backends.blocks.orders import NIBBLES, PAIRS, SIXES
@@ -11,6 +13,7 @@ from pi2.backends.blocks.unpacking.block import (
     Unpacking,
     fill,
     find_flags,
+    gather_chunks,
     high,
     low,
     mask,
@@ -148,11 +151,36 @@ def _open_tq2_0(source: Source) -> Block:
     return Block(parts=_open_pairs(source, 0, None), scale=source.load_half(64), offset=1)
 
 
+_POWERS = (1, 3, 9, 27, 81)
+
+
+def _take_digits(value: v.Expr, powers: Sequence[int]) -> v.Expr:
+    """Return base-3 digits of 16 bytes that stand for fractions of 256."""
+    wide = v.cast(value, "uint16", 16) * fill(powers, "uint16")
+    digits = (wide & v.constant(255, "uint16", 16)) * v.constant(3, "uint16", 16)
+    return v.let(v.cast(digits >> v.constant(8, "uint16", 16), "uint8", 16))
+
+
+def _open_tq1_0(source: Source) -> Block:
+    first, second, third = (source.load(place, 16) for place in (0, 16, 32))
+    chunks = [_take_digits(raw, [p] * 16) for p in _POWERS for raw in (first, second)]
+    chunks += [_take_digits(third, [p] * 16) for p in _POWERS]
+    last = v.let(pick(source.load(48, 4), 4, [k % 4 for k in range(16)]))
+    chunks.append(_take_digits(last, [_POWERS[k // 4] for k in range(16)]))
+    each = source.width // 16
+    parts = [
+        Part(weights=gather_chunks(chunks[n : n + each]), chunks=tuple(range(n, n + each)))
+        for n in range(0, 16, each)
+    ]
+    return Block(parts=parts, scale=source.load_half(52), offset=1)
+
+
 UNPACKINGS = {
-    "q2_k": Unpacking(size=84, elements=256, open=_open_q2_k),
-    "q3_k": Unpacking(size=110, elements=256, open=_open_q3_k),
-    "q4_k": Unpacking(size=144, elements=256, open=_open_q4_k),
-    "q5_k": Unpacking(size=176, elements=256, open=_open_q5_k),
-    "q6_k": Unpacking(size=210, elements=256, open=_open_q6_k),
-    "tq2_0": Unpacking(size=66, elements=256, open=_open_tq2_0),
+    "tq1_0": Unpacking(size=54, elements=256, opens=(_open_tq1_0,)),
+    "q2_k": Unpacking(size=84, elements=256, opens=(_open_q2_k,)),
+    "q3_k": Unpacking(size=110, elements=256, opens=(_open_q3_k,)),
+    "q4_k": Unpacking(size=144, elements=256, opens=(_open_q4_k,)),
+    "q5_k": Unpacking(size=176, elements=256, opens=(_open_q5_k,)),
+    "q6_k": Unpacking(size=210, elements=256, opens=(_open_q6_k,)),
+    "tq2_0": Unpacking(size=66, elements=256, opens=(_open_tq2_0,)),
 }

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pi2.backends.blocks.unpacking.block import Block, Source, Unpacking
+from pi2.backends.blocks.unpacking.block import Unpacking
 from pi2.backends.compiler import vectors as v
-
-
-def _open(source: Source) -> Block:
-    raise NotImplementedError("floats are read as they are")
 
 
 def _read_f32(weights: v.Buffer, byte: v.Expr, lanes: int) -> v.Expr:
@@ -24,7 +20,7 @@ def _read_bf16(weights: v.Buffer, byte: v.Expr, lanes: int) -> v.Expr:
 
 
 UNPACKINGS = {
-    "f32": Unpacking(size=4, elements=1, open=_open, floats=_read_f32),
-    "f16": Unpacking(size=2, elements=1, open=_open, floats=_read_f16),
-    "bf16": Unpacking(size=2, elements=1, open=_open, floats=_read_bf16),
+    "f32": Unpacking(size=4, elements=1, floats=_read_f32),
+    "f16": Unpacking(size=2, elements=1, floats=_read_f16),
+    "bf16": Unpacking(size=2, elements=1, floats=_read_bf16),
 }
