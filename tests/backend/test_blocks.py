@@ -14,8 +14,10 @@ from pi2.backends.blocks.unpacking import list_unpackings
 from pi2.formats import find_format
 from pi2.machine.cpu import detect_cpu
 from pi2.plan.documents.model import Model
+from tests.helpers.aarch64 import needs_emulator
 from tests.helpers.block_model import PlainBlockModel, round_activations
 from tests.helpers.blocks import (
+    ArmKernels,
     Kernels,
     RandomWeights,
     make_blocks,
@@ -40,22 +42,38 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernels]:
 def test_rows_are_multiplied_as_numpy_does(
     name: str, isa: str, common: dict[str, Kernels], tmp_path: Path
 ) -> None:
+    check_rows(name, Kernels(name, isa, tmp_path), common[isa])
+
+
+@pytest.fixture(scope="module")
+def arm_common(tmp_path_factory: pytest.TempPathFactory) -> ArmKernels:
+    return ArmKernels("common", "dotprod", tmp_path_factory.mktemp("arm"))
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_multiplied_as_numpy_does_on_aarch64(
+    name: str, arm_common: ArmKernels, tmp_path: Path
+) -> None:
+    check_rows(name, ArmKernels(name, "dotprod", tmp_path), arm_common)
+
+
+def check_rows(name: str, kernels: Kernels | ArmKernels, common: Kernels | ArmKernels) -> None:
+    """Compare the kernels of a format with numpy: sums of integers are exact."""
     own, generator = find_format(name), np.random.default_rng(3)
     rows, tokens, length = 19, 5, 768
     raw = make_blocks(own, rows * length // own.block, generator).reshape(rows, -1)
     x = generator.standard_normal((tokens, length)).astype(np.float32)
     x[1, :256] = 0.0
     x[2] *= 1e4
-    kernels = Kernels(name, isa, tmp_path)
     weights = own.decode(raw).astype(np.float64)
     rounded = round_activations(x, own.activations)
     expected = rounded @ weights.T
-    bound = np.abs(rounded) @ np.abs(weights).T
-    codes = quantize(common[isa], own, x)
-    error = 2e-6
+    bound = 2e-6 * (np.abs(rounded) @ np.abs(weights).T)
+    codes = quantize(common, own, x)
     for kernel, count in (("multiply", 1), ("multiply_few", tokens)):
         found = multiply(kernels, kernel, own, raw, codes, count)
-        assert (np.abs(found - expected[:count]) <= error * bound[:count]).all()
+        assert (np.abs(found - expected[:count]) <= bound[:count]).all()
     numbers = [3, 0, 18, 3]
     assert np.array_equal(take_rows(kernels, own, raw, numbers), own.decode(raw)[numbers])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from pi2.backends.blocks.spec import BlockSpec
 from pi2.backends.blocks.weights import Weight
 from pi2.formats import Format, find_format
 from pi2.plan.documents.model import Model
+from tests.helpers.aarch64 import ARM_FEATURES, COMPILER, EMULATOR
 from tests.helpers.kernels import X86_FEATURES
 
 
@@ -81,13 +84,68 @@ class Kernels:
             function(address, ctypes.c_int64(first), ctypes.c_int64(end), ctypes.c_int64(0))
 
 
+class ArmKernels:
+    """The same for an aarch64 processor, run under qemu."""
+
+    def __init__(self, library: str, features: str, folder: Path) -> None:
+        """Compile them for a processor with ``features`` (`tests.helpers.aarch64`)."""
+        from pi2.backends.blocks.program import Program
+        from pi2.backends.compiler.ahead import aim
+
+        spec = BlockSpec(
+            library=library,
+            architecture="aarch64",
+            features=tuple(sorted(ARM_FEATURES[features])),
+        )
+        self.isa = spec.isa
+        program = Program(spec)
+        target = aim(program.target, "aarch64-linux-gnu")
+        objects = program.write_objects(folder, target, lambda label, share: None)
+        names = " ".join(f"X({name})" for name in program.list_kernels())
+        self._program = folder / f"{library}-{features}"
+        assert COMPILER is not None
+        harness = Path(__file__).parent.parent / "backend" / "blocks_harness.c"
+        subprocess.run(
+            [
+                *(COMPILER, "-O1", "-static", f"-DKERNELS={names}", str(harness)),
+                *(*map(str, objects), "-o", str(self._program), "-lm"),
+            ],
+            check=True,
+        )
+
+    def call(self, kernel: str, items: int, **values: Any) -> None:
+        """Compute all items, see `Kernels`."""
+        assert set(values) == set(FIELDS[kernel])
+        given = [values[name] for name in FIELDS[kernel]]
+        message = struct.pack("<qq", items, len(given))
+        for value in given:
+            if isinstance(value, np.ndarray):
+                message += struct.pack("<qq", value.nbytes, 0) + value.tobytes()
+            else:
+                message += struct.pack("<qq", -1, _give(value))
+        assert EMULATOR is not None
+        done = subprocess.run(
+            [EMULATOR, "-cpu", "max", str(self._program), kernel],
+            input=message,
+            capture_output=True,
+            check=True,
+        )
+        place = 0
+        for value in given:
+            if isinstance(value, np.ndarray):
+                found = np.frombuffer(done.stdout, value.dtype, value.size, place)
+                value[...] = found.reshape(value.shape)
+                place += value.nbytes
+        assert place == len(done.stdout)
+
+
 def _give(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return int(value.ctypes.data)
     return put_float(value) if isinstance(value, float) else int(value)
 
 
-def quantize(common: Kernels, own: Format, x: F32) -> tuple[U8, int]:
+def quantize(common: Kernels | ArmKernels, own: Format, x: F32) -> tuple[U8, int]:
     """Activations [T, length] as rows of a format are multiplied with them, and their stride."""
     count, length = x.shape
     kind = own.activations
@@ -110,7 +168,12 @@ def quantize(common: Kernels, own: Format, x: F32) -> tuple[U8, int]:
 
 
 def multiply(
-    kernels: Kernels, kernel: str, own: Format, raw: U8, codes: tuple[U8, int], tokens: int
+    kernels: Kernels | ArmKernels,
+    kernel: str,
+    own: Format,
+    raw: U8,
+    codes: tuple[U8, int],
+    tokens: int,
 ) -> F32:
     """Products [tokens, rows] of rows of blocks [rows, n x block_bytes] with tokens."""
     rows = len(raw)
@@ -134,7 +197,7 @@ def multiply(
     return y
 
 
-def take_rows(kernels: Kernels, own: Format, raw: U8, numbers: Sequence[int]) -> F32:
+def take_rows(kernels: Kernels | ArmKernels, own: Format, raw: U8, numbers: Sequence[int]) -> F32:
     """Rows of blocks as float32."""
     length = raw.shape[1] // own.block_bytes * own.block
     y: F32 = np.full((len(numbers), length), np.nan, np.float32)
