@@ -12,11 +12,11 @@ import numpy as np
 from pi2.arrays import F32, I32, I64, U8, Raw
 from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
 from pi2.backends.blocks.grids import make_tables
-from pi2.backends.blocks.instructions import Instruction, put_float
+from pi2.backends.blocks.instructions import Instruction, Way, put_float
 from pi2.backends.blocks.libraries import Libraries
 from pi2.backends.blocks.orders import list_offsets
 from pi2.backends.blocks.room import KvCache, allocate
-from pi2.backends.blocks.sizes import count_quantized_bytes
+from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
 from pi2.backends.blocks.weights import FindWeight, Weight
 from pi2.backends.rope import RopeTables
 from pi2.plan.documents.model import Model
@@ -74,7 +74,9 @@ class Builder:
         self._kept: list[Raw] = []
         self._areas: dict[tuple[str, int], Area] = {}
         self._codes: dict[tuple[str, int], int] = {}
-        self._tables: dict[str, tuple[U8, I64]] = {}
+        self._grids: dict[str, U8] = {}
+        self._orders: dict[tuple[int, ...], I64] = {}
+        self._scratch_length = 0
         self.instructions: list[Instruction] = []
         self.matrices: list[Matrix] = []
         self.layer: int | None = None
@@ -126,25 +128,25 @@ class Builder:
         each: int = 0,
         grain: int = 1,
         waits: bool = True,
+        orders: tuple[int, int] | None = None,
         label: str = "",
     ) -> int:
         """Add an instruction of ``items``, or of so many for ``each`` token; return its number."""
-        self.instructions.append(
+        way = Way(address=self._libraries.find(kernel, own), items=items, each=each, grain=grain)
+        return self._append(
             Instruction(
                 kernel=kernel,
-                address=self._libraries.find(kernel, own),
-                few_address=self._libraries.find("multiply_few", own)
-                if kernel == "multiply"
-                else 0,
                 values=values,
+                ways=(way, way, way),
+                orders=orders,
                 layer=self.layer,
-                grain=grain,
                 waits=waits,
-                scaled=each,
-                items=items,
                 label=label or kernel,
             )
         )
+
+    def _append(self, instruction: Instruction) -> int:
+        self.instructions.append(instruction)
         return len(self.instructions) - 1
 
     def add_norm(
@@ -225,55 +227,91 @@ class Builder:
             "y_stride": stride,
             "length": length,
         }
+        orders = None
         if kind == "q8_k":
-            values["order"] = self._find_tables(weight.format)[1].ctypes.data
+            orders = self._find_order(weight.format), self._find_order("")
+            values["order"] = orders[0]
         inputs[form] = target, stride
         blocks = length // (256 if kind == "q8_k" else 32)
-        self.add(f"quantize_{kind}", values, each=blocks, grain=8, label="quantize")
+        self.add(f"quantize_{kind}", values, each=blocks, grain=8, orders=orders, label="quantize")
 
     def _name_form(self, weight: Weight) -> str:
         """Name the form of activations: kind, and order of codes."""
         kind = weight.kind.activations
-        order = self._find_tables(weight.format)[1] if kind == "q8_k" else ()
-        return f"{kind} {','.join(map(str, order))}"
+        return f"{kind} {self._find_order(weight.format)}" if kind == "q8_k" else kind
 
-    def _find_tables(self, name: str) -> tuple[U8, I64]:
-        """Return the tables of a format: what it looks up, and the order of activations."""
-        if name not in self._tables:
-            order = np.array(list_offsets(name, 4 * self._libraries.isa.lanes), np.int64)
-            self._tables[name] = self.keep(make_tables(name)), self.keep(order)
-        return self._tables[name]
+    def _find_order(self, name: str) -> int:
+        """Return the address of the order of a format's activations, the same for the same one."""
+        offsets = list_offsets(name, 4 * self._libraries.isa.lanes)
+        if offsets not in self._orders:
+            self._orders[offsets] = self.keep(np.array(offsets, np.int64))
+        return self._orders[offsets].ctypes.data
+
+    def _find_grid(self, name: str) -> int:
+        """Return the address of the tables of a format."""
+        if name not in self._grids:
+            self._grids[name] = self.keep(make_tables(name))
+        return self._grids[name].ctypes.data
 
     def _multiply(
         self, product: Product, inputs: dict[str, tuple[int, int]], *, waits: bool
     ) -> None:
         weight, y = product.weight, product.y
         address, stride = inputs[self._name_form(weight)]
-        share = -(-weight.rows // (self._threads * _SHARES))
-        grain = max(1, min(share, _GRAIN_BYTES // weight.row_bytes))
-        number = self.add(
-            "multiply",
-            {
-                "weights": find_address(weight),
-                "grid": self._find_tables(weight.format)[0].ctypes.data,
-                "x": address,
-                "x_stride": stride,
-                "y": y.address,
-                "y_stride": y.stride,
-                "blocks": weight.length // weight.kind.block,
-                "tokens": 0,
-                "bias": product.bias,
-                "has_bias": int(product.bias != 0),
-                "added": int(product.added),
-                "factor": put_float(product.factor),
-            },
-            own=weight.format,
-            items=weight.rows,
-            grain=grain,
-            waits=waits,
-            label=product.key,
+        self._scratch_length = max(self._scratch_length, weight.length)
+        number = self._append(
+            Instruction(
+                kernel="multiply",
+                values={
+                    "weights": find_address(weight),
+                    "grid": self._find_grid(weight.format),
+                    "x": address,
+                    "x_stride": stride,
+                    "y": y.address,
+                    "y_stride": y.stride,
+                    "blocks": weight.length // weight.kind.block,
+                    "tokens": 0,
+                    "bias": product.bias,
+                    "has_bias": int(product.bias != 0),
+                    "added": int(product.added),
+                    "factor": put_float(product.factor),
+                    "rows": weight.rows,
+                    "scratch": 0,
+                    "scratch_stride": 0,
+                },
+                ways=self._list_ways(weight),
+                layer=self.layer,
+                waits=waits,
+                label=product.key,
+            )
         )
         self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
+
+    def _list_ways(self, weight: Weight) -> tuple[Way, Way, Way]:
+        """Return how a matrix is multiplied with a token, with several, and with many."""
+        share = -(-weight.rows // (self._threads * _SHARES))
+        grain = max(1, min(share, _GRAIN_BYTES // weight.row_bytes))
+        one, few = (
+            Way(
+                address=self._libraries.find(kernel, weight.format),
+                items=weight.rows,
+                grain=grain,
+            )
+            for kernel in ("multiply", "multiply_few")
+        )
+        if weight.kind.is_plain:
+            return one, few, few
+        panels = -(-weight.rows // self._libraries.isa.lanes)
+        many = self._libraries.find("multiply_many", weight.format)
+        return one, few, Way(address=many, items=panels)
+
+    def finish(self) -> None:
+        """Allocate what instructions share that were added so far."""
+        size = count_scratch_bytes(self._scratch_length, self._libraries.isa.lanes)
+        scratch = self.keep(allocate(size * self._threads))
+        for instruction in self.instructions:
+            if "scratch" in instruction.values:
+                instruction.values |= {"scratch": scratch.ctypes.data, "scratch_stride": size}
 
     def add_rows(self, weight: Weight, y: Area, factor: float) -> None:
         """Add the rows of an embedding that the tokens of a call have."""
@@ -281,7 +319,7 @@ class Builder:
             "take_rows",
             {
                 "weights": find_address(weight),
-                "grid": self._find_tables(weight.format)[0].ctypes.data,
+                "grid": self._find_grid(weight.format),
                 "numbers": self.numbers.ctypes.data,
                 "y": y.address,
                 "y_stride": y.stride,

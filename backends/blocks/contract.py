@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_ROWS = "weights grid x x_stride y y_stride blocks tokens bias has_bias added factor"
+_ROWS = (
+    "weights grid x x_stride y y_stride blocks tokens bias has_bias added factor"
+    " rows scratch scratch_stride"
+)
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     name: tuple(fields.split())
     for name, fields in {
-        # Of a format; items are rows, of the last one tokens.
+        # Of a format; items are rows, panels of rows, and tokens.
         "multiply": _ROWS,
         "multiply_few": _ROWS,
+        "multiply_many": _ROWS,
         "take_rows": "weights grid numbers y y_stride blocks factor",
         # Of all formats; items are tokens.
         "normalize": "x x_stride weights has_weights bias has_bias y y_stride length epsilon"

@@ -14,21 +14,36 @@ _KERNEL, _ARGUMENTS, _ITEMS, _GRAIN, _NEXT, _WAITS, _FIRST = range(7)
 _WORDS = 8
 
 
-@dataclass(slots=True)
+MANY = 8
+"""Tokens from which on rows are unpacked into panels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How an instruction is computed."""
+
+    address: int
+    """The kernel's."""
+    items: int = 0
+    each: int = 0
+    """Items of a token, for instructions whose items are of tokens."""
+    grain: int = 1
+    """Items that a thread takes at a time."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Instruction:
     """A kernel with its arguments, while a program is made."""
 
     kernel: str
-    address: int
-    few_address: int
-    """The kernel where there are several tokens; 0 where it is the same."""
     values: dict[str, int]
-    layer: int | None
-    grain: int = 1
+    ways: tuple[Way, Way, Way]
+    """For a token, for several, and for `MANY`."""
+    orders: tuple[int, int] | None = None
+    """Argument ``order`` below `MANY` tokens, and from there on."""
+    layer: int | None = None
     waits: bool = True
-    scaled: int = 1
-    """Items of a token, for instructions whose items are of tokens; 0: items stay the same."""
-    items: int = 0
+    """Whether all threads wait until it is over."""
     label: str = ""
 
 
@@ -55,11 +70,8 @@ class Program:
             row = self._values[place : place + len(fields)]
             row[:] = [own.values[name] for name in fields]
             self.values.append(row)
-            self.code[number, _KERNEL] = own.address
             self.code[number, _ARGUMENTS] = row.ctypes.data
-            self.code[number, _GRAIN] = own.grain
             self.code[number, _WAITS] = int(own.waits)
-            self.code[number, _ITEMS] = own.items
             place += size
         self.address: int = self._code.ctypes.data
         self._parts = [
@@ -96,28 +108,39 @@ class _Part:
         begin: int,
         end: int,
     ) -> None:
-        self._code = code
-        numbers = range(begin, end)
-        self._of_tokens = np.array([n for n in numbers if instructions[n].scaled], np.int64)
-        self._each = np.array([instructions[n].scaled for n in self._of_tokens], np.int64)
-        self._several = np.array([n for n in numbers if instructions[n].few_address], np.int64)
-        self._kernels = [
-            np.array([kernel(instructions[n]) for n in self._several], np.int64)
-            for kernel in (lambda own: own.address, lambda own: own.few_address)
+        self._code = code[begin:end]
+        own = instructions[begin:end]
+        self._ways = [
+            np.array([(w.address, w.grain, w.items, w.each) for w in ways], np.int64).T
+            for ways in zip(*(instruction.ways for instruction in own), strict=True)
         ]
+        fields = [FIELDS[instruction.kernel] for instruction in own]
+        rows = values[begin:end]
         self._counts = [
-            values[n][FIELDS[instructions[n].kernel].index("tokens") :][:1]
-            for n in numbers
-            if "tokens" in FIELDS[instructions[n].kernel]
+            row[names.index("tokens") :][:1]
+            for row, names in zip(rows, fields, strict=True)
+            if "tokens" in names
         ]
+        self._orders = [
+            (row[names.index("order") :][:1], instruction.orders)
+            for row, names, instruction in zip(rows, fields, own, strict=True)
+            if instruction.orders is not None
+        ]
+        self._way = -1
         self._count = 0
 
     def set_tokens(self, count: int) -> None:
         if count == self._count:
             return
         self._count = count
-        self._code[self._of_tokens, _ITEMS] = self._each * count
-        self._code[self._several, _KERNEL] = self._kernels[int(count > 1)]
+        way = 2 if count >= MANY else int(count > 1)
+        kernels, grains, items, each = self._ways[way]
+        if way != self._way:
+            self._code[:, _KERNEL], self._code[:, _GRAIN] = kernels, grains
+            for place, orders in self._orders:
+                place[0] = orders[int(way == 2)]
+            self._way = way
+        self._code[:, _ITEMS] = items + each * count
         for value in self._counts:
             value[0] = count
 

@@ -11,8 +11,6 @@ from pi2.backends.blocks.spec import COMMON, STEPS, BlockSpec
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.progress import Progress, ignore_progress
 
-_OF_FORMATS = ("multiply", "multiply_few", "take_rows")
-
 
 class Libraries:
     """The libraries of some formats, and what is common to all."""

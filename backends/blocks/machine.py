@@ -42,6 +42,8 @@ class Machine:
         self.dot = isa.dot
         self.width = 4 * isa.lanes
         self.lanes = isa.lanes
+        self.together = 4 if isa.lanes == 8 else 8
+        """Tokens whose sums fit the registers, in `panels`."""
         self.is_arm = isa.dot == "sdot" or isa.name == "neon"
         self.pairs = isa.dot in ("vnni", "maddubs")
         """Whether products of two bytes are added to 16 bits, and scaled there."""

@@ -98,6 +98,7 @@ class BlockModel:
             layers.add_layer(layer)
         self._head = layers.add_head()
         marks.append(("head", None, self._head))
+        builder.finish()
         self._program = Program(builder.instructions, self._head)
         ends = [*(mark[2] for mark in marks[1:]), len(builder.instructions)]
         self.matrices: list[Matrix] = builder.matrices

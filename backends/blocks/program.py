@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tvm
 
-from pi2.backends.blocks import attention, elements, positions, quantizing, rows
+from pi2.backends.blocks import attention, elements, panels, positions, quantizing, rows
 from pi2.backends.blocks.spec import COMMON, STEPS, BlockSpec
 from pi2.backends.blocks.tables import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
@@ -74,7 +74,9 @@ class Program:
                 "cap": elements.emit_cap,
             }
         unpacking = find_unpacking(find_format(library))
+        many = partial(panels.emit_multiply_many, isa, unpacking)
         return {
+            **({} if unpacking.floats is not None else {"multiply_many": many}),
             "multiply": partial(rows.emit_multiply, isa, unpacking, 1),
             "multiply_few": partial(rows.emit_multiply, isa, unpacking, rows.FEW),
             "take_rows": partial(rows.emit_take_rows, isa, unpacking),

@@ -17,6 +17,8 @@ from pi2.backends.blocks.unpacking.block import Block, Part, Source
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 
+_AHEAD = 4096
+"""Bytes by which weights are asked for before they are needed."""
 FEW = 4
 """Tokens that share the unpacking of weights."""
 
@@ -47,7 +49,7 @@ def emit_multiply(isa: Isa, unpacking: Unpacking, together: int, table: Table) -
     codes = table.take_array("x", "uint8")
     blocks, tokens = table.take("blocks"), table.take("tokens")
     length = v.let(blocks * unpacking.whole)
-    results = _Results(table)
+    results = Results(table)
     with T.serial((tokens + together - 1) // together) as tile:
         numbers = [v.let(T.min(tile * together + k, tokens - 1)) for k in range(together)]
         with T.serial(table.first, table.end) as row:
@@ -65,7 +67,7 @@ def emit_multiply(isa: Isa, unpacking: Unpacking, together: int, table: Table) -
                     results.put(own.number, row, total)
 
 
-class _Results:
+class Results:
     """Where sums go."""
 
     def __init__(self, table: Table) -> None:
@@ -88,6 +90,26 @@ class _Results:
                 T.buffer_store(self._y, self._y[place] + value, [place])
             with T.Else():
                 T.buffer_store(self._y, value, [place])
+
+    def put_lanes(
+        self, token: v.Expr, first: v.Expr, total: v.Expr, lanes: int, rows: v.Expr
+    ) -> None:
+        """Store the sums of rows from ``first`` on, those that there are."""
+        total = v.let(total)
+        with T.If(first + lanes <= rows):
+            with T.Then():
+                cell = v.Cell(total)
+                with T.If(self._has_bias != T.int64(0)), T.Then():
+                    cell.set(cell.get() + v.load(self._bias, first, lanes))
+                place = v.let(token * self._stride + first)
+                cell.set(cell.get() * v.splat(self._factor, lanes))
+                with T.If(self._added != T.int64(0)), T.Then():
+                    cell.set(cell.get() + v.load(self._y, place, lanes))
+                v.store(self._y, place, cell.get(), lanes)
+            with T.Else():
+                for lane in range(lanes):
+                    with T.If(first + lane < rows), T.Then():
+                        self.put(token, v.let(first + lane), v.let(v.take_lane(total, lane)))
 
 
 def _emit_floats(
@@ -128,6 +150,7 @@ def _emit_super_blocks(
     length = tokens[0].length
     with T.serial(blocks) as number:
         base = v.let(start + number * unpacking.size)
+        _ask_ahead(weights, base, unpacking.size, len(tokens))
         block = unpacking.opens[0](Source(machine, weights, base, grid))
         spread = None
         if block.scales is not None:
@@ -164,6 +187,13 @@ def _emit_super_blocks(
         v.add_lanes(total.get(), "float32", lanes) + v.add_lanes(own.get(), "float32", 4)
         for total, own in zip(totals, low_sums, strict=True)
     ]
+
+
+def _ask_ahead(weights: v.Buffer, base: v.Expr, size: int, tokens: int) -> None:
+    """Ask for what comes soon: weights are read once, faster than the processor foresees."""
+    if tokens == 1:
+        for line in range(0, size, 64):
+            v.prefetch(weights, base + _AHEAD + line)
 
 
 def _add_mins(
@@ -208,6 +238,7 @@ def _emit_groups(
     length = tokens[0].length
     with T.serial(blocks) as number:
         base = v.let(start + number * unpacking.size)
+        _ask_ahead(weights, base, unpacking.size, len(tokens))
         source = Source(machine, weights, base, grid)
         for piece, open_block in enumerate(unpacking.opens):
             group = v.let(number * len(unpacking.opens) + piece)

@@ -6,6 +6,15 @@ from pi2.formats import Activations
 from pi2.plan.documents.model import Model
 
 _LINE = 64
+STAGE_BYTES = 8192
+"""Bytes in which a thread unpacks blocks of some rows."""
+
+
+def count_scratch_bytes(length: int, lanes: int) -> int:
+    """Return the bytes that a thread needs for a panel of ``lanes`` rows of ``length``."""
+    # Of 256 elements 64 registers are weights, and 25, or 24 of 8 groups, what belongs to them.
+    registers = -(-length // 256) * (64 + 32)
+    return STAGE_BYTES + registers * 4 * lanes
 
 
 def count_quantized_bytes(kind: Activations, length: int) -> int:

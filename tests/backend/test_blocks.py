@@ -70,8 +70,10 @@ def check_rows(name: str, kernels: Kernels | ArmKernels, common: Kernels | ArmKe
     rounded = round_activations(x, own.activations)
     expected = rounded @ weights.T
     bound = 2e-6 * (np.abs(rounded) @ np.abs(weights).T)
-    codes = quantize(common, own, x)
-    for kernel, count in (("multiply", 1), ("multiply_few", tokens)):
+    for kernel, count in (("multiply", 1), ("multiply_few", tokens), ("multiply_many", tokens)):
+        if kernel == "multiply_many" and own.is_plain:
+            continue
+        codes = quantize(common, own, x, in_order=kernel == "multiply_many")
         found = multiply(kernels, kernel, own, raw, codes, count)
         assert (np.abs(found - expected[:count]) <= bound[:count]).all()
     numbers = [3, 0, 18, 3]

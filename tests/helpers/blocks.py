@@ -17,7 +17,7 @@ from pi2.backends.blocks.grids import make_tables
 from pi2.backends.blocks.instructions import put_float
 from pi2.backends.blocks.orders import list_offsets
 from pi2.backends.blocks.room import allocate
-from pi2.backends.blocks.sizes import count_quantized_bytes
+from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
 from pi2.backends.blocks.spec import BlockSpec
 from pi2.backends.blocks.weights import Weight
 from pi2.formats import Format, find_format
@@ -145,8 +145,11 @@ def _give(value: Any) -> int:
     return put_float(value) if isinstance(value, float) else int(value)
 
 
-def quantize(common: Kernels | ArmKernels, own: Format, x: F32) -> tuple[U8, int]:
-    """Activations [T, length] as rows of a format are multiplied with them, and their stride."""
+def quantize(
+    common: Kernels | ArmKernels, own: Format, x: F32, *, in_order: bool = False
+) -> tuple[U8, int]:
+    """Activations [T, length] as rows of a format are multiplied with them, and their stride;
+    ``in_order``: as panels are."""
     count, length = x.shape
     kind = own.activations
     stride = count_quantized_bytes(kind, length)
@@ -161,7 +164,9 @@ def quantize(common: Kernels | ArmKernels, own: Format, x: F32) -> tuple[U8, int
         "length": length,
     }
     if kind == "q8_k":
-        values["order"] = np.array(list_offsets(own.name, 4 * common.isa.lanes), np.int64)
+        values["order"] = np.array(
+            list_offsets("" if in_order else own.name, 4 * common.isa.lanes), np.int64
+        )
     size = 256 if kind == "q8_k" else 32
     common.call(f"quantize_{kind}", count * length // size, **values)
     return codes, stride
@@ -178,9 +183,15 @@ def multiply(
     """Products [tokens, rows] of rows of blocks [rows, n x block_bytes] with tokens."""
     rows = len(raw)
     y: F32 = np.full((tokens, rows), np.nan, np.float32)
+    lanes = kernels.isa.lanes
+    length = raw.shape[1] // own.block_bytes * own.block
+    scratch = allocate(count_scratch_bytes(length, lanes))
     kernels.call(
         kernel,
-        rows,
+        -(-rows // lanes) if kernel == "multiply_many" else rows,
+        rows=rows,
+        scratch=scratch,
+        scratch_stride=scratch.size,
         weights=raw,
         grid=make_tables(own.name),
         x=codes[0],

@@ -1,0 +1,330 @@
+"""Rows of weights times many tokens: rows are unpacked once for all of them.
+
+A panel is as many rows as a register has lanes: for every four elements of a block a register of
+four bytes of each row, then, a register each, scales (float32) of pieces of the block, pairs of
+minima (int16) of two pieces, and scales of minima or minima themselves.  It lies in a thread's
+scratch, which the second-level cache holds, behind `STAGE_BYTES` in which rows are unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.tirx import Shuffle
+from tvm.tirx.script import builder as T
+
+from pi2.backends.blocks.machine import Machine, as_bytes, pick
+from pi2.backends.blocks.rows import Results
+from pi2.backends.blocks.sizes import STAGE_BYTES
+from pi2.backends.blocks.tables import Table
+from pi2.backends.blocks.unpacking import Unpacking
+from pi2.backends.blocks.unpacking.block import Block, Source
+from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.isa import Isa
+
+_EXTRA = STAGE_BYTES // 2
+"""Where what belongs to weights is unpacked."""
+
+
+def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
+    """The same as `rows.emit_multiply`; items are panels."""
+    machine = Machine(isa)
+    weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
+    codes, scratch = table.take_array("x", "uint8"), table.take_array("scratch", "uint8")
+    blocks, tokens, rows = table.take("blocks"), table.take("tokens"), table.take("rows")
+    stride, lanes, together = table.take("x_stride"), machine.lanes, machine.together
+    base = v.let(table.thread * table.take("scratch_stride"))
+    count = v.let(blocks * len(unpacking.opens))
+    results = Results(table)
+    with T.serial(table.first, table.end) as item:
+        first = v.let(item * lanes)
+        panel = _Panel(machine, unpacking, scratch, base)
+        with T.serial(blocks) as number:
+            with T.serial(T.int64(lanes)) as lane:
+                row = v.let(T.min(first + lane, rows - 1))
+                place = v.let((row * blocks + number) * unpacking.size)
+                panel.put(Source(machine, weights, place, grid), lane)
+            panel.turn(number)
+        with T.serial((tokens + together - 1) // together) as tile:
+            numbers = [v.let(T.min(tile * together + k, tokens - 1)) for k in range(together)]
+            starts = [v.let(own * stride) for own in numbers]
+            product = _Product(machine, panel, codes, starts, v.let(count * unpacking.elements))
+            emit = product.emit_wide if unpacking.elements == 256 else product.emit_groups
+            sums = emit(count)
+            for place, (own, total) in enumerate(zip(numbers, sums, strict=True)):
+                with T.If(tile * together + place < tokens), T.Then():
+                    results.put_lanes(own, first, total, lanes, rows)
+
+
+class _Panel:
+    """Unpacks blocks of some rows, and turns them."""
+
+    def __init__(
+        self, machine: Machine, unpacking: Unpacking, scratch: v.Buffer, base: v.Expr
+    ) -> None:
+        self.machine = machine
+        self._unpacking = unpacking
+        self.scratch = scratch
+        self._stage = base
+        self.base = v.let(base + STAGE_BYTES)
+        self.elements = unpacking.elements
+        self._chunks: list[tuple[int, ...]] = []
+        self.pieces = 0
+        """Scales of a block."""
+        self.pairs = 0
+        """Registers of pairs of minima."""
+        self.has_min = False
+        self.offset = 0
+        self.flips = False
+        """Whether weights are signed and codes take their signs."""
+
+    @property
+    def weights(self) -> int:
+        """Registers of weights of a block."""
+        return self.elements // 4
+
+    @property
+    def extra(self) -> int:
+        """Registers behind them."""
+        return self.pieces + self.pairs + int(self.has_min)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a block."""
+        return (self.weights + self.extra) * self.machine.width
+
+    def put(self, source: Source, lane: v.Expr) -> None:
+        """Unpack what a row has there."""
+        machine = self.machine
+        for piece, open_block in enumerate(self._unpacking.opens):
+            block = open_block(source)
+            flips = block.is_signed and machine.dot in ("maddubs", "multiply")
+            self.flips, self._chunks = flips, [part.chunks for part in block.parts]
+            offset = block.offset
+            for place, part in enumerate(block.parts):
+                size = 16 * len(part.chunks)
+                own = part.weights
+                if block.is_signed and machine.dot == "vnni":
+                    own = as_bytes(own, "uint8", size) ^ v.constant(0x80, "uint8", size)
+                    offset = 128
+                at = (
+                    self._stage + ((piece * len(block.parts) + place) * machine.lanes + lane) * size
+                )
+                v.store(self.scratch, at, as_bytes(own, "uint8", size), size)
+            columns = (
+                self._list_wide(block, offset)
+                if self.elements == 256
+                else self._list_narrow(block, offset)
+            )
+            start = v.let(self._stage + _EXTRA + (piece * machine.lanes + lane) * 128)
+            for value, lanes in columns:
+                v.store(self.scratch, start, v.reinterpret(value, "uint8", 4 * lanes), 4 * lanes)
+                start = v.let(start + 4 * lanes)
+
+    def _list_wide(self, block: Block, offset: int) -> list[tuple[v.Expr, int]]:
+        """What belongs to the weights of a block of 256, as vectors of 32 bits."""
+        count = self.pieces = block.scale_count
+        scales = v.constant(1, "int16", count) if block.scales is None else block.scales
+        columns = [(v.cast(scales, "float32", count) * v.splat(block.scale, count), count)]
+        mins, least = block.mins, block.min_scale
+        if mins is None and offset:
+            mins, least = scales * v.constant(offset, "int16", count), block.scale
+        self.pairs, self.has_min = (0, False) if mins is None else (count // 2, True)
+        if mins is not None:
+            columns += [(v.reinterpret(mins, "int32", count // 2), count // 2), (least, 1)]
+        return columns
+
+    def _list_narrow(self, block: Block, offset: int) -> list[tuple[v.Expr, int]]:
+        """The same of a group of 32."""
+        self.offset = offset
+        scales = [block.scale] if block.part_scales is None else list(block.part_scales)
+        self.pieces, self.has_min = len(scales), block.min_scale is not None
+        columns = [(scale, 1) for scale in scales]
+        return columns + ([] if block.min_scale is None else [(block.min_scale, 1)])
+
+    def turn(self, number: v.Expr) -> None:
+        """Bring what was unpacked into the panel."""
+        lanes, width = self.machine.lanes, self.machine.width
+        pieces = len(self._unpacking.opens)
+        for piece in range(pieces):
+            target = v.let(self.base + (number * pieces + piece) * self.size)
+            for place, chunks in enumerate(self._chunks):
+                size = 16 * len(chunks)
+                start = self._stage + (piece * len(self._chunks) + place) * lanes * size
+                # Groups are narrower than the widest registers.
+                for group in range(0, size // 4, min(lanes, size // 4)):
+                    self._turn_square(
+                        start + 4 * group,
+                        size,
+                        [
+                            target + (chunks[(group + k) // 4] * 4 + (group + k) % 4) * width
+                            for k in range(min(lanes, size // 4))
+                        ],
+                    )
+            start = v.let(self._stage + _EXTRA + piece * lanes * 128)
+            for first in range(0, self.extra, lanes):
+                targets = [
+                    target + (self.weights + first + k) * width
+                    for k in range(min(lanes, self.extra - first))
+                ]
+                self._turn_square(start + 4 * first, 128, targets)
+
+    def _turn_square(self, start: v.Expr, stride: int, targets: Sequence[v.Expr]) -> None:
+        """Turn ``lanes`` rows of 32-bit words, and store the first columns."""
+        lanes = self.machine.lanes
+        count = 1
+        while count < len(targets):
+            count *= 2
+        rows = [
+            v.let(v.load_as(self.scratch, start + lane * stride, "int32", count))
+            for lane in range(lanes)
+        ]
+        if count < lanes:
+            spread = [column % count for column in range(lanes)]
+            rows = [v.let(pick(row, count, spread)) for row in rows]
+        for place, value in enumerate(turn_square(rows)[: len(targets)]):
+            raw = v.reinterpret(value, "uint8", 4 * lanes)
+            v.store(self.scratch, targets[place], raw, 4 * lanes)
+
+    def load(self, block: v.Expr, register: v.Expr | int, dtype: str) -> v.Expr:
+        """Return a register of a block as 32-bit numbers, or as bytes."""
+        place = block + register * self.machine.width
+        lanes = self.machine.width if dtype in ("uint8", "int8") else self.machine.lanes
+        if dtype == "int16":
+            lanes *= 2
+        return v.let(v.load_as(self.scratch, place, dtype, lanes))
+
+
+def turn_square(rows: Sequence[v.Expr]) -> list[v.Expr]:
+    """Return the columns of a square of numbers, whose rows are vectors."""
+    count, step, now = len(rows), 1, list(rows)
+    while step < count:
+        turned = list(now)
+        for place in range(count):
+            if place & step:
+                continue
+            pair = [now[place], now[place + step]]
+            first = [k if not k & step else count + k - step for k in range(count)]
+            second = [k + step if not k & step else count + k for k in range(count)]
+            turned[place] = v.let(Shuffle(pair, first))
+            turned[place + step] = v.let(Shuffle(pair, second))
+        now, step = turned, 2 * step
+    return now
+
+
+class _Product:
+    """A panel times some tokens."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        panel: _Panel,
+        codes: v.Buffer,
+        starts: Sequence[v.Expr],
+        length: v.Expr,
+    ) -> None:
+        self._machine = machine
+        self._panel = panel
+        self._codes = codes
+        self._starts = starts
+        self._length = length
+        self._lanes = machine.lanes
+
+    def _spread(self, place: v.Expr, dtype: str) -> v.Expr:
+        """Return a number of a token in all lanes."""
+        return v.splat(v.load_as(self._codes, place, dtype, 1), self._lanes)
+
+    def _zeros(self) -> list[v.Cell]:
+        return [v.Cell(v.constant(0.0, "float32", self._lanes)) for _ in self._starts]
+
+    def _add_weights(
+        self, block: v.Expr, first: v.Expr | int, count: int, place: v.Expr, sums: list[v.Cell]
+    ) -> None:
+        """Add the products of some registers with codes from an element on."""
+        machine, panel = self._machine, self._panel
+        kind = "int8" if panel.flips or machine.is_arm else "uint8"
+        for register in range(count):
+            weights = panel.load(block, first + register, kind)
+            sizes = v.let(machine.measure(weights, machine.width)) if panel.flips else None
+            for start, cell in zip(self._starts, sums, strict=True):
+                words = self._spread(start + place + 4 * register, "int32")
+                codes = v.reinterpret(words, "int8", machine.width)
+                own = weights
+                if sizes is not None:
+                    codes, own = v.let(machine.flip(weights, codes, machine.width)), sizes
+                cell.set(machine.add_bytes(cell.get(), own, codes, machine.width))
+
+    def emit_wide(self, count: v.Expr) -> list[v.Expr]:
+        """Return sums float32 [lanes] of tokens over blocks of 256."""
+        panel, lanes, length = self._panel, self._lanes, self._length
+        pieces = panel.pieces
+        each = 256 // pieces
+        totals = self._zeros()
+        sums_at = v.let(length + length // 64)
+        if pieces == 8:
+            sums_at = v.let(sums_at + length // 8)
+        with T.serial(count) as number:
+            block = v.let(panel.base + number * panel.size)
+            parts = self._zeros()
+            with T.serial(T.int64(pieces)) as piece:
+                sums = [v.Cell(v.constant(0, "int32", lanes)) for _ in self._starts]
+                place = v.let(number * 256 + piece * each)
+                self._add_weights(block, v.let(piece * (each // 4)), each // 4, place, sums)
+                scale = panel.load(block, panel.weights + piece, "float32")
+                for cell, own in zip(parts, sums, strict=True):
+                    cell.set(T.fma(v.cast(own.get(), "float32", lanes), scale, cell.get()))
+            if panel.pairs:
+                self._take_mins(block, v.let(sums_at + number * (2 * pieces)), parts)
+            for start, cell, part in zip(self._starts, totals, parts, strict=True):
+                scale = self._spread(start + length + number * 4, "float32")
+                cell.set(T.fma(part.get(), scale, cell.get()))
+        return [cell.get() for cell in totals]
+
+    def _take_mins(self, block: v.Expr, place: v.Expr, parts: list[v.Cell]) -> None:
+        """Take minima times sums of codes off."""
+        panel, machine, lanes = self._panel, self._machine, self._lanes
+        first = panel.weights + panel.pieces
+        least = panel.load(block, first + panel.pairs, "float32")
+        sums = [v.Cell(v.constant(0, "int32", lanes)) for _ in self._starts]
+        for pair in range(panel.pairs):
+            mins = panel.load(block, first + pair, "int16")
+            for start, cell in zip(self._starts, sums, strict=True):
+                words = self._spread(start + place + 4 * pair, "int32")
+                both = v.reinterpret(words, "int16", 2 * lanes)
+                cell.set(v.let(machine.add_words(cell.get(), mins, both, lanes)))
+        for cell, own in zip(parts, sums, strict=True):
+            cell.set(cell.get() - v.cast(own.get(), "float32", lanes) * least)
+
+    def emit_groups(self, count: v.Expr) -> list[v.Expr]:
+        """Return sums float32 [lanes] of tokens over groups of 32."""
+        panel, lanes, length = self._panel, self._lanes, self._length
+        each = 32 // panel.pieces
+        totals = self._zeros()
+        with T.serial(count) as number:
+            block = v.let(panel.base + number * panel.size)
+            scales = [
+                v.let(self._spread(start + length + number * 4, "float32"))
+                for start in self._starts
+            ]
+            for piece in range(panel.pieces):
+                sums = [v.Cell(self._begin(start, number)) for start in self._starts]
+                place = v.let(number * 32 + piece * each)
+                self._add_weights(block, piece * (each // 4), each // 4, place, sums)
+                own_scale = panel.load(block, panel.weights + piece, "float32")
+                for cell, own, scale in zip(totals, sums, scales, strict=True):
+                    value = v.cast(own.get(), "float32", lanes) * scale
+                    cell.set(T.fma(value, own_scale, cell.get()))
+            if panel.has_min:
+                least = panel.load(block, panel.weights + panel.pieces, "float32")
+                at = v.let(length + length // 8 + number * 4)
+                for start, cell in zip(self._starts, totals, strict=True):
+                    cell.set(T.fma(least, self._spread(start + at, "float32"), cell.get()))
+        return [cell.get() for cell in totals]
+
+    def _begin(self, start: v.Expr, number: v.Expr) -> v.Expr:
+        """Return the sum that takes the weights' offset off."""
+        lanes, offset, length = self._lanes, self._panel.offset, self._length
+        if not offset or self._panel.pieces > 1:
+            return v.constant(0, "int32", lanes)
+        summed = self._spread(start + length + length // 4 + number * 4, "int32")
+        return v.let(summed * v.constant(-offset, "int32", lanes))
