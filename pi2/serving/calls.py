@@ -13,7 +13,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.answer import Constraint, TokenScore
 from pi2.engine.driver import stream_pieces
 from pi2.engine.scheduler import Ticket
-from pi2.serving.answer_reader import AnswerReader, Fragment, make_plain_reader
+from pi2.serving.answer_reader import AnswerReader, Fragment, Items, make_plain_reader
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.constraints import make_constraint, write_call_grammar, write_json_grammar
 from pi2.serving.conversation import (
@@ -66,6 +66,8 @@ class Ask:
     """What is given of how tokens are drawn; the rest is the plan's."""
     make_constraint: Callable[[], Constraint] | None = None
     make_reader: Callable[[], AnswerReader] = make_plain_reader
+    most_calls: int | None = None
+    """Calls that an answer may have; those that follow are left out."""
     shown_ids: frozenset[int] = frozenset()
     prompt_text: str | None = None
     """Text of a conversation, which may go on."""
@@ -128,7 +130,7 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
             facts,
             wanted,
             prompt=prompt,
-            is_parallel=conversation.parallel_calls,
+            is_parallel=conversation.parallel_calls is True and conversation.named_tool is None,
             may_reason=conversation.may_reason,
         )
     elif conversation.json_schema is not None:
@@ -145,6 +147,7 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
         prompt_ids=ids,
         make_constraint=constraint,
         make_reader=lambda: facts.make_reader(tools=tools, prompt=prompt),
+        most_calls=1 if conversation.parallel_calls is False else None,
         shown_ids=facts.shown_ids,
         prompt_text=prompt,
         **ask,
@@ -303,8 +306,7 @@ async def _follow(
                     metrics.note_first_token(name, first_s, ticket)
                     if ticket.prompt_scores:
                         await events.put(Delta(index, (), (), ticket.prompt_scores))
-                items = reader.push(piece.text)
-                calls += [item for item in items if isinstance(item, ToolCall)]
+                items = _take_calls(reader.push(piece.text), calls, ask.most_calls)
                 said += join_content(items)
                 if items or piece.scores:
                     await events.put(Delta(index, items, piece.scores))
@@ -313,8 +315,7 @@ async def _follow(
                 if any(isinstance(item, Fragment) and item.part == "reasoning" for item in items):
                     reasoning_tokens += made - taken
                 taken = made
-        items = reader.flush()
-        calls += [item for item in items if isinstance(item, ToolCall)]
+        items = _take_calls(reader.flush(), calls, ask.most_calls)
         said += join_content(items)
         if items:
             await events.put(Delta(index, items))
@@ -350,6 +351,19 @@ async def _follow(
     except Exception as error:
         metrics.note_error(name, error)
         await events.put(ApiError(500, "the server has failed; its log says why"))
+
+
+def _take_calls(items: Items, calls: list[ToolCall], most: int | None) -> Items:
+    """Add the calls among ``items`` to ``calls``, of which there may be ``most``; give the items
+    without those that are too many."""
+    found: Items = []
+    for item in items:
+        if isinstance(item, ToolCall):
+            if most is not None and len(calls) >= most:
+                continue
+            calls.append(item)
+        found.append(item)
+    return found
 
 
 def join_content(items: Sequence[Fragment | ToolCall]) -> str:

@@ -68,7 +68,7 @@ def read_conversation(body: ChatRequest) -> Conversation:
     found = Conversation(
         messages=[read_message(message) for message in body.messages],
         **read_choice(body.tool_choice, tools),
-        parallel_calls=body.parallel_tool_calls is not False,
+        parallel_calls=body.parallel_tool_calls,
         variables=variables,
         json_schema=read_format(body.response_format),
         continues=body.continue_final_message,

@@ -26,7 +26,8 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] = ()
     """Functions: ``{"name", "description", "parameters"}``."""
     tool_choice: ToolChoice = "auto"
-    parallel_calls: bool = True
+    parallel_calls: bool | None = None
+    """Whether an answer may have several calls; None: it may, but a forced one has one."""
     named_tool: str | None = None
     """The tool that must be called."""
     variables: Mapping[str, Any] = field(default_factory=dict)

@@ -175,7 +175,11 @@ def read_conversation(body: CountRequest) -> Conversation:
         ],
         tool_choice="auto" if choice is None else choices.get(choice.type, "auto"),
         named_tool=(choice.name or "") if choice is not None and choice.type == "tool" else None,
-        parallel_calls=not (choice and choice.disable_parallel_tool_use),
+        parallel_calls=(
+            None
+            if choice is None or choice.disable_parallel_tool_use is None
+            else not choice.disable_parallel_tool_use
+        ),
         variables=variables,
         json_schema=read_format(
             (config.format if config else None) or body.output_format, param="output_config.format"

@@ -129,7 +129,7 @@ def read_conversation(body: ResponsesRequest) -> Conversation:
     return Conversation(
         messages=read_items(body),
         **read_choice(body.tool_choice, tools),
-        parallel_calls=body.parallel_tool_calls is not False,
+        parallel_calls=body.parallel_tool_calls,
         variables=variables,
         json_schema=read_format(body.text.format if body.text else None, param="text.format"),
     )

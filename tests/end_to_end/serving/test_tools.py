@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
+from tests.helpers.scripted import make_scripted_plan
 from tests.helpers.servers import (
     HELLO,
     SCHEMA,
@@ -145,3 +146,85 @@ def test_calls_are_read_again_as_they_were_sampled(
         messages[-2]["tool_calls"][0]["function"]["arguments"] = '{"a": 5, "b": "x", "c": 0}'
         other = client.chat.completions.create(**{**asked, "max_tokens": 2}, messages=messages)
         assert other.usage.prompt_tokens_details.cached_tokens < known
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+ONE = '<tool_call>\n{"name": "get", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
+ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": TOOLS,
+    "temperature": 0,
+}
+FAMILIES = {
+    "gpt-oss": (
+        "<|channel|> <|message|>",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get <|constrain|>json<|message|>{"a": 1, "b": "x"}',
+        ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"],
+    ),
+    "tokens": (
+        "<think> <tool_call>",
+        f"<think>hm</think>{ONE}",
+        ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_marks_that_are_tokens_are_read_and_forced(
+    tmp_path: Path, family: str, openai: Any
+) -> None:
+    marks, answer, tokens = FAMILIES[family]
+    template = f"{TURNS}{{# tools {marks} #}}"
+    plan = make_scripted_plan(tmp_path, template, "<user>hi</><assistant>", answer, tokens)
+    with serve([describe_plan(plan)]) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        named = {"type": "function", "function": {"name": "get"}}
+        for choice in ("auto", "required", named):
+            found = client.chat.completions.create(
+                **ASKED, tool_choice=choice, reasoning_effort="high"
+            ).choices[0]
+            assert found.finish_reason == "tool_calls"
+            assert found.message.reasoning_content == "hm"
+            assert not found.message.content
+            (call,) = found.message.tool_calls
+            assert json.loads(call.function.arguments) == {"a": 1, "b": "x"}
+        cut = client.chat.completions.create(**ASKED, max_tokens=len(answer) // 2).choices[0]
+        assert cut.finish_reason == "length"
+
+
+def test_an_answer_has_one_call_where_several_are_not_wanted(tmp_path: Path, openai: Any) -> None:
+    template = f"{TURNS}{{# tools <tool_call> #}}"
+    plan = make_scripted_plan(tmp_path, template, "<user>hi</><assistant>", f"{ONE}\n{ONE}")
+    with serve([describe_plan(plan)]) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        for forced in ("auto", "required"):
+            for parallel, count in ((True, 2), (False, 1)):
+                choice = client.chat.completions.create(
+                    **ASKED, parallel_tool_calls=parallel, tool_choice=forced
+                ).choices[0]
+                assert choice.finish_reason == "tool_calls"
+                assert len(choice.message.tool_calls) == count
+
+
+def test_a_template_that_joins_arguments_as_text_gets_text(tmp_path: Path, openai: Any) -> None:
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+        "{% for t in m.tool_calls or [] %}"
+        "{{ '<tool_call>' + t.function.name + t.function.arguments + '</tool_call>' }}{% endfor %}"
+        "{{ m.content }}</>{% endfor %}<assistant>"
+    )
+    plan = make_scripted_plan(tmp_path, template, "x", "ok")
+    function = {"name": "get", "arguments": '{"a": 1}'}
+    call = {"id": "c", "type": "function", "function": function}
+    messages: list[Any] = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+    ]
+    with serve([describe_plan(plan)]) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        for _ in range(2):
+            asked = {**ASKED, "messages": messages, "max_tokens": 2}
+            assert client.chat.completions.create(**asked).choices[0].finish_reason == "length"
