@@ -261,9 +261,8 @@ def write_report(calibration: Calibration) -> str:
         lines += [
             "",
             f"slower: with thresholds {best.tokens_per_s:.1f} tokens/s, without "
-            f"{calibration.dense_tokens_per_s:.1f}, in this plan's memory on this machine. Neurons "
-            "that thresholds open come one by one from flash, all neurons in large reads: keep the "
-            "dense plan, or give more memory (`pi2 run --memory`)",
+            f"{calibration.dense_tokens_per_s:.1f}, in the memory of these plans on this machine. "
+            "Keep the dense plan; where neurons come from flash, more memory helps (`--memory`)",
         ]
     return "\n".join(lines)
 
