@@ -152,6 +152,21 @@ def try_llm_comply(address: str, model: str) -> str:
     return "; ".join(told)
 
 
+def try_ollama(address: str, model: str) -> str:
+    """What models can do, chats, prompts, embeddings."""
+    import ollama
+
+    client = ollama.Client(host=address)
+    assert "completion" in (client.show(model).capabilities or ())
+    options = {"num_predict": 8, "temperature": 0}
+    whole = client.chat(model, HELLO, options=options).message.content
+    parts = client.chat(model, HELLO, options=options, stream=True)
+    assert "".join(part.message.content or "" for part in parts) == whole
+    assert client.generate(model, "hello", options=options).done
+    assert client.embed(model, ["a", "b"]).embeddings
+    return "show, chat, stream, generate, embed: pass"
+
+
 def try_lm_eval(address: str, model: str) -> str:
     """A task of its own: generated answers, in both interfaces."""
     with tempfile.TemporaryDirectory() as name:
@@ -201,6 +216,7 @@ def check_number(value: Any) -> None:
 CLIENTS: Mapping[str, Callable[[str, str], str]] = {
     "openai": try_openai,
     "anthropic": try_anthropic,
+    "ollama": try_ollama,
     "litellm": try_litellm,
     "langchain-openai": try_langchain,
     "schemathesis": try_schemathesis,

@@ -31,12 +31,9 @@ class Fields:
         for name, value in values.items():
             if name in self.refused:
                 if value not in (None, "", [], {}) and value not in self.refused[name]:
-                    raise ApiError(
-                        400,
-                        f"'{place}{name}' is not supported, and would change the answer.",
-                        param=place + name,
-                        code="unsupported_parameter",
-                    )
+                    own = place + name
+                    message = f"'{own}' is not supported and would change the answer: leave it out."
+                    raise ApiError(400, message, param=own, code="unsupported_parameter")
             elif name not in self.ignored:
                 kept[name] = value
         return kept
