@@ -16,7 +16,12 @@ from pi2.backends.blocks.instructions import Instruction, Way, put_float
 from pi2.backends.blocks.libraries import Libraries
 from pi2.backends.blocks.orders import list_offsets
 from pi2.backends.blocks.room import KvCache, allocate
-from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
+from pi2.backends.blocks.sizes import (
+    count_attention_bytes,
+    count_quantized_bytes,
+    count_scratch_bytes,
+    count_tile_tokens,
+)
 from pi2.backends.blocks.weights import FindWeight, Weight
 from pi2.backends.rope import RopeTables
 from pi2.plan.documents.model import Model
@@ -76,7 +81,7 @@ class Builder:
         self._codes: dict[tuple[str, int], int] = {}
         self._grids: dict[str, U8] = {}
         self._orders: dict[tuple[int, ...], I64] = {}
-        self._scratch_length = 0
+        self._scratch_size = 0
         self.instructions: list[Instruction] = []
         self.matrices: list[Matrix] = []
         self.layer: int | None = None
@@ -258,7 +263,8 @@ class Builder:
     ) -> None:
         weight, y = product.weight, product.y
         address, stride = inputs[self._name_form(weight)]
-        self._scratch_length = max(self._scratch_length, weight.length)
+        size = count_scratch_bytes(weight.length, self._libraries.isa.lanes)
+        self._scratch_size = max(self._scratch_size, size)
         number = self._append(
             Instruction(
                 kernel="multiply",
@@ -307,7 +313,7 @@ class Builder:
 
     def finish(self) -> None:
         """Allocate what instructions share that were added so far."""
-        size = count_scratch_bytes(self._scratch_length, self._libraries.isa.lanes)
+        size = -(-self._scratch_size // 64) * 64
         scratch = self.keep(allocate(size * self._threads))
         for instruction in self.instructions:
             if "scratch" in instruction.values:
@@ -366,6 +372,7 @@ class Builder:
                 "up_offset": put_float(ffn.up_offset),
             },
             each=-(-length // PIECE),
+            label="activation",
         )
 
     def add_turn(
@@ -437,26 +444,46 @@ class Builder:
                 grain=2,
             )
         sinks = self.read_vector("sinks", layer) if attention.has_sinks(layer) else 0
-        self.add(
-            "attend",
-            {
-                "queries": queries.address,
-                "query_stride": queries.stride,
-                "heads": shape.heads,
-                "group": shape.heads // shape.kv_heads,
-                "head_dim": shape.head_dim,
-                **places,
-                "window": self._model.find_window(layer) or 0,
-                "scale": put_float(attention.scale or 1 / math.sqrt(shape.head_dim)),
-                "cap": put_float(attention.softcap or 0.0),
-                "sinks": sinks,
-                "has_sinks": int(sinks != 0),
-                "y": y.address,
-                "y_stride": y.stride,
-                "scores": self._scores,
-                "scores_stride": self._context,
-            },
-            each=shape.heads,
+        group = shape.heads // shape.kv_heads
+        one = Way(address=self._libraries.find("attend"), each=shape.heads)
+        many, lanes = one, self._libraries.isa.lanes
+        if shape.head_dim % lanes == 0:
+            many = Way(
+                address=self._libraries.find("attend_many"),
+                each=shape.kv_heads,
+                tokens=count_tile_tokens(group),
+            )
+            size = count_attention_bytes(group, shape.head_dim, lanes)
+            self._scratch_size = max(self._scratch_size, size)
+        self._append(
+            Instruction(
+                kernel="attend",
+                values={
+                    "queries": queries.address,
+                    "query_stride": queries.stride,
+                    "heads": shape.heads,
+                    "group": group,
+                    "head_dim": shape.head_dim,
+                    **places,
+                    "window": self._model.find_window(layer) or 0,
+                    "scale": put_float(attention.scale or 1 / math.sqrt(shape.head_dim)),
+                    "cap": put_float(attention.softcap or 0.0),
+                    "sinks": sinks,
+                    "has_sinks": int(sinks != 0),
+                    "y": y.address,
+                    "y_stride": y.stride,
+                    "scores": self._scores,
+                    "scores_stride": self._context,
+                    "tokens": 0,
+                    "tile": count_tile_tokens(group),
+                    "scratch": 0,
+                    "scratch_stride": 0,
+                },
+                ways=(one, one, many),
+                of_chunk=True,
+                layer=self.layer,
+                label="attend",
+            )
         )
 
 

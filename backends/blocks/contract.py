@@ -13,6 +13,11 @@ _ROWS = (
     "weights grid x x_stride y y_stride blocks tokens bias has_bias added factor"
     " rows scratch scratch_stride"
 )
+_ATTENTION = (
+    "queries query_stride heads group head_dim key_cache value_cache sequences positions"
+    " sequence_stride head_stride window scale cap sinks has_sinks y y_stride scores scores_stride"
+    " tokens tile scratch scratch_stride"
+)
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     name: tuple(fields.split())
@@ -34,10 +39,9 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         # Key heads of tokens.
         "keep": "keys values x_stride heads head_dim key_cache value_cache sequences positions"
         " sequence_stride head_stride",
-        # Heads of tokens.
-        "attend": "queries query_stride heads group head_dim key_cache value_cache sequences"
-        " positions sequence_stride head_stride window scale cap sinks has_sinks y y_stride"
-        " scores scores_stride",
+        # Heads of tokens, and tiles of tokens of the heads that share keys.
+        "attend": _ATTENTION,
+        "attend_many": _ATTENTION,
         # Pieces of `PIECE` elements of tokens.
         "gate": "gates ups has_ups x_stride y y_stride length kind limit slope up_offset",
         "cap": "x x_stride length limit factor",

@@ -26,7 +26,8 @@ class Way:
     """The kernel's."""
     items: int = 0
     each: int = 0
-    """Items of a token, for instructions whose items are of tokens."""
+    """Items of ``tokens`` tokens, for instructions whose items are of tokens."""
+    tokens: int = 1
     grain: int = 1
     """Items that a thread takes at a time."""
 
@@ -39,6 +40,8 @@ class Instruction:
     values: dict[str, int]
     ways: tuple[Way, Way, Way]
     """For a token, for several, and for `MANY`."""
+    of_chunk: bool = False
+    """Whether the last way takes only tokens of a chunk, which follow each other."""
     orders: tuple[int, int] | None = None
     """Argument ``order`` below `MANY` tokens, and from there on."""
     layer: int | None = None
@@ -79,13 +82,13 @@ class Program:
             for begin, end in ((0, head), (head, len(instructions)))
         ]
 
-    def set_tokens(self, count: int) -> None:
-        """Let instructions before the head compute ``count`` tokens."""
-        self._parts[0].set_tokens(count)
+    def set_tokens(self, count: int, *, is_chunk: bool) -> None:
+        """Let instructions before the head compute ``count`` tokens, which may be a chunk."""
+        self._parts[0].set_tokens(count, is_chunk)
 
     def set_head_tokens(self, count: int) -> None:
         """Let the head compute ``count`` tokens."""
-        self._parts[1].set_tokens(count)
+        self._parts[1].set_tokens(count, False)
 
     def set_items(self, number: int, first: int, end: int) -> None:
         """Let an instruction compute items ``first`` to ``end``."""
@@ -111,7 +114,7 @@ class _Part:
         self._code = code[begin:end]
         own = instructions[begin:end]
         self._ways = [
-            np.array([(w.address, w.grain, w.items, w.each) for w in ways], np.int64).T
+            np.array([(w.address, w.grain, w.items, w.each, w.tokens) for w in ways], np.int64).T
             for ways in zip(*(instruction.ways for instruction in own), strict=True)
         ]
         fields = [FIELDS[instruction.kernel] for instruction in own]
@@ -126,21 +129,24 @@ class _Part:
             for row, names, instruction in zip(rows, fields, own, strict=True)
             if instruction.orders is not None
         ]
+        of_chunk = np.array([instruction.of_chunk for instruction in own])
+        # Many tokens that are of different sequences.
+        self._ways.append(np.where(of_chunk, self._ways[1], self._ways[2]))
         self._way = -1
         self._count = 0
 
-    def set_tokens(self, count: int) -> None:
-        if count == self._count:
+    def set_tokens(self, count: int, is_chunk: bool) -> None:
+        way = int(count > 1) if count < MANY else 2 if is_chunk else 3
+        if count == self._count and way == self._way:
             return
         self._count = count
-        way = 2 if count >= MANY else int(count > 1)
-        kernels, grains, items, each = self._ways[way]
+        kernels, grains, items, each, tokens = self._ways[way]
         if way != self._way:
             self._code[:, _KERNEL], self._code[:, _GRAIN] = kernels, grains
             for place, orders in self._orders:
-                place[0] = orders[int(way == 2)]
+                place[0] = orders[int(way >= 2)]
             self._way = way
-        self._code[:, _ITEMS] = items + each * count
+        self._code[:, _ITEMS] = items + each * -(-count // tokens)
         for value in self._counts:
             value[0] = count
 

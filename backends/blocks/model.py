@@ -37,6 +37,7 @@ from pi2.backends.blocks.libraries import Libraries
 from pi2.backends.blocks.room import KvCache
 from pi2.backends.blocks.threads import Threads
 from pi2.backends.blocks.weights import FindWeight
+from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
@@ -79,6 +80,7 @@ class BlockModel:
         libraries = Libraries(
             formats, architecture=architecture, features=features, progress=progress
         )
+        context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
         self._cache = KvCache(model, context, sequences)
         tokens = max(chunk, sequences, LOGIT_ROWS)
         self._builder = builder = Builder(
@@ -181,19 +183,25 @@ class BlockModel:
 
     def begin_step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> None:
         """Write what a step computes; logits are those of all tokens."""
+        self._begin(tokens, sequences, positions, is_chunk=False)
+        self.set_logits(0, len(tokens))
+
+    def _begin(
+        self, tokens: I32, sequences: Sequence[int], positions: Sequence[int], *, is_chunk: bool
+    ) -> None:
         count = self._count = len(tokens)
         builder = self._builder
         builder.numbers[:count] = tokens
         builder.sequences[:count] = sequences
         builder.positions[:count] = positions
-        self._program.set_tokens(count)
-        self.set_logits(0, count)
+        self._program.set_tokens(count, is_chunk=is_chunk)
 
     def begin_chunk(self, tokens: I32, sequence: int, position: int) -> None:
         """Write what a chunk computes; its logits are those of the last token."""
         count = len(tokens)
         assert count <= self._chunk, f"a chunk has at most {self._chunk} tokens, not {count}"
-        self.begin_step(tokens, [sequence] * count, list(range(position, position + count)))
+        places = list(range(position, position + count))
+        self._begin(tokens, [sequence] * count, places, is_chunk=True)
         self.set_logits(count - 1, 1)
 
     def set_logits(self, first: int, count: int) -> None:

@@ -70,6 +70,7 @@ class Program:
                 "turn": positions.emit_turn,
                 "keep": positions.emit_keep,
                 "attend": attention.emit_attend,
+                "attend_many": partial(attention.emit_attend_many, isa),
                 "gate": elements.emit_gate,
                 "cap": elements.emit_cap,
             }

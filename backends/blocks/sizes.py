@@ -9,6 +9,24 @@ _LINE = 64
 STAGE_BYTES = 8192
 """Bytes in which a thread unpacks blocks of some rows."""
 
+QUERIES = 8
+"""Queries that are multiplied with the same keys at once."""
+SCORES = 256
+"""Positions whose scores are kept of each."""
+_TILE_QUERIES = 32
+"""Queries of tokens of a tile, of the heads that share keys."""
+
+
+def count_tile_tokens(group: int) -> int:
+    """Return the tokens of a tile of attention, where ``group`` heads share keys."""
+    return max(1, _TILE_QUERIES // group)
+
+
+def count_attention_bytes(group: int, head_dim: int, lanes: int) -> int:
+    """Return the bytes that a thread needs for a tile of attention."""
+    queries = -(-count_tile_tokens(group) * group // QUERIES) * QUERIES
+    return 4 * (queries * (SCORES + head_dim + 2) + head_dim * lanes) + _LINE
+
 
 def count_scratch_bytes(length: int, lanes: int) -> int:
     """Return the bytes that a thread needs for a panel of ``lanes`` rows of ``length``."""

@@ -246,3 +246,20 @@ def test_tensors_may_lie_elsewhere_and_instructions_are_observed() -> None:
         assert ("gate", 1) in seen and ("head", None) in seen
     finally:
         own.close()
+
+
+def test_chunks_of_long_contexts_see_what_single_tokens_see() -> None:
+    attention = {"sliding_window": 300, "window_layers": (1,), "sinks": True, "softcap": 4.0}
+    model = make_model(attention=attention, shape={"heads": 6})
+    weights = RandomWeights(model, ("f32",))
+    tokens = np.random.default_rng(1).integers(0, 96, 620).astype(np.int32)
+    own = open_model(model, weights, context=640, chunk=100)
+    try:
+        for first in range(0, 620, 100):
+            own.prefill(tokens[first : first + 100], 0, first)
+        found = own.logits(19).copy()
+        for place, token in enumerate(tokens):
+            expected = own.step(np.array([token], np.int32), [1], [place])
+        assert measure_divergence(found, expected) < 1e-3
+    finally:
+        own.close()
