@@ -86,9 +86,9 @@ def command(before: str, after: str, simulate: bool, as_json: bool, exit_code: b
 
 
 def _read_kind(path: Path) -> Kind:
-    from pi2.plan.toml.source import detect_kind
+    from pi2.weights.file_reading import find_kind
 
-    kind = detect_kind(path.name)
+    kind = find_kind(path)
     if kind is None:
         message = "expected a file name that ends in .plan.toml, .device.toml or .model.toml"
         raise UserError.of("P009", message, file=str(path))
@@ -97,12 +97,12 @@ def _read_kind(path: Path) -> Kind:
 
 def _check(file: Path) -> Report:
     from pi2.cli.main import print_diagnostics
-    from pi2.plan.checking.check import check_file
     from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences
+    from pi2.weights.file_reading import check_document
 
     resolver = LockedReferences(file.parent)
-    report = check_file(file, name=display_path(file), resolver=resolver)
+    report = check_document(file, name=display_path(file), resolver=resolver)
     if not report.is_sound or report.document is None:
         raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)

@@ -107,17 +107,17 @@ def _explain_cost(plan: ChosenPlan, plot: Path | None) -> None:
 
 def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str | None) -> str:
     from pi2.plan.authoring.explanation import explain_values
-    from pi2.plan.checking.check import check_file
-    from pi2.plan.toml.source import detect_kind, display_path
+    from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences
+    from pi2.weights.file_reading import check_document, find_kind
 
     path = find_document_path(file)
-    kind = detect_kind(path.name)
+    kind = find_kind(path)
     if kind == "plan":
         report = ChosenPlan(file, path, *parse_changes(settings, memory)).fitted.report
     else:
         resolver = LockedReferences(path.parent)
-        report = check_file(path, name=display_path(path), resolver=resolver)
+        report = check_document(path, name=display_path(path), resolver=resolver)
     if kind is None or kind not in report.files:
         raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)

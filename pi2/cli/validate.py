@@ -126,11 +126,11 @@ def _check_files(
     files: Sequence[Path], locked: bool
 ) -> tuple[int, set[str], tuple[Diagnostic, ...], dict[str, str]]:
     """How many files were checked, their names, what was found in them, and texts by name."""
-    from pi2.plan.checking.check import check_file
     from pi2.plan.checking.reuse import Reuse
     from pi2.plan.reading.listing import list_documents
     from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences
+    from pi2.weights.file_reading import check_document
 
     found: dict[Diagnostic, None] = {}
     sources: dict[str, str] = {}
@@ -138,7 +138,7 @@ def _check_files(
     paths = list_documents(_find_paths(files, found))
     for path in paths:
         resolver = LockedReferences(path.parent, locked=locked)
-        report = check_file(path, name=display_path(path), resolver=resolver, reuse=reuse)
+        report = check_document(path, name=display_path(path), resolver=resolver, reuse=reuse)
         found.update(dict.fromkeys([*report.diagnostics, *_check_store(report)]))
         sources.update(report.sources)
     return max(len(paths), len(files)), set(map(display_path, paths)), tuple(found), sources

@@ -12,13 +12,14 @@ import tomli
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.ignores import ProjectSettings, read_project, sift
 from pi2.lsp.place import contains
-from pi2.plan.checking.check import Report, check_file
+from pi2.plan.checking.check import Report
 from pi2.plan.reading.references import Located, UnknownName, locate_document
 from pi2.plan.toml.paths import KeyPath
 from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.spans import SpanIndex, index_spans
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.agreement import list_store_findings
+from pi2.weights.file_reading import check_document
 
 MAX_CHARACTERS, MAX_COLUMNS = 200_000, 4_000
 """Longer texts and lines get findings, and no help: they come from programs."""
@@ -44,7 +45,9 @@ class Checked:
     @cached_property
     def report(self) -> Report:
         """Report of `pi2 validate`."""
-        report = check_file(self.path, name=str(self.path), resolver=self.resolver, text=self.text)
+        report = check_document(
+            self.path, name=str(self.path), resolver=self.resolver, text=self.text
+        )
         own = str(self.path)
         found = (*report.diagnostics, *list_store_findings(report))
         sifted = sift(found, report.sources, [own], _read_project(self.path.parent))

@@ -25,7 +25,12 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
     """What a run of a checked plan would refuse about its store, at the places in the plan; nothing
     of a plan that runs dry, which opens no store."""
     resolved = report.resolved
-    if resolved is None or not resolved.store_path.exists() or list_backends(resolved) == {"null"}:
+    if (
+        resolved is None
+        or resolved.file is not None
+        or not resolved.store_path.exists()
+        or list_backends(resolved) == {"null"}
+    ):
         return []
     found = []
     for item in find_store_misfits(resolved):

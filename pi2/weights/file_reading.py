@@ -11,6 +11,8 @@ from pi2.regular_file import open_stream
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.file_facts import FilledPlan
+    from pi2.plan.checking.check import Report
+    from pi2.plan.toml.source import Kind
     from pi2.weights.gguf_weights import GgufWeights
 
 MAGIC = b"GGUF"
@@ -44,6 +46,24 @@ def runs_as_it_is(path: Path) -> bool:
 def describe_bare(path: Path) -> dict[str, Any] | None:
     """Values of the plan that a GGUF file stands for; None for another file."""
     return {"schema_version": 2, "weights": path.name} if is_gguf(path) else None
+
+
+def find_kind(path: Path) -> Kind | None:
+    """What kind of document a file is: a GGUF file stands for a plan."""
+    from pi2.plan.toml.source import detect_kind
+
+    return detect_kind(path.name) or ("plan" if is_gguf(path) else None)
+
+
+def check_document(path: Path, **given: Any) -> Report:
+    """Check a document as `pi2.plan.checking.check.check_file` does; a GGUF file counts as the plan
+    that runs it."""
+    from pi2.plan.checking.check import check_file, check_plan
+
+    bare, fill = describe_bare(path), FileFiller().fill
+    if bare is None:
+        return check_file(path, **given, fill=fill)
+    return check_plan(path, **given, values=bare, fill=fill)
 
 
 class FileFiller:

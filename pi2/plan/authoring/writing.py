@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pi2.plan.arithmetic.file_facts import FileFacts
 from pi2.plan.arithmetic.ownership import describe_owners, name_memory
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs
@@ -58,8 +59,24 @@ def write_body(document: Document, comment: Comment) -> str:
     return "\n".join(_write_table(type(document), (), values, comment)) + "\n"
 
 
+def _describe_file(facts: FileFacts) -> Iterator[str]:
+    """What a plan makes of the GGUF file that it runs."""
+    yield f"weights: {approximate_bytes(facts.matrix_bytes)} in {facts.matrices} matrices"
+    if facts.streamed_bytes:
+        yield (
+            f"{approximate_bytes(facts.streamed_bytes)} of them are read from disk for every step: "
+            "as many tokens a second as the disk reads that much"
+        )
+    else:
+        yield "all of them are in memory"
+    yield "what the plan does not state is derived: store, model, bundle, segments, split"
+
+
 def _describe(resolved: ResolvedPlan) -> Iterator[str]:
     """What follows from the plan, for the reader."""
+    if resolved.file is not None:
+        yield from _describe_file(resolved.file)
+        return
     ffn_bytes = count_ffn_bytes(resolved)
     hot_bytes = resolved.needs.hot.bytes
     cold_bytes = min(resolved.plan.memory.segments.cold, ffn_bytes - hot_bytes)
