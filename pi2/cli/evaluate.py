@@ -11,7 +11,7 @@ from pi2.cli.options import ChosenPlan, add_json_option, add_text_options, take_
 from pi2.diagnostics import UserError
 
 GROUP = "Run"
-WORDS = ("reference", "gate", "low-rank")
+WORDS = ("reference", "gate", "low-rank", "llama.cpp")
 
 
 @click.command("evaluate")
@@ -25,7 +25,7 @@ WORDS = ("reference", "gate", "low-rank")
     "--against",
     multiple=True,
     metavar="WHAT",
-    help="Also evaluate reference, gate, low-rank, or another plan; repeatable.",
+    help="Also evaluate reference, gate, low-rank, llama.cpp (same GGUF file), or another plan.",
 )
 @take_plan()
 @add_json_option

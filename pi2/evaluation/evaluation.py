@@ -19,6 +19,9 @@ from pi2.sandbox.tokenizer import encode_text
 from pi2.statistics.prediction import LayerRecall, RecallCounter, can_compare
 from pi2.statistics.texts import Window, encode_windows
 
+PEER = "llama.cpp"
+"""An entry of ``against``: the same file, computed by another engine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -54,6 +57,8 @@ class Run:
     the plan reads all of them."""
     saved_bytes_token: float | None = None
     """Bytes of neurons that were not in memory and not read, because their gates were closed."""
+    divergence: float | None = None
+    """Mean KL divergence from another engine's distributions on the same file, in nats."""
     read_bytes_token: float | None = None
     """Bytes of neurons read per token, if only some were computed."""
 
@@ -104,7 +109,7 @@ def evaluate_plan(
     """Run ``plan`` densely, and with its predictor if it has one, over ``texts``.
 
     ``against`` adds runs: ``reference`` (dense, the reference backend), ``gate`` or ``low-rank``
-    (the plan with that predictor), or the path of another plan with the same tokenizer, such as
+    (the plan with that predictor), ``llama.cpp`` (on the same GGUF file), or the path of another plan with the same tokenizer, such as
     one whose store has another quantisation.  ``with_layers`` also compares low-rank predictors
     with what neurons do.  Raises `UserError` as loading does, P660 and P661 for the text, P663 for
     a plan that cannot be compared.
@@ -127,13 +132,18 @@ def evaluate_plan(
         ids = [encode_text(model.tokenizer, text) for text in texts]
         text = _Text(texts, ids, cut, _count_bytes(model, cut), dense)
         runs = [_describe(model, "dense", "none", dense, text)]
-        model._parts.executor.observe(None)
+        if counter is not None:
+            model._parts.executor.observe(None)
+        if PEER in against:
+            runs.append(_run_peer(model, text, progress))
         predictor = model.plan.plan.decode.predictor
         if predictor != "none":
             runs.append(_run(model, _name_run(model), "decode", text, progress))
         digest, model_id = model.plan.digest, model.plan.model.id
         kinds = list(model.plan.plan.backends)
     for item in against:
+        if item == PEER:
+            continue
         runs += _compare(plan, settings, kinds, item, text, progress)
     return Evaluation(
         plan=str(plan),
@@ -146,6 +156,15 @@ def evaluate_plan(
         runs=tuple(runs),
         layers=tuple(counter.describe_layers()) if counter is not None else (),
     )
+
+
+def _run_peer(model: LoadedModel, text: _Text, progress: Progress) -> Run:
+    """The run of llama.cpp on the same file."""
+    from pi2.evaluation.peer import score_beside
+
+    scores, divergence = score_beside(model, text.windows, lambda share: progress(PEER, share))
+    found = _describe(model, PEER, "none", scores, text)
+    return replace(found, backend=PEER, divergence=divergence)
 
 
 def _name_run(model: LoadedModel) -> str:

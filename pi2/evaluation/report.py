@@ -55,6 +55,8 @@ def _describe_reads(evaluation: Evaluation) -> list[str]:
     """What runs have left out or replaced so that less is read, and what they have read."""
     lines = []
     for run in evaluation.runs:
+        if run.divergence is not None:
+            lines.append(f"{run.name}: mean KL divergence {run.divergence:.5f} nats")
         if run.read_bytes_token is None:
             continue
         read = approximate_bytes(round(run.read_bytes_token))
