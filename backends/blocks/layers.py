@@ -17,7 +17,7 @@ class Layers:
         self._hidden = model.shape.hidden
         self.x = builder.take_area("x", self._hidden)
         """The residual stream."""
-        self._u = builder.take_area("u", self._hidden)
+        self.u = builder.take_area("u", self._hidden)
         self.logits = builder.take_area("logits", model.shape.vocab)
 
     def add_embedding(self) -> None:
@@ -29,7 +29,7 @@ class Layers:
         """Add attention and the FFN."""
         builder, model = self._builder, self._model
         builder.layer = layer
-        read = self._normalize("attention_norm", self._u)
+        read = self._normalize("attention_norm", self.u)
         is_parallel = model.residual == "parallel"
         if is_parallel:
             # Both read the layer's input, and attention changes it.
@@ -38,7 +38,7 @@ class Layers:
                 other = self._normalize("ffn_norm", builder.take_area("v", self._hidden))
         self._add_attention(layer, read)
         if not is_parallel:
-            other = self._normalize("ffn_norm", self._u)
+            other = self._normalize("ffn_norm", self.u)
         self._add_ffn(layer, other)
         builder.layer = None
 
@@ -46,13 +46,11 @@ class Layers:
         """Add the last norm and the head; return the number of the first instruction."""
         builder, model = self._builder, self._model
         first = len(builder.instructions)
-        builder.add_norm(
-            "final_norm", self.x, self._u, self._hidden, has_weights=model.norm.weights
-        )
+        builder.add_norm("final_norm", self.x, self.u, self._hidden, has_weights=model.norm.weights)
         weight = self._need("embedding" if model.tied_head else "head", None)
         bias = builder.read_vector("head_bias", None) if model.head_bias else 0
         head = Product(key="head", weight=weight, y=self.logits, bias=bias)
-        builder.add_products(self._u, self._hidden, [head])
+        builder.add_products(self.u, self._hidden, [head])
         limit, factor = model.logit_softcap or 0.0, model.multipliers.logits
         if limit or factor != 1.0:
             builder.add_cap(self.logits, model.shape.vocab, limit, factor)

@@ -124,6 +124,7 @@ class BlockModel:
         self._note: NoteKernel | None = None
         logits = layers.logits
         self._logits = _view_floats(logits.address, tokens, logits.stride)
+        self._hidden = _view_floats(layers.u.address, tokens, layers.u.stride)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         """Return logits [T, vocab] of ``tokens`` [T], each the next one of its sequence or of
@@ -219,6 +220,13 @@ class BlockModel:
     def read_logits(self) -> F32:
         """Return what the head gave last [n, vocab]."""
         return self._logits[: self._rows, : self._model.shape.vocab]
+
+    def read_hidden(self, first: int) -> F32:
+        """Return what the head reads of the chunk's tokens from ``first`` on [n, hidden], n at
+        most `LOGIT_ROWS`; valid until the next call."""
+        self.choose_logits(first)
+        self._run(self._head, self._head + 1)
+        return self._hidden[: self._rows, : self._model.shape.hidden]
 
     def _run(self, begin: int, end: int) -> None:
         if self._note is None:

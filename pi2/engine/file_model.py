@@ -173,6 +173,11 @@ class FileModel:
         self._head.run()
         return self._model.read_logits()
 
+    def read_hidden(self, first: int) -> F32:
+        """What the head reads of the last chunk's tokens from ``first`` on [n, hidden]; valid until
+        the next call."""
+        return self._model.read_hidden(first)
+
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         if self._layers.is_resident and self._head.is_resident and self._embedding is None:
             return self._model.step(tokens, sequences, positions)

@@ -224,7 +224,8 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     if not isinstance(executor, ContextKeeper):
         return None
     states = None
-    size = plan.prefill.chunk
+    # A file's tokens have the same bits however a prompt is cut.
+    size = plan.prefill.chunk if resolved.file is None else CONTEXT_BLOCK
     if resolved.model.state_layers:
         if not isinstance(executor, StateKeeper):
             return None

@@ -12,6 +12,7 @@ from pi2.backends.protocol import RowDivider
 from pi2.engine.forward import Forward
 from pi2.engine.parts import Parts
 from pi2.engine.scheduler import Scheduler
+from pi2.engine.whole_forward import WholeForward
 
 
 def iterate_prefill_logits(
@@ -38,9 +39,11 @@ def iterate_decode_logits(
             yield found
 
 
-def find_hidden_reader(parts: Parts) -> Forward | None:
-    """What gives hidden states: a dry run has no numbers, and a unit that has the model as a whole
-    gives logits alone."""
+def find_hidden_reader(parts: Parts) -> Forward | WholeForward | None:
+    """What gives hidden states: a dry run has no numbers, and a GPU that has the model as a whole
+    gives logits only."""
+    if isinstance(parts.forward, WholeForward):
+        return parts.forward if parts.forward.shows_hidden else None
     if parts.store is None or not isinstance(parts.forward, Forward):
         return None
     return parts.forward if isinstance(parts.executor, RowDivider) else None
@@ -48,7 +51,7 @@ def find_hidden_reader(parts: Parts) -> Forward | None:
 
 def embed_tokens(
     parts: Parts,
-    forward: Forward,
+    forward: Forward | WholeForward,
     scheduler: Scheduler,
     ids: Sequence[int],
     pooling: Literal["mean", "last"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +15,15 @@ from pi2.engine.waves import NeuronCounters
 from pi2.plan.weights.layout import round_up
 
 _COPIED_TOKENS = 16 * CONTEXT_BLOCK
+
+
+@runtime_checkable
+class HiddenReader(Protocol):
+    """A model that shows what its head reads."""
+
+    def read_hidden(self, first: int) -> F32:
+        """What the head reads of the last chunk's tokens from ``first`` on [n, hidden]; valid until
+        the next call."""
 
 
 class WholeForward(Sequences):
@@ -71,6 +81,33 @@ class WholeForward(Sequences):
         sequence: int = 0,
     ) -> F32:
         """See `pi2.engine.sequences.Sequences`."""
+        return self._read_prompt(
+            tokens, self._model.logits, all_logits, take, progress, end, sequence
+        )
+
+    @property
+    def shows_hidden(self) -> bool:
+        """Whether `read_hidden` works."""
+        return isinstance(self._model, HiddenReader)
+
+    def read_hidden(self, tokens: I32, *, end: int = 0, sequence: int = 0) -> F32:
+        """Process the next ``tokens`` of a sequence as `prefill` does; returns what the head reads
+        of each, float32 [tokens, hidden]."""
+        assert isinstance(self._model, HiddenReader)
+        read = self._model.read_hidden
+        return self._read_prompt(tokens, read, True, None, lambda share: None, end, sequence)
+
+    def _read_prompt(
+        self,
+        tokens: I32,
+        read: Callable[[int], F32],
+        all_logits: bool,
+        take: Callable[[F32], None] | None,
+        progress: Callable[[float], None],
+        end: int,
+        sequence: int,
+    ) -> F32:
+        """What ``read`` gives of the chunks' tokens from a first one on: of all, or of the last."""
         parts: list[F32] = []
         self._model.expect(max(end, self.positions[sequence] + len(tokens)))
         for start in range(0, len(tokens), self._chunk):
@@ -84,7 +121,7 @@ class WholeForward(Sequences):
             self.positions[sequence] += len(chunk)
             done = start + len(chunk)
             if all_logits or take is not None or done == len(tokens):
-                parts += read_rows(self._model.logits, len(chunk), all_logits, take)
+                parts += read_rows(read, len(chunk), all_logits, take)
             progress(done / len(tokens))
         return np.concatenate(parts if all_logits else parts[-1:])
 

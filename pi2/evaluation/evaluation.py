@@ -109,10 +109,10 @@ def evaluate_plan(
     """Run ``plan`` densely, and with its predictor if it has one, over ``texts``.
 
     ``against`` adds runs: ``reference`` (dense, the reference backend), ``gate`` or ``low-rank``
-    (the plan with that predictor), ``llama.cpp`` (on the same GGUF file), or the path of another plan with the same tokenizer, such as
-    one whose store has another quantisation.  ``with_layers`` also compares low-rank predictors
-    with what neurons do.  Raises `UserError` as loading does, P660 and P661 for the text, P663 for
-    a plan that cannot be compared.
+    (the plan with that predictor), ``llama.cpp`` (on the same GGUF file), or the path of another
+    plan with the same tokenizer, such as one whose store has another quantisation.  ``with_layers``
+    also compares low-rank predictors with what neurons do.  Raises `UserError` as loading does,
+    P660 and P661 for the text, P663 for a plan that cannot be compared.
     """
     settings = dict(overrides or {})
     counter: RecallCounter | None = None

@@ -66,6 +66,22 @@ def test_logits_are_the_same_bits_wherever_weights_are(file: Path) -> None:
     assert np.array_equal(found[0], found[2])
 
 
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(file: Path) -> None:
+    tokens = np.arange(5, 45, dtype=np.int32)
+    with pi2.load(file, set={"kv.context": 256}) as model:
+        whole = model.logits(tokens.tolist())
+        one_by_one = model.logits(tokens.tolist(), mode="decode")
+    with pi2.load(file, set={"kv.context": 256, "prefill.chunk": 7}) as model:
+        pieces = model.logits(tokens.tolist())
+    assert np.array_equal(whole, pieces) and np.array_equal(whole, one_by_one)
+
+
+def test_embeddings_have_the_length_one(file: Path) -> None:
+    with pi2.load(file, set={"kv.context": 256}) as model:
+        found = model.embed("hello world")
+    assert found.shape == (256,) and abs(float(np.linalg.norm(found)) - 1) < 1e-5
+
+
 def test_a_budget_that_is_too_small_names_the_least(file: Path) -> None:
     with pytest.raises(UserError) as caught:
         pi2.load(file, memory="20 MiB")
