@@ -61,6 +61,8 @@ class LocalSource:
     files: tuple[tuple[str, int, int], ...]
     """Name, bytes and time of change (ns) of each file, which differ if it is another one."""
     quantization: Precision | None = None
+    tokenizer: str | None = None
+    """The file of a tokenizer that was given, absolute."""
 
     @property
     def name(self) -> str:
@@ -68,10 +70,11 @@ class LocalSource:
         return self.path
 
     @classmethod
-    def describe(cls, path: Path) -> LocalSource:
-        """The checkpoint at ``path`` as it is now; parts of a split GGUF model count."""
+    def describe(cls, path: Path, tokenizer: Path | None = None) -> LocalSource:
+        """The checkpoint at ``path`` as it is now, with the file of another ``tokenizer``; parts of
+        a split GGUF model count."""
         place = path.resolve()
-        split = re.fullmatch(r"(.+-)\d{5}(-of-\d{5}\.gguf)", place.name)
+        split = re.fullmatch(r"(.+-)\d{5}(-of-\d{5}\.gguf)", place.name, re.IGNORECASE)
         files = [place]
         if place.is_dir():
             files = sorted(file for file in place.iterdir() if file.is_file())
@@ -79,9 +82,13 @@ class LocalSource:
             parts = re.compile(re.escape(split[1]) + r"\d{5}" + re.escape(split[2]))
             files = sorted(file for file in place.parent.iterdir() if parts.fullmatch(file.name))
             place = files[0]
+        if tokenizer is not None:
+            tokenizer = tokenizer.resolve()
+            files.append(tokenizer)
         stats = [(file.name, file.stat()) for file in files]
         described = ((name, found.st_size, found.st_mtime_ns) for name, found in stats)
-        return cls(path=str(place), files=tuple(described))
+        given = None if tokenizer is None else str(tokenizer)
+        return cls(path=str(place), files=tuple(described), tokenizer=given)
 
     def write(self) -> bytes:
         """The record's text."""

@@ -21,6 +21,9 @@ _KINDS = (
     (stat.S_ISBLK, "it is a device, not a file"),
 )
 
+GGUF_MAGICS = {b"GGUF": False, b"PWRI": True}
+"""How GGUF files begin.  PowerInfer's have a magic of their own; nothing else differs."""
+
 
 def check_regular(path: Path) -> os.stat_result:
     """What is known of the file ``path``; `OSError` if it is none."""
@@ -46,6 +49,25 @@ def open_regular(path: Path, flags: int = 0) -> int:
 def open_stream(path: Path) -> FileIO:
     """Open a regular file as a stream without a buffer."""
     return FileIO(open_regular(path), "rb")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is a GGUF file, whatever its name is, or is called one."""
+    try:
+        with open_stream(path) as file:
+            return has_gguf_suffix(path) or file.read(4) in GGUF_MAGICS
+    except (OSError, ValueError):  # it cannot be read, or no file can have the name
+        return False
+
+
+def has_gguf_suffix(path: Path) -> bool:
+    """Whether a file is called a GGUF file."""
+    return path.suffix.lower() == ".gguf"
+
+
+def show_path(path: Path) -> str:
+    """The path as text that can be written anywhere: bytes that are not UTF-8 are ``\\xff``."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def read_regular(path: Path) -> bytes:

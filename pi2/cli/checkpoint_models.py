@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,10 +17,10 @@ from pi2.diagnostics import UserError
 from pi2.pulled_models import (
     LocalSource,
     PulledModel,
-    find_model,
     find_models_folder,
     list_models,
 )
+from pi2.regular_file import has_gguf_suffix, is_gguf, show_path
 
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
@@ -33,23 +34,32 @@ _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
 def is_checkpoint(path: Path) -> bool:
     """Whether somebody means a checkpoint: a GGUF file, or a folder with a configuration."""
-    if path.suffix == ".gguf":
-        return path.is_file()
-    return path.is_dir() and any((path / name).is_file() for name in _CONFIGS)
+    try:
+        if path.is_dir():
+            return any((path / name).is_file() for name in _CONFIGS)
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+    return is_gguf(path)
 
 
-def convert_once(path: Path) -> Path:
-    """The plan of the model that the checkpoint at ``path`` becomes.
+def convert_once(path: Path, tokenizer: Path | None = None) -> Path:
+    """The plan of the model that the checkpoint at ``path`` becomes, with another ``tokenizer``
+    than its own: a file, or a folder that has one.
 
-    It is converted if it was not yet, or has changed since.  Raises `UserError` as
-    `pi2.importing.convert.convert_checkpoint` does, P026 if no plan fits this machine.
+    It is converted if it was not yet, or has changed since; a tokenizer that was given once counts
+    until another one is.  Raises `UserError` as `pi2.importing.convert.convert_checkpoint` does,
+    P026 if no plan fits this machine.
     """
-    source = LocalSource.describe(path)
+    source = LocalSource.describe(path, None if tokenizer is None else find_tokenizer(tokenizer))
     known = find_converted(source.path)
+    if known is not None and tokenizer is None:
+        before = getattr(known.source, "tokenizer", None)
+        if before is not None and os.path.isfile(before):
+            source = LocalSource.describe(path, Path(before))
     if known is None or known.source != source:
         name = choose_name(path, source) if known is None else known.name
         convert_path(path, source, name, replace=known is not None)
-        known = find_model(name)
+        known = find_converted(source.path)
         assert known is not None
     if not known.plan.exists():
         write_plan(known.folder)
@@ -83,6 +93,20 @@ def write_plan(folder: Path) -> None:
     write_atomically(folder / PLAN, text.encode())
 
 
+def find_tokenizer(path: Path) -> Path:
+    """The file of a tokenizer, or that of a folder which has one; `UserError` P543."""
+    names = ("tokenizer.json", "tokenizer.model")
+    files = [path / name for name in names] if path.is_dir() else [path]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        raise UserError.of(
+            "P543",
+            f"there is no tokenizer at {path}",
+            help=f"--tokenizer takes a {names[0]}, a {names[1]}, or a folder that has one",
+        )
+    return found
+
+
 def find_converted(path: str) -> PulledModel | None:
     """The model that was made from the checkpoint at the absolute ``path``, changed or not."""
     for model in list_models():
@@ -93,30 +117,32 @@ def find_converted(path: str) -> PulledModel | None:
 
 def choose_name(path: Path, source: LocalSource) -> str:
     """A name that no other model has: the file's, or with a few letters more."""
-    stem = path.resolve().stem if path.suffix == ".gguf" else path.resolve().name
+    place = path.resolve()
+    stem = place.stem if has_gguf_suffix(place) else place.name
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", _SPLIT.sub("", stem)).strip(".-")[:80] or "model"
     if not (find_models_folder() / name).exists():
         return name
-    return f"{name}-{hashlib.sha256(source.path.encode()).hexdigest()[:8]}"
+    return f"{name}-{hashlib.sha256(os.fsencode(source.path)).hexdigest()[:8]}"
 
 
 def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -> None:
     """Convert the checkpoint at ``path``, and say so."""
     from pi2.cli.progress import ProgressBar
-    from pi2.importing.checkpoint import open_checkpoint
+    from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
 
     again = ", which has changed," if replace else ""
     click.echo(f"{path}{again} is converted once, into {find_models_folder() / name}", err=True)
     try:
         with ProgressBar() as progress:
-            checkpoint = open_checkpoint(path)
+            given = None if source.tokenizer is None else Path(source.tokenizer)
+            checkpoint = use_tokenizer(open_checkpoint(path), given)
             make_model(
                 checkpoint,
                 source,
                 find_models_folder() / name,
                 progress,
                 title=name,
-                origin=path.name,
+                origin=show_path(Path(path.name)),
                 replace=replace,
             )
     except UserError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.options import add_path_option
+from pi2.cli.options import add_path_option, add_tokenizer_option
 from pi2.cli.suggestions import suggest_models
 from pi2.diagnostics import UserError
 from pi2.pulled_models import PLAN
@@ -48,10 +48,7 @@ MIB = 1024 * 1024
     type=click.Choice(["int4", "int8", "fp16", "mxfp4", "ternary"]),
     help="Weight precision; overrides the model document's.",
 )
-@add_path_option(
-    "--tokenizer",
-    text="tokenizer.json or tokenizer.model to use if the checkpoint has none that can be read.",
-)
+@add_tokenizer_option
 @add_path_option(
     "--predictors",
     text=(
@@ -124,31 +121,33 @@ def command(
     --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
     two operations per weight and token each time, with one layer in memory.
     """
+    from pi2.cli.checkpoint_models import find_tokenizer
     from pi2.cli.progress import ProgressBar
-    from pi2.importing.checkpoint import open_checkpoint
+    from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.leftovers import describe_other_parts
     from pi2.importing.new_model import describe_checkpoint, name_origin
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers.quantizer import Quantizer
 
+    given = None if tokenizer is None else find_tokenizer(tokenizer)
+    opened = use_tokenizer(open_checkpoint(checkpoint), given)
     if model is None:
-        document, origin = describe_checkpoint(checkpoint).model, name_origin(checkpoint)
+        document, origin = describe_checkpoint(opened).model, name_origin(checkpoint)
         if predictors is not None and document.predictor is None:
-            document = announce_predictors(document, open_checkpoint(checkpoint), predictors)
+            document = announce_predictors(document, opened, predictors)
     else:
         document, origin = read_model(model), model
     if quantization is not None:
         document = choose_precision(document, quantization)
-    notes, refusal = write_notes(checkpoint, document, origin, scales)
+    notes, refusal = write_notes(opened, document, origin, scales)
     passages = read_passages(texts)
     rounding = Quantizer(quantizer, statistics, report=errors is not None or bool(texts))
     with ProgressBar() as progress:
         manifest = convert_checkpoint(
-            checkpoint,
+            opened,
             document,
             output,
-            tokenizer=tokenizer,
             predictors=predictors,
             activations=activations,
             notes=notes,
@@ -159,7 +158,7 @@ def command(
         )
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
     click.echo(f"{output}: {len(manifest.files)} files, {size_mib:.1f} MiB", err=True)
-    for line in describe_other_parts(open_checkpoint(checkpoint)):
+    for line in describe_other_parts(opened):
         click.echo(line, err=True)
     cost = measure_cost(checkpoint, document, output, passages)
     if rounding.errors is not None:

@@ -16,7 +16,7 @@ import click
 
 from pi2.cli.commands import LazyGroup, PipeClosed, make_verbose_option
 from pi2.cli.crash import find_version, report_crash
-from pi2.cli.streams import discard_output, open_streams
+from pi2.cli.streams import discard_output, open_streams, show_any_text
 from pi2.diagnostics import Diagnostic, UserError
 
 CANNOT_RUN, BUG, INTERRUPTED, PIPE_CLOSED = 2, 3, 130, 141
@@ -76,6 +76,7 @@ def main() -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return the exit code."""
+    show_any_text()
     try:
         result = group.main(list(arguments), prog_name="pi2", standalone_mode=False)
         return result if type(result) is int else 0

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from pi2.cli.checkpoint_models import convert_once, is_checkpoint
 from pi2.diagnostics import UserError
 from pi2.plan.reading.references import list_shipped
@@ -25,12 +27,16 @@ MANIFEST = "manifest.json"
 HUB = "hf:"
 
 
-def find_plan_path(path: Path) -> Path:
-    """The plan that ``path`` names: a GGUF file stands for the plan that runs it as it is, where
-    that is possible; other checkpoints are converted, once: `convert_once`.
+def find_plan_path(path: Path, tokenizer: Path | None = None) -> Path:
+    """The plan that ``path`` names; a checkpoint is converted, once: `convert_once`, which a
+    ``tokenizer`` is for.
 
     A store stands for the plan in it.  UserError P001 for a name that nothing has.
     """
+    if tokenizer is not None:
+        if is_checkpoint(path):
+            return convert_once(path, tokenizer)
+        raise click.UsageError(f"--tokenizer is for a checkpoint; {path} has a tokenizer")
     return _find(path, ("plan",))
 
 
@@ -40,9 +46,9 @@ def find_document_path(path: Path) -> Path:
 
 
 def _find(path: Path, kinds: Sequence[Kind]) -> Path:
+    if is_checkpoint(path):
+        return path if runs_as_it_is(path) else convert_once(path)
     try:
-        if is_checkpoint(path):
-            return path if runs_as_it_is(path) else convert_once(path)
         found = _find_plan(path)
         if found is not None or os.path.lexists(path):
             return found or path

@@ -102,12 +102,18 @@ class ChosenPlan:
 
 
 def choose_plan(
-    given: Path, settings: tuple[str, ...], memory: str | None = None, *, locked: bool = False
+    given: Path,
+    settings: tuple[str, ...],
+    memory: str | None = None,
+    *,
+    locked: bool = False,
+    tokenizer: Path | None = None,
 ) -> ChosenPlan:
     """The plan that arguments name."""
     from pi2.cli.named_plans import find_plan_path
 
-    return ChosenPlan(given, find_plan_path(given), *parse_changes(settings, memory), locked=locked)
+    path = find_plan_path(given, tokenizer)
+    return ChosenPlan(given, path, *parse_changes(settings, memory), locked=locked)
 
 
 def parse_changes(
@@ -120,14 +126,17 @@ def parse_changes(
     return parse_assignments(settings), None if memory is None else parse_size(memory)
 
 
-def take_plan(*, fitted: bool = True, locked: bool = False) -> Callable[[Command], Command]:
+def take_plan(
+    *, fitted: bool = True, locked: bool = False, tokenizer: bool = False
+) -> Callable[[Command], Command]:
     """Give a command the argument PLAN and the option ``--set`` as one `ChosenPlan`; ``fitted``
-    adds ``--memory``, ``locked`` adds ``--locked``."""
+    adds ``--memory``, ``locked`` adds ``--locked``, ``tokenizer`` adds ``--tokenizer``."""
     options = [
         click.argument("plan", type=click.Path(path_type=Path), shell_complete=suggest_plans),
         *([add_memory_option] if fitted else []),
         add_set_option,
         *([add_locked_option] if locked else []),
+        *([add_tokenizer_option] if tokenizer else []),
     ]
 
     def add(command: Command) -> Command:
@@ -137,9 +146,11 @@ def take_plan(*, fitted: bool = True, locked: bool = False) -> Callable[[Command
             settings: tuple[str, ...],
             memory: str | None = None,
             locked: bool = False,
+            tokenizer: Path | None = None,
             **others: Any,
         ) -> object:
-            return command(plan=choose_plan(plan, settings, memory, locked=locked), **others)
+            chosen = choose_plan(plan, settings, memory, locked=locked, tokenizer=tokenizer)
+            return command(plan=chosen, **others)
 
         return add_options(options)(call)  # type: ignore[return-value] # what click calls
 
@@ -168,6 +179,14 @@ def add_path_option(
     """An option that takes the path of a file or a folder; ``text`` is its help."""
     kind = click.Path(path_type=Path, dir_okay=dir_okay)
     return click.option(*names, metavar=metavar, type=kind, help=text, **settings)
+
+
+add_tokenizer_option = add_path_option(
+    "--tokenizer",
+    text="tokenizer.json or tokenizer.model, or a folder that has one, instead of the "
+    "checkpoint's own.",
+)
+"""The option ``--tokenizer``."""
 
 
 def add_text_options(text_help: str) -> Callable[[Command], Command]:

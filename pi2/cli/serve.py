@@ -12,7 +12,7 @@ import click
 
 from pi2.cli.garbage import collect_as_usual
 from pi2.cli.named_plans import find_plan_path
-from pi2.cli.options import add_set_option
+from pi2.cli.options import add_set_option, add_tokenizer_option
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
 from pi2.plan.documents.quantities import parse_size
@@ -52,6 +52,7 @@ KEY_VARIABLE = "PI2_API_KEY"
     help="Memory of the loaded models together: plans are fitted to it, and take turns in it.",
 )
 @add_set_option
+@add_tokenizer_option
 @click.option(
     "--max-waiting",
     type=click.IntRange(min=0),
@@ -86,6 +87,7 @@ def command(
     origins: tuple[str, ...],
     memory: str | None,
     settings: tuple[str, ...],
+    tokenizer: Path | None,
     max_waiting: int,
     max_seconds: float,
     max_body: str,
@@ -125,7 +127,7 @@ def command(
     overrides = parse_assignments(settings)
     known = os.environ.get(KEY_VARIABLE, "")
     memory_bytes = None if memory is None else parse_size(memory)
-    served = list_plans(plans, overrides, memory_bytes)
+    served = list_plans(plans, overrides, memory_bytes, tokenizer)
     known_keys = keys or ((known,) if known else ())
     chosen = Settings(
         plans=served,
@@ -147,7 +149,7 @@ def command(
         application = make_front(chosen, found)
 
         async def renew() -> None:
-            await found.change(list_plans(plans, overrides, memory_bytes))
+            await found.change(list_plans(plans, overrides, memory_bytes, tokenizer))
     else:
         application = make_application(chosen)
         models = application.state.hosts
@@ -261,7 +263,10 @@ def listen_for_changes(renew: Callable[[], Awaitable[None]]) -> None:
 
 
 def list_plans(
-    paths: tuple[Path, ...], overrides: dict[str, object], memory_bytes: int | None = None
+    paths: tuple[Path, ...],
+    overrides: dict[str, object],
+    memory_bytes: int | None = None,
+    tokenizer: Path | None = None,
 ) -> list[ServedPlan]:
     """What is served; a plan that is alone, or has more, is fitted to ``memory_bytes``.  UserError
     for a plan that is not sound or cannot be fitted, or a name that two have."""
@@ -271,7 +276,7 @@ def list_plans(
 
     found: dict[str, ServedPlan] = {}
     for given in paths:
-        path = find_plan_path(given)
+        path = find_plan_path(given, tokenizer)
         resolver = LockedReferences(path.parent, locked=False)
         read = partial(read_plan, path, resolver=resolver, overrides=overrides)
         plan = read()

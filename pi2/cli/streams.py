@@ -67,6 +67,13 @@ def _wrap(raw: io.FileIO, old: TextIO | None, *, at_once: bool = False) -> io.Te
     )
 
 
+def show_any_text() -> None:
+    """Let streams show names that are not UTF-8, also those of a program that pi2 is part of."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def discard_output() -> None:
     """Forget what standard output still holds: Python flushes it once more at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -22,6 +22,7 @@ from pi2.importing.safetensors_file import SourceTensor, list_safetensors
 from pi2.importing.shards import Shards, StreamedTensor, list_streamed
 from pi2.importing.text_parts import unwrap_config
 from pi2.plan.documents.model import Model
+from pi2.regular_file import has_gguf_suffix, read_regular
 
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 """Weight files that are a whole checkpoint; safetensors files are preferred."""
@@ -54,6 +55,8 @@ class Checkpoint:
     """Where weight files come from that need not be there."""
     beginnings: Sequence[tuple[str, str]] = ()
     """Beginnings of the files' names, and those that ``tensors`` has for them."""
+    given_tokenizer: tuple[Path, bytes] | None = None
+    """A ``tokenizer.json`` instead of the checkpoint's: its file, and what it says."""
 
     def read_file(self, name: str) -> bytes | None:
         """Contents of the small file ``name`` that lies beside the weights; None if there is none.
@@ -72,6 +75,8 @@ class Checkpoint:
     def read_tokenizer(self) -> bytes | None:
         """The ``tokenizer.json``, or one that is made from ``tokenizer.model``; None if there is
         neither.  `UserError` P543 if it cannot be read."""
+        if self.given_tokenizer is not None:
+            return self.given_tokenizer[1]
         found = self.read_file("tokenizer.json")
         pieces = self.read_file(SENTENCE_PIECE) if found is None else None
         if pieces is None:
@@ -137,6 +142,23 @@ class Checkpoint:
         return name
 
 
+def use_tokenizer(checkpoint: Checkpoint, file: Path | None) -> Checkpoint:
+    """The checkpoint with another tokenizer: a ``tokenizer.json`` or ``tokenizer.model``.
+    `UserError` P543 if it cannot be read."""
+    if file is None:
+        return checkpoint
+    try:
+        content = read_regular(file)
+    except OSError as error:
+        raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
+    if file.suffix == ".model":
+        from pi2.importing.sentence_piece import convert_sentence_piece, parse_config
+
+        said = parse_config(checkpoint.read_file("tokenizer_config.json"))
+        content = convert_sentence_piece(file, content, said)
+    return replace(checkpoint, given_tokenizer=(file, content))
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a GGUF file, or a folder of MLC-LLM or of Hugging Face.
 
@@ -144,7 +166,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     `open_folder`, `pi2.importing.gguf_checkpoint.open_gguf` and
     `pi2.importing.mlc_checkpoint.open_mlc` do.
     """
-    if path.suffix == ".gguf" or path.is_file():
+    if path.is_file() or has_gguf_suffix(path):
         from pi2.importing.gguf_checkpoint import open_gguf
 
         return open_gguf(path)
@@ -153,7 +175,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             from pi2.importing.mlc_checkpoint import open_mlc
 
             return open_mlc(path)
-        files = sorted(path.glob("*.gguf"))
+        files = sorted(filter(has_gguf_suffix, path.glob("*")))
         if files:
             return _open_only_gguf(path, files)
     return open_folder(path)

@@ -19,7 +19,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8, Raw, Scales
 from pi2.diagnostics import UserError
-from pi2.importing.checkpoint import Checkpoint, open_checkpoint
+from pi2.importing.checkpoint import Checkpoint, open_checkpoint, use_tokenizer
 from pi2.importing.conversion_job import (
     choose_order,
     describe_file,
@@ -80,7 +80,7 @@ def convert_checkpoint(
     """Make the neuron store ``output`` from ``checkpoint``: a Hugging Face folder, a folder of
     MLC-LLM, or a GGUF file; or from one that is open, whose files may come meanwhile.
 
-    ``tokenizer``: a ``tokenizer.json`` instead of the checkpoint's.
+    ``tokenizer``: another one instead of the checkpoint's, as `use_tokenizer` takes it.
     ``predictors``: safetensors file of the predictors, or a folder of PowerInfer's, if they are not
     in the checkpoint.
     ``activations``: Parquet file of counts; neurons are then stored most active first, those of a
@@ -96,10 +96,11 @@ def convert_checkpoint(
     files come meanwhile: fetching them again would take longer than anything else.
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    source = use_tokenizer(source, tokenizer)
     check_checkpoint(source, model)
     found = find_predictors(source, model, predictors)
     order = choose_order(model, activations)
-    files = read_extra_files(source, model, tokenizer, activations, extras or {})
+    files = read_extra_files(source, model, activations, extras or {})
     own = [] if predictors is None else list_predictor_files(predictors)
     inputs = [*describe_files(source), *map(describe_file, own)]
     chosen = quantizer or Quantizer()

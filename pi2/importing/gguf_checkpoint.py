@@ -43,7 +43,7 @@ from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision
 
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _PIECE_WEIGHTS = 2**20
 """Weights that are looked at together."""
 _KEEP_THREE = ("F32", "F16", "BF16", "Q8_0", "TQ1_0", "TQ2_0")
@@ -216,7 +216,7 @@ def find_parts(path: Path) -> list[Path]:
     if not 1 <= int(split[2]) <= count <= 4096:
         raise UserError.of("P532", f"cannot read {path}: there is no part {split[2]} of {count}")
     parts = [
-        path.with_name(f"{split[1]}-{number:05d}-of-{count:05d}.gguf")
+        path.with_name(f"{split[1]}-{number:05d}-of-{count:05d}{split[4]}")
         for number in range(1, count + 1)
     ]
     for part in parts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pi2.importing.gguf_architecture import Architecture
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_tokenizer import find_marks
+from pi2.regular_file import show_path
 
 
 def make_config(
@@ -23,7 +25,7 @@ def make_config(
         later = 0
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
-        "_name_or_path": read("general.name", str, metadata.file.stem),
+        "_name_or_path": read("general.name", str, show_path(Path(metadata.file.stem))),
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": later,
         "hidden_size": count("{arch}.embedding_length"),

@@ -21,10 +21,8 @@ import numpy as np
 
 from pi2.diagnostics import UserError
 from pi2.importing.gguf_blocks import BLOCKS, BlockType
-from pi2.regular_file import open_stream
+from pi2.regular_file import GGUF_MAGICS, open_stream
 
-MAGICS = {b"GGUF": False, b"PWRI": True}
-"""PowerInfer marks its files with a magic of its own; nothing else differs."""
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
@@ -105,7 +103,7 @@ class _Header:
 
     def read(self) -> GgufFile:
         magic = self._take(4)
-        if magic not in MAGICS:
+        if magic not in GGUF_MAGICS:
             raise _bad_file(self._path, f"it begins with {magic!r}: it is not a GGUF file")
         version = self._take_number("<I")
         if version not in _VERSIONS:
@@ -129,7 +127,7 @@ class _Header:
             path=self._path,
             metadata=metadata,
             entries=entries,
-            is_powerinfer=MAGICS[magic],
+            is_powerinfer=GGUF_MAGICS[magic],
         )
 
     def _take_entries(self, count: int, alignment: int) -> dict[str, GgufEntry]:

@@ -26,6 +26,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_tensors import TENSOR_OPTIONS, Tensors
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import GROUP, round_up
+from pi2.regular_file import show_path
 from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
 
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
@@ -130,7 +131,8 @@ def name_origin(path: Path) -> str:
     """What a document that was made from the checkpoint at ``path`` says of where it is from."""
     known = (path / name for name in ("config.json", MLC_CONFIG))
     found = next((file for file in known if file.exists()), None)
-    return path.name if found is None else f"{path.name}/{found.name}"
+    name = show_path(Path(path.name))
+    return name if found is None else f"{name}/{found.name}"
 
 
 def make_id(name: str) -> str:
@@ -185,7 +187,7 @@ def _validate(config: Config, tables: Mapping[str, Any]) -> Model:
 def _find_name(config: Config, folder: Path) -> str:
     """What people call the model: the last part of its name on the hub, or its folder's."""
     stated = config.read("_name_or_path", str, "").rstrip("/")
-    return stated.rpartition("/")[2] or folder.resolve().name
+    return stated.rpartition("/")[2] or show_path(Path(folder.resolve().name))
 
 
 def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:

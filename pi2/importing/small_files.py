@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint
-from pi2.importing.sentence_piece import convert_sentence_piece, parse_config
 from pi2.plan.documents.model import Model
 from pi2.regular_file import read_regular
 from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
@@ -17,7 +16,6 @@ from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG
 def read_extra_files(
     source: Checkpoint,
     model: Model,
-    tokenizer: Path | None,
     activations: Path | None,
     extras: Mapping[str, Path],
 ) -> dict[str, bytes]:
@@ -39,13 +37,8 @@ def read_extra_files(
     paths = dict(extras)
     if activations is not None:
         paths["activations.parquet"] = activations
-    if tokenizer is not None and tokenizer.suffix != ".model":
-        paths[name] = tokenizer
     for path, file in paths.items():
         contents[path] = _read_bytes(file)
-    if tokenizer is not None and tokenizer.suffix == ".model":
-        pieces, said = _read_bytes(tokenizer), contents.get(TOKENIZER_CONFIG)
-        contents[name] = convert_sentence_piece(tokenizer, pieces, parse_config(said))
     if name not in contents:
         found = source.read_tokenizer()
         if found is None:
@@ -56,7 +49,8 @@ def read_extra_files(
                 "--tokenizer",
             )
         contents[name] = found
-    _check_tokenizer(tokenizer or source.folder / name, contents[name], model)
+    file = source.folder / name if source.given_tokenizer is None else source.given_tokenizer[0]
+    _check_tokenizer(file, contents[name], model)
     return contents
 
 

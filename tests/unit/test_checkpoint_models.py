@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from pi2.cli.main import run
 from pi2.cli.named_plans import find_plan_path
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.gguf_file import read_gguf
+from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.new_model import describe_checkpoint
 from pi2.pulled_models import find_model, list_models
 from tests.helpers.checkpoints import write_checkpoint
@@ -35,7 +38,13 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data/pi2/models"
 
 
-def write_model(folder: Path, name: str, kind: str = "Q8_0", seed: int = 0) -> Path:
+def write_model(
+    folder: Path,
+    name: str,
+    kind: str = "Q8_0",
+    seed: int = 0,
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
     """A GGUF file whose answers begin anywhere."""
     metadata = make_sentence_piece()
     size = len(metadata["tokenizer.ggml.tokens"])
@@ -43,13 +52,13 @@ def write_model(folder: Path, name: str, kind: str = "Q8_0", seed: int = 0) -> P
     weights = draw_weights(model, seed)
     checkpoint = write_checkpoint(folder / f"checkpoint-{name}-{seed}", model, weights)
     config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 64}
-    changes: dict[str, Any] = {
+    said: dict[str, Any] = {
         key: value.tolist() if isinstance(value, np.ndarray) else value
         for key, value in metadata.items()
     }
-    changes["general.sampling.temp"] = 0.25
+    said |= {"general.sampling.temp": 0.25, **(changes or {})}
     file = folder / f"{name}.gguf"
-    return write_gguf(file, config, translate(weights, config), kind=kind, changes=changes)
+    return write_gguf(file, config, translate(weights, config), kind=kind, changes=said)
 
 
 def write_folder(folder: Path, name: str, seed: int = 0) -> Path:
@@ -124,6 +133,60 @@ def test_a_plan_that_did_not_fit_is_written_when_it_does(
     assert f"--store {models / 'tiny'}" in said and "--memory '" in said
     assert run(["run", str(file), "--prompt", "hello", *REFERENCE]) == 0
     assert (models / "tiny/default.plan.toml").exists()
+
+
+@pytest.mark.parametrize("name", [b"no-suffix", b"UPPER.GGUF", b"two words.gguf", b"x\xff.gguf"])
+def test_a_gguf_file_is_known_by_its_beginning_whatever_its_name_is(
+    name: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_model(tmp_path, "tiny").rename(tmp_path / os.fsdecode(name))
+    command = ["run", str(file), "--prompt", "hello", *REFERENCE]
+    assert run(command) == 0
+    assert "is converted once" in capsys.readouterr().err
+    assert run([*command, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["text"] and "converted" not in shown.err
+    (model,) = list_models()
+    assert model.source.name == str(file)
+    (document,) = model.folder.glob("*.model.toml")
+    assert "hello" not in document.read_text("utf-8")
+    assert run(["convert", str(file), "-o", str(tmp_path / os.fsdecode(name + b" store"))]) == 0
+    assert run(["list"]) == 0
+    broken = tmp_path / os.fsdecode(b"broken " + name)
+    broken.write_bytes(b"GGUF and no more")
+    assert run(["run", str(broken), "--prompt", "hello"]) == 2
+    shown = capsys.readouterr()
+    assert "P532" in shown.err and "P900" not in shown.err
+
+
+def test_a_tokenizer_can_be_given_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file or a folder, for a GGUF file whose own kind is unknown."""
+    file = write_model(tmp_path, "tiny")
+    own = make_tokenizer(file, read_gguf(file).metadata)
+    unknown = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen9"}
+    unknown_file = write_model(tmp_path, "unknown", changes=unknown)
+    command = ["run", str(unknown_file), "--prompt", "hello", *REFERENCE]
+    assert run(command) == 2
+    shown = capsys.readouterr().err
+    assert "P543" in shown and "qwen2" in shown and "--tokenizer" in shown
+    assert run([*command, "--tokenizer", str(tmp_path / "none")]) == 2
+    assert "P543" in capsys.readouterr().err
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/tokenizer.json").write_bytes(own)
+    assert run([*command, "--tokenizer", str(tmp_path / "folder")]) == 0
+    assert "is converted once" in capsys.readouterr().err
+    assert run([*command, "--tokenizer", str(tmp_path / "folder/tokenizer.json")]) == 0
+    assert run(command) == 0
+    assert "converted" not in capsys.readouterr().err
+    plan = find_plan_path(unknown_file)
+    assert (plan.parent / "tokenizer.json").read_bytes() == own
+    with pi2.load(plan, set={"backends.cpu": "reference"}) as model:
+        assert model.encode("hello")[0] == 1  # the given tokenizer's begin token
+    assert run(["run", str(plan), "--prompt", "a", "--tokenizer", str(tmp_path / "folder")]) == 2
+    assert "--tokenizer is for a checkpoint" in capsys.readouterr().err
 
 
 def test_python_loads_what_a_command_runs(tmp_path: Path, models: Path) -> None:
