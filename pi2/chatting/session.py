@@ -99,7 +99,7 @@ class Session:
         facts = read_chat_facts(model)
         prompt = model.render_chat([*self.messages, {"role": "user", "content": text}])
         request = model.describe_request(
-            self.replay.encode(prompt, model.encode_text),
+            model.begin(self.replay.encode(prompt, model.encode_text)),
             shown_ids=facts.shown_ids,
             **self.settings,
         )

@@ -36,7 +36,7 @@ from pi2.memory.pressure import Pressure, read_pressure
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.sandbox.staying import StayingChild
-from pi2.sandbox.tokenizer import decode_ids, encode_text
+from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
 from pi2.store.reader import NeuronStore
 
 if TYPE_CHECKING:
@@ -161,8 +161,9 @@ class LoadedModel:
         """Whether nothing is computed, and so no text is made (null backend)."""
         return self._parts.store is None
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of ``prompt``, with the begin token where the model wants one.
+    def encode(self, prompt: str, *, whole: bool = False) -> list[int]:
+        """Token ids of ``prompt``, with the begin token where the model wants one; of a ``whole``
+        text that nothing follows, such as one for an embedding, with the tokenizer's end token.
 
         A dry run has no tokenizer and takes a token for every four bytes.
         """
@@ -170,6 +171,7 @@ class LoadedModel:
             ids = [0] * -(-len(prompt.encode("utf-8", "replace")) // 4)
         else:
             ids = encode_text(self.tokenizer, prompt)
+            ids += list_endings(self.tokenizer) if whole else []
         settings = self.plan.model.tokenizer
         if settings.add_bos and settings.bos is not None:
             ids = [settings.bos, *ids]
@@ -218,9 +220,16 @@ class LoadedModel:
     ) -> list[int]:
         """Token ids of a conversation, up to where the answer begins: see `render_chat`.
 
-        No begin token is added: the template writes it where the model wants one.
+        The begin token comes first where the model wants one, once: many templates write it.
         """
-        return self.encode_text(self.render_chat(messages, template=template, variables=variables))
+        text = self.render_chat(messages, template=template, variables=variables)
+        return self.begin(self.encode_text(text))
+
+    def begin(self, ids: list[int]) -> list[int]:
+        """Token ids with the begin token before them, where the model wants one and they have
+        none."""
+        bos = self.plan.model.tokenizer.bos if self.plan.model.tokenizer.add_bos else None
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of ``text`` as it is: no begin token is added."""
@@ -497,7 +506,7 @@ class LoadedModel:
                 "the backend of this plan gives no hidden states, which embeddings are made of",
                 help="use the cpu or the reference backend",
             )
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.encode(prompt, whole=True) if isinstance(prompt, str) else list(prompt)
         self._check_ids(ids, answer=0)
         return embed_tokens(
             self._parts, forward, self._scheduler, ids, pooling or self.plan.model.pooling

@@ -14,7 +14,8 @@ class TokenDecoder:
     """Turns one token after the other into text, whole characters at a time.
 
     Tokens are decoded together with those of the piece before, because the text of a token can
-    depend on its neighbours (spaces, bytes of one character).
+    depend on its neighbours (spaces, bytes of one character).  The first ones go on with a prompt:
+    what a decoder leaves out where a text begins, such as Llama 2's first space, is part of them.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -39,8 +40,9 @@ class TokenDecoder:
         return text
 
     def _read_held(self) -> str:
-        known = self._decode(self._before)
-        return self._decode([*self._before, *self._held])[len(known) :]
+        # At the beginning, the tokens themselves stand for what comes before them.
+        before = self._before or self._held
+        return self._decode([*before, *self._held])[len(self._decode(before)) :]
 
 
 class StopFilter:

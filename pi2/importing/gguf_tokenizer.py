@@ -54,8 +54,13 @@ def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
     def build() -> str:
         tokenizer, begins = _build(file, metadata, tokens, marks.kinds)
         _add_marks(tokenizer, metadata, tokens, marks.kinds)
-        if marks.begin is not None and begins:
-            _begin_texts(tokenizer, tokens[marks.begin], marks.begin)
+        ends = metadata.get("tokenizer.ggml.add_eos_token", False)
+        _frame_texts(
+            tokenizer,
+            tokens,
+            marks.begin if begins else None,
+            marks.ends[0] if marks.ends and ends else None,
+        )
         return str(tokenizer.to_str())
 
     try:
@@ -324,14 +329,21 @@ def _add_marks(
     tokenizer.add_tokens([AddedToken(text, normalized=False, rstrip=takes) for text in own if text])
 
 
-def _begin_texts(tokenizer: Tokenizer, begin: str, number: int) -> None:
-    """Put the begin token before texts."""
+def _frame_texts(
+    tokenizer: Tokenizer, tokens: Sequence[str], begin: int | None, end: int | None
+) -> None:
+    """Put the begin token before texts, and the end token after whole ones."""
     from tokenizers import processors
 
+    framing = [(tokens[number], number) for number in (begin, end) if number is not None]
+    if not framing:
+        return
+    before = [] if begin is None else [tokens[begin]]
+    after = [] if end is None else [tokens[end]]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[begin, "$A"],
-        pair=[begin, "$A", begin, "$B"],
-        special_tokens=[(begin, number)],
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B", *after],
+        special_tokens=framing,
     )
 
 

@@ -97,6 +97,14 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(found)
 
 
+def list_endings(tokenizer: Tokenizer) -> list[int]:
+    """Tokens that the tokenizer puts after a whole text."""
+    whole, plain = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    places = range(len(whole) - len(plain) + 1)
+    place = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+    return list(whole[place + len(plain) :])
+
+
 def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:
     """Text of ``ids``, without special tokens unless ``special``; `UserError` P605 where the
     tokenizer fails."""

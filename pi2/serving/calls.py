@@ -116,7 +116,7 @@ async def prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str,
 def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]) -> Ask:
     facts, model = host.find_chat_facts(), host.model
     prompt = _render_as_sampled(host, conversation)
-    ids = host.replay.encode(prompt, model.encode_text)
+    ids = model.begin(host.replay.encode(prompt, model.encode_text))
     has_tools = bool(conversation.tools) and conversation.tool_choice != "none"
     tools = conversation.tools if has_tools else None
     grammar = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pi2.diagnostics import UserError
@@ -40,12 +41,15 @@ _FILL_BRACKETS = ("[SUFFIX]", "[PREFIX]")
 """Those of models that read what follows first, and begin the gap without a mark."""
 
 
-def list_prompts(host: Host, prompt: str | list[int] | list[str] | list[list[int]]) -> list[Any]:
-    """Token ids of each prompt; ApiError 400 for what is none."""
+def list_prompts(
+    host: Host, prompt: str | list[int] | list[str] | list[list[int]], *, whole: bool = False
+) -> list[Any]:
+    """Token ids of each prompt, or of each ``whole`` text; ApiError 400 for what is none."""
     texts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    encode = partial(host.model.encode, whole=whole)
     try:
         return [
-            host.model.encode(item) if isinstance(item, str) else [int(token) for token in item]
+            encode(item) if isinstance(item, str) else [int(token) for token in item]
             for item in texts
             if isinstance(item, (str, list))
         ]

@@ -31,7 +31,7 @@ from pi2.serving.requests import (
 async def answer_embeddings(request: Request, service: Service, body: EmbeddingRequest) -> Response:
     """The embedding of each text."""
     async with use_model(request, service, body.model) as (host, limits):
-        prompts = list_prompts(host, body.input)
+        prompts = list_prompts(host, body.input, whole=True)
         found = await embed(
             request, host, limits, prompts, pooling=body.pooling, dimensions=body.dimensions
         )

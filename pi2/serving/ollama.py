@@ -274,7 +274,7 @@ async def answer_embed(request: Request, service: Service, body: EmbedRequest) -
     texts = [body.input] if isinstance(body.input, str) else body.input
     async with use_model(request, service, body.model) as (host, limits):
         context = host.model.plan.plan.kv.context
-        prompts = list_prompts(host, texts) if texts and texts != [""] else []
+        prompts = list_prompts(host, texts, whole=True) if texts and texts != [""] else []
         if body.truncate is not False:
             prompts = [ids[:context] for ids in prompts]
         found = await embed(request, host, limits, prompts, dimensions=body.dimensions)
@@ -292,7 +292,7 @@ async def answer_embed(request: Request, service: Service, body: EmbedRequest) -
 async def answer_old_embed(request: Request, service: Service, body: OldEmbedRequest) -> Response:
     """The embedding of a text."""
     async with use_model(request, service, body.model) as (host, limits):
-        prompts = list_prompts(host, body.prompt) if body.prompt else []
+        prompts = list_prompts(host, body.prompt, whole=True) if body.prompt else []
         found = await embed(request, host, limits, prompts)
         values = [float(value) for value in found[0]] if found else []
         return JsonResponse({"embedding": values})

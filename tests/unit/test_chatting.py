@@ -144,6 +144,10 @@ def test_a_file_that_is_refused_changes_nothing_and_leaves_nothing(
 def test_an_interrupt_in_a_terminal_stops_the_answer_and_not_the_program(
     plan: Path, tmp_path: Path
 ) -> None:
+    with pi2.load(plan) as model:
+        ids = model.encode_chat([{"role": "user", "content": "hello"}])
+        begun = model.generate(ids, max_tokens=6).result.text.encode()
+    assert begun.isalnum()
     screen, terminal = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "pi2", "chat", str(plan)],
@@ -173,7 +177,7 @@ def test_an_interrupt_in_a_terminal_stops_the_answer_and_not_the_program(
         try:
             wait_for(b"/help lists commands")
             type_keys(b"hello\r")
-            wait_for(b"filler")  # the answer is under way
+            wait_for(begun)  # the answer is under way
             os.write(screen, b"\x03")
             wait_for(b"tokens (stopped)")
             type_keys(b"/set max_tokens 2\r")

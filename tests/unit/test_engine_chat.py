@@ -202,6 +202,19 @@ def test_a_conversation_is_encoded_with_one_begin_token_and_answered(tmp_path: P
     assert json.loads(longer.stdout)["prompt_tokens"] == len(ids) + len("\x00system:cd\n")
 
 
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_conversation_begins_once(wants: bool, writes: bool, tmp_path: Path) -> None:
+    """As llama.cpp's server: the begin token that the model wants, or its template writes."""
+    tiny = make_tiny(tmp_path, {"tokenizer": {"bos": 256, "eos": [257], "add_bos": wants}})
+    start = "{{ bos_token }}" if writes else ""
+    (tiny.store / "chat_template.jinja").write_text(start + "{{ messages[0].content }}")
+    with pi2.load(write_plan(tmp_path, tiny)) as model:
+        ids = model.encode_chat([{"role": "user", "content": "hi"}])
+        assert ids.count(256) == int(wants or writes)
+        assert (ids[0] == 256) is (wants or writes)
+
+
 @pytest.mark.parametrize("options", [["--system", "a"], ["--chat", "a", "--prompt", "b"]])
 def test_options_that_do_not_go_together_are_refused(options: list[str]) -> None:
     assert CliRunner().invoke(command, ["plan.toml", *options]).exit_code == 2

@@ -17,6 +17,7 @@ from pi2.importing.gguf_checkpoint import open_gguf
 from pi2.importing.gguf_tokenizer import find_marks, make_tokenizer
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.text_cuts import CUTS
+from pi2.sandbox.tokenizer import list_endings
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import SPACE, make_sentence_piece, write_gguf
 from tests.helpers.gguf_tensors import translate
@@ -128,6 +129,15 @@ def test_answers_end_where_llama_cpp_ends_them(case: dict[str, Any]) -> None:
     marks = find_marks(Path("x.gguf"), metadata | case["keys"])
     assert sorted(marks.ends) == case["ends"]
     assert marks.ends[0] == case["keys"].get("tokenizer.ggml.eos_token_id")
+
+
+def test_an_end_token_follows_whole_texts_where_the_file_says_so() -> None:
+    metadata = make_sentence_piece() | {"tokenizer.ggml.eos_token_id": 2}
+    for adds in (True, False):
+        changes = {"tokenizer.ggml.add_eos_token": adds}
+        tokenizer = Tokenizer.from_buffer(make_tokenizer(Path("x.gguf"), metadata | changes))
+        assert (tokenizer.encode("hello").ids[-1] == 2) is adds
+        assert list_endings(tokenizer) == [2] * adds
 
 
 def test_characters_without_tokens_are_left_out() -> None:

@@ -40,7 +40,9 @@ def test_texts_come_back(name: str) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(ids) == text
         decoder = TokenDecoder(tokenizer.decode)
-        assert "".join([*map(decoder.push, ids), decoder.flush()]) == text
+        streamed = "".join([*map(decoder.push, ids), decoder.flush()])
+        # After a prompt, the space before the first word counts.
+        assert streamed == (text if name == "likeliest-bytes" else f" {text}")
 
 
 def test_begin_tokens_are_those_that_the_configuration_wants() -> None:

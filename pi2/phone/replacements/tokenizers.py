@@ -79,6 +79,12 @@ def encode_text(tokenizer: Reader, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
+def list_endings(tokenizer: Reader) -> list[int]:
+    """Tokens after a whole text: none, since phones make no embeddings."""
+    del tokenizer
+    return []
+
+
 def decode_ids(tokenizer: Reader, ids: Sequence[int], *, special: bool = False) -> str:
     """Text of ``ids``, without special tokens unless ``special``."""
     return tokenizer.decode(ids, special=special)
