@@ -217,4 +217,4 @@ def test_a_conversation_begins_once(wants: bool, writes: bool, tmp_path: Path) -
 
 @pytest.mark.parametrize("options", [["--system", "a"], ["--chat", "a", "--prompt", "b"]])
 def test_options_that_do_not_go_together_are_refused(options: list[str]) -> None:
-    assert CliRunner().invoke(command, ["plan.toml", *options]).exit_code == 2
+    assert CliRunner().invoke(command, ["demo", *options]).exit_code == 2
