@@ -50,7 +50,11 @@ def convert_once(path: Path, tokenizer: Path | None = None) -> Path:
     until another one is.  Raises `UserError` as `pi2.importing.convert.convert_checkpoint` does,
     P026 if no plan fits this machine.
     """
-    source = LocalSource.describe(path, None if tokenizer is None else find_tokenizer(tokenizer))
+    if tokenizer is not None:
+        from pi2.importing.checkpoint import find_tokenizer
+
+        tokenizer = find_tokenizer(tokenizer)
+    source = LocalSource.describe(path, tokenizer)
     known = find_converted(source.path)
     if known is not None and tokenizer is None:
         before = getattr(known.source, "tokenizer", None)
@@ -91,20 +95,6 @@ def write_plan(folder: Path) -> None:
         message = f"no plan of {folder.name} fits this machine: {found.message}"
         raise UserError.of("P026", message, help=help_text, notes=found.notes) from None
     write_atomically(folder / PLAN, text.encode())
-
-
-def find_tokenizer(path: Path) -> Path:
-    """The file of a tokenizer, or that of a folder which has one; `UserError` P543."""
-    names = ("tokenizer.json", "tokenizer.model")
-    files = [path / name for name in names] if path.is_dir() else [path]
-    found = next((file for file in files if file.is_file()), None)
-    if found is None:
-        raise UserError.of(
-            "P543",
-            f"there is no tokenizer at {path}",
-            help=f"--tokenizer takes a {names[0]}, a {names[1]}, or a folder that has one",
-        )
-    return found
 
 
 def find_converted(path: str) -> PulledModel | None:

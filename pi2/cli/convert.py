@@ -121,7 +121,6 @@ def command(
     --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
     two operations per weight and token each time, with one layer in memory.
     """
-    from pi2.cli.checkpoint_models import find_tokenizer
     from pi2.cli.progress import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.convert import convert_checkpoint
@@ -130,8 +129,7 @@ def command(
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers.quantizer import Quantizer
 
-    given = None if tokenizer is None else find_tokenizer(tokenizer)
-    opened = use_tokenizer(open_checkpoint(checkpoint), given)
+    opened = use_tokenizer(open_checkpoint(checkpoint), tokenizer)
     if model is None:
         document, origin = describe_checkpoint(opened).model, name_origin(checkpoint)
         if predictors is not None and document.predictor is None:

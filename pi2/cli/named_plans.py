@@ -27,17 +27,25 @@ MANIFEST = "manifest.json"
 HUB = "hf:"
 
 
-def find_plan_path(path: Path, tokenizer: Path | None = None) -> Path:
-    """The plan that ``path`` names; a checkpoint is converted, once: `convert_once`, which a
-    ``tokenizer`` is for.
+def find_plan_path(path: Path) -> Path:
+    """The plan that ``path`` names: a GGUF file stands for the plan that runs it as it is, where
+    that is possible; other checkpoints are converted, once: `convert_once`.
 
     A store stands for the plan in it.  UserError P001 for a name that nothing has.
     """
-    if tokenizer is not None:
-        if is_checkpoint(path):
-            return convert_once(path, tokenizer)
-        raise click.UsageError(f"--tokenizer is for a checkpoint; {path} has a tokenizer")
     return _find(path, ("plan",))
+
+
+def find_retokenized(path: Path, tokenizer: Path | None) -> tuple[Path, dict[str, object]]:
+    """The plan that ``path`` names, with another ``tokenizer`` if one is given, and the values that
+    this takes; click's UsageError for a plan that is no checkpoint."""
+    if tokenizer is None:
+        return find_plan_path(path), {}
+    if not is_checkpoint(path):
+        raise click.UsageError(f"--tokenizer is for a checkpoint; {path} has its tokenizer")
+    if runs_as_it_is(path):
+        return path, {"tokenizer": str(tokenizer.absolute())}
+    return convert_once(path, tokenizer), {}
 
 
 def find_document_path(path: Path) -> Path:

@@ -110,10 +110,11 @@ def choose_plan(
     tokenizer: Path | None = None,
 ) -> ChosenPlan:
     """The plan that arguments name."""
-    from pi2.cli.named_plans import find_plan_path
+    from pi2.cli.named_plans import find_retokenized
 
-    path = find_plan_path(given, tokenizer)
-    return ChosenPlan(given, path, *parse_changes(settings, memory), locked=locked)
+    path, further = find_retokenized(given, tokenizer)
+    values, memory_bytes = parse_changes(settings, memory)
+    return ChosenPlan(given, path, {**values, **further}, memory_bytes, locked=locked)
 
 
 def parse_changes(

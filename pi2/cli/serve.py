@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from pi2.cli.garbage import collect_as_usual
-from pi2.cli.named_plans import find_plan_path
+from pi2.cli.named_plans import find_retokenized
 from pi2.cli.options import add_set_option, add_tokenizer_option
 from pi2.diagnostics import UserError
 from pi2.plan.composing.overrides import parse_assignments
 from pi2.plan.documents.quantities import parse_size
+from pi2.regular_file import show_path
 
 if TYPE_CHECKING:
     import uvicorn
@@ -276,15 +277,16 @@ def list_plans(
 
     found: dict[str, ServedPlan] = {}
     for given in paths:
-        path = find_plan_path(given, tokenizer)
+        path, further = find_retokenized(given, tokenizer)
+        values = {**overrides, **further}
         resolver = LockedReferences(path.parent, locked=False)
-        read = partial(read_plan, path, resolver=resolver, overrides=overrides)
+        read = partial(read_plan, path, resolver=resolver, overrides=values)
         plan = read()
         budget_bytes = plan.resolved.plan.memory.budget
         if memory_bytes is not None and (len(paths) == 1 or budget_bytes > memory_bytes):
             plan = read(memory_bytes=memory_bytes)
         resolved = plan.resolved
-        name = path.name.removesuffix(".toml").removesuffix(".plan")
+        name = show_path(Path(path.name)).removesuffix(".toml").removesuffix(".plan")
         if name in ("default", "plan"):
             name = path.resolve().parent.name
         if name in found:

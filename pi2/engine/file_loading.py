@@ -36,8 +36,13 @@ class TextFiles:
         self.identity = repr(weights.identity).encode()
         """Bytes that differ where another file has taken this one's place."""
         self.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pi2-")))
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            content = weights.checkpoint.read_file(name)
+        checkpoint = weights.checkpoint
+        contents = {
+            "tokenizer.json": checkpoint.read_tokenizer(),
+            "tokenizer_config.json": checkpoint.read_file("tokenizer_config.json"),
+            "chat_template.jinja": checkpoint.read_file("chat_template.jinja"),
+        }
+        for name, content in contents.items():
             if content is not None:
                 (self.path / name).write_bytes(content)
 

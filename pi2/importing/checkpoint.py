@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.blocks import list_beginnings, rename_tensors
@@ -142,11 +142,29 @@ class Checkpoint:
         return name
 
 
-def use_tokenizer(checkpoint: Checkpoint, file: Path | None) -> Checkpoint:
-    """The checkpoint with another tokenizer: a ``tokenizer.json`` or ``tokenizer.model``.
-    `UserError` P543 if it cannot be read."""
-    if file is None:
+Opened = TypeVar("Opened", bound=Checkpoint)
+
+
+def find_tokenizer(path: Path) -> Path:
+    """The file of a tokenizer, or that of a folder which has one; `UserError` P543."""
+    names = ("tokenizer.json", SENTENCE_PIECE)
+    files = [path / name for name in names] if path.is_dir() else [path]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        raise UserError.of(
+            "P543",
+            f"there is no tokenizer at {path}",
+            help=f"--tokenizer takes a {names[0]}, a {names[1]}, or a folder that has one",
+        )
+    return found
+
+
+def use_tokenizer(checkpoint: Opened, path: Path | None) -> Opened:
+    """The checkpoint with another tokenizer: a ``tokenizer.json``, a ``tokenizer.model``, or a
+    folder that has one.  `UserError` P543 if it cannot be read."""
+    if path is None:
         return checkpoint
+    file = find_tokenizer(path)
     try:
         content = read_regular(file)
     except OSError as error:

@@ -7,26 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
-from pi2.regular_file import open_stream
+from pi2.regular_file import is_gguf, show_path
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.file_facts import FilledPlan
     from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
     from pi2.weights.gguf_weights import GgufWeights
-
-MAGIC = b"GGUF"
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do, whatever its name."""
-    try:
-        if not path.is_file():
-            return False
-        with open_stream(path) as stream:
-            return stream.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 def runs_as_it_is(path: Path) -> bool:
@@ -45,7 +32,8 @@ def runs_as_it_is(path: Path) -> bool:
 
 def describe_bare(path: Path) -> dict[str, Any] | None:
     """Values of the plan that a GGUF file stands for; None for another file."""
-    return {"schema_version": 2, "weights": path.name} if is_gguf(path) else None
+    name = show_path(Path(path.name))
+    return {"schema_version": 2, "weights": name} if is_gguf(path) else None
 
 
 def find_kind(path: Path) -> Kind | None:
@@ -70,7 +58,7 @@ class FileFiller:
     """Completes plans that run GGUF files, whose headers are read once."""
 
     def __init__(self) -> None:
-        self._opened: dict[Path, GgufWeights] = {}
+        self._opened: dict[tuple[Path, Path | None], GgufWeights] = {}
 
     def fill(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
         """Complete a plan's values; raises `UserError` as `GgufWeights.open` and
@@ -79,8 +67,12 @@ class FileFiller:
         from pi2.weights.file_plan import derive_plan
         from pi2.weights.gguf_weights import GgufWeights
 
-        place = path.parent / str(values["weights"])
+        given = values.get("tokenizer")
+        tokenizer = None if given is None else path.parent / str(given)
+        # A file that stands for its plan has no other; its name need not be text.
+        file = path if is_gguf(path) else path.parent / str(values["weights"])
+        place = file, tokenizer
         if place not in self._opened:
-            self._opened[place] = GgufWeights.open(place)
+            self._opened[place] = GgufWeights.open(file, tokenizer=tokenizer)
         weights = self._opened[place]
         return derive_plan(values, weights, detect_machine().memory.available_bytes)

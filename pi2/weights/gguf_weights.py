@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from pi2.arrays import F32, U8
+from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.rows import fill_name
@@ -61,14 +62,17 @@ class GgufWeights:
         self._descriptors: dict[int, int] = {}
 
     @classmethod
-    def open(cls, path: Path, *, has_texts: bool = True) -> GgufWeights:
-        """Read the headers of ``path`` and its other parts; without ``has_texts``, nothing is said
+    def open(
+        cls, path: Path, *, has_texts: bool = True, tokenizer: Path | None = None
+    ) -> GgufWeights:
+        """Read the headers of ``path`` and its other parts, with another ``tokenizer`` than theirs,
+        as `pi2.importing.checkpoint.use_tokenizer` takes it; without ``has_texts``, nothing is said
         of the tokenizer.
 
         Raises `UserError` as `pi2.importing.gguf_checkpoint.open_gguf` and
         `pi2.importing.new_model.describe_checkpoint` do.
         """
-        checkpoint = open_gguf(path)
+        checkpoint = use_tokenizer(open_gguf(path), tokenizer)
         return cls(checkpoint, describe_checkpoint(checkpoint, has_texts=has_texts).model)
 
     @property

@@ -124,7 +124,7 @@ def test_a_plan_that_did_not_fit_is_written_when_it_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Until then the finding says the least memory, and how to write a plan for it."""
-    file = write_model(tmp_path, "tiny")
+    file = write_folder(tmp_path, "tiny")
     with monkeypatch.context() as patch:
         patch.setattr("pi2.importing.first_plan.MEMORY_SHARE", 1e-6)
         assert run(["run", str(file), "--prompt", "hello", *REFERENCE]) == 2
@@ -140,18 +140,14 @@ def test_a_gguf_file_is_known_by_its_beginning_whatever_its_name_is(
     name: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_model(tmp_path, "tiny").rename(tmp_path / os.fsdecode(name))
-    command = ["run", str(file), "--prompt", "hello", *REFERENCE]
-    assert run(command) == 0
-    assert "is converted once" in capsys.readouterr().err
-    assert run([*command, "--json"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["text"] and "converted" not in shown.err
-    (model,) = list_models()
-    assert model.source.name == str(file)
-    (document,) = model.folder.glob("*.model.toml")
-    assert "hello" not in document.read_text("utf-8")
-    assert run(["convert", str(file), "-o", str(tmp_path / os.fsdecode(name + b" store"))]) == 0
-    assert run(["list"]) == 0
+    for more in ([], ["--json"], ["-v"]):
+        assert run(["run", str(file), "--prompt", "hello", "--max-tokens", "3", *more]) == 0
+        shown = capsys.readouterr()
+        assert shown.out.strip() and "converted" not in shown.err
+    assert run(["show", str(file)]) == 0
+    store = tmp_path / os.fsdecode(name + b" store")
+    assert run(["convert", str(file), "-o", str(store)]) == 0
+    assert run(["run", str(store), "--prompt", "hello", *REFERENCE]) == 0
     broken = tmp_path / os.fsdecode(b"broken " + name)
     broken.write_bytes(b"GGUF and no more")
     assert run(["run", str(broken), "--prompt", "hello"]) == 2
@@ -159,34 +155,43 @@ def test_a_gguf_file_is_known_by_its_beginning_whatever_its_name_is(
     assert "P532" in shown.err and "P900" not in shown.err
 
 
-def test_a_tokenizer_can_be_given_and_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file or a folder, for a GGUF file whose own kind is unknown."""
     file = write_model(tmp_path, "tiny")
     own = make_tokenizer(file, read_gguf(file).metadata)
     unknown = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen9"}
     unknown_file = write_model(tmp_path, "unknown", changes=unknown)
-    command = ["run", str(unknown_file), "--prompt", "hello", *REFERENCE]
+    command = ["run", str(unknown_file), "--prompt", "hello", "--max-tokens", "3"]
     assert run(command) == 2
     shown = capsys.readouterr().err
     assert "P543" in shown and "qwen2" in shown and "--tokenizer" in shown
-    assert run([*command, "--tokenizer", str(tmp_path / "none")]) == 2
+    assert run([*command, "--tokenizer", str(tmp_path / "none")]) == 1
     assert "P543" in capsys.readouterr().err
 
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/tokenizer.json").write_bytes(own)
     assert run([*command, "--tokenizer", str(tmp_path / "folder")]) == 0
+    given = tmp_path / "folder/tokenizer.json"
+    assert run([*command, "--tokenizer", str(given)]) == 0
+    with pi2.load(unknown_file, set={"tokenizer": str(given)}) as model:
+        assert model.encode("hello")[0] == 1  # the given tokenizer's begin token
+    assert run(["run", "demo", "--prompt", "a", "--tokenizer", str(given)]) == 2
+    assert "--tokenizer is for a checkpoint" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_was_given_once_counts_for_a_folder_that_is_converted(
+    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path, "tiny")
+    given = (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    command = ["run", str(folder), "--prompt", "hello", *REFERENCE]
+    assert run(command) == 2
+    assert "--tokenizer" in capsys.readouterr().err
+    assert run([*command, "--tokenizer", str(given)]) == 0
     assert "is converted once" in capsys.readouterr().err
-    assert run([*command, "--tokenizer", str(tmp_path / "folder/tokenizer.json")]) == 0
     assert run(command) == 0
     assert "converted" not in capsys.readouterr().err
-    plan = find_plan_path(unknown_file)
-    assert (plan.parent / "tokenizer.json").read_bytes() == own
-    with pi2.load(plan, set={"backends.cpu": "reference"}) as model:
-        assert model.encode("hello")[0] == 1  # the given tokenizer's begin token
-    assert run(["run", str(plan), "--prompt", "a", "--tokenizer", str(tmp_path / "folder")]) == 2
-    assert "--tokenizer is for a checkpoint" in capsys.readouterr().err
+    assert (models / "tiny/tokenizer.json").read_bytes() == given.read_bytes()
 
 
 def test_python_loads_what_a_command_runs(tmp_path: Path, models: Path) -> None:

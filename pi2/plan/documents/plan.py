@@ -26,6 +26,9 @@ class Plan(Document):
     weights: Annotated[Reference, Field(examples=["model-Q4_K_M.gguf"])] | None = None
     """GGUF file that is run as it is, relative to the plan file; any part of a split one. Then the
     model, the store, the bundle and all segments are derived, and need not be stated."""
+    tokenizer: Annotated[Reference, Field(examples=["tokenizer.json"])] | None = None
+    """Tokenizer instead of that of the GGUF file `weights`, relative to the plan file: a
+    ``tokenizer.json``, a ``tokenizer.model``, or a folder that has one."""
     backends: dict[Literal["cpu", "gpu", "npu"], BackendName] = {"cpu": "cpu"}
     """Backend for each kind of unit."""
     units: Annotated[dict[Identifier, UnitSettings], Field(examples=[{"npu": {}}])] = {}
