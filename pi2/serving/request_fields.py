@@ -191,7 +191,12 @@ _TURNS = frozenset(
         *("container", "mcp_servers"),
     }
 )
-COUNTS = Fields(ignored=_TURNS | {"compaction"})
+COUNTS = Fields(
+    ignored=_TURNS
+    | {"compaction", "thread", "max_tokens", "stop_sequences", "stream"}
+    | {"temperature", "top_p", "top_k"}
+)
+"""A count is that of the conversation, however it is answered."""
 MESSAGES = Fields(
     ignored=_TURNS | _SERVERS,
     refused={**_OTHER_SAMPLERS, "compaction": (), "thread": ({"type": "create"},)},
