@@ -128,7 +128,14 @@ def read_plan(
         report = check(overrides={**given, **fitted})
         errors = _list_errors(report)
     if report.candidate is not None and (errors or memory_bytes is not None):
-        refit = refit_plan(report.candidate, memory_bytes or report.candidate.plan.memory.budget)
+        try:
+            refit = refit_plan(
+                report.candidate, memory_bytes or report.candidate.plan.memory.budget
+            )
+        except UserError as error:
+            if memory_bytes is not None:
+                raise
+            raise UserError(error.diagnostics) from None  # a finding, as without a fit
         if memory_bytes is None and _contradicts(refit.overrides, given):
             return unfit
         fitted |= refit.overrides
@@ -304,7 +311,7 @@ def _explain_shortage(resolved: ResolvedPlan, budget_bytes: int, shortage: Short
     has, needs = compare_bytes(budget_bytes, least)
     return UserError.of(
         "P611",
-        f"{has} is not enough for this plan: it needs at least {needs} ({parts})",
+        f"a budget of {has} is not enough for this plan: it needs at least {needs} ({parts})",
         help=f"give it `--memory '{write_least(least)}'`, a shorter kv.context, "
         "or a smaller prefill.chunk",
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.hints import find_hint
 from pi2.cli.options import ChosenPlan, take_plan
 from pi2.cli.terminal_text import write_text
 from pi2.diagnostics import UserError
@@ -152,6 +153,9 @@ def command(
         else:
             write_text("\n")
             click.echo(summarise_run(model, generation.result), err=True)
+            bound = describe_run(model, generation.result)["bound_by"]
+            if (hint := find_hint(model, bound)) is not None:
+                click.echo(f"hint: {hint}", err=True)
             compare_promise(model, generation.result)
 
 

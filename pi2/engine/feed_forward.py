@@ -384,6 +384,11 @@ class FeedForward(Waves):
         self.counters.possible += self._token_neurons if is_whole and bounds[1] is None else 0
         return indices, scores
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that computing waited for neurons that stream by."""
+        return self._stream.waited_s
+
     def abandon(self) -> None:
         """Forget reads and jobs that are under way, after an error or an interrupt."""
         self._jobs.clear()

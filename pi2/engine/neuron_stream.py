@@ -17,6 +17,7 @@ are on their way as the staging buffers have room for.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -129,6 +130,8 @@ class NeuronStream:
         self._order = order
         self._cache = cache
         self._reader = reader
+        self.waited_s = 0.0
+        """Seconds that somebody waited for reads."""
         self._buffers = _divide_staging(staging, piece or staging.shape[1])
         self._layers = layers
         self.shortest_gap = max(1, SHORTEST_COPY_BYTES // staging.shape[2])
@@ -299,8 +302,10 @@ class NeuronStream:
                     self._cache.arena, slots[here], axis=0, out=filling.buffer[here], mode="clip"
                 )
             end = missing.stop
+        start_s = time.perf_counter()
         for read in filling.reads:
             read.result()
+        self.waited_s += time.perf_counter() - start_s
 
     def abandon(self) -> None:
         """Forget pieces on their way, after an error or an interrupt.

@@ -30,6 +30,7 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         cache_skips=size * sum(layer.skips for layer in counters),
         cache_evictions=size * sum(layer.evictions for layer in counters),
         flash_read_bytes=parts.reader.read_bytes,
+        waited_s=parts.reader.waited_s + feed_forward.waited_s,
         routed_experts=neurons.routed,
         foreseen_experts=neurons.foreseen,
         tokens_without_ahead=neurons.without_ahead,

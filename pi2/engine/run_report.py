@@ -15,6 +15,8 @@ from pi2.engine.unit_report import describe_units, name_unit, summarise_units
 from pi2.plan.documents.plan_running import Decode
 from pi2.plan.documents.quantities import approximate_bytes
 
+DISK_SHARE = 0.25
+"""Share of a run's time that waits for reads from which on the disk bounds it."""
 MANY_FAULTS = 256
 """Pages (1 MiB) that are worth a word: a run itself touches pages of libraries for the first time,
 and these count, too."""
@@ -22,7 +24,15 @@ and these count, too."""
 
 def describe_run(model: LoadedModel, result: GenerationResult) -> dict[str, Any]:
     """Everything that is known of a run, for machines."""
-    return {**describe_sequence(result), **describe_model(model, result.statistics)}
+    tokens = result.prompt_tokens + len(result.token_ids)
+    seconds = result.ttft_s
+    if result.decode_tokens_s:
+        seconds += max(0, len(result.token_ids) - 1) / result.decode_tokens_s
+    return {
+        **describe_sequence(result),
+        **describe_model(model, result.statistics),
+        **_describe_bound(model, result.statistics, tokens, seconds),
+    }
 
 
 def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
@@ -44,7 +54,48 @@ def describe_batch(model: LoadedModel, result: BatchResult) -> dict[str, Any]:
         "prefill_tokens_s": _rounded(result.prefill_tokens_s),
         "decode_tokens_s": _rounded(result.decode_tokens_s),
         **describe_model(model, result.statistics),
+        **_describe_bound(
+            model,
+            result.statistics,
+            result.rounds.prompt_tokens + sum(len(item.token_ids) for item in result.sequences),
+            result.rounds.prefill_s + result.rounds.steps_s,
+        ),
     }
+
+
+def _describe_bound(
+    model: LoadedModel, statistics: RunStatistics, tokens: int, seconds: float
+) -> dict[str, Any]:
+    """What reads cost a run of so many tokens and seconds, and what took its time."""
+    share = 0.0 if model.is_dry else min(1.0, divide(statistics.waited_s, seconds) or 0.0)
+    bound = "disk" if share >= DISK_SHARE else "processor and memory"
+    if model.plan.has_whole_unit:
+        bound = model.plan.sparse_unit
+    return {
+        "read_bytes_per_token": round(divide(statistics.flash_read_bytes, tokens) or 0.0),
+        "read_wait_share": round(share, 4),
+        "bound_by": None if model.is_dry else bound,
+    }
+
+
+def list_deviations(model: LoadedModel, statistics: RunStatistics) -> list[str]:
+    """Where a run computed less, or more coarsely, than the model says; none: it is exact."""
+    plan = model.plan.plan
+    found = []
+    if plan.decode.predictor == "low-rank":
+        found.append("low-rank predictors choose the neurons")
+    if model.plan.thresholds is not None and plan.decode.predictor in ("gate", "router"):
+        found.append("thresholds of [sparsity] leave neurons out")
+    for share, what in (
+        (statistics.replaced_share, "of the experts' weight replaced"),
+        (statistics.left_out_share, "of the experts' weight left out"),
+        (statistics.left_out_mass_share, "of the predictor's scores left out"),
+    ):
+        if share:
+            found.append(f"{share:.1%} {what}")
+    if plan.kv.type != "fp16":
+        found.append(f"the KV cache is {plan.kv.type}")
+    return found
 
 
 def describe_sequence(result: SequenceResult) -> dict[str, Any]:
@@ -77,6 +128,8 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "expert_weight_replaced": _rounded(statistics.replaced_share),
         "expert_weight_left_out": _rounded(statistics.left_out_share),
         "score_mass_left_out": _rounded(statistics.left_out_mass_share),
+        "exact": not (deviations := list_deviations(model, statistics)),
+        "deviations": deviations,
         "foreseen_share": _rounded(statistics.routing_recall),
         "tokens_without_ahead": statistics.tokens_without_ahead,
         "speculation": describe_speculation(model, statistics.speculation),
@@ -157,54 +210,43 @@ def _describe_best(result: BatchResult, best: int) -> str:
 
 
 def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
+    """The labelled lines of a summary; the first one is about speed."""
     peak, budget = run["peak_rss_bytes"], run["budget_bytes"]
     verdict = "within" if peak <= budget else "ABOVE"
-    computed = f"neurons computed {_percent(run['predicted_share'])}"
-    if model.plan.has_whole_unit:
-        unit = model.plan.sparse_unit
-        shown = name_unit(unit, emulated=bool(model.plan.device.units[unit].emulated))
-        neurons = f"{computed}, all of the model on {shown}"
-    elif model.plan.file is not None:
-        neurons = _describe_weights(model, run)
-    elif model.plan.plan.decode.predictor == "none":
-        neurons = (
-            f"{computed}, those that are not hot from flash for each token · read from flash "
-            f"{approximate_bytes(run['flash_read_bytes'])}"
-        )
-    else:
-        neurons = (
-            f"{computed}, active {_percent(run['active_share'])} · cache hits "
-            f"{_percent(run['cache_hit_rate'])} · read from flash "
-            f"{approximate_bytes(run['flash_read_bytes'])}"
-        )
     lines = [
-        first,
-        neurons,
-        f"peak memory {approximate_bytes(peak)}, {verdict} the budget of "
-        f"{approximate_bytes(budget)} · plan {model.plan.digest[:12]}",
+        f"speed: {first}",
+        f"memory: peak memory {approximate_bytes(peak)}, {verdict} the budget of "
+        f"{approximate_bytes(budget)}",
+        *_list_reads(model, run),
+        f"neurons: {_describe_neurons(model, run)}"
+        if model.plan.file is None
+        else _describe_weights(model),
+        "exact: " + ("yes" if run["exact"] else f"no, {'; '.join(run['deviations'])}"),
     ]
+    if run["bound_by"] is not None:
+        wait = run["read_wait_share"]
+        lines.append(f"bound by: {run['bound_by']} ({wait:.0%} of the time waited for reads)")
+    lines.append(f"plan: digest {model.plan.digest[:12]}")
     if run["expert_weight_replaced"] is not None:
         replaced, gone = run["expert_weight_replaced"], run["expert_weight_left_out"]
         lines.append(
-            f"{_percent(replaced)} of the experts' weight replaced by experts in memory, "
+            f"experts: {_percent(replaced)} of their weight replaced by experts in memory, "
             f"{_percent(gone)} left out"
         )
     if run["score_mass_left_out"] is not None:
         lines.append(_describe_left_out(model.plan.plan.decode, run["score_mass_left_out"]))
     if run["foreseen_share"] is not None:
         stopped = run["tokens_without_ahead"]
-        rest = f", and did not pay in {stopped} tokens" if stopped else ""
+        rest = f"; off for {stopped} tokens, where it did not pay" if stopped else ""
         named = _percent(run["foreseen_share"])
-        lines.append(f"looking ahead named {named} of the experts that computed{rest}")
+        lines.append(f"prefetching: named {named} of the experts that computed{rest}")
     if model.scheduler.speculation is not None:
         lines.append(summarise_speculation(run["speculation"]))
     lines += summarise_units(run["units"])
     if model.is_dry:
         lines.insert(0, "dry run: nothing was computed or read; the times are pi2's own overhead")
     elif run["io_verify"] == "never":
-        lines.append(
-            'note: nothing was compared with its checks: the plan says io.verify = "never"'
-        )
+        lines.append('note: the data read was not verified: the plan says io.verify = "never"')
     lines += summarise_pressure(run)
     if run["memory_lock_refused"]:
         lines.append(f"note: memory is not locked: {run['memory_lock_refused']}")
@@ -213,25 +255,48 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
     return "\n".join(lines)
 
 
-def _describe_weights(model: LoadedModel, run: dict[str, Any]) -> str:
+def _describe_weights(model: LoadedModel) -> str:
     """Where the weights of a GGUF file are."""
     facts = model.plan.file
     assert facts is not None
     whole = approximate_bytes(facts.matrix_bytes)
     if not facts.streamed_bytes:
-        return f"weights {whole}, all in memory ({model.plan.plan.memory.weights})"
+        return f"weights: {whole}, all in memory ({model.plan.plan.memory.weights})"
     streamed = approximate_bytes(facts.streamed_bytes)
-    return (
-        f"weights {whole}, {streamed} of them read from disk for every step · read in all "
-        f"{approximate_bytes(run['flash_read_bytes'])}"
-    )
+    return f"weights: {whole}, {streamed} of them are read from disk for every step"
+
+
+def _list_reads(model: LoadedModel, run: dict[str, Any]) -> list[str]:
+    """What came from flash, and how often it was in memory already."""
+    if model.plan.has_whole_unit:
+        return []
+    hits = run["cache_hit_rate"]
+    return [
+        f"reads: {approximate_bytes(run['flash_read_bytes'])} from flash since loading, "
+        f"{approximate_bytes(run['read_bytes_per_token'])} a token"
+        + ("" if hits is None else f" · cache hits {_percent(hits)} of the neurons needed")
+    ]
+
+
+def _describe_neurons(model: LoadedModel, run: dict[str, Any]) -> str:
+    computed = f"{_percent(run['predicted_share'])} computed"
+    if model.plan.has_whole_unit:
+        unit = model.plan.sparse_unit
+        shown = name_unit(unit, emulated=bool(model.plan.device.units[unit].emulated))
+        return f"{computed}, all of the model on {shown}"
+    if model.plan.plan.decode.predictor != "none":
+        return f"{computed}, {_percent(run['active_share'])} active"
+    count = model.plan.model.layer_neurons * len(model.plan.layers)
+    hot = sum(layer.hot_neurons for layer in model.plan.layers) / count
+    again = "" if hot >= 1 else "; the others are read again for each token"
+    return f"{computed}, {hot:.0%} stay in memory{again}"
 
 
 def _describe_left_out(decode: Decode, share: float) -> str:
     """What was not worth a read, beside what the plan allows."""
     stated = decode.leave_out
     allowed = "" if stated is None else f" (decode.leave_out = {stated:g})"
-    return f"{_percent(share)} of the predictor's scores left out instead of read{allowed}"
+    return f"left out: {_percent(share)} of the predictor's scores, instead of read{allowed}"
 
 
 def summarise_pressure(run: Mapping[str, Any]) -> list[str]:

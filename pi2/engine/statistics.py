@@ -28,6 +28,8 @@ class RunStatistics:
     """Neurons that made room."""
     flash_read_bytes: int
     """Bytes of neurons read from flash, prefill and loading included."""
+    waited_s: float = 0.0
+    """Seconds that computing waited for these reads."""
     dense_neurons: int = 0
     """Neurons of sparse layers that units beside the sparse one have computed."""
     routed_experts: int = 0
@@ -65,6 +67,7 @@ class RunStatistics:
             cache_skips=self.cache_skips - other.cache_skips,
             cache_evictions=self.cache_evictions - other.cache_evictions,
             flash_read_bytes=self.flash_read_bytes - other.flash_read_bytes,
+            waited_s=self.waited_s - other.waited_s,
             routed_experts=self.routed_experts - other.routed_experts,
             foreseen_experts=self.foreseen_experts - other.foreseen_experts,
             tokens_without_ahead=self.tokens_without_ahead - other.tokens_without_ahead,

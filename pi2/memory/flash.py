@@ -116,6 +116,8 @@ class FlashReader:
         """Why the plan's engine was given up, if it was."""
         self._observer: ReadObserver | None = None
         self.read_bytes = 0
+        self.waited_s = 0.0
+        """Seconds that somebody waited for neurons."""
         self.gate_reads = 0
         """Neurons whose gate was read by itself."""
         self.saved_bytes = 0
@@ -304,8 +306,9 @@ class FlashReader:
         slots = pending.slots[cluster]
         if len(slots) == 0:
             return slots
-        start_s = 0.0 if self._observer is None else time.perf_counter()
+        start_s = time.perf_counter()
         self._engine.wait(batch, number, count)
+        self.waited_s += time.perf_counter() - start_s
         part = slice(batch.parts[number].start, batch.parts[last].stop)
         results, sizes = batch.results[part], batch.sizes[part]
         # Methods of arrays that reduce them are Python, several times as slow as this.

@@ -24,6 +24,7 @@ class NullReader:
         self._stride = stride
         self._gate_bytes = gate_bytes
         self.read_bytes = 0
+        self.waited_s = 0.0
         self.gate_reads = 0
         self.saved_bytes = 0
 

@@ -27,7 +27,7 @@ def describe_promise(cost: Cost, tokens_s: float) -> str:
     """One line: the prediction, how the run compares, and what to do where it is far off."""
     spread = cost.spread_tokens_s
     within = f" ± {approximate_number(spread, 2)}" if spread > 0.01 * cost.tokens_s else ""
-    told = f"predicted {approximate_number(cost.tokens_s)}{within} tokens/s"
+    told = f"promise: predicted {approximate_number(cost.tokens_s)}{within} tokens/s"
     away = tokens_s / cost.tokens_s - 1.0
     if abs(tokens_s - cost.tokens_s) <= CLOSE * cost.tokens_s + spread:
         return f"{told}: the run is as fast as that"
