@@ -105,7 +105,7 @@ def read_plan(
     if report.runs_file:
         # Whatever the plan does not state is derived anew.
         if memory_bytes is not None:
-            given["memory.budget"] = f"{memory_bytes} B"
+            given["memory.budget"] = format_bytes(memory_bytes)
             report = check(overrides=given)
         return FittedPlan(report=report, overrides=given)
     errors = _list_errors(report)

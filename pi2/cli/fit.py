@@ -39,7 +39,9 @@ def command(plan: ChosenPlan, output: Path | None, force: bool) -> None:
     base = shipped.get(plan.path.resolve()) or refer_from(plan.path, target)
     values = _state_arrays(plan)
     need = format_bytes(plan.resolved.plan.memory.budget)
-    text = write_overlay(base, values, [f"Fitted by `pi2 fit`: {need} for the whole process."])
+    remark = f"Fitted by `pi2 fit`: {need} for the whole process."
+    is_plan = plan.path.name.endswith(".toml")
+    text = write_overlay(base, values, [remark], "extends" if is_plan else "weights")
     if output is None:
         click.echo(text, nl=False)
     else:

@@ -33,6 +33,12 @@ def hint_reads(resolved: ResolvedPlan, room_bytes: int) -> str | None:
     from pi2.plan.documents.quantities import write_least, write_most
 
     plan, model = resolved.plan, resolved.model
+    if resolved.file is not None:
+        whole = plan.memory.budget + resolved.file.streamed_bytes * 33 // 32
+        if whole <= room_bytes:
+            return f"--memory '{write_least(whole)}' keeps all weights in memory"
+        more = room_bytes > MORE * plan.memory.budget
+        return f"--memory '{write_most(room_bytes)}' keeps more weights in memory" if more else None
     kept = resolved.needs.hot.bytes + plan.memory.segments.cold
     missing = max(0, count_ffn_bytes(resolved) - kept)
     whole = plan.memory.budget + missing + missing // 32

@@ -48,12 +48,13 @@ def refer_path(path: Path, folder: Path) -> str:
 def write_checked(path: Path, text: str, advice: str) -> Report:
     """Write a document whole or not at all, if it is sound; ``advice`` says what comes next."""
     from pi2.cli.main import print_diagnostics
-    from pi2.plan.checking.check import check_file
     from pi2.sharing.files import write_atomically
     from pi2.sharing.resolver import LockedReferences
 
     make_folder(path)
-    report = check_file(path, resolver=LockedReferences(path.parent), text=text)
+    report = check_file(
+        path, resolver=LockedReferences(path.parent), text=text, fill=FileFiller().fill
+    )
     if not report.is_sound:
         raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)

@@ -59,6 +59,7 @@ def _count_whole(
         cache_skips=0,
         cache_evictions=0,
         flash_read_bytes=parts.reader.read_bytes,
+        waited_s=getattr(parts.whole, "waited_s", 0.0),
         speculation=SpeculationCounters() if speculation is None else speculation.counters,
     )
 

@@ -146,6 +146,21 @@ def test_a_fitted_plan_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert load_plan(file).digest == kept.digest
 
 
+def test_a_fitted_file_of_weights_is_a_plan(tmp_path: Path) -> None:
+    from tests.unit.test_checkpoint_models import write_model
+
+    file = write_model(tmp_path, "tiny")
+    target = tmp_path / "plans/small.plan.toml"
+    command = ["fit", str(file), "--memory", "200MiB", "--set", "kv.context=32"]
+    assert run([*command, "-o", str(target)]) == 0
+    assert 'weights = "../tiny.gguf"' in target.read_text()
+    assert run(["validate", str(target), "--strict"]) == 0
+    shown = ["show", str(target), "--set", "kv.context=16"]
+    assert run(shown) == 0
+    if read(target).report.runs_file:
+        assert read(target).resolved.plan.memory.budget == 200 * MIB
+
+
 def test_what_gave_way_and_items_of_arrays_are_kept_too(tmp_path: Path) -> None:
     plan = tmp_path / "plan.plan.toml"
     plan.write_text(

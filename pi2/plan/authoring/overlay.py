@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from pi2.plan.toml.text import write_key, write_value
 
 
-def write_overlay(base: str, changes: Mapping[str, object], remarks: Sequence[str] = ()) -> str:
-    """Text of a plan that extends ``base``; a value of None drops what is inherited."""
+def write_overlay(
+    base: str,
+    changes: Mapping[str, object],
+    remarks: Sequence[str] = (),
+    key: Literal["extends", "weights"] = "extends",
+) -> str:
+    """Text of a plan that extends ``base``, or runs this file of weights; a value of None drops
+    what is inherited."""
     lines = [f"# {remark}" for remark in remarks]
-    lines += ["schema_version = 2", f"extends = [{write_value(base)}]"]
+    value = base if key == "weights" else [base]
+    lines += ["schema_version = 2", f"{key} = {write_value(value)}"]
     dropped = [key for key, value in changes.items() if value is None]
     if dropped:
         lines.append(f"remove = {write_value(dropped)}")

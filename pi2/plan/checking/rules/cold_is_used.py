@@ -25,7 +25,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     """Compare the segment with what such plans need of it."""
     resolved = facts.resolved
     plan, size = resolved.plan, resolved.plan.memory.segments.cold
-    if plan.decode.predictor != "none":
+    if plan.decode.predictor != "none" or resolved.file is not None:  # a ring of what streams by
         return
     wasted = size - resolved.needs.cold.bytes
     whole_in_memory = all(layer.hot >= 1.0 for layer in resolved.layers)
