@@ -50,11 +50,10 @@ def write_checked(path: Path, text: str, advice: str) -> Report:
     from pi2.cli.main import print_diagnostics
     from pi2.sharing.files import write_atomically
     from pi2.sharing.resolver import LockedReferences
+    from pi2.weights.file_reading import check_document
 
     make_folder(path)
-    report = check_file(
-        path, resolver=LockedReferences(path.parent), text=text, fill=FileFiller().fill
-    )
+    report = check_document(path, resolver=LockedReferences(path.parent), text=text)
     if not report.is_sound:
         raise report.make_error()
     print_diagnostics(report.diagnostics, report.sources)

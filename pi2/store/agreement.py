@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def list_store_findings(report: Report) -> list[Diagnostic]:
     """What a run of a checked plan would refuse about its store, at the places in the plan; nothing
-    of a plan that runs dry, or that runs a file: it opens no store."""
+    of a plan that runs dry, which opens no store."""
     resolved = report.resolved
     if (
         resolved is None
