@@ -204,7 +204,10 @@ def build_parts(
         staging,
         layers=len(resolved.layers),
         decode=resolved.plan.decode,
-        token_neurons=resolved.model.token_neurons,
+        token_neurons=[
+            resolved.model.shape.ffn * resolved.model.count_active(layer)
+            for layer in range(len(resolved.layers))
+        ],
         separate_scales=request.scales is not None,
         shares=shares,
         in_order=observer is not None,

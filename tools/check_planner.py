@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from pi2.costs.cost import cost_plan
+from pi2.costs.cost_memory import count_memory
 from pi2.costs.prompts import PROMPT
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError, render
@@ -48,8 +50,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import BYTE_UNITS, format_bytes, parse_quantity
 from pi2.plan.resolve import load_plan
-from pi2.planning.cost import cost_plan
-from pi2.planning.cost_memory import count_memory
 from pi2.planning.documents import read_document
 from pi2.planning.planner import plan
 from pi2.planning.problem import Problem, pose_problem

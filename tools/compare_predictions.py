@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from pi2.costs.cost import cost_description
 from pi2.costs.description import describe_plan
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import Shortage, fit_plan
@@ -26,7 +27,6 @@ from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
-from pi2.planning.cost import cost_description
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.wish import Wish
 from pi2.simulate import simulate

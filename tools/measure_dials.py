@@ -75,7 +75,7 @@ def measure(
     resolved = load_plan(plan)
     model = resolved.model
     experts = model.shape.layers * model.expert_count
-    size = max(model.active_experts, round(share * experts)) * model.shape.ffn
+    size = max(model.most_active, round(share * experts)) * model.shape.ffn
     base = {
         "decode.predictor": "router",
         "decode.look_ahead": "none",

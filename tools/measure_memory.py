@@ -15,9 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pi2.costs.cost_memory import count_memory
 from pi2.machine import list_allowed_cores
 from pi2.plan.resolve import load_plan
-from pi2.planning.cost_memory import count_memory
 
 MIB = 1 << 20
 LINES = "def run(self, value):\n    return value\n"

@@ -15,7 +15,7 @@ from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.compilers import Compiler
 from pi2.backends.hexagon.index import write_index
 from pi2.backends.hexagon.sizes import UnitSizes
-from pi2.backends.hexagon.specification import HexagonSpec, Version
+from pi2.backends.hexagon.specification import VERSIONS, HexagonSpec, Version
 from pi2.plan.documents.device import Unit
 from pi2.progress import Progress, ignore_progress
 
@@ -29,8 +29,13 @@ DEFAULT_VERSION: Version = "v66"
 
 def describe_library(sizes: UnitSizes, unit: Unit) -> HexagonSpec:
     """Return what the library of a unit is compiled from."""
-    version = None if unit.hexagon is None else unit.hexagon.version
-    return sizes.describe(version or DEFAULT_VERSION)
+    return sizes.describe(choose_version(unit))
+
+
+def choose_version(unit: Unit) -> Version:
+    """The newest version that programs can be compiled for and that the unit runs."""
+    stated = None if unit.hexagon is None else unit.hexagon.version
+    return max((item for item in VERSIONS if item <= (stated or "")), default=DEFAULT_VERSION)
 
 
 def write_library(spec: HexagonSpec, folder: Path, progress: Progress = ignore_progress) -> None:

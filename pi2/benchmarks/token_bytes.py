@@ -42,7 +42,7 @@ def count_token_bytes(
     row = embedding / shape.vocab
     head = embedding if model.tied_head else sizes.pop(HEAD)
     predictors = {name: sizes.pop(name) for name in list(sizes) if ".predictor_" in name}
-    neurons = shape.layers * model.token_neurons
+    neurons = model.token_neurons
     part = vector_bytes(bundle.hidden, bundle.precision)
     match plan.decode.predictor:
         case "none" | "router":
@@ -50,14 +50,14 @@ def count_token_bytes(
         case "gate":
             assert active is not None
             # Of layers without a cutoff, beside some that have one, every neuron is computed.
-            whole = len(resolved.whole_layers) * model.token_neurons
+            whole = sum(model.count_token_neurons(layer) for layer in resolved.whole_layers)
             predictor = float((neurons - whole) * part)
             computed = (neurons * active - whole) * 2 * part + whole * bundle.neuron_bytes
         case _:
             assert active is not None
             predictor, computed = (
                 # Those of experts that rest are not asked.
-                sum(predictors.values()) * model.token_neurons / model.layer_neurons,
+                sum(predictors.values()) * neurons / (shape.layers * model.layer_neurons),
                 (neurons * active * bundle.neuron_bytes),
             )
     batch = sequences or plan.decode.batch
@@ -83,7 +83,7 @@ def count_dense_bytes(model: Model, *, position: float) -> TokenBytes:
         attention=sum(sizes.values()) + embedding / shape.vocab,
         head=head,
         predictor=0.0,
-        neurons=shape.layers * model.token_neurons * 3 * part,
+        neurons=model.token_neurons * 3 * part,
         kv=_count_kv(model, position, "fp16"),
     )
 

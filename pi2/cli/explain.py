@@ -92,7 +92,7 @@ def command(
 
 def _explain_cost(plan: ChosenPlan, plot: Path | None) -> None:
     """Print the terms of a plan's cost; UserError P351 where its device lacks figures."""
-    from pi2.planning.cost import cost_plan
+    from pi2.costs.cost import cost_plan
     from pi2.planning.table import draw_cost, write_cost
     from pi2.sharing.files import write_atomically
 

@@ -153,13 +153,11 @@ def command(
             raise click.UsageError("--pareto is for one --batch")
         _show_pareto(replace(wish, batch=batches[0]), plot)
         return
-    from pi2.planning.device_memory import plan_within_device
+    from pi2.planning.planner import plan
     from pi2.planning.text import describe_choices, write_batches
     from pi2.planning.thresholds import choose_thresholds
 
-    found = [
-        choose_thresholds(plan_within_device(replace(wish, batch=number))) for number in batches
-    ]
+    found = [choose_thresholds(plan(replace(wish, batch=number))) for number in batches]
     for planned in found:
         click.echo("\n".join(describe_choices(planned)))
         path = outputs[planned.wish.batch]
@@ -306,9 +304,9 @@ def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Pat
 
 def _show_pareto(wish: Wish, plot: Path | None) -> None:
     """The fastest plans for several memories, as a table and as a picture."""
-    from pi2.planning.device_memory import find_device_memory
     from pi2.planning.pareto import draw_curve, write_table
     from pi2.planning.planner import trace_pareto
+    from pi2.planning.speed import find_device_memory
 
     found = trace_pareto(wish, POINTS, most_bytes=find_device_memory(wish.device))
     click.echo("\n".join(write_table(found)))

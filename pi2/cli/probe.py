@@ -61,7 +61,8 @@ def command(
 ) -> None:
     """Measure this machine: memory, pi2's kernels, disk, noise.
 
-    Takes less than two minutes; run nothing else meanwhile.  Kernels are compiled first if needed.
+    Takes about two minutes, longer beside other work: run nothing else meanwhile.  Kernels are
+    compiled first if needed.
     Disk rates are measured on a temporary file of up to 1 GiB, unless --disk names a store.  With
     --compare, shows for each figure whether it agrees with that of another device file.
 

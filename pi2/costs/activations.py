@@ -197,12 +197,20 @@ def draw_experts(
     grain: int,
     shape: tuple[int, int],
     random: np.random.Generator,
+    always: float = 0.0,
 ) -> TokenDraws:
     """Draw where the experts of a token are: ``shares`` of what it uses on the dense unit, among
-    the other hot ones, in the cache, and missing; ``used`` neurons in all, ``grain`` of each."""
-    count = max(round(used / grain), 1)
-    drawn = random.multinomial(count, np.array(shares) / sum(shares), size=shape)
-    dense, hot, cached, missing = np.moveaxis(drawn * (used / count), -1, 0)
+    the other hot ones, in the cache, and missing; ``used`` neurons in all, ``grain`` of each.
+    ``always`` of them compute every token, and are the last to be missing."""
+    fixed, left = [], always
+    for share in shares:
+        fixed.append(min(share, left))
+        left -= fixed[-1]
+    varied = np.array(shares) - fixed
+    count = max(round((used - always) / grain), 1)
+    parts = varied / max(varied.sum(), 1e-9)
+    drawn = random.multinomial(count, parts, size=shape) * (varied.sum() / count)
+    dense, hot, cached, missing = np.moveaxis(drawn + fixed, -1, 0)
     return TokenDraws(dense=dense, hot=hot, cached=cached, missing=missing)
 
 

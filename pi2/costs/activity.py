@@ -53,8 +53,6 @@ _MEMORY_TOKENS = 64.0 / log(2.0)
 ABSENT = 0.8
 """Chance of a neuron near one that is missing not to be in the cache either.  Requests counted with
 `NeuronCache` ask for 0.55 to 0.95."""
-LONGEST_RUN = 128
-"""Neurons of an expert that a request reads at most."""
 _CROWDED = 0.3
 """Misses of a token over the cache's neurons from which ``lru`` may be the better policy."""
 _STEPS = 24
@@ -90,28 +88,56 @@ class LayerActivity:
     """The same of an expert's choice."""
     grain: int = 1
     """Neurons that are used together: those of an expert, where a router names them."""
+    always: int = 0
+    """Neurons that every token computes, such as those of shared experts: the first that stay."""
+    never: int = 0
+    """Neurons that no token computes: they fill up layers that have fewer experts than others."""
     products: float | None = None
     """Mean neurons that a step computes, once for every sequence that uses one; None for ``used``:
     one sequence."""
 
     @property
+    def varied(self) -> int:
+        """Neurons that some tokens compute, and others do not."""
+        return self.neurons - self.always - self.never
+
+    @property
     def used(self) -> float:
         """Mean neurons that a token computes."""
-        return self.named.active * self.neurons * self.chosen
+        return self.always + self.named.active * self.varied * self.chosen
 
     def count_within(self, share: float) -> float:
         """Mean neurons that a token uses of the hottest ``share`` of the layer."""
-        return float((self._chances * weigh_hot(share)).sum()) * self._class_uses
+        hot, _ = self.divide_room(share, 0.0)
+        uses = float((self._chances * weigh_hot(hot)).sum()) * self._class_uses
+        return min(share * self.neurons, self.always) + uses
+
+    def count_united(self, tokens: int) -> float:
+        """Mean neurons that any of ``tokens`` computes."""
+        return self.always + float((1.0 - (1.0 - self._uses) ** tokens).mean()) * self.varied
+
+    def divide_room(self, hot: float, cold: float) -> tuple[float, float]:
+        """Shares of the neurons that vary which stay and which a cache holds, where ``hot`` and
+        ``cold`` are shares of the layer: what every token uses has its room first."""
+        if self.varied == self.neurons:
+            return hot, cold
+        if self.varied == 0:
+            return 1.0, 0.0
+        rooms = [max(share * self.neurons - self.always, 0.0) for share in (hot, hot + cold)]
+        kept, both = (min(room / self.varied, 1.0) for room in rooms)
+        return kept, both - kept
 
     def count_missing(
         self, hot: float, cold: float, policy: Policy, leave_out: float = 0.0
     ) -> float:
         """Mean neurons that a token reads, where the hottest ``hot`` stay and a cache holds
         ``cold`` (shares of the layer's neurons), and ``leave_out`` of the scores are left out."""
+        lost = max(self.always - (hot + cold) * self.neurons, 0.0)
+        hot, cold = self.divide_room(hot, cold)
         if hot + cold >= 1.0:
-            return 0.0
+            return lost
         hits = self.find_hits(hot, cold, policy)
-        return self._count(hot, hits, self.find_read_chances(hot, hits, leave_out))
+        return lost + self._count(hot, hits, self.find_read_chances(hot, hits, leave_out))
 
     def find_read_chances(self, hot: float, hits: F64, leave_out: float) -> F64:
         """Chance of each class [CLASSES] that one of its neurons that is named and missing is read
@@ -121,7 +147,7 @@ class LayerActivity:
 
     def find_hits(self, hot: float, cold: float, policy: Policy) -> F64:
         """Chance of each class [CLASSES] that one of its neurons that is not hot is in the cache
-        when a token uses it.
+        when a token uses it; shares are of the neurons that vary (`divide_room`).
 
         ``lru``: Che's approximation.  ``lfu``: the cache holds the neurons with the highest
         counts of the last tokens, which chance decides, too; it is never worse than ``lru``.
@@ -132,7 +158,7 @@ class LayerActivity:
             return self._find_recent(hot, cold)
         stays = self._find_frequent(hot, cold)
         missing = self._count(hot, stays)
-        if missing < _CROWDED * cold * self.neurons:
+        if missing < _CROWDED * cold * self.varied:
             return stays
         recent = self._find_recent(hot, cold)
         return stays if missing <= self._count(hot, recent) else recent
@@ -147,11 +173,9 @@ class LayerActivity:
         ``gap`` others between two missing ones are read with them.
 
         A missing neuron begins a read if none of the ``gap`` + 1 before it is missing, too, which
-        are of its own class.  Neurons that are used together lie together.
+        are of its own class.
         """
-        if self.grain > 1:
-            return MergedReads(requests=1.0 / min(self.grain, LONGEST_RUN))
-        weights = self._chances * (1.0 - weigh_hot(min(hot + cold, 1.0)))
+        weights = self._chances * (1.0 - weigh_hot(min(sum(self.divide_room(hot, cold)), 1.0)))
         if not weights.any():
             return MergedReads()
         chances = ABSENT * self._chances
@@ -178,11 +202,11 @@ class LayerActivity:
             least = (low + high) / 2.0
             stays = _compute_normal((counts - least) / spread)
             missing = float((uses * (1.0 - stays)).sum())
-            taken = float((absent * stays).mean()) + _CHURN * missing / self.neurons
+            taken = float((absent * stays).mean()) + _CHURN * missing / self.varied
             low, high = (least, high) if taken > cold else (low, least)
         # What the last token read is still there, as far as there is room for it.
         on = self.chosen + self.expert_again * (1.0 - self.chosen)
-        room = min(cold * self.neurons / max(missing, 1e-9), 1.0)
+        room = min(cold * self.varied / max(missing, 1e-9), 1.0)
         repeated = self.again * (1.0 - self._chances) * on * room
         return np.asarray(stays + (1.0 - stays) * repeated)
 
@@ -196,9 +220,14 @@ class LayerActivity:
         return average_chances(self.named)
 
     @property
+    def _uses(self) -> F64:
+        """Chance of a neuron of each class [CLASSES] to be used by a token."""
+        return self._chances * self.chosen
+
+    @property
     def _class_uses(self) -> float:
         """Neurons of a class that may be used by a token."""
-        return self.neurons * self.chosen / CLASSES
+        return self.varied * self.chosen / CLASSES
 
 
 def _compute_normal(values: F64) -> F64:
@@ -264,9 +293,8 @@ def _describe_single(
     model: Model, mode: PredictorMode, store: Path | None, constants: Constants | None
 ) -> tuple[tuple[LayerActivity, ...], str]:
     constants = constants or Constants()
-    chosen = model.active_experts / model.expert_count
     if mode == "router":
-        return _describe_routing(model, store, constants)
+        return describe_routing(model, store, constants)
     if mode == "gate" and model.is_smooth and model.cut_layers:
         return _describe_cutoffs(model, constants)
     layers, source = model.shape.layers, "the store's statistics"
@@ -278,12 +306,12 @@ def _describe_single(
         active, spread = _read_model(model, mode, constants)
         layer = LayerActivity(
             named=Hotness(active=active, spread=0.0 if active >= 1.0 else spread),
-            chosen=chosen,
+            chosen=1.0,
             neurons=model.layer_neurons,
             again=constants.token_correlation,
             expert_again=constants.expert_correlation,
         )
-        return (layer,) * layers, source
+        return _choose_experts(model, [layer] * layers), source
     counts = None
     if store is not None and mode != "none":
         counts = read_counts(store, layers, model.layer_neurons)
@@ -298,31 +326,59 @@ def _describe_single(
                 named=make_hotness(share, item.skew, item.active)
                 if counts is None
                 else make_counted(counts[number], share),
-                chosen=chosen,
+                chosen=1.0,
                 neurons=model.layer_neurons,
                 opened=item.opened(mode),
                 fired=item.fired(mode),
             )
         found.append(made[item])
-    return tuple(found), source
+    return _choose_experts(model, found), source
 
 
-def _describe_routing(
+def _choose_experts(model: Model, layers: Sequence[LayerActivity]) -> tuple[LayerActivity, ...]:
+    """The layers with the part of their neurons that may compute a token.  Layers that are alike
+    stay the same object."""
+    parts = [model.count_token_neurons(layer) / model.layer_neurons for layer in range(len(layers))]
+    keys = [(id(layer), part) for layer, part in zip(layers, parts, strict=True)]
+    made = {
+        key: replace(layer, chosen=part)
+        for key, layer, part in zip(keys, layers, parts, strict=True)
+    }
+    return tuple(made[key] for key in keys)
+
+
+def describe_routing(
     model: Model, store: Path | None, constants: Constants
 ) -> tuple[tuple[LayerActivity, ...], str]:
     """Whole experts, of which a text uses some much more often than others, and those of the last
-    token again; weights that were drawn at random have no such habits."""
-    chosen = model.active_experts / model.expert_count
+    token again; weights that were drawn at random have no such habits.  Shared experts, and the
+    FFNs of layers without a router, compute every token."""
+    moe = model.moe
+    assert moe is not None
     synthetic = store is not None and _is_synthetic(store)
     layer = LayerActivity(
-        named=Hotness(active=chosen, spread=0.0 if synthetic else constants.routing_spread),
+        named=Hotness(
+            active=moe.active_experts / moe.experts,
+            spread=0.0 if synthetic else constants.routing_spread,
+        ),
         chosen=1.0,
         neurons=model.layer_neurons,
         again=0.0 if synthetic else constants.routing_repeat,
         grain=model.shape.ffn,
     )
+    made: dict[tuple[int, int], LayerActivity] = {}
+    found = []
+    for number in range(model.shape.layers):
+        varied = moe.experts * model.shape.ffn if model.has_router(number) else 0
+        always = model.count_token_neurons(number)
+        if varied:
+            always = moe.count_shared(model.shape.ffn)
+        never = model.layer_neurons - varied - always
+        if (always, never) not in made:
+            made[always, never] = replace(layer, always=always, never=never)
+        found.append(made[always, never])
     source = "a router's choices, all as likely" if synthetic else "published routing of experts"
-    return (layer,) * model.shape.layers, source
+    return tuple(found), source
 
 
 def _describe_cutoffs(model: Model, constants: Constants) -> tuple[tuple[LayerActivity, ...], str]:
@@ -368,18 +424,18 @@ def describe_cut_activity(
 ) -> tuple[tuple[LayerActivity, ...], str]:
     """Activity of each layer of a plan whose thresholds cut small gates."""
     _, spread = _read_model(model, "gate", Constants())
-    chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
-    found = (
+    found = [
         LayerActivity(
             named=Hotness(active=layer.computed, spread=spread),
-            chosen=chosen,
+            chosen=1.0,
             neurons=model.layer_neurons,
             opened=1.0,
             fired=min(1.0, layer.active / max(layer.computed, 1e-9)),
         )
         for layer in thresholds.layers
-    )
-    return tuple(unite_activity(item, batch) for item in found), "the plan's thresholds"
+    ]
+    chosen = _choose_experts(model, found)
+    return tuple(unite_activity(item, batch) for item in chosen), "the plan's thresholds"
 
 
 def describe_target_activity(
@@ -390,12 +446,14 @@ def describe_target_activity(
     _, spread = _read_model(model, "gate", constants)
     layer = LayerActivity(
         named=Hotness(active=1.0 - target, spread=spread),
-        chosen=model.active_experts / model.expert_count,
+        chosen=1.0,
         neurons=model.layer_neurons,
         again=constants.token_correlation,
         expert_again=constants.expert_correlation,
     )
-    return (unite_activity(layer, batch),) * model.shape.layers, "the plan's sparsity.target"
+    found = _choose_experts(model, [layer] * model.shape.layers)
+    united = {id(item): unite_activity(item, batch) for item in found}
+    return tuple(united[id(item)] for item in found), "the plan's sparsity.target"
 
 
 @lru_cache(maxsize=512)

@@ -18,6 +18,14 @@ def list_dense_units(resolved: ResolvedPlan) -> list[str]:
     )
 
 
+def list_used_units(resolved: ResolvedPlan) -> list[str]:
+    """Units beside the processor that compute anything: neurons, rows of projections, prompts."""
+    rows, prompts = resolved.divided_rows, resolved.plan.prefill.unit
+    others = [] if rows is None else [rows.unit]
+    others += [] if prompts in (None, resolved.sparse_unit) else [str(prompts)]
+    return list(dict.fromkeys((*list_dense_units(resolved), *others)))
+
+
 def list_assumptions(resolved: ResolvedPlan, known: str | None) -> tuple[str, ...]:
     """A sentence for each difference between predictions and the engine; ``known``: the unit beside
     the processor whose rates are known."""

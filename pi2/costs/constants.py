@@ -177,15 +177,99 @@ class Constants:
         "calibrated",
         "part of its prefill rate that an NPU keeps while weights come from flash",
     )
-    cpu_of_peak: float = _constant(
-        43.9 / 76.8,
+    arm_of_peak: float = _constant(
+        0.62,
         "share",
         "estimated",
-        "part of a phone's peak memory bandwidth that its CPU reaches (OnePlus 12), where the "
-        "device states no rate",
+        "part of the peak memory bandwidth that ARM cores reach, where the device states no rate: "
+        "0.57 on the OnePlus 12, 0.57 to 0.68 on other phones and boards",
+    )
+    x86_of_peak: float = _constant(
+        0.70,
+        "share",
+        "estimated",
+        "the same for x86 with two channels of memory or fewer: 0.54 to 0.93 on PCs",
+    )
+    wide_of_peak: float = _constant(
+        0.42,
+        "share",
+        "estimated",
+        "the same where memory is made for a GPU on the same chip, and is wider than the CPU's own "
+        "link to it: 0.35 to 0.5",
+    )
+    server_of_peak: float = _constant(
+        0.65,
+        "share",
+        "estimated",
+        "the same for servers, whose cores reach memory through a mesh: 0.5 to 0.85",
+    )
+    arm_core_ops_s: float = _constant(
+        9.6e9,
+        "1/s",
+        "estimated",
+        "operations with 4-bit weights of a token that a core of a board does, a multiply-add "
+        "counting as two: slow cores have as large parts as fast ones; 4 in a cycle, 3 to 8",
+    )
+    phone_core_ops_s: float = _constant(
+        35e9, "1/s", "estimated", "the same for a phone's: wider cores, and 9 in a cycle, 6 to 12"
+    )
+    x86_core_ops_s: float = _constant(
+        45e9, "1/s", "estimated", "the same for x86 with AVX2: 9 in a cycle, 6 to 16"
+    )
+    core_barrier_s: float = _constant(
+        1.2e-6,
+        "s",
+        "estimated",
+        "what a barrier takes more for each core beyond 16, which write to one place in turn: a "
+        "cache line's way between cores, 0.5 to 2 us with the wait for the last one",
+    )
+    warm_share: float = _constant(
+        0.67,
+        "share",
+        "published",
+        "part of its flash's rate that a phone keeps in a run that reads all the time: 1645 of "
+        "2460 MiB/s (BigMoeOnEdge); figures of devices whose CPU was seen computing a model have "
+        "it in them",
+    )
+    warm_core_share: float = _constant(
+        0.7,
+        "share",
+        "published",
+        "the same for the CPU's own rates: identical work took 1.2 times as long at the end of a "
+        "session, and 1.7 times when hot (BigMoeOnEdge)",
+    )
+    unseen_overlap: float = _constant(
+        0.5,
+        "share",
+        "estimated",
+        "part of reading that computing hides on a device on which nobody saw a model run: `pi2 "
+        "probe` finds 0.2 to 0.9 on PCs, since interrupts and copies take time of the cores",
+    )
+    vendor_ops_share: float = _constant(
+        0.3,
+        "share",
+        "estimated",
+        "part of the arithmetic rate that a vendor claims which programs reach: 10.8 of 34 TOPS on "
+        "the OnePlus 12's NPU, 0.2 to 0.5",
     )
     dense_of_peak: float = _constant(
-        56.0 / 76.8, "share", "estimated", "the same for its NPU or GPU"
+        0.75,
+        "share",
+        "estimated",
+        "part of main memory's peak bandwidth that an NPU or GPU reaches: 0.73 on the OnePlus 12, "
+        "0.7 to 0.8",
+    )
+    card_of_peak: float = _constant(
+        0.80,
+        "share",
+        "estimated",
+        "part of the peak bandwidth of its own memory that a graphics card reaches: 0.7 to 0.9",
+    )
+    metal_kernel_s: float = _constant(
+        8e-6,
+        "s",
+        "estimated",
+        "a kernel's start and end where the list of them cannot be replayed (Metal): 4 to 12 us",
     )
     both_of_peak: float = _constant(
         59.6 / 76.8, "share", "estimated", "the same for all units together"

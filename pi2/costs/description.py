@@ -15,9 +15,10 @@ from pi2.costs.activity import (
     LayerActivity,
     describe_activity,
     describe_cut_activity,
+    describe_routing,
     describe_target_activity,
 )
-from pi2.costs.assumptions import list_assumptions, list_dense_units
+from pi2.costs.assumptions import list_assumptions, list_dense_units, list_used_units
 from pi2.costs.constants import Constants
 from pi2.costs.figures import Figure
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
@@ -28,6 +29,7 @@ from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
 from pi2.costs.whole_rates import read_whole_rates
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_read_rows
+from pi2.plan.documents.model import Model
 
 Activity = tuple[tuple[LayerActivity, ...], str]
 """Activity of every layer, and its source."""
@@ -46,6 +48,8 @@ class LayerKind:
     """Share that the dense unit computes."""
     is_whole: bool = False
     """Whether tokens compute all of their neurons."""
+    routing: LayerActivity | None = None
+    """How a router chooses experts, whose neurons are named or not; None without experts."""
     layers: tuple[int, ...]
     """Their numbers."""
 
@@ -53,6 +57,11 @@ class LayerKind:
     def count(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    def count_touched(self, tokens: int) -> float:
+        """Neurons of the experts that any of ``tokens`` needs."""
+        neurons = self.activity.neurons
+        return float(neurons) if self.routing is None else self.routing.count_united(tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +77,6 @@ class Description:
     kinds: tuple[LayerKind, ...]
     whole: tuple[Sizes, Settings] | None = None
     """Those of layers that compute all neurons, where others compute named ones."""
-    chosen: float = 1.0
-    """Chance of an expert to compute a token of one sequence; 1 without experts."""
     is_smooth: bool = False
     """Whether neurons that do little are never quite zero."""
     embedding_s: float = 0.0
@@ -140,13 +147,15 @@ def describe_plan(
     it, where that is known already.
     """
     plan, model = resolved.plan, resolved.model
-    units = list_dense_units(resolved)
+    units = list_used_units(resolved)
     if rates is None and resolved.has_whole_unit:
         rates = read_whole_rates(resolved.device, resolved.sparse_unit, constants)
     elif rates is None:
         width = model.shape.stored_hidden
         rates = read_rates(resolved.device, width, constants, unit=units[0] if units else None)
     rates = rates.choose(plan.kv.type, plan.decode.activations)
+    if any(layer.hot < 1.0 for layer in resolved.layers):
+        rates = rates.warm_up()
     mode, batch = plan.decode.predictor, plan.decode.batch
     if activity is None and mode == "gate" and resolved.thresholds is not None:
         activity = describe_cut_activity(model, resolved.thresholds, batch=batch)
@@ -173,9 +182,8 @@ def describe_plan(
         sizes=sizes,
         settings=read_settings(resolved, rates, sizes, position, store),
         prompts=read_prompt_settings(resolved, rates, sizes),
-        kinds=_group_layers(resolved, uses, position),
+        kinds=_group_layers(resolved, uses, position, _describe_routes(model, store, rates)),
         whole=whole,
-        chosen=model.active_experts / model.expert_count,
         is_smooth=model.is_smooth,
         embedding_s=count_read_rows(plan, model) * time_row(rates, model),
         activity_source=source,
@@ -184,14 +192,26 @@ def describe_plan(
     )
 
 
+def _describe_routes(
+    model: Model, store: Path | None, rates: Rates
+) -> tuple[LayerActivity | None, ...]:
+    if model.moe is None:
+        return (None,) * model.shape.layers
+    return describe_routing(model, store, rates.constants)[0]
+
+
 def _group_layers(
-    resolved: ResolvedPlan, uses: tuple[LayerActivity, ...], position: int
+    resolved: ResolvedPlan,
+    uses: tuple[LayerActivity, ...],
+    position: int,
+    routes: tuple[LayerActivity | None, ...],
 ) -> tuple[LayerKind, ...]:
     colds = share_cold(resolved, position)
     batch = resolved.plan.decode.batch
-    kinds: dict[tuple[int, float, float, float], list[int]] = {}
+    kinds: dict[tuple[int, int, float, float, float], list[int]] = {}
     for number, layer in enumerate(resolved.layers):
-        key = (id(uses[number]), layer.hot, colds[number], layer.find_dense_share(batch))
+        shares = (layer.hot, colds[number], layer.find_dense_share(batch))
+        key = (id(uses[number]), id(routes[number]), *shares)
         kinds.setdefault(key, []).append(number)
     named = frozenset(resolved.named_layers)
     return tuple(
@@ -202,8 +222,9 @@ def _group_layers(
             dense=dense,
             is_whole=numbers[0] not in named,
             layers=tuple(numbers),
+            routing=routes[numbers[0]],
         )
-        for (_, hot, cold, dense), numbers in kinds.items()
+        for (_, _, hot, cold, dense), numbers in kinds.items()
     )
 
 

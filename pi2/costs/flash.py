@@ -18,10 +18,6 @@ from pi2.plan.documents.device import Storage
 
 Pattern = Literal["sequential", "random"]
 
-_PAGE_BYTES = 4096
-_BLOCK_POWER = 0.45
-"""Rate over block size on the OnePlus 12: 450 MB/s at 4 KiB to 4 GB/s at 512 KiB, sequential."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashPoint:
@@ -79,6 +75,10 @@ class Flash:
     block_bytes: int
     """Block size that direct reads are multiples of."""
     queues: int = 1
+    queue: int = 128
+    """Reads in flight beyond which the storage is not faster."""
+    has_io_uring: bool = True
+    """Whether programs may use it."""
     bursts: tuple[FlashPoint, ...] = ()
     """Rates of a few reads at a time."""
 
@@ -91,7 +91,9 @@ class Flash:
         core: str | None = None,
         threads: int = 1,
     ) -> float:
-        """Rate of back-to-back reads of ``block_bytes`` within ``range_bytes`` of a file.
+        """Rate of back-to-back reads of ``block_bytes`` within ``range_bytes`` of a file.  Smaller
+        blocks than any that is stated take a read's latency for as many as are under way, and no
+        longer than the smallest one.
 
         Raises ``LookupError`` where the device has no figure of the pattern.
         """
@@ -103,7 +105,11 @@ class Flash:
         for block in sorted({item.block_bytes for item in points}):
             same = [item for item in points if item.block_bytes == block]
             by_block.append((block, _rate_in_range(same, range_bytes, threads)))
-        return _extrapolate_below(by_block, block_bytes)
+        smallest, rate = by_block[0]
+        if block_bytes < smallest:
+            seconds = max(block_bytes / rate, self.latency_s / threads)
+            return block_bytes / min(seconds, smallest / rate)
+        return _interpolate(by_block, block_bytes)
 
 
 def keep_core(points: Iterable[FlashPoint], core: str | None) -> list[FlashPoint]:
@@ -137,7 +143,7 @@ def _rate_in_range(points: Sequence[FlashPoint], range_bytes: int | None, thread
     for extent in sorted({item.range_bytes for item in narrow if item.range_bytes is not None}):
         same = [item for item in narrow if item.range_bytes == extent]
         curve.append((extent, _fastest_of_deep(same, threads)))
-    return _interpolate(curve, range_bytes or curve[0][0], slope_below=0.0)
+    return _interpolate(curve, range_bytes or curve[0][0])
 
 
 def _fastest_of_deep(points: Sequence[FlashPoint], threads: int) -> float:
@@ -146,25 +152,10 @@ def _fastest_of_deep(points: Sequence[FlashPoint], threads: int) -> float:
     return max(item.rate_bytes_s for item in points)
 
 
-def _extrapolate_below(curve: Sequence[tuple[float, float]], block_bytes: float) -> float:
-    """Rate by block size, also below the smallest figure.
-
-    Down to a page, rates fall by a power that is typical of flash; a part of a page takes as long
-    as a whole one.
-    """
-    smallest = curve[0][0]
-    page = min(_PAGE_BYTES, smallest)
-    if block_bytes >= smallest:
-        return _interpolate(curve, block_bytes, slope_below=0.0)
-    rate = _interpolate(curve, max(block_bytes, page), slope_below=_BLOCK_POWER)
-    return rate * min(block_bytes / page, 1.0)
-
-
-def _interpolate(curve: Sequence[tuple[float, float]], at: float, *, slope_below: float) -> float:
-    """Interpolate on logarithmic scales; constant above, a power law below the first point."""
-    first_x, first_y = curve[0]
-    if at <= first_x:
-        return float(first_y * (at / first_x) ** slope_below)
+def _interpolate(curve: Sequence[tuple[float, float]], at: float) -> float:
+    """Interpolate on logarithmic scales; constant below the first point and above the last."""
+    if at <= curve[0][0]:
+        return curve[0][1]
     for (x0, y0), (x1, y1) in pairwise(curve):
         if at <= x1:
             share = (log(at) - log(x0)) / (log(x1) - log(x0))

@@ -16,6 +16,8 @@ from pi2.plan.documents.device import KernelFigure, KernelName, Unit
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.documents.plan_running import ActivationType
 
+_FEW_CORES = 16
+"""Cores that meet as quickly as a few."""
 USUAL_WIDTH = 4096
 """Width of the model that kernels were measured with, where a figure does not state it."""
 
@@ -51,6 +53,10 @@ class KernelTimes:
         self._unit = unit
         self._width = width
         self._constants = constants
+        self.cores = max(1, sum(cluster.cores for cluster in unit.clusters))
+        beyond = max(self.cores - _FEW_CORES, 0)
+        self.barrier_s = constants.barrier_s + beyond * constants.core_barrier_s
+        """Until all threads have met."""
         self.sources: dict[str, str] = {}
         """Source of each time."""
         self._kernels: dict[KernelName, list[KernelFigure]] = {}
@@ -131,7 +137,7 @@ class KernelTimes:
         if not found:
             self.sources["gather"] = "bandwidth x the simulator's gather_efficiency"
             return Linear(
-                call_s=self._constants.barrier_s,
+                call_s=self.barrier_s,
                 bytes_s=bandwidth * self._constants.gather_efficiency,
             )
         self.sources["gather"] = found[-1][1][-1].source
@@ -150,8 +156,7 @@ class KernelTimes:
         that is in the cache."""
         found = [(width, items) for width, items in self._list_widths("look-up") if len(items) > 1]
         if not found:
-            constants = self._constants
-            return Linear(call_s=constants.barrier_s, bytes_s=inf), 0.0, 0.0
+            return Linear(call_s=self.barrier_s, bytes_s=inf), 0.0, 0.0
         lines = [(width, _draw_look_up(items)) for width, items in found]
         call_s, neuron_s, place_s = (
             self._interpolate([(width, line[number]) for width, line in lines])

@@ -8,6 +8,7 @@ published prompts take as long as that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ PROMPT = 128
 class PromptSettings:
     """A plan's choices about prompts."""
 
+    unit: str
+    """Its name: what computes prompts."""
     chunk: int
     together: int
     """Tokens that go through a layer before the next layer begins."""
@@ -107,6 +110,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         )
         slowed = rates.constants.streaming_compute_share if computes else 1.0
     return PromptSettings(
+        unit=dense.name if computes and dense is not None else resolved.sparse_unit,
         chunk=chunk,
         together=chunk * count_chunks(resolved),
         context=plan.kv.context,
@@ -138,6 +142,40 @@ def list_prompt_layers(description: Description, tokens: int) -> list[PromptLaye
     return found
 
 
+def cost_prompt(description: Description, tokens: int = PROMPT) -> float | None:
+    """Tokens per second of a prompt of ``tokens``; None where no arithmetic rate is known.
+
+    A piece is read while the one before it is computed; the first one of all has none before it.
+    """
+    layers = list_prompt_layers(description, tokens)
+    if layers is None:
+        return None
+    stream = description.prompts.stream
+    overlap = 0.0 if stream is None else stream.overlap
+    seconds = time_once(description, tokens)
+    seconds += sum(_time_layer(layer, overlap) * layer.count for layer in layers)
+    return tokens / (seconds + _time_start(layers, overlap))
+
+
+def _time_layer(layer: PromptLayer, overlap: float) -> float:
+    seconds = layer.before_s + layer.streamed_s + layer.read_s
+    if not layer.pieces:
+        return seconds
+    read_s, piece_s = layer.read_s / layer.pieces, layer.streamed_s / layer.pieces
+    hidden_s = min(layer.before_s + piece_s, read_s) + (layer.pieces - 1) * min(piece_s, read_s)
+    return seconds - overlap * hidden_s
+
+
+def _time_start(layers: Sequence[PromptLayer], overlap: float) -> float:
+    """What the first piece is waited for beyond what later ones are."""
+    first = next((layer for layer in layers if layer.pieces), None)
+    if first is None:
+        return 0.0
+    read_s, piece_s = first.read_s / first.pieces, first.streamed_s / first.pieces
+    hidden_s = min(first.before_s + piece_s, read_s) - min(first.before_s, read_s)
+    return overlap * hidden_s
+
+
 def time_once(description: Description, tokens: int) -> float:
     """Seconds of a prompt beside its layers: rows of the embedding, and the head."""
     return description.head_s + tokens * description.embedding_s
@@ -149,7 +187,7 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
     activity, stream = kind.activity, prompts.stream
     tokens = sum(chunks)
     padded = [pad_tokens(count, prompts.graphs) for count in chunks]
-    touched = 1.0 - (1.0 - description.chosen) ** tokens
+    touched = kind.count_touched(tokens) / activity.neurons
     absent = activity.neurons - round(kind.hot * activity.neurons)
     fits = kind.hot >= 1.0
     if prompts.reads_all and not rates.measured:
@@ -169,9 +207,14 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
         parts = sizes.neuron_weights // sizes.hidden
         rest = activity.opened * (parts - 2) + activity.fired
         share = (1.0 + activity.named.active * rest) / parts
-    chosen = description.chosen
-    ffn_s = activity.neurons * sum(
-        _time_many(prompts.ffn, sizes.neuron_weights, count, share, chosen) for count in padded
+    ffn_s = sum(
+        _time_many(
+            prompts.ffn,
+            sizes.neuron_weights,
+            count * kind.count_touched(1) * share,
+            kind.count_touched(count),
+        )
+        for count in padded
     )
     if not rates.measured:
         # A pass reads its weights once from memory, whatever it computes with them.
@@ -207,20 +250,14 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
 def _time_pass(description: Description, kind: LayerKind, tokens: int) -> float:
     """Seconds in which the weights that a chunk needs come from memory."""
     prompts = description.prompts
-    touched = 1.0 - (1.0 - description.chosen) ** tokens
-    size = kind.activity.neurons * touched * prompts.neuron_bytes
+    size = kind.count_touched(tokens) * prompts.neuron_bytes
     return (description.sizes.projections + size) / prompts.bytes_s
 
 
 def _time_many(
-    rate: tuple[float, float],
-    weights: float,
-    tokens: int,
-    share: float = 1.0,
-    chosen: float = 1.0,
+    rate: tuple[float, float], weights: float, products: float, passes: float = 1.0
 ) -> float:
-    """Seconds of ``weights`` for ``tokens``, ``chosen`` of which need them; ``share``: part of the
-    products that are computed."""
+    """Seconds of parts of ``weights`` each that are brought in ``passes`` times, and of the
+    ``products`` of such a part with a token."""
     once_s, token_s = rate
-    any_token = 1.0 - (1.0 - chosen) ** tokens
-    return weights * (once_s * any_token + token_s * share * chosen * tokens)
+    return weights * (once_s * passes + token_s * products)

@@ -16,7 +16,7 @@ from pi2.costs.figures import Figure
 from pi2.costs.flash import Flash, keep_core, list_bursts, list_points
 from pi2.costs.kernel_times import KernelTimes, Linear
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.documents.device import Device, Unit
+from pi2.plan.documents.device import ComputeFigure, Device, Unit
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.documents.plan_running import ActivationType
 
@@ -25,6 +25,8 @@ _ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0
 """Cores that read as fast as all do, where nobody measured fewer: this part of them, so many at
 most.  On the OnePlus 12, PowerInfer-2 computes with five of eight."""
 _STREAM_BLOCK = 4 << 20
+_WIDE_BYTES_S, _SERVER_CORES = 200e9, 32
+"""Peak bandwidth beyond what two channels give, and cores of a processor that is made for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,13 @@ class Rates:
     measured: bool
     """Whether pi2's own kernels were measured on it."""
     cores: int
+    enough_cores: float = 5.0
+    """Cores that read as fast as all do, where nobody measured fewer."""
+    warm_share: float = 1.0
+    """Part of the processor's rates that stays in long runs which read from flash."""
+    core_ops_s: float | None = None
+    """Operations per second that a core does for one token; None where kernels were measured, or
+    another unit computes."""
     bandwidth_bytes_s: float
     """Rate at which the processor reads memory."""
     multiply: Linear
@@ -124,6 +133,29 @@ class Rates:
     constants: Constants = field(default_factory=Constants)
     """What stands in for figures that the device does not state."""
 
+    def warm_up(self) -> Rates:
+        """These rates in a run that reads all the time."""
+        share = self.warm_share
+        if share == 1.0:
+            return self
+
+        def slow(line: Linear) -> Linear:
+            return replace(line, bytes_s=share * line.bytes_s)
+
+        return replace(
+            self,
+            warm_share=1.0,
+            bandwidth_bytes_s=share * self.bandwidth_bytes_s,
+            core_ops_s=None if self.core_ops_s is None else share * self.core_ops_s,
+            multiply=slow(self.multiply),
+            project=slow(self.project),
+            attend=slow(self.attend),
+            predict=slow(self.predict),
+            gather=slow(self.gather),
+            gate=slow(self.gate),
+            open=slow(self.open),
+        )
+
     def choose(self, kv: KvType, activations: ActivationType = "int16") -> Rates:
         """These rates with the kernels that a plan with these types runs."""
         found = self.types.get((kv, activations))
@@ -151,7 +183,7 @@ class Rates:
         if threads >= self.cores:
             return 1.0
         if not self.bandwidths:
-            return min(1.0, threads / min(self.cores * _ENOUGH_SHARE, _ENOUGH_CORES))
+            return min(1.0, threads / min(self.cores * _ENOUGH_SHARE, self.enough_cores))
         best = max(rate for _, rate in self.bandwidths)
         below = [item for item in self.bandwidths if item[0] <= threads]
         if not below:
@@ -218,8 +250,8 @@ class _Reader:
     def read(self, chosen: str | None = None) -> Rates:
         """Everything, or all that is missing."""
         constants, cpu = self._constants, self._cpu
-        bandwidth = self._read_bandwidth(cpu, constants.cpu_of_peak, self._name)
-        norm_s = self._times.find_time("norm", constants.barrier_s)
+        bandwidth = self._read_bandwidth(cpu, self._find_cpu_share(), self._name)
+        norm_s = self._times.find_time("norm", self._times.barrier_s)
         dense = self._read_dense(chosen)
         look_up, place_s, touch_s = self._times.find_look_up()
         shared = self._device.memory.read_bandwidth
@@ -237,7 +269,10 @@ class _Reader:
             find_hot_s = self._times.find_time("find", 0.0)
         rates = Rates(
             measured=self._times.measured,
-            cores=max(1, sum(cluster.cores for cluster in cpu.clusters)),
+            cores=self._times.cores,
+            warm_share=constants.warm_core_share if self._is_warm else 1.0,
+            core_ops_s=None if self._times.measured else self._find_core_ops(),
+            enough_cores=4.0 if cpu.architecture == "x86-64" else _ENOUGH_CORES,
             bandwidth_bytes_s=bandwidth,
             multiply=usual.multiply,
             project=usual.project,
@@ -314,6 +349,40 @@ class _Reader:
             if (kv, activations) != ("fp16", "int16")
         }
 
+    @property
+    def _is_phone(self) -> bool:
+        return self._device.storage.kind == "ufs"
+
+    @property
+    def _is_warm(self) -> bool:
+        """Whether long runs are slower than the device's figures."""
+        return self._is_phone and self._is_unseen
+
+    @property
+    def _is_unseen(self) -> bool:
+        """Whether nobody saw a model run there: the CPU's rate is not stated, and the storage's are
+        of a benchmark or a vendor, not estimated from runs."""
+        reads = self._device.storage.reads
+        return self._cpu.read_bandwidth is None and any(x.status != "estimated" for x in reads)
+
+    def _find_cpu_share(self) -> float:
+        """Part of the peak bandwidth that a CPU of this class reaches."""
+        constants, peak = self._constants, self._device.memory.peak_bandwidth
+        wide = peak is not None and peak.value > _WIDE_BYTES_S
+        if wide:
+            is_server = self._times.cores >= _SERVER_CORES
+            return constants.server_of_peak if is_server else constants.wide_of_peak
+        is_x86 = self._cpu.architecture == "x86-64"
+        return constants.x86_of_peak if is_x86 else constants.arm_of_peak
+
+    def _find_core_ops(self) -> float:
+        """Operations per second of a core for a token."""
+        if self._cpu.architecture == "x86-64":
+            return self._constants.x86_core_ops_s
+        if self._is_phone:
+            return self._constants.phone_core_ops_s
+        return self._constants.arm_core_ops_s
+
     def _read_bandwidth(self, unit: Unit, of_peak: float, name: str) -> float:
         figure = unit.read_bandwidth
         others = [item for item in self._device.units.values() if item is not unit]
@@ -326,7 +395,7 @@ class _Reader:
         peak = self._device.memory.peak_bandwidth
         if peak is not None:
             self._sources[f"{name} bandwidth"] = f"estimated: {of_peak:.0%} of the memory's peak"
-            origin = f"{of_peak:.0%} of it, as on the OnePlus 12"
+            origin = f"{of_peak:.0%} of it, as units of its kind reach"
             self._use("memory.peak_bandwidth", "estimated", origin)
             return of_peak * float(peak.value)
         self._miss(
@@ -364,10 +433,15 @@ class _Reader:
             name=name,
             bytes_s=bytes_s,
             launch_s=self._find_launch(unit),
-            ops_s=None if best is None else best.giga_ops * 1e9,
+            ops_s=None if best is None else self._count_ops(best),
             is_npu=unit.kind == "npu",
             has_memory=unit.memory is not None,
         )
+
+    def _count_ops(self, figure: ComputeFigure) -> float:
+        """Operations per second that programs reach: vendors claim what none does."""
+        claimed = figure.status == "vendor-claimed"
+        return figure.giga_ops * 1e9 * (self._constants.vendor_ops_share if claimed else 1.0)
 
     def _find_dense_rate(self, name: str, unit: Unit, *, estimated: bool) -> float | None:
         """Bytes per second that a unit reads of its own memory, or of main memory."""
@@ -377,8 +451,13 @@ class _Reader:
             return self._read_bandwidth(unit, self._constants.dense_of_peak, name)
         figure, share = unit.memory.read_bandwidth, 1.0
         if figure is None:
-            figure, share = unit.memory.peak_bandwidth, self._constants.dense_of_peak
+            figure, share = unit.memory.peak_bandwidth, self._constants.card_of_peak
         if figure is None:
+            if estimated:
+                self._miss(
+                    f"units.{name}.memory.read_bandwidth",
+                    "state the rate at which the unit reads its memory, or its peak_bandwidth",
+                )
             return None
         origin = figure.source if share == 1.0 else f"{share:.0%} of its memory's peak"
         self._sources[f"{name} bandwidth"] = f"{figure.status}: {origin}"
@@ -421,9 +500,11 @@ class _Reader:
         return max((float(item.value) for item in powers if item is not None), default=None)
 
     def _read_overlap(self) -> float:
-        """What was measured; 1 on devices that state nothing."""
+        """What was measured; 1 on devices that state nothing but on which a model was seen."""
         figure = self._device.storage.overlap
-        return 1.0 if figure is None else float(figure.value)
+        if figure is not None:
+            return float(figure.value)
+        return self._constants.unseen_overlap if self._is_unseen else 1.0
 
     def _read_flash(self) -> Flash | None:
         storage = self._device.storage
@@ -433,16 +514,24 @@ class _Reader:
         for item in storage.reads:
             name = f"storage.reads ({item.pattern}, {item.block} B)"
             self._use(name, item.status, item.source)
+        points = keep_core(list_points(storage), self._find_reading_core())
         penalty = storage.reader_penalty
         if penalty is not None:
             self._use("storage.reader_penalty", penalty.status, penalty.source)
+        if self._is_warm:
+            points = [
+                replace(item, rate_bytes_s=item.rate_bytes_s * self._constants.warm_share)
+                for item in points
+            ]
         usual = self._constants.reader_penalty if storage.kind in ("ufs", "emmc", "sd") else 0.0
         return Flash(
-            points=tuple(keep_core(list_points(storage), self._find_reading_core())),
+            points=tuple(points),
             bursts=list_bursts(storage),
             latency_s=float(storage.latency or self._constants.read_latency_s),
             reader_penalty=usual if penalty is None else float(penalty.value),
             block_bytes=storage.block_size or 4096,
+            queue=min((storage.queue_depth or 128) * (storage.queues or 1), 128),
+            has_io_uring=storage.kind != "ufs",
         )
 
     def _use(self, name: str, status: str, source: str) -> None:

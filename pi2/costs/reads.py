@@ -28,9 +28,10 @@ _MOST_GAP = 16
 """Most unwanted neurons between two that are read with them."""
 _LONG = 512 * 1024
 """Bytes of a long read in order."""
-_SMALLER_POWER = 0.7
-"""Rate over block size below the blocks that a setting was measured with: what 4 and 8 KiB have on
-the disk of a virtual machine, where 8 KiB come with 1.62 times the rate of 4."""
+_BUSY = 32
+"""Reads under way with which a storage is as busy as it can be."""
+_THREADS = (1, 2, 4, 8)
+"""Numbers of threads that may read on a device on which nobody measured any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,8 @@ class IoChoice:
     depth: int
     neuron_s: float
     """Time of one of many reads of a neuron."""
+    run_s: float = 0.0
+    """Time of a neuron where a request reads many that lie together: those of an expert."""
     call_s: float = 0.0
     """Time of a batch beside that of its reads."""
     few: int = 1
@@ -91,6 +94,8 @@ class Reads:
     first_share: float = 1.0
     """Part of a neuron's time that the first read takes."""
     stride: int = 0
+    run: int = 1
+    """Neurons of an expert that a request reads."""
     place_s: float = 0.0
     """Finding room for a neuron, part of each one's time: what comes in stretches is computed where
     it arrives instead."""
@@ -103,7 +108,7 @@ class Reads:
     def count_parts(self, missing: float) -> float:
         """Parts that a layer's missing neurons are read and computed in."""
         most = 2.0 * self.threads if self.most_parts is None else self.most_parts
-        return max(1.0, min(missing / self.cluster, most))
+        return max(1.0, min(missing / max(self.cluster, self.run), most))
 
     @property
     def read_bytes(self) -> float:
@@ -117,7 +122,7 @@ class Reads:
         """What is read with each other where an engine may read stretches: None where single reads
         are as good.  ``absent``: neurons of the layer that are not hot, which the missing ones lie
         among."""
-        if self.whole_byte_s is None or missing <= 0.0:
+        if self.whole_byte_s is None or missing <= 0.0 or self.run > 1:
             return None
         single_s = self._time_single(missing, ALONE) / missing
         stream_s = self.stride * self.whole_byte_s
@@ -154,7 +159,11 @@ class Reads:
         if self.engine == "pread":
             busy = min(self.count_parts(missing), busy)
         once = self.request_share
-        reads = missing * (merged.requests * once + (1.0 + merged.unwanted) * (1.0 - once))
+        if self.run > 1:
+            merged = ALONE
+        reads = (
+            missing / self.run * (merged.requests * once + (1.0 + merged.unwanted) * (1.0 - once))
+        )
         return _interpolate([(item.threads, item.time(reads)) for item in self.choices], busy)
 
 
@@ -182,15 +191,16 @@ def time_stretches(single_s: float, stream_s: float, merged: MergedReads) -> flo
 
 
 def list_io_choices(
-    flash: Flash, stride: int, range_bytes: int, place_s: float = 0.0
+    flash: Flash, stride: int, range_bytes: int, place_s: float = 0.0, *, run: int = 1
 ) -> list[IoChoice]:
     """The settings that somebody measured, each with a neuron's time, the fastest first.
 
     ``range_bytes``: stretch of the file that a layer's reads fall into; ``place_s``: finding room
-    for a neuron, where the thread that reads does it.
+    for what is read, where the thread that reads does it; ``run``: neurons of an expert that one
+    request reads.
 
-    A device whose figures state neither depth nor threads has one choice: one thread with
-    io_uring's usual depth.
+    Figures that state neither depth nor threads are those of a full queue; threads that nobody
+    measured wait for each read of theirs.
     """
     settings = sorted(
         {(item.depth, item.threads) for item in flash.points if item.pattern == "random"},
@@ -199,10 +209,16 @@ def list_io_choices(
     found: dict[tuple[str, int, int], IoChoice] = {}
     for depth, threads in settings:
         choice = _make_choice(flash, stride, range_bytes, depth, threads)
-        choice = replace(choice, neuron_s=choice.neuron_s + place_s)
+        many = _make_choice(flash, run * stride, range_bytes, depth, threads)
+        run_s = (many.neuron_s + place_s) / run
+        choice = replace(choice, neuron_s=choice.neuron_s + place_s, run_s=run_s)
         key = (choice.engine, choice.threads, choice.depth)
         if key not in found or choice.neuron_s < found[key].neuron_s:
             found[key] = choice
+    if not any(item.engine == "pread" for item in found.values()):
+        queue = min(found.values(), key=lambda item: item.neuron_s)
+        for threads in _THREADS:
+            found["pread", threads, 1] = _make_waiting(flash, stride, queue, threads, place_s, run)
     return sorted(found.values(), key=lambda item: (item.neuron_s, item.threads, item.depth))
 
 
@@ -220,15 +236,17 @@ def find_reads(
     phases: Phases | None = None,
     merge_gap: int | None = None,
     streams: bool = False,
+    run: int = 1,
 ) -> Reads:
-    """A plan's reads: those of the nearest settings that were measured.
+    """A plan's reads: those of the nearest settings that were measured.  ``run``: see
+    `list_io_choices`.
 
     ``overlap``: of engines for which none was measured; ``phases``: where a neuron is read in two;
     ``merge_gap``: where neighbours share a read; ``streams``: for an engine that has any number of
     parts, and reads all absent neurons in order where that is quicker.
     """
     if phases is None:
-        choices = list_io_choices(flash, stride, range_bytes, place_s)
+        choices = list_io_choices(flash, stride, range_bytes, place_s, run=run)
     else:
         choices = _divide_reads(flash, stride, range_bytes, place_s, phases)
     same = [item for item in choices if item.engine == engine] or choices
@@ -238,6 +256,8 @@ def find_reads(
             return abs(item.depth - depth), abs(item.threads - threads)
         return abs(item.threads - threads), abs(item.depth - depth)
 
+    if run > 1:
+        same = [replace(item, neuron_s=run * item.run_s, few=1) for item in same]
     chosen = min(same, key=distance)
     alike = sorted(same, key=lambda item: item.threads) if chosen.engine == "pread" else [chosen]
     return Reads(
@@ -251,6 +271,7 @@ def find_reads(
         phases=phases,
         first_share=_find_first_share(flash, stride, range_bytes, place_s, phases),
         stride=stride,
+        run=run,
         place_s=place_s,
         whole_byte_s=1.0 / flash.find_rate_bytes_s("sequential", _LONG) if streams else None,
         most_parts=inf if streams else None,
@@ -292,10 +313,32 @@ def _find_first_share(
     return first_s / (first_s + phases.open_share * rest_s)
 
 
+def _make_waiting(
+    flash: Flash, stride: int, queue: IoChoice, threads: int, place_s: float, run: int
+) -> IoChoice:
+    """Threads that wait for each read of theirs, on a device whose full ``queue`` is known."""
+    best = max(item.rate_bytes_s for item in flash.points)
+    penalty = 1.0 - flash.reader_penalty if threads > 1 else 1.0
+
+    def time_one(neurons: int, queue_s: float) -> float:
+        alone_s = flash.latency_s + neurons * stride / best
+        placed_s = place_s / neurons
+        return max((queue_s - placed_s) / penalty, alone_s / threads / neurons) + placed_s
+
+    return IoChoice(
+        engine="pread",
+        threads=threads,
+        depth=1,
+        neuron_s=time_one(1, queue.neuron_s),
+        run_s=time_one(run, queue.run_s),
+        call_s=flash.latency_s,
+    )
+
+
 def _make_choice(
     flash: Flash, stride: int, range_bytes: int, depth: int | None, threads: int | None
 ) -> IoChoice:
-    """What a setting takes for a neuron."""
+    """What a setting takes for one of many reads of ``stride`` bytes."""
     queued = depth is not None or threads is None
     points = [item for item in flash.points if item.pattern == "random"]
     own = [item for item in points if (item.depth, item.threads) == (depth, threads)]
@@ -303,8 +346,8 @@ def _make_choice(
     if not any(item.block_bytes == stride for item in points):
         # Rates are of reads that begin with a page; others touch more pages than they fill.
         read_bytes = find_touched_bytes(stride)
-    penalty = 1.0 - flash.reader_penalty if (threads or 1) > 1 else 1.0
-    neuron_s = _time_read(flash, own, read_bytes, range_bytes) / penalty
+    lanes = min(threads or 1, flash.queue) if not queued else min(depth or 128, flash.queue, _BUSY)
+    neuron_s = _time_read(flash, own, read_bytes, range_bytes, lanes)
     bursts = _list_bursts(flash, stride, queued, threads)
     few, few_s = max(bursts, default=(1, flash.latency_s + neuron_s))
     single, single_s = min(bursts, default=(1, 0.0))
@@ -314,7 +357,7 @@ def _make_choice(
     return IoChoice(
         engine="io_uring" if queued else "pread",
         threads=threads or 1,
-        depth=depth or 128,
+        depth=min(depth or 128, flash.queue),
         neuron_s=neuron_s,
         call_s=max(few_s - few * neuron_s, 0.0),
         few=few,
@@ -323,16 +366,23 @@ def _make_choice(
     )
 
 
-def _time_read(flash: Flash, own: list[FlashPoint], size_bytes: float, range_bytes: int) -> float:
+def _time_read(
+    flash: Flash, own: list[FlashPoint], size_bytes: float, range_bytes: int, lanes: int
+) -> float:
     """Seconds of one of many reads, from what a setting reaches with the blocks that it has.
 
-    Beyond the largest of them, what is more comes at the best rate of the storage.
+    Beyond the largest of them, what is more comes at the best rate of the storage; smaller reads
+    take as much less as with other settings of the same device.
     """
     blocks = [item.block_bytes for item in own]
     within = min(max(size_bytes, min(blocks)), max(blocks))
-    seconds = within / _find_rate(flash, own, round(within), range_bytes)
+    seconds = within / _find_rate(flash, own, round(within), range_bytes, lanes)
     if size_bytes < within:
-        seconds *= (size_bytes / within) ** (1.0 - _SMALLER_POWER)
+        other, usual = (
+            size / _find_rate(flash, flash.points, round(size), range_bytes, lanes)
+            for size in (size_bytes, within)
+        )
+        seconds *= min(other / usual, 1.0)
     best = max(item.rate_bytes_s for item in flash.points)
     return seconds + (size_bytes - within) / best if size_bytes > within else seconds
 
@@ -368,11 +418,13 @@ def _interpolate(points: list[tuple[int, float]], at: float) -> float:
     return y0
 
 
-def _find_rate(flash: Flash, points: Iterable[FlashPoint], block: int, range_bytes: int) -> float:
+def _find_rate(
+    flash: Flash, points: Iterable[FlashPoint], block: int, range_bytes: int, lanes: int = 1
+) -> float:
     part = Flash(
         points=tuple(item for item in points if item.pattern == "random"),
         latency_s=flash.latency_s,
         reader_penalty=flash.reader_penalty,
         block_bytes=flash.block_bytes,
     )
-    return part.find_rate_bytes_s("random", block, range_bytes=range_bytes)
+    return part.find_rate_bytes_s("random", block, range_bytes=range_bytes, threads=lanes)

@@ -14,6 +14,7 @@ from pi2.costs.sizes import Sizes
 from pi2.costs.stored import find_range_bytes, read_stored
 from pi2.costs.stream import Stream, find_stream
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
+from pi2.plan.arithmetic.requests import choose_request_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.arithmetic.units import list_graph_tokens
@@ -97,6 +98,7 @@ def read_settings(
             phases=_divide_bundle(resolved, rates),
             merge_gap=_find_merge_gap(resolved, store),
             streams=not rates.measured,
+            run=count_run(resolved, store),
         )
     rows = plan.projections
     dense = None if rates.dense is None else rates.dense.name
@@ -129,6 +131,17 @@ def list_dense_graphs(resolved: ResolvedPlan, rates: Rates) -> tuple[int, ...]:
     return list_graph_tokens(resolved, dense.name)
 
 
+def count_run(resolved: ResolvedPlan, store: Path | None) -> int:
+    """Neurons of an expert that one request reads; 1 where neurons are read one by one."""
+    plan, model = resolved.plan, resolved.model
+    stored = read_stored(store)
+    apart = stored is not None and stored.order != "expert"
+    if plan.decode.predictor != "router" or apart:
+        return 1
+    size = choose_request_bytes(plan, resolved.device) // resolved.bundle.stride
+    return max(min(model.shape.ffn, size), 1)
+
+
 def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
     """The plan's, where a mixture's neurons lie by expert.
 
@@ -140,7 +153,7 @@ def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
         return None
     stored = read_stored(store)
     if plan.decode.predictor == "router":
-        return plan.io.merge_gap if stored is None or stored.order == "expert" else None
+        return None
     return plan.io.merge_gap if stored is not None and stored.order == "expert" else None
 
 

@@ -52,26 +52,26 @@ def measure_sizes(
 ) -> Sizes:
     """Bytes of a layer: of its active experts, where it has experts."""
     shape, precision, width = model.shape, model.quantization, model.stored_neuron_width
-    active = model.active_experts
+    active = model.token_neurons / (shape.layers * shape.ffn)
     projections = count_mixer_bytes(model) + count_state_traffic(model)
     neuron = bundle.neuron_bytes
-    predictor = predictor_weights = 0
+    predictor, predictor_weights = 0.0, 0
     if mode == "gate":
         predictor = active * matrix_bytes(shape.ffn, width, precision.ffn)
-        predictor_weights = active * shape.ffn * width
+        predictor_weights = round(active * shape.ffn * width)
         neuron -= neuron // len(bundle.parts)  # gates are known then
     elif mode == "low-rank" and model.predictor is not None:
         rank = model.predictor.rank
         predictor = matrix_bytes(rank, width, precision.predictor)
         predictor += matrix_bytes(shape.ffn, rank, precision.predictor)
         predictor *= active
-        predictor_weights = active * rank * (width + shape.ffn)
+        predictor_weights = round(active * rank * (width + shape.ffn))
     head = precision.embedding if model.tied_head else precision.head
     return Sizes(
         projections=projections,
         kv_token=count_kv_token_bytes(model, kv),
         predictor=predictor,
-        predictors=active if predictor else 0,
+        predictors=round(active) if predictor else 0,
         experts=0 if model.moe is None else model.moe.experts,
         neuron=neuron,
         whole_neuron=bundle.neuron_bytes,

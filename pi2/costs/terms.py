@@ -1,7 +1,7 @@
 """What the steps of a layer take, each with nothing else going on: for planner and simulator.
 
 The planner puts expected numbers of neurons into the terms and adds them up
-(`pi2.planning.cost_layer`); the simulator draws numbers for every token and plays the steps
+(`pi2.costs.cost_layer`); the simulator draws numbers for every token and plays the steps
 (`pi2.simulate.layer_run`).
 """
 
@@ -113,8 +113,14 @@ def find_terms(
     if not settings.is_predicted and not rates.measured:
         # What is computed as a whole streams by, and nothing is gathered.
         gathers = Linear(call_s=gathers.call_s, bytes_s=rates.bandwidth_bytes_s)
+    elif activity.grain > 1 and not rates.measured:
+        # An expert's neurons lie together.
+        gathers = Linear(call_s=gathers.call_s, bytes_s=rates.bandwidth_bytes_s)
     neuron_bytes = _count_neuron_bytes(rates, sizes, settings, activity)
-    neuron_s = _time_neuron(rates, settings, activity, neuron_bytes / gathers.bytes_s)
+    neuron_s = neuron_bytes / gathers.bytes_s
+    if settings.batch == 1:
+        neuron_s = max(neuron_s, sizes.neuron_weights * time_weight(rates, settings))
+    neuron_s = _time_neuron(rates, settings, activity, neuron_s)
     looks_up = settings.is_predicted and hot < 1.0
     look_up_s = rates.look_up.call_s if looks_up else 0.0
     if settings.predictor == "gate":
@@ -218,6 +224,8 @@ def _find_hot_part(
     PowerInfer-2 does; pi2's own gathers what is named."""
     if rates.measured or rates.whole_unit is not None or not settings.is_predicted:
         return 1.0
+    if activity.grain > 1:
+        return 1.0
     chances = average_chances(activity.named)
     share = weigh_hot(hot) - weigh_hot(min(dense, hot))
     active = float((chances * share).sum())
@@ -251,9 +259,13 @@ def time_matrix(
 
 
 def time_weight(rates: Rates, settings: Settings) -> float:
-    """Seconds of arithmetic of a matrix's weight for all sequences of a batch; 0 of one, which
-    reading hides, and where nobody stated a rate."""
+    """Seconds of arithmetic of a matrix's weight for all sequences of a batch; 0 where nobody
+    stated a rate, and of one where kernels were measured: reading hides it there."""
     batch = settings.batch
+    if batch == 1 and rates.core_ops_s is not None:
+        # `scale` is of reading, by which callers divide.
+        cores = min(settings.threads, rates.cores)
+        return 2.0 * rates.scale(settings.threads) / (cores * rates.core_ops_s)
     if batch == 1 or rates.few_ops_s is None:
         return 0.0
     once_s, token_s = rates.project_many or (0.0, 2.0 / rates.few_ops_s)

@@ -26,7 +26,8 @@ FFN_KERNELS = 3
 """Activations of all neurons, sums of parts, and their join."""
 NAMED_KERNELS = 4
 """The same for neurons that a predictor names, and the list of their places."""
-ROUTER_KERNELS = 2
+ROUTER_KERNELS = 8
+"""Scores, softmax, choice, weights, their sum and scale, gathering, and adding up."""
 LAST_KERNELS = 2
 """Norm and head; with the embedding, three a token."""
 
@@ -37,7 +38,8 @@ def read_whole_rates(device: Device, name: str, constants: Constants | None = No
     constants = constants or Constants()
     unit = device.units[name]
     bytes_s, figures, source = _find_memory_rate(device, name, unit, constants)
-    kernel_s = constants.recorded_kernel_s
+    is_metal = unit.architecture == "metal"
+    kernel_s = constants.metal_kernel_s if is_metal else constants.recorded_kernel_s
     linear = Linear(call_s=kernel_s, bytes_s=bytes_s)
     gather = Linear(
         call_s=NAMED_KERNELS * kernel_s, bytes_s=constants.whole_gather_efficiency * bytes_s
@@ -100,7 +102,7 @@ def _find_memory_rate(
             help="measure it with `pi2 probe`, or state its peak_bandwidth, from which it is "
             "estimated",
         )
-    share = constants.dense_of_peak
+    share = constants.dense_of_peak if own is None else constants.card_of_peak
     origin = f"{share:.0%} of its memory's peak"
     figure = Figure(name=f"{where}.peak_bandwidth", status="estimated", source=origin)
     return share * float(peak.value), [figure], f"estimated: {origin}"

@@ -14,7 +14,7 @@ token computes what its own prediction named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from pi2.arrays import F32, I32, I64, U8
@@ -53,7 +53,7 @@ class FeedForward(Waves):
         *,
         layers: int,
         decode: Decode,
-        token_neurons: int | None = None,
+        token_neurons: Sequence[int] | None = None,
         separate_scales: bool = False,
         shares: DenseShares | None = None,
         in_order: bool = False,
@@ -64,7 +64,7 @@ class FeedForward(Waves):
 
         ``decode``: the plan's predictor, its thresholds, and how it looks ahead.  In a mixture the
         router looks ahead too; experts that it did not name are predicted when the layer's own
-        routing is known.  ``token_neurons``: those of a layer that may compute a token,
+        routing is known.  ``token_neurons``: how many of each layer may compute a token,
         if not all.
         ``separate_scales``: scales lie beside bundles, by stored index.  ``shares``: what units
         beside the executor compute.  ``in_order``: dense layers are computed as a whole and in
@@ -116,7 +116,7 @@ class FeedForward(Waves):
             needs_scores=self.sieve is not None,
         )
         self._look_ahead = decode.look_ahead
-        self._token_neurons = self._neurons if token_neurons is None else token_neurons
+        self._token_neurons = token_neurons or [self._neurons] * layers
         self._wave: Wave | None = None
         self._sequences = 0
         """Tokens of a step; 0 in a prompt."""
@@ -381,7 +381,7 @@ class FeedForward(Waves):
         if self._only_resident:
             indices = self._keep_resident(layer, indices)
         self.counters.predicted += len(indices)
-        self.counters.possible += self._token_neurons if is_whole and bounds[1] is None else 0
+        self.counters.possible += self._token_neurons[layer] * (is_whole and bounds[1] is None)
         return indices, scores
 
     @property

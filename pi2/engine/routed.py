@@ -57,7 +57,7 @@ class RoutedFeedForward(FeedForward):
         executor = self._executor
         self._adder = executor if isinstance(executor, PartAdder) and executor.parts > 1 else None
         """What computes parts in any order, of a single token."""
-        count = partial(count_part_neurons, self._token_neurons, self._experts.size, stride)
+        count = partial(count_part_neurons, max(self._token_neurons), self._experts.size, stride)
         self._part_neurons = count()
         """Of one of the parts that are computed in their order."""
         self._most_parts = PARTS if self._adder is None else self._adder.parts
@@ -161,7 +161,7 @@ class RoutedFeedForward(FeedForward):
         chosen = self._list_experts()
         if self._ahead:
             self._count_foreseen(chosen, self._ahead)
-        self.counters.possible += self._token_neurons * len(chosen)
+        self.counters.possible += self._token_neurons[layer] * len(chosen)
         self._compute_chosen(layer, chosen, range(owned, self._cache.neurons), guessed)
         for missed in self.shares.finish(self._jobs.pop()):
             # What a lost unit owned is read like any other neuron.

@@ -55,7 +55,7 @@ def _build_whole(
 def make_whole_forward(model: WholeModel, resolved: ResolvedPlan) -> WholeForward:
     """Return what takes sequences through the model."""
     plan = resolved.plan
-    neurons = len(resolved.layers) * resolved.model.token_neurons
+    neurons = resolved.model.token_neurons
     return WholeForward(
         model,
         chunk=plan.prefill.chunk,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.rates import Rates, check_flash, check_power, read_rates
 from pi2.costs.stored import StoredLayout, read_stored
 from pi2.costs.whole_rates import read_whole_rates
@@ -39,18 +40,20 @@ from pi2.planning.bundle_layout import (
     list_bundles,
     needs_rewriting,
 )
-from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import Problem, list_predictors, pose_problem, with_wish
 from pi2.planning.program import Goal, Program, Solution
 from pi2.planning.refinement import Decision, list_whole, refine_values
 from pi2.planning.resolving import make_plan_values, resolve_values
+from pi2.planning.speed import check_device_memory, reach_speed
 from pi2.planning.whole_unit import list_whole_plans
 from pi2.planning.wish import Wish
 
 _LEAST_DENSE = 0.02
 """Share of a layer that a unit is given which does not compute more for waiting for flash."""
-_TOLERANCE = 0.03
-"""Speed below the one that was asked for at which a plan still counts as reaching it."""
+_PROMPTS_WORTH = 0.03
+"""Part of a token's time that prompts on another unit are worth."""
+_SPARE = 1.1
+"""Memory over that of the program's fastest plan in which nothing is in the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,8 @@ class PlannedPlan:
     """Speed once the context is full: there is more to attend to, and nothing left to lend."""
     decisions: tuple[Decision, ...] = ()
     """Settings that were tried around the program's plan."""
+    left_out: tuple[str, ...] = ()
+    """A sentence for each unit beside the CPU that has nothing of the plan, and why."""
     layout: LayoutDecision | None = None
     """Distance of neurons in the store, where others were tried."""
 
@@ -77,6 +82,24 @@ def plan(wish: Wish) -> PlannedPlan:
     Raises `UserError` P350 for a wish that cannot be fulfilled, with the nearest that can; P351
     where the device lacks figures; P352 without a solver.
     """
+    if wish.tokens_s is None:
+        check_device_memory(wish)
+        return _plan_within(wish)
+    problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), _read_rates(wish))
+    return reach_speed(wish, _plan_within, find_bounds(problem))
+
+
+def find_bounds(problem: Problem) -> tuple[int, int]:
+    """The least memory of any plan, and one in which everything fits."""
+    program = Program(problem)
+    least, fastest = program.solve("memory"), program.solve("time")
+    if least is None or fastest is None:
+        raise _explain_impossible(problem, program)
+    return _find_budget(problem, least), int(_find_budget(problem, fastest) * _SPARE)
+
+
+def _plan_within(wish: Wish) -> PlannedPlan:
+    """The best plan within the wish's memory."""
     whole = _plan_whole(wish)
     try:
         divided = _plan_divided(wish)
@@ -112,9 +135,7 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
 
 def _plan_divided(wish: Wish) -> PlannedPlan:
     """The best plan whose processor computes, with or without a unit beside it."""
-    rates = read_rates(wish.device, wish.model.shape.stored_hidden)
-    if wish.objective == "energy":
-        check_power(rates, wish.device)
+    rates = _read_rates(wish)
     stored = read_stored(wish.store)
     programs: list[tuple[Problem, Program]] = []
     best: list[PlannedPlan] = []
@@ -125,17 +146,27 @@ def _plan_divided(wish: Wish) -> PlannedPlan:
             program = Program(problem)
             programs.append((problem, program))
             solution = program.solve(
-                choose_goal(wish), memory_bytes=wish.memory_bytes, token_s=find_step_s(wish)
+                choose_goal(wish), memory_bytes=wish.memory_bytes, token_s=_find_step_s(wish)
             )
             if solution is not None:
                 # The program rounds otherwise: in a hair's breadth there may be no plan.
                 with suppress(Shortage):
                     found.append(refine_plan(problem, finish_plan(problem, solution)))
         if found:
-            best.append(min(found, key=lambda item: score_plan(wish, item)))
+            chosen = min(found, key=lambda item: score_plan(wish, item))
+            other = next((item for item in found if item is not chosen), None)
+            left_out = tuple(_list_left_out(wish, chosen, other))
+            best.append(replace(chosen, left_out=left_out))
     if not best:
         raise _explain_impossible(*programs[0])
     return _choose_layout(wish, best, stored)
+
+
+def _read_rates(wish: Wish) -> Rates:
+    rates = read_rates(wish.device, wish.model.shape.stored_hidden)
+    if wish.objective == "energy":
+        check_power(rates, wish.device)
+    return rates
 
 
 def _choose_layout(
@@ -177,6 +208,29 @@ def _choose_layout(
     return replace(chosen, layout=decision)
 
 
+def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -> Iterator[str]:
+    """Say of each unit beside the CPU that has nothing of the plan, why; ``other``: the plan with
+    the unit whose rates are known, where there is one."""
+    used = _list_units(chosen.values["layers"])
+    known = read_rates(wish.device, wish.model.shape.stored_hidden).dense
+    for name, unit in wish.device.units.items():
+        if unit.kind == "cpu" or name in used:
+            continue
+        place = f"units.{name}" + (".memory" if unit.memory is not None else "")
+        if unit.emulated:
+            why = "it is emulated by the CPU's own cores"
+        elif known is None or known.name != name:
+            why = f"the device states no {place}.read_bandwidth, the rate at which it reads weights"
+            if known is not None and unit.read_bandwidth is not None:
+                why = f"a plan has one unit beside the CPU, and {known.name} comes first"
+        elif other is None:
+            why = "no plan with it fits into this memory"
+        else:
+            speed = approximate_number(other.cost.tokens_s)
+            why = f"with it {speed} tokens/s are predicted, as it has to be started in every layer"
+        yield f"{name} is left out: {why}."
+
+
 def list_units(rates: Rates) -> list[Rates]:
     """The device with its NPU or GPU, and without: using it costs a start in every layer."""
     return [rates] if rates.dense is None else [rates, replace(rates, dense=None)]
@@ -189,9 +243,10 @@ def choose_goal(wish: Wish) -> Goal:
     return "memory" if wish.memory_bytes is None or wish.objective == "memory" else "time"
 
 
-def find_step_s(wish: Wish) -> float | None:
-    """Longest time between two tokens of a sequence."""
-    return None if wish.tokens_s is None else wish.batch / wish.tokens_s
+def _find_step_s(wish: Wish) -> float | None:
+    """Longest time between two tokens of a sequence that the program may choose."""
+    goes_for_time = choose_goal(wish) == "time"
+    return None if wish.tokens_s is None or goes_for_time else wish.batch / wish.tokens_s
 
 
 def _uses_dense(item: PlannedPlan) -> bool:
@@ -201,13 +256,11 @@ def _uses_dense(item: PlannedPlan) -> bool:
 def score_plan(wish: Wish, item: PlannedPlan) -> tuple[float, float]:
     """How far a plan is from the best one, less being better."""
     cost, memory = item.cost, float(item.resolved.plan.memory.budget)
-    slow = 0.0
-    if wish.tokens_s is not None:  # the program's small errors are no reason to refuse
-        slow = max(wish.tokens_s * (1.0 - _TOLERANCE) - cost.tokens_s, 0.0)
+    slow = max((wish.tokens_s or 0.0) - cost.tokens_s, 0.0)
     match choose_goal(wish):
         case "time":
             # Prompts are many times faster with it.
-            return slow, cost.token_s * (1.0 - _TOLERANCE * _uses_dense(item))
+            return slow, cost.token_s * (1.0 - _PROMPTS_WORTH * _uses_dense(item))
         case "memory":
             return slow, memory + cost.token_s
         case "energy":
@@ -261,19 +314,12 @@ def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> l
 
     UserError P350 where not even the smallest plan has so little.
     """
-    rates = read_rates(wish.device, wish.model.shape.stored_hidden)
-    if wish.objective == "energy":
-        check_power(rates, wish.device)
-    problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), rates)
-    program = Program(problem)
-    least, fastest = program.solve("memory"), program.solve("time")
-    if least is None or fastest is None:
-        raise _explain_impossible(problem, program)
-    low, high = _find_budget(problem, least), _find_budget(problem, fastest)
+    problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), _read_rates(wish))
+    low, high = find_bounds(problem)
     if most_bytes is not None:
         if low > most_bytes:
             raise _explain_impossible(
-                with_wish(problem, replace(wish, memory_bytes=most_bytes)), program
+                with_wish(problem, replace(wish, memory_bytes=most_bytes)), Program(problem)
             )
         high = min(high, most_bytes - MIB)
     found = []
@@ -426,36 +472,18 @@ def _explain_impossible(problem: Problem, program: Program) -> UserError:
         f"workspace: {approximate_bytes(least.chunk.workspace_bytes)}",
         f"Python and libraries: {approximate_bytes(problem.runtime_bytes)}",
     ]
-    memory = wish.memory_bytes
-    if memory is not None and memory < least.memory_bytes:
-        if problem.rates.flash is None:
-            check_flash(problem.rates, wish.device)
-        needed = _find_budget(problem, least)
-        has, needs = compare_bytes(memory, needed)
-        return UserError.of(
-            "P350",
-            f"{has} is not enough: every plan needs at least {needs}",
-            help=f"--memory '{write_least(needed)}', or a --context below {wish.context}",
-            notes=notes,
-        )
-    assert wish.tokens_s is not None
-    fastest = program.solve("time", memory_bytes=memory)
-    assert fastest is not None
-    speed = wish.batch / fastest.token_s
-    where = "" if memory is None else f" within {approximate_bytes(memory)}"
-    nearest = [f"--speed {approximate_number(int(speed * 100) / 100, 9)}tok/s"]
-    if memory is not None:
-        enough = program.solve("memory", token_s=wish.batch / wish.tokens_s)
-        if enough is not None:
-            needed = _find_budget(problem, enough)
-            nearest.append(f"--memory '{write_least(needed)}'")
+    if problem.rates.flash is None:
+        check_flash(problem.rates, wish.device)
+    memory, needed = wish.memory_bytes or 0, _find_budget(problem, least)
+    if memory >= needed:
+        # The program rounds otherwise than plans do.
+        needed = memory + 16 * MIB
+    has, needs = compare_bytes(memory, needed)
     return UserError.of(
         "P350",
-        f"{approximate_number(wish.tokens_s, 9)} tokens/s cannot be reached{where}: "
-        f"{approximate_number(speed)} are the most",
-        help=f"the nearest wishes are {' and '.join(nearest)}",
-        notes=[_name_limit(problem, fastest)],
-        exit_code=1,
+        f"{has} is not enough: every plan needs at least {needs}",
+        help=f"--memory '{write_least(needed)}', or a --context below {wish.context}",
+        notes=notes,
     )
 
 
@@ -467,18 +495,3 @@ def _find_budget(problem: Problem, solution: Solution) -> int:
 
 def _name_embedding(solution: Solution) -> str:
     return ", embedding" if solution.embedding.place == "resident" else ""
-
-
-def _name_limit(problem: Problem, fastest: Solution) -> str:
-    """What takes the time of the fastest plan."""
-    cost = finish_plan(problem, fastest).cost
-    parts = {
-        "attention": sum(x.attention_s for x in cost.layers),
-        "finding active neurons": sum(x.predict_s + x.look_up_s for x in cost.layers),
-        "computing neurons": sum(max(x.compute_s, x.dense_s) for x in cost.layers),
-        "waiting for flash": sum(x.wait_s for x in cost.layers),
-        "the head": cost.head_s,
-        "the embedding": cost.embedding_s,
-    }
-    shown = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())
-    return f"a token of the fastest plan: {shown}"

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import mean
 from typing import Literal
 
 import numpy as np
 
 from pi2.costs.activity import LOOK_AHEAD_MODES, LayerActivity, PredictorMode, describe_activity
+from pi2.costs.cost_layer import cost_layer
 from pi2.costs.description import Activity
 from pi2.costs.rates import Rates, find_stream_rate
 from pi2.costs.reads import IoChoice, list_io_choices
-from pi2.costs.settings import POSITION, LookAhead, Settings
+from pi2.costs.settings import POSITION, LookAhead, Settings, count_run
 from pi2.costs.sizes import Sizes, measure_sizes
 from pi2.costs.stored import find_range_bytes, read_stored
 from pi2.costs.terms import time_head, time_row
@@ -33,7 +35,6 @@ from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.planning.cost_layer import cost_layer
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.wish import Wish
 
@@ -194,7 +195,13 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
     ios: tuple[IoChoice, ...] = (_STREAMS,)
     if rates.flash is not None:
         range_bytes = find_range_bytes(model, bundle.stride, wish.store)
-        ios = tuple(list_io_choices(rates.flash, bundle.stride, range_bytes, rates.room_s))
+        run = 1
+        if "router" in modes:
+            run = count_run(_resolve(wish, "router", "fp16", SHORT_CHUNK, bundle), wish.store)
+        listed_ios = list_io_choices(rates.flash, bundle.stride, range_bytes, rates.room_s, run=run)
+        # UFS is the storage of phones, whose system forbids programs to use io_uring.
+        usable = [x for x in listed_ios if x.engine == "pread" or rates.flash.has_io_uring]
+        ios = tuple(usable)
     kvs = _list_kvs(wish, rates, bundle)
     cheapest = min(kvs, key=lambda item: item.token_s).type
     sizes = measure_sizes(model, modes[0], "fp16", bundle)
@@ -237,15 +244,15 @@ def _list_chunks(
     model = wish.model
     sizes = measure_sizes(model, mode, kv, bundle)
     weights = model.shape.layers * model.layer_neurons * sizes.neuron_weights
-    chosen = 1.0 if model.moe is None else model.active_experts / model.expert_count
+    routes = () if model.moe is None else describe_activity(model, "router", wish.store)[0]
     once_s = 0.0 if rates.dense_many is None else rates.dense_many[0]
     for tokens in list_chunks(model, wish.context):
         needs = _resolve(wish, mode, kv, tokens, bundle).needs
-        any_token = 1.0 - (1.0 - chosen) ** tokens
+        touched = [layer.count_united(tokens) / layer.neurons for layer in routes]
         yield ChunkChoice(
             tokens=tokens,
             workspace_bytes=round_up(needs.workspace.bytes, MIB),
-            pass_s=weights * once_s * any_token / tokens,
+            pass_s=weights * once_s * (mean(touched) if touched else 1.0) / tokens,
         )
 
 

@@ -121,7 +121,7 @@ class Program:
 
         UserError P352 without scipy.
         """
-        optimize, sparse = _import_solver()
+        optimize, sparse = import_solver()
         rows = self._list_rows()
         if memory_bytes is not None:
             rows.add(self._memory, high=(memory_bytes - self._memory_fixed) / _MIB)
@@ -329,7 +329,8 @@ class Program:
         for number, (m, b, w) in enumerate(zip(self._m, self._b, self._w, strict=True)):
             most = max((offset for _, offset in mode.lines[number]), default=0.0)
             for io, io_place in zip(problem.ios, self._ios, strict=True):
-                neuron_s = mode.neuron_s[number] or io.neuron_s
+                own_s = io.run_s if mode.predictor == "router" else io.neuron_s
+                neuron_s = mode.neuron_s[number] or own_s
                 overlap = problem.rates.overlap if io.overlap is None else io.overlap
                 if mode.neuron_s[number]:
                     overlap = find_stream_overlap(problem.rates)
@@ -407,7 +408,7 @@ def _mute_output() -> Iterator[None]:
         os.close(kept)
 
 
-def _import_solver() -> tuple[Any, Any]:
+def import_solver() -> tuple[Any, Any]:
     """scipy's modules; UserError P352 without them."""
     try:
         from scipy import optimize, sparse
@@ -415,6 +416,6 @@ def _import_solver() -> tuple[Any, Any]:
         raise UserError.of(
             "P352",
             "scipy is not installed, whose solver finds plans",
-            help="pip install 'pi2[plan]'",
+            help="pip install scipy",
         ) from None
     return optimize, sparse

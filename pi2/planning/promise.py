@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from pi2.costs.cost import Cost, cost_plan
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_number
-from pi2.planning.cost import Cost, cost_plan
 
 LEAST_TOKENS = 16
 """Fewer tokens say little about a speed."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pi2.costs.activity import LOOK_AHEAD_MODES
+from pi2.costs.cost import Cost, cost_resolved
 from pi2.plan.arithmetic.fitting import Shortage, fit_plan, write_memory
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.quantities import round_size
 from pi2.plan.weights.layout import round_up
-from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.problem import Problem
 from pi2.planning.resolving import resolve_values
 
@@ -156,7 +156,7 @@ def _list_dimensions(
         "io.engine",
         [
             _Option(
-                label=f"{io.engine}, {io.threads} threads"
+                label=f"{io.engine}, {io.threads} thread{'s' * (io.threads > 1)}"
                 if io.engine == "pread"
                 else f"{io.engine}, {io.depth} deep",
                 changes={

@@ -18,6 +18,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
+from pi2.planning.program import import_solver
 from pi2.planning.workers import WorkersLost, run_in_processes, run_on_ray
 from pi2.progress import Progress
 from pi2.sharing.files import write_atomically
@@ -104,11 +105,14 @@ def run_sweep(
 ) -> list[Outcome]:
     """Run what is not done yet, write ``output`` (Parquet), and return all outcomes in order.
 
-    Raises `UserError` P353 where workers are lost again and again; what was done is kept.
+    Raises `UserError` P352 without the solver, P353 where workers are lost again and again; what
+    was done is kept.
     """
     journal = output.with_name(f"{output.name}.cells")
     known = read_journal(journal)
     waiting = [cell for cell in cells if cell.key not in known]
+    if waiting:
+        import_solver()
     output.parent.mkdir(parents=True, exist_ok=True)
     attempts = 0
     with journal.open("a", encoding="utf-8") as file:

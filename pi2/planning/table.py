@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from pi2.costs.cost import Cost
+from pi2.costs.cost_layer import LayerCost
 from pi2.pictures import add_legend, make_figure, save_figure
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
-from pi2.planning.cost import Cost
-from pi2.planning.cost_layer import LayerCost
 from pi2.planning.text import describe_cost
 
 _TERMS = {

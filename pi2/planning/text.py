@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pi2.costs.cost import Cost
 from pi2.memory.context import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs, reads_embedding
 from pi2.plan.authoring.drafting import name_segments, write_backends, write_sampling
@@ -14,8 +15,10 @@ from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.planning.bundle_layout import describe_layout
-from pi2.planning.cost import Cost
 from pi2.planning.planner import PlannedPlan
+
+_MOST_OTHERS = 60
+"""Letters that tell what other settings would make."""
 
 
 def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, name: str) -> str:
@@ -138,16 +141,20 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
                 + (
                     f"{plan.io.depth} in flight"
                     if plan.io.engine == "io_uring"
-                    else f"{plan.io.threads} threads"
+                    else f"{plan.io.threads} thread{'s' * (plan.io.threads > 1)}"
                 )
-                + f": {read_s / missing * 1e6:.1f} us a neuron."
+                + f": {_describe_read(cost, read_s / missing)}."
             )
     if planned.layout is not None:
         yield from describe_layout(planned.layout)
+    yield from planned.left_out
     for decision in planned.decisions:
         others = [item for item in decision.tokens_s if item[0] != decision.chosen][:3]
-        if others:
-            shown = ", ".join(f"{approximate_number(speed)} with {name}" for name, speed in others)
+        shown = ""
+        for name, speed in others:
+            longer = f"{shown}{', ' * bool(shown)}{approximate_number(speed)} with {name}"
+            shown = longer if len(longer) <= _MOST_OTHERS else shown
+        if shown:
             yield f"{decision.key}: {decision.chosen}; tokens/s would be {shown}."
     if len({layer.hot for layer in resolved.layers}) > 1:
         yield "Layers whose activity is spread more widely keep more neurons."
@@ -172,6 +179,13 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     yield from _describe_memory(planned)
     if plan.kv.type == "int8":
         yield "Keys and values take 8 bits: half of the memory, and of what attention reads."
+
+
+def _describe_read(cost: Cost, neuron_s: float) -> str:
+    """Time of what is read together."""
+    if cost.grain > 1:
+        return f"{neuron_s * cost.grain * 1e3:.2f} ms an expert of {cost.grain} neurons"
+    return f"{neuron_s * 1e6:.1f} us a neuron"
 
 
 def _find_without_ahead(planned: PlannedPlan) -> float | None:
@@ -230,20 +244,23 @@ def describe_cost(cost: Cost) -> Iterator[str]:
     spread = cost.spread_tokens_s
     within = f" ± {approximate_number(spread, 2)}" if spread > 0.01 * cost.tokens_s else ""
     yield (
-        f"Predicted: {approximate_number(cost.tokens_s)}{within} tokens/s{together}; "
+        f"Predicted: {approximate_number(cost.tokens_s)}{within} tokens/s{together} after "
+        f"{cost.position} tokens of context; "
         f"{cost.token_s * 1e3:.1f} ms {what}, "
         f"{waits * 1e3:.1f} ms of it waiting for flash."
     )
     if cost.token_j is not None:
         energy = approximate_number(cost.token_j)
         yield f"Energy: {energy} J a token, from the device's power figures."
-    prefill = "Prompts unknown, no unit of the plan has units.*.compute in the device"
+    prompts = f"Prompts of {cost.prompt} tokens"
+    unknown = f"{cost.prompt_unit} computes them, and the device states no units.{cost.prompt_unit}"
+    told = f"unknown: {unknown}.compute"
     if cost.whole_unit is not None:
-        prefill = f"Prompts unknown, nobody measured {cost.whole_unit}'s kernels"
+        told = f"unknown: nobody measured {cost.whole_unit}'s kernels"
     if cost.prefill_tokens_s is not None:
-        prefill = f"Prompts {approximate_number(cost.prefill_tokens_s)} tokens/s"
+        told = f"{approximate_number(cost.prefill_tokens_s)} tokens/s"
     yield (
-        f"{prefill}; {approximate_bytes(cost.memory_bytes)} of memory, "
+        f"{prompts}: {told}; {approximate_bytes(cost.memory_bytes)} of memory, "
         f"{cost.hit_rate:.1%} of the neurons used are in it."
     )
     yield f"Activity of neurons: {cost.activity}."

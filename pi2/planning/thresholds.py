@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from pi2.costs.cost import cost_resolved
 from pi2.plan.arithmetic.fitting import Shortage, fit_plan, write_memory
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.planning.cost import cost_resolved
 from pi2.planning.planner import PlannedPlan, score_plan
 from pi2.planning.refinement import Decision
 from pi2.planning.resolving import resolve_values

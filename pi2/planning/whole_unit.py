@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.whole_rates import read_whole_rates
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import MIB, add_runtime, round_segment
@@ -24,7 +25,6 @@ from pi2.plan.documents.plan_memory import KvType, Segments
 from pi2.plan.documents.plan_running import PredictorMode
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.weights.layout import BundleLayout
-from pi2.planning.cost import Cost, cost_resolved
 from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.wish import Wish
 

@@ -23,7 +23,7 @@ from pi2.probing.figures import list_readings
 from pi2.probing.probe import Measurements
 from pi2.probing.series import round_digits, summarise
 from pi2.probing.storage import ReadSpec
-from pi2.probing.timing import StepFacts
+from pi2.probing.timing import StepFacts, choose_times
 
 MIB = 1 << 20
 NOISY = 0.1
@@ -115,7 +115,7 @@ def _describe_cpu(found: Measurements) -> dict[str, Any]:
         {"threads": count, **_rate(rates, f"{_count(count)}, {found.read_work}")}
         for count, rates in found.bandwidth.items()
     ]
-    values["kernels"] = [_describe_step(step, found) for step in found.steps]
+    values["kernels"] = list(_describe_steps(found))
     gemm = max(
         (item for item in values["kernels"] if item["kernel"] == "dense"),
         key=lambda item: (item["width"], item["size"]),
@@ -151,8 +151,17 @@ def _describe_clusters(machine: Machine) -> list[dict[str, Any]]:
     return clusters
 
 
-def _describe_step(step: StepFacts, found: Measurements) -> dict[str, Any]:
-    summary = summarise(found.step_s[step.key], "less")
+def _describe_steps(found: Measurements) -> Iterator[dict[str, Any]]:
+    """Kernels; UserError P343 where no possible time was measured of one."""
+    memory_bytes_s = max(rate for rates in found.bandwidth.values() for rate in rates)
+    times = choose_times(found.steps, found.step_s, memory_bytes_s)
+    for step in found.steps:
+        if step.key in times:
+            yield _describe_step(step, times[step.key], found)
+
+
+def _describe_step(step: StepFacts, times: Sequence[float], found: Measurements) -> dict[str, Any]:
+    summary = summarise(times, "less")
     values: dict[str, Any] = {"kernel": step.kernel, "size": step.size}
     values["time"] = _write_seconds(summary.value)
     if step.read_bytes is not None:

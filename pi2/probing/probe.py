@@ -18,7 +18,7 @@ from pi2.probing.kernels import KernelRecipe
 from pi2.probing.model import SMALL
 from pi2.probing.series import Key, is_agreed
 from pi2.probing.storage import ReadSpec, list_overlaps, list_reads, open_sample
-from pi2.probing.timing import StepFacts
+from pi2.probing.timing import StepFacts, keep_possible
 from pi2.progress import Progress
 
 MOST_ROUNDS, LEAST_ROUNDS = 5, 2
@@ -27,7 +27,8 @@ sum, of many calls."""
 UNIT_ROUNDS = 3
 """Rounds over GPUs and NPUs; one where the rest took all the time there is."""
 ROUNDS_S = 80.0
-"""No round begins that would end later, so that the whole takes less than two minutes."""
+"""No round begins that would end later; the whole takes about two minutes, or more beside the work
+of others."""
 AGAIN_S = 15.0
 """Time beyond that in which figures are measured again that no two rounds agree about."""
 USUAL_START_S = 15.0
@@ -133,14 +134,20 @@ def has_time(passed_s: float, done: int, limit_s: float = ROUNDS_S) -> bool:
 
 def _measure_again(found: _Rounds, reads: Sequence[ReadSpec], bench: Worker, small: Worker) -> bool:
     """Measure once more what no two rounds agree about; whether there was anything."""
-    steps = {key for key, times in found["steps"].items() if not is_agreed(times, "less")}
+    rates = [rate for values in found["bandwidth"].values() for rate in values]
+    steps: set[Key] = set()
     for worker in (bench, small):
-        own = steps & {step.key for step in worker.call("list_steps")}
+        own = {
+            step.key
+            for step in worker.call("list_steps")
+            if not is_agreed(keep_possible(step, found["steps"][step.key], max(rates)), "less")
+        }
+        steps |= own
         if own:
             found.add("steps", worker.call("measure", 1, own))
-    rates = found["reads"]
+    reached = found["reads"]
     unclear = [
-        spec for spec in reads if spec.key in rates and not is_agreed(rates[spec.key], "more")
+        spec for spec in reads if spec.key in reached and not is_agreed(reached[spec.key], "more")
     ]
     if unclear:
         found.add("reads", bench.call("measure_reads", unclear, 1))

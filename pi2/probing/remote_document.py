@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, get_args
 
 from pi2.plan.documents.device import Device, IsaFeature
 from pi2.plan.documents.quantities import format_quantity
 from pi2.probing.remote import RemoteMachine
 from pi2.probing.series import Key, round_digits, summarise
-from pi2.probing.timing import StepFacts
+from pi2.probing.timing import StepFacts, choose_times
 
 
 def make_remote_device(
@@ -21,7 +22,10 @@ def make_remote_device(
     step_s: Mapping[Key, Sequence[float]],
 ) -> Device:
     """The device ``name``: its processor and kernels; flash, memory and noise are unknown."""
-    kernels = [_describe_step(step, step_s[step.key], machine) for step in steps]
+    times = choose_times(steps, step_s, inf)
+    kernels = [
+        _describe_step(step, times[step.key], machine) for step in steps if step.key in times
+    ]
     cpu: dict[str, Any] = {
         "kind": "cpu",
         "architecture": machine.architecture,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pi2.diagnostics import UserError
 from pi2.plan.documents.device import KernelName
 from pi2.plan.documents.plan_memory import KvType
 from pi2.plan.documents.plan_running import ActivationType
 from pi2.probing import model as synthetic
 from pi2.probing.series import Key
 
+MOST_CACHED = 20.0
+"""Rate of the caches nearest to a processor over that of its memory, at most."""
 ROUND_S = 0.15
 """Time that a kernel is called for in a round; the round's figure is the median call."""
 
@@ -36,6 +39,30 @@ class StepFacts:
         return (self.kernel, str(self.size), str(self.width), self.kv, self.activations)
 
 
+def keep_possible(step: StepFacts, times: Sequence[float], memory_bytes_s: float) -> list[float]:
+    """The times of a step that a machine can take whose memory gives ``memory_bytes_s``: other work
+    on it can make a difference of two times as small as anything, and less than nothing."""
+    size = step.read_bytes or 0
+    return [x for x in times if x > 0.0 and size / x <= MOST_CACHED * memory_bytes_s]
+
+
+def choose_times(
+    steps: Sequence[StepFacts], step_s: Mapping[Key, Sequence[float]], memory_bytes_s: float
+) -> dict[Key, list[float]]:
+    """The possible times of each step; UserError P343 where there is none, but of waking threads,
+    which may take nothing."""
+    found = {step.key: keep_possible(step, step_s[step.key], memory_bytes_s) for step in steps}
+    unclear = [step for step in steps if not found[step.key] and step.kernel != "wake"]
+    if unclear:
+        names = ", ".join(f"{step.kernel} {step.size}" for step in unclear)
+        raise UserError.of(
+            "P343",
+            f"no possible time was measured of {names}: the machine does other work",
+            help="end other programs and measure again",
+        )
+    return {key: times for key, times in found.items() if times}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(StepFacts):
     """A step that is measured."""
@@ -53,7 +80,7 @@ def make_timer(step: Step) -> Callable[[], float]:
 
     def measure() -> float:
         taken = _time_calls(step.run, step.stir)
-        return taken if step.base is None else max(taken - _time_calls(step.base, step.stir), 1e-9)
+        return taken if step.base is None else max(taken - _time_calls(step.base, step.stir), 0.0)
 
     return measure
 

@@ -179,7 +179,7 @@ class TokenSteps:
         context = self._sizes.context
         early_s = times.average("attend", position=self._first)
         late_s = times.average("attend", position=context)
-        token_s = max(late_s - early_s, 1e-9) / (context - self._first)
+        token_s = max(late_s - early_s, 0.0) / (context - self._first)
         match facts.kernel:
             case "project":
                 return max(early_s - self._first * token_s, early_s / 2)

@@ -142,12 +142,13 @@ def _draw_neurons(
         missing = min(activity.count_missing(kind.hot, kind.cold, settings.policy), used)
         dense, hot = (activity.count_within(share) for share in (dense_share, kind.hot))
         shares = (dense, hot - dense, max(used - hot - missing, 0.0), missing)
-        drawn = draw_experts(shares, used, activity.grain, shape, random)
+        drawn = draw_experts(shares, used, activity.grain, shape, random, activity.always)
         if settings.limits is None:
             return drawn
         read = settings.limits.limit(drawn.missing / activity.grain) * activity.grain
         return replace(drawn, missing=read)
-    hits = activity.find_hits(kind.hot, kind.cold, settings.policy)
+    hot, cold = activity.divide_room(kind.hot, kind.cold)
+    hits = activity.find_hits(hot, cold, settings.policy)
     return draw_tokens(
         activity.named,
         hits,

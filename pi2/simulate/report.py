@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pi2.costs.cost import Cost, cost_description
 from pi2.costs.description import Description
 from pi2.costs.figures import describe_statuses
 from pi2.simulate.decode import DecodeRun
@@ -65,6 +66,12 @@ class SimulationResult:
         """Energy of a token, where the device states powers."""
         return _estimate_energy(self.inputs, self.decode)
 
+    @property
+    def expected(self) -> Cost:
+        """What expected numbers of neurons take, instead of those that are drawn: the figures of
+        `pi2 plan` and `pi2 explain --cost`."""
+        return cost_description(self.inputs)
+
     def describe(self) -> dict[str, Any]:
         """The whole result as one JSON object."""
         run, prefill, energy = self.decode, self.prefill, self.energy
@@ -100,6 +107,10 @@ class SimulationResult:
                 "active_neurons": round(float(run.active_neurons.mean())),
                 "read_bytes_per_token": round(float(run.read_bytes.mean())),
             },
+            "expected": {
+                "tokens_s": _round(self.expected.tokens_s),
+                "context": self.expected.position,
+            },
             "energy": None
             if energy is None
             else {"token_j": _round(energy.token_j), "mean_w": _round(energy.mean_w)},
@@ -120,9 +131,10 @@ class SimulationResult:
         run, decode = self.describe()["decode"], self.decode
         lines = [f"SIMULATED, not measured: {self.inputs.name}"]
         if self.prefill is None:
+            unit = self.inputs.prompts.unit
             lines.append(
-                "prefill   not simulated: the device states no arithmetic rate of the unit "
-                "(units.*.compute)"
+                f"prefill   not simulated: {unit} computes prompts, and the device states no "
+                f"units.{unit}.compute"
             )
         else:
             lines.append(
@@ -134,6 +146,11 @@ class SimulationResult:
         lines.append(
             f"decode    {self.tokens_s:.2f} tokens/s over {len(decode.token_s)} tokens; "
             f"ms per token: mean {run['mean_ms']:.1f} · {percentiles}"
+        )
+        cost = self.expected
+        lines.append(
+            f"expected  {cost.tokens_s:.2f} tokens/s after {cost.position} tokens of context, as "
+            "`pi2 plan` and `pi2 explain --cost` say"
         )
         hits = f"cache hits {run['hit_rate']:.1%}"
         if self.inputs.settings.predictor == "none":

@@ -14,8 +14,8 @@ import pytest
 
 from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.caches import VARIABLE
+from pi2.costs.cost_memory import count_memory
 from pi2.plan.resolve import load_plan
-from pi2.planning.cost_memory import count_memory
 from tests.end_to_end.test_demo import PLAN, run
 
 MIB = 1 << 20

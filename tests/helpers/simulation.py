@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
+from pi2.costs.activations import Hotness
 from pi2.costs.activity import LayerActivity, make_hotness, unite_activity
 from pi2.costs.constants import Constants
 from pi2.costs.description import Description, LayerKind
@@ -108,6 +109,9 @@ def make_inputs(
         cold=min(cold / work["layers"] / neurons, 1.0 - hot),
         dense=(min(hot, 0.5) if dense is None else dense) if rates.dense is not None else 0.0,
         layers=tuple(range(work["layers"])),
+        routing=LayerActivity(named=Hotness(active=share, spread=0.0), chosen=1.0, neurons=neurons)
+        if share < 1.0
+        else None,
     )
     return Description(
         name="test",
@@ -117,7 +121,6 @@ def make_inputs(
         settings=make_settings(work, settings, rates, hot),
         prompts=make_prompts(settings, rates, work, hot),
         kinds=(kind,),
-        chosen=share,
     )
 
 
@@ -241,6 +244,7 @@ def make_prompts(
     rate = None if ops_s is None else (0.0, 2.0 / ops_s)
     stream = Stream(byte_s=2.5e-10, overlap=1.0, neurons=work["ffn"] * work["experts"], stride=6912)
     return PromptSettings(
+        unit="cpu" if dense is None else dense.name,
         chunk=128,
         together=choices["together"],
         context=4096,

@@ -162,7 +162,6 @@ def test_guesses_cannot_leave_out_what_layers_without_a_cutoff_compute(plan: Pat
 @pytest.fixture(scope="module")
 def planned() -> PlannedPlan:
     """The plan for the real shape, within two thirds of what all of it takes."""
-    pytest.importorskip("scipy")
     return make_plan(make_wish())
 
 

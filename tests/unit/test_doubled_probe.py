@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning.cost import cost_resolved
 from pi2.planning.documents import read_document
 from pi2.planning.resolving import resolve_values
 from pi2.simulate import read_inputs, simulate

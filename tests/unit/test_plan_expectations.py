@@ -41,9 +41,9 @@ def test_activations_fall_on_hot_neurons_as_the_skew_says() -> None:
 def test_absent_neurons_are_the_active_ones_that_are_not_hot() -> None:
     resolved = load_plan(BASE)
     assert find_active_share(resolved) == 0.2
-    assert count_absent(resolved, resolved.layers[0]) == pytest.approx(0.2 * 2048 * (1 - 0.2))
+    assert count_absent(resolved, 0) == pytest.approx(0.2 * 2048 * (1 - 0.2))
     dense = load_plan(BASE, overrides={"decode.predictor": "none"})
-    assert count_absent(dense, dense.layers[0]) is None
+    assert count_absent(dense, 0) is None
 
 
 def test_a_cache_that_keeps_what_is_used_often_may_be_smaller() -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from pi2.cli.main import run
+from pi2.costs.cost import Cost, cost_plan, cost_resolved
 from pi2.costs.description import describe_plan
+from pi2.costs.prompts import cost_prompt
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.resolve import load_plan
-from pi2.planning.cost import Cost, cost_plan, cost_resolved
-from pi2.planning.cost_prompt import cost_prompt
 
 HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from pi2.costs.cost import cost_plan
 from pi2.plan.resolve import load_plan
-from pi2.planning.cost import cost_plan
 from pi2.planning.promise import describe_promise, find_promise
 
 PLANS = Path(__file__).parents[2] / "plans"

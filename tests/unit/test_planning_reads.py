@@ -94,7 +94,7 @@ def test_a_better_figure_makes_no_batch_slower(engine: str, stride: int) -> None
 def test_reads_of_other_blocks_follow_from_those_that_were_measured() -> None:
     usual = choose_queue(make_flash()).neuron_s
     smaller, larger = (choose_queue(make_flash(), size * KIB).neuron_s for size in (4, 64))
-    assert 0.7 * usual < smaller < usual, "a page takes nearly as long as two"
+    assert smaller == usual, "a block that nobody measured is taken to be no quicker"
     assert larger == pytest.approx(usual + 56 * KIB / 1e9, rel=0.02), "the rest streams"
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan
-from pi2.planning.cost import cost_resolved
 from pi2.planning.documents import read_document
 from pi2.planning.resolving import resolve_values
 from pi2.planning.wish import Wish
@@ -136,7 +136,6 @@ def test_a_phone_is_simulated_with_the_plans_cache() -> None:
 def test_planner_and_simulator_agree_about_a_phone(name: str, memory: int) -> None:
     """Both take reads to fall into an expert's stretch of a layer's file, and the thread that reads
     to find room for what comes."""
-    pytest.importorskip("scipy")
     from pi2.planning.planner import plan
 
     device, model = (

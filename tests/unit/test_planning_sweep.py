@@ -21,7 +21,6 @@ from pi2.plan.documents.model import Model
 from pi2.planning import sweep, sweep_report, workers
 from pi2.planning.documents import read_document
 
-pytest.importorskip("scipy")
 GIB = 1 << 30
 
 

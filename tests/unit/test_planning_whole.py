@@ -19,7 +19,6 @@ from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish
 from pi2.simulate import read_inputs, simulate
 
-pytest.importorskip("scipy")
 GIB = 1 << 30
 
 

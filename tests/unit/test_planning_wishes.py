@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from pi2.cli.main import run
+from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device
-from pi2.planning.device_memory import find_device_memory
 from pi2.planning.documents import read_document
+from pi2.planning.planner import plan as make_plan
+from pi2.planning.speed import find_device_memory
+from pi2.planning.wish import Wish
 
-pytest.importorskip("scipy")
 PHONES = Path(__file__).parents[2] / "plans/devices"
 
 
@@ -80,4 +84,69 @@ def test_unknown_prompts_say_what_is_missing(capsys: pytest.CaptureFixture[str])
     assert (
         run(["plan", "--device", "raspberry-pi-5", "--model", "bamboo-7b", "--memory", "3GiB"]) == 0
     )
-    assert "Prompts unknown, no unit of the plan has units.*.compute" in capsys.readouterr().out
+    told = "Prompts of 128 tokens: unknown: cpu computes them, and the device states no "
+    assert f"{told}units.cpu.compute" in capsys.readouterr().out
+
+
+SPEEDS = [
+    ("oneplus-12", "llama-2-7b", 8.0),
+    ("raspberry-pi-5", "qwen3-8b", 1.0),
+    ("xiaomi-14", "qwen3-30b-a3b", 4.0),
+    ("cloud-vm-zen5", "bamboo-7b", 8.0),
+]
+
+
+def make_wish(device: str, model: str, speed: float | None = None) -> Wish:
+    found: dict[Literal["device", "model"], Any] = {
+        kind: read_document(name, kind).document
+        for kind, name in (("device", device), ("model", model))
+    }
+    return Wish(device=found["device"], model=found["model"], tokens_s=speed)
+
+
+@pytest.mark.parametrize(("device", "model", "speed"), SPEEDS)
+def test_a_speed_is_reached_with_the_least_memory(device: str, model: str, speed: float) -> None:
+    wish = make_wish(device, model, speed)
+    found = make_plan(wish)
+    assert found.cost.tokens_s >= speed
+    budget = found.resolved.plan.memory.budget
+    less = replace(wish, tokens_s=None, memory_bytes=round(0.95 * budget))
+    assert make_plan(less).cost.tokens_s < speed, "less memory would do"
+
+
+@pytest.mark.parametrize(("device", "model", "speed"), SPEEDS[::2])
+def test_what_a_refused_speed_offers_can_be_had(device: str, model: str, speed: float) -> None:
+    wish = make_wish(device, model, 50.0 * speed)
+    with pytest.raises(UserError, match="tokens/s") as caught:
+        make_plan(wish)
+    assert caught.value.exit_code == 1
+    told = str(caught.value.diagnostics[0].help)
+    nearest = float(told.split("--speed ")[1].split("tok/s")[0])
+    assert nearest > speed
+    assert make_plan(replace(wish, tokens_s=nearest)).cost.tokens_s >= nearest
+
+
+def test_a_refused_speed_within_a_memory_offers_a_speed_and_a_memory() -> None:
+    wish = replace(make_wish("xiaomi-14", "qwen3-8b", 6.0), memory_bytes=3 << 30)
+    with pytest.raises(UserError) as caught:
+        make_plan(wish)
+    told = str(caught.value.diagnostics[0].help)
+    nearest = float(told.split("--speed ")[1].split("tok/s")[0])
+    assert make_plan(replace(wish, tokens_s=nearest)).cost.tokens_s >= nearest
+    memory = int(told.split("--memory '")[1].split(" MiB")[0]) << 20
+    assert make_plan(replace(wish, memory_bytes=memory)).cost.tokens_s >= 6.0
+
+
+def test_a_unit_that_has_nothing_is_named_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wish = ["--device", "oneplus-12", "--memory", "4GiB", "--model"]
+    assert run(["plan", *wish, "llama-2-7b"]) == 0
+    told = capsys.readouterr().out
+    assert "gpu is left out: the device states no units.gpu.read_bandwidth" in told
+    assert "npu is left out: with it " in told
+
+
+def test_a_phone_reads_as_its_system_allows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--device", "oneplus-12", "--model", "bamboo-7b", "--memory", "3GiB"]) == 0
+    assert "Reads: pread, 8 threads" in capsys.readouterr().out

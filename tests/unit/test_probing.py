@@ -462,3 +462,34 @@ def test_kernels_that_are_measured_compute_what_numpy_does(api: Api) -> None:
     bench = DeviceBench(require_launcher(api), ignore_progress)
     bench.prepare(GPU_STEPS[0])()  # compares the result with numpy's
     bench.prepare(dataclasses.replace(GPU_STEPS[-1], tokens=8))()
+
+
+@pytest.mark.parametrize(
+    ("times", "kept"),
+    [([0.0, 1.0e-4], 1), ([1e-9, 1.0e-4, 1.1e-4], 2), ([1.0e-4], 1)],
+    ids=["nothing", "faster than a cache", "possible"],
+)
+def test_impossible_times_do_not_count(times: list[float], kept: int) -> None:
+    key = STEPS[0].key
+    found = make_measurements(step_s={**make_measurements().step_s, key: times})
+    (kernel,) = (x for x in make_device("mine", found).units["cpu"].kernels if x.kernel == "gather")
+    assert (kernel.time, kernel.samples) == (pytest.approx(1.0e-4, rel=0.1), kept)
+
+
+def test_a_step_without_a_possible_time_is_refused() -> None:
+    """8 MiB in 1 ns is no figure of a machine but of other work on it."""
+    key = STEPS[0].key
+    found = make_measurements(step_s={**make_measurements().step_s, key: [0.0, 1e-9]})
+    with pytest.raises(UserError, match="no possible time was measured of gather 256") as caught:
+        make_device("mine", found)
+    assert caught.value.diagnostics[0].code == "P343"
+
+
+def test_threads_that_wake_at_once_have_no_figure() -> None:
+    step = StepFacts(kernel="wake", size=2000, read_bytes=None, operations=None)
+    usual = make_measurements()
+    found = make_measurements(
+        steps=(*usual.steps, step), step_s={**usual.step_s, step.key: [0.0, 0.0]}
+    )
+    kernels = make_device("mine", found).units["cpu"].kernels
+    assert [item.kernel for item in kernels] == ["gather", "dense", "look-up"]

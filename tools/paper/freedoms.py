@@ -20,10 +20,10 @@ from pi2.costs import activity as activities
 from pi2.costs import reads
 from pi2.costs.activations import Hotness
 from pi2.costs.constants import Constants
+from pi2.costs.cost import cost_description
 from pi2.costs.description import Description
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
-from pi2.planning.cost import cost_description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +173,12 @@ def _forget_predictor(
     from pi2.simulate import read_inputs
 
     found = read_inputs(resolved, constants=constants)
-    if found.chosen >= 1.0 or not found.settings.is_predicted:
+    chance = found.kinds[0].activity.chosen
+    if chance >= 1.0 or not found.settings.is_predicted:
         return found
     chosen = constants or Constants()
     fired, again, expert_again = shares
-    active = LAYER_SHARE / found.chosen if fired is None else name_more(fired, chosen)
+    active = LAYER_SHARE / chance if fired is None else name_more(fired, chosen)
     named = Hotness(active=active, spread=chosen.default_spread)
     changes: dict[str, Any] = {"named": named, "again": again, "expert_again": expert_again}
     kinds = (replace(kind, activity=replace(kind.activity, **changes)) for kind in found.kinds)

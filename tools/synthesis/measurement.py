@@ -95,9 +95,9 @@ def measure_store(
                     predicted &= routed[:, experts]
             counts[layer, original] = active.sum(axis=0)
         active_neurons += active.sum(axis=1)
-        layers.append(_summarise(active, gates, predicted, model, loads))
+        layers.append(_summarise(active, gates, predicted, model.count_token_neurons(layer), loads))
         progress("measuring", (layer + 1) / measured)
-    shares = active_neurons / (measured * model.token_neurons)
+    shares = active_neurons / sum(model.count_token_neurons(layer) for layer in range(measured))
     return Measurement(
         tokens=tokens,
         layers=tuple(layers),
@@ -185,10 +185,10 @@ def _read_bundles(layer: StoredLayer, layout: BundleLayout) -> Iterator[tuple[in
 
 
 def _summarise(
-    active: Bits, gates: Bits, predicted: Bits | None, model: Model, loads: F64 | None
+    active: Bits, gates: Bits, predicted: Bits | None, possible: int, loads: F64 | None
 ) -> LayerStatistics:
-    """``loads`` [experts]: share of the tokens that each expert computes."""
-    possible = model.token_neurons
+    """``possible``: neurons that may compute a token; ``loads`` [experts]: share of the tokens that
+    each expert computes."""
     shares = active.sum(axis=1) / possible
     counts = active.sum(axis=0)
     found = recall = None

@@ -6,7 +6,7 @@ Rough on purpose, from the model's statistics and the device's figures; `pi2 sim
 from __future__ import annotations
 
 from pi2.plan.arithmetic.mixers import count_mixer_bytes
-from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 
@@ -45,13 +45,14 @@ def estimate_hot_part(model: Model, hot: float) -> float:
     return SKEWED_PART + (1 - SKEWED_PART) * (hot - skew) / (1 - skew)
 
 
-def count_absent(resolved: ResolvedPlan, layer: ResolvedLayer) -> float | None:
-    """Active neurons of a layer that are not hot, for one token; None where nothing is known."""
+def count_absent(resolved: ResolvedPlan, number: int) -> float | None:
+    """Active neurons of the layer ``number`` that are not hot, for one token; None where nothing is
+    known."""
     active = find_active_share(resolved)
     if active is None:
         return None
-    model = resolved.model
-    computed = model.token_neurons
+    model, layer = resolved.model, resolved.layers[number]
+    computed = model.shape.ffn * model.count_active(number)
     if resolved.plan.decode.predictor == "router":
         # Which neurons of an expert are used often does not matter: it takes them all, or those
         # that thresholds leave of it.

@@ -19,8 +19,9 @@ def list_chunks(model: Model, context: int) -> tuple[int, ...]:
     """Numbers of tokens of a chunk that plans for ``model`` should choose from, ascending and at
     most the tokens of ``context``."""
     chunks = [SHORT_CHUNK, USUAL_CHUNK]
-    if model.moe is not None:
-        share = model.active_experts / model.expert_count
+    moe = model.moe
+    if moe is not None:
+        share = (moe.active_experts + moe.shared_experts) / (moe.experts + moe.shared_experts)
         if USUAL_CHUNK * share < EXPERT_TOKENS:
             chunks.append(LONG_CHUNK)
     return tuple(dict.fromkeys(min(chunk, context) for chunk in chunks))

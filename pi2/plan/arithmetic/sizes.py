@@ -307,7 +307,7 @@ def _need_cold(resolved: ResolvedPlan) -> Need:
     if plan.decode.predictor == "none":
         return Need(0, "nothing, the predictor is none: cold neurons stream through the workspace")
     share = _expect_active(resolved)
-    computed = model.token_neurons
+    computed = model.shape.ffn * model.most_active
     least = PART_NEURONS if resolved.names_by_cutoff else MIN_COLD_NEURONS
     wanted = max(least, ceil(share * computed))
     absent = max(

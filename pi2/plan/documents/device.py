@@ -153,10 +153,11 @@ class Memory(Table):
 class Hexagon(Table):
     """What programs must know of a Hexagon NPU."""
 
-    version: (
-        Annotated[Literal["v66", "v68", "v69", "v73", "v75"], Field(examples=["v75"])] | None
-    ) = None
-    """Version of the instruction set; absent means the oldest, which newer ones run, too."""
+    version: Annotated[str, Field(pattern=r"^v(6[6-9]|[7-9][0-9])$", examples=["v75"])] | None = (
+        None
+    )
+    """Version of the instruction set, ``v66`` or newer: programs are compiled for the newest that
+    compilers know and that is not above it; absent means the oldest, which newer ones run, too."""
     own_memory: Annotated[Bytes, Field(examples=["8 MiB"])] | None = None
     """The NPU's own fast memory (VTCM), which holds what a graph keeps while it runs; absent means
     that it is not known, and main memory holds it."""

@@ -121,23 +121,39 @@ class Model(Document):
         mixed = self.moe.experts + self.moe.shared_experts
         return max(mixed, self._count_dense())
 
-    @property
-    def active_experts(self) -> int:
-        """FFNs of a layer that compute a token, of the layer with most: 1 without experts."""
+    def count_active(self, layer: int) -> int:
+        """FFNs of ``layer`` that compute a token: 1 without experts, 0 without an FFN."""
+        if layer in self.ffn.absent_layers:
+            return 0
         if self.moe is None:
             return 1
-        mixed = self.moe.active_experts + self.moe.shared_experts
-        return max(mixed, self._count_dense())
+        if not self.has_router(layer):
+            return self.count_unrouted(layer)
+        return self.moe.active_experts + self.moe.shared_experts
+
+    def count_token_neurons(self, layer: int) -> int:
+        """FFN neurons of ``layer`` that may compute a token, without those that fill experts up."""
+        moe, count = self.moe, self.count_active(layer)
+        if moe is None or count == 0:
+            return count * self.shape.ffn
+        if not self.has_router(layer):
+            return moe.find_dense_width(layer, self.shape.ffn)
+        return moe.active_experts * self.shape.ffn + moe.count_shared(self.shape.ffn)
+
+    @property
+    def token_neurons(self) -> int:
+        """FFN neurons that may compute a token, of all layers together."""
+        return sum(self.count_token_neurons(layer) for layer in range(self.shape.layers))
+
+    @property
+    def most_active(self) -> int:
+        """FFNs that compute a token, of the layer with most."""
+        return max(self.count_active(layer) for layer in range(self.shape.layers))
 
     def _count_dense(self) -> int:
         """Experts that it takes to hold the FFN of a dense layer."""
         moe = self.moe
         return 0 if moe is None or moe.latent is not None else moe.count_dense(self.shape.ffn)
-
-    @property
-    def token_neurons(self) -> int:
-        """FFN neurons of a layer that may compute a token: those of its active experts."""
-        return self.shape.ffn * self.active_experts
 
     @property
     def neuron_width(self) -> int:

@@ -79,6 +79,10 @@ class Moe(Table):
             return self.dense_ffn
         return self.experts * ffn
 
+    def count_shared(self, ffn: int) -> int:
+        """Neurons of the shared experts, of ``ffn`` neurons each unless stated otherwise."""
+        return self.shared_experts * ffn if self.shared_ffn is None else self.shared_ffn
+
     def count_unrouted(self, layer: int, ffn: int) -> int:
         """Experts of ``ffn`` neurons that compute every token in a ``layer`` without router."""
         return -(-self.find_dense_width(layer, ffn) // ffn)

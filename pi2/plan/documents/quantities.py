@@ -227,7 +227,7 @@ def _validator(units: Units, convert: Callable[[Fraction], float]) -> BeforeVali
 
 
 def _whole(value: Fraction) -> int:
-    if value.denominator != 1:
+    if value < 1 and value != 0:
         raise QuantityError("not a whole number of bytes")
     if value >= 2**63:
         raise QuantityError("more bytes than any machine has")

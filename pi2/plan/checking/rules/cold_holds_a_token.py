@@ -14,6 +14,7 @@ part of ``hot``: fewer hot neurons and a cache that works can be faster.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from pi2.plan.arithmetic.expectations import count_absent
@@ -34,7 +35,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     resolved = facts.resolved
     stride = resolved.bundle.stride
     layers = [resolved.layers[number] for number in resolved.named_layers]
-    counts = [count_absent(resolved, layer) for layer in layers]
+    counts = [count_absent(resolved, number) for number in resolved.named_layers]
     wanted_bytes = round(sum(count or 0.0 for count in counts)) * stride
     neurons = resolved.model.layer_neurons
     absent_bytes = sum(neurons - layer.hot_neurons for layer in layers) * stride
@@ -59,5 +60,10 @@ def _explain_experts(resolved: ResolvedPlan) -> str:
     """What a token of a mixture needs, as a product."""
     model = resolved.model
     size = approximate_bytes(model.shape.ffn * resolved.bundle.stride)
-    layers = sum(layer.hot_neurons < model.layer_neurons for layer in resolved.layers)
-    return f" ({layers} layers x {model.active_experts} experts of {size})"
+    counts = Counter(
+        model.count_active(number)
+        for number, layer in enumerate(resolved.layers)
+        if layer.hot_neurons < model.layer_neurons
+    )
+    products = (f"{layers} layers x {experts} experts" for experts, layers in counts.items())
+    return f" ({', '.join(products)} of {size})"

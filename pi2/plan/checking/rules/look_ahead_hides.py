@@ -65,5 +65,5 @@ def _count_read_bytes(resolved: ResolvedPlan) -> float:
     if absent == 0:
         return 0.0
     cached = min(1.0, resolved.plan.memory.segments.cold / stride / absent)
-    wanted = sum(count_absent(resolved, layer) or 0.0 for layer in resolved.layers)
+    wanted = sum(count_absent(resolved, layer) or 0.0 for layer in range(len(resolved.layers)))
     return wanted * (1 - cached) * stride / len(resolved.layers)

@@ -25,14 +25,13 @@ from math import hypot
 from pathlib import Path
 
 from pi2.costs.activity import PredictorMode
+from pi2.costs.cost_layer import LayerCost, cost_layer
+from pi2.costs.cost_memory import count_memory
 from pi2.costs.description import Activity, Description, describe_plan
-from pi2.costs.prompts import PROMPT
+from pi2.costs.prompts import PROMPT, cost_prompt
 from pi2.costs.rates import Rates
 from pi2.costs.settings import POSITION
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.planning.cost_layer import LayerCost, cost_layer
-from pi2.planning.cost_memory import count_memory
-from pi2.planning.cost_prompt import cost_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +42,14 @@ class Cost:
     head_s: float
     prefill_tokens_s: float | None
     """None where no arithmetic rate is known."""
+    position: int = POSITION
+    """Tokens of context before the token."""
+    prompt: int = PROMPT
+    """Tokens of the prompt."""
+    prompt_unit: str = "cpu"
+    """The unit that computes prompts."""
+    grain: int = 1
+    """Neurons that are read together: those of an expert."""
     memory_bytes: int
     """Expected peak: everything that is resident once the caches are full."""
     activity: str
@@ -165,6 +172,10 @@ def cost_description(
         layers=tuple(costs[number] for number in range(description.layers)),
         head_s=description.head_s,
         prefill_tokens_s=cost_prompt(description, prompt),
+        position=settings.position,
+        prompt=prompt,
+        prompt_unit=description.prompts.unit,
+        grain=max(kind.activity.grain for kind in description.kinds),
         memory_bytes=memory_bytes,
         activity=description.activity_source,
         sources=rates.sources,

@@ -81,15 +81,16 @@ def cost_layer(
     if activity.grain == 1 or settings.predictor != "router" or counts.missing <= 0.0:
         return _cost_counts(kind, terms, counts, find_chance(counts.missing))
     # A few experts are missing, or none: times of whole numbers, by how often they come.
-    number = max(round(counts.used / activity.grain), 1)
-    share = min(counts.missing / counts.used, 1.0)
+    varied = counts.used - activity.always
+    number = max(round(varied / activity.grain), 1)
+    share = min(counts.missing / max(varied, 1e-9), 1.0)
     costs = []
     for missing in range(number + 1):
         weight = comb(number, missing) * share**missing * (1.0 - share) ** (number - missing)
-        part = missing / number * counts.used
+        part = missing / number * varied
         found = (counts.used - part) / max(counts.used - counts.missing, 1e-9)
         if settings.limits is not None:
-            part = settings.limits.limit(float(missing)) / number * counts.used
+            part = settings.limits.limit(float(missing)) / number * varied
         own = replace(
             counts,
             missing=part,

@@ -1,0 +1,177 @@
+"""Wishes for a speed: the least memory at which a plan reaches it, or the nearest wish that can be
+met.
+
+What a plan's memory makes of its speed, only plans say: the program's lines are coarser than the
+cost model.  So plans are made for several memories, until the least is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import floor, log10
+from typing import TYPE_CHECKING, TypeVar
+
+from pi2.costs.cost import Cost
+from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.fitting import MIB
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.quantities import (
+    approximate_bytes,
+    approximate_number,
+    compare_bytes,
+    write_least,
+    write_most,
+)
+from pi2.plan.weights.layout import round_up
+from pi2.planning.wish import Wish
+
+if TYPE_CHECKING:
+    from pi2.planning.planner import PlannedPlan
+
+_CLOSE = 1 / 128
+"""Part of a memory that is not worth another plan."""
+_STEP = 1.1
+"""Ratio of neighbouring memories that are tried around a guess."""
+_MARGINS = (1.0, 0.9, 0.8, 0.65, 0.5)
+"""Parts of the time of a token that the program may take for a plan of least energy."""
+
+_Given = TypeVar("_Given", Wish, int)
+Planner = Callable[[Wish], "PlannedPlan"]
+"""The best plan within a memory, however fast; UserError where there is none."""
+
+
+def find_device_memory(device: Device) -> int | None:
+    """Bytes that a process may have; None where the device leaves it to the machine."""
+    memory = device.memory
+    return memory.usable if memory.usable is not None else memory.capacity
+
+
+def check_device_memory(wish: Wish) -> int | None:
+    """The device's memory; UserError P350 where a wish is for more."""
+    limit = find_device_memory(wish.device)
+    if limit is not None and wish.memory_bytes is not None and wish.memory_bytes > limit:
+        has, asked = compare_bytes(limit, wish.memory_bytes)
+        raise UserError.of(
+            "P350",
+            f"the device {wish.device.id!r} has {has} of memory, {asked} are asked for",
+            help=f"--memory '{write_most(limit)}' is the most",
+        )
+    return limit
+
+
+def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> PlannedPlan:
+    """The plan for a wish with a speed: the fastest within a memory that is stated, else the one
+    with least memory or energy.
+
+    ``bounds``: the least memory of any plan, and one in which everything fits.  UserError P350 if
+    there is none, with the nearest wish.
+    """
+    assert wish.tokens_s is not None
+    device_bytes = check_device_memory(wish)
+    stated = [size for size in (wish.memory_bytes, device_bytes) if size is not None]
+    limit = min(stated, default=bounds[1])
+
+    def plan_at(size: int) -> PlannedPlan:
+        return make_plan(replace(wish, memory_bytes=size, objective="speed"))
+
+    def find_least(fastest: PlannedPlan) -> PlannedPlan:
+        guess = next(iter(_try(make_plan, replace(wish, objective="memory"))), fastest)
+        size = guess.resolved.plan.memory.budget
+        return _shrink(float(wish.tokens_s or 0.0), fastest, plan_at, bounds[0], size)
+
+    fastest = plan_at(limit)
+    if fastest.cost.tokens_s < wish.tokens_s:
+        most = plan_at(bounds[1]) if limit < bounds[1] else fastest
+        needed = find_least(most) if most.cost.tokens_s >= wish.tokens_s else None
+        raise _explain(wish, fastest, needed)
+    if wish.objective == "energy":
+        found = [fastest, *_list_sparing(replace(wish, memory_bytes=limit), make_plan)]
+        fast = [item for item in found if item.cost.tokens_s >= wish.tokens_s]
+        return min(fast, key=lambda item: item.cost.token_j or item.cost.token_s)
+    if wish.memory_bytes is not None and wish.objective == "speed":
+        return fastest
+    return replace(find_least(fastest), wish=wish)
+
+
+def _shrink(
+    tokens_s: float, best: PlannedPlan, plan_at: Callable[[int], PlannedPlan], low: int, guess: int
+) -> PlannedPlan:
+    """The plan with the least memory, from ``low`` to that of ``best``, that is so fast."""
+    size, high = guess, best.resolved.plan.memory.budget
+    while high - low > max(16 * MIB, high * _CLOSE):
+        size = round_up(size, MIB)
+        if not low < size < high:
+            size = round_up((low + high) // 2, MIB)
+        found = next(_try(plan_at, size), None)
+        if found is not None and found.cost.tokens_s >= tokens_s:
+            best, high = found, size
+            size = max(int(size / _STEP), (low + high) // 2)
+        else:
+            low = size
+            size = min(int(size * _STEP), (low + high) // 2)
+    return best
+
+
+def _try(make: Callable[[_Given], PlannedPlan], value: _Given) -> Iterator[PlannedPlan]:
+    """A plan, or nothing where there is none."""
+    try:
+        yield make(value)
+    except UserError:
+        return
+
+
+def _list_sparing(wish: Wish, make_plan: Planner) -> Iterator[PlannedPlan]:
+    """Plans of least energy, some of which are faster than the program has to be."""
+    assert wish.tokens_s is not None
+    for margin in _MARGINS:
+        yield from _try(make_plan, replace(wish, tokens_s=wish.tokens_s / margin))
+
+
+def _explain(wish: Wish, fastest: PlannedPlan, needed: PlannedPlan | None) -> UserError:
+    """P350: what limits the fastest plan, and the nearest wishes that can be met; ``needed``: the
+    plan with the memory that the wish takes."""
+    assert wish.tokens_s is not None
+    wished = approximate_number(wish.tokens_s, 9)
+    nearest = [f"--speed {_round_down(fastest.cost.tokens_s)}tok/s"]
+    where = "" if wish.memory_bytes is None else f" within {approximate_bytes(wish.memory_bytes)}"
+    most = approximate_number(fastest.cost.tokens_s)
+    message = f"{wished} tokens/s cannot be reached{where}: {most} are the most"
+    if needed is not None:
+        budget, room = needed.resolved.plan.memory.budget, find_device_memory(wish.device)
+        if room is not None and budget > room:
+            takes, has = compare_bytes(budget, room)
+            message = (
+                f"{wished} tokens/s take {takes} of memory, the device {wish.device.id!r} has "
+                f"{has}: {most} are the most{where}"
+            )
+        else:
+            nearest.append(f"--memory '{write_least(budget)}'")
+    word = "wish is" if len(nearest) == 1 else "wishes are"
+    return UserError.of(
+        "P350",
+        message,
+        help=f"the nearest {word} {' and '.join(nearest)}",
+        notes=[name_limit(fastest.cost)],
+        exit_code=1,
+    )
+
+
+def _round_down(speed: float) -> str:
+    """Three digits of a speed, none of which is more than there is."""
+    digits = max(2 - floor(log10(speed)), 0)
+    return approximate_number(floor(speed * 10**digits) / 10**digits, 9)
+
+
+def name_limit(cost: Cost) -> str:
+    """What takes the time of a plan."""
+    parts = {
+        "attention": sum(x.attention_s for x in cost.layers),
+        "finding active neurons": sum(x.predict_s + x.look_up_s for x in cost.layers),
+        "computing neurons": sum(max(x.compute_s, x.dense_s) for x in cost.layers),
+        "waiting for flash": sum(x.wait_s for x in cost.layers),
+        "the head": cost.head_s,
+        "the embedding": cost.embedding_s,
+    }
+    shown = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())
+    return f"a token of the fastest plan: {shown}"

@@ -1,0 +1,1 @@
+"""Speeds of other engines that predictions are compared with."""

@@ -1,0 +1,249 @@
+"""Compare predictions with speeds that others measured with other engines.
+
+    python tools/validate_outside.py            # rewrite the table of docs/simulator.md
+    python tools/validate_outside.py --print    # every row, and the summary
+    python tools/validate_outside.py --check    # exit 1 if the table is out of date
+
+Devices, models and rows are `tools/outside/rows.toml`: published figures of devices, and nothing
+that was fitted to a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from outside.mapped import predict_mapped
+from paper.document import render_document
+from pi2.costs.cost import cost_description
+from pi2.costs.description import Description, describe_plan
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.planning.documents import read_document
+from pi2.planning.resolving import make_plan_values, resolve_values
+from pi2.planning.wish import Wish
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs/simulator.md"
+ROWS = ROOT / "tools/outside/rows.toml"
+MIB, GIB = 1 << 20, 1 << 30
+ORIGIN = {"status": "published", "source": "tools/outside/rows.toml"}
+WORST = 5
+"""Rows that the document names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A measured speed and the predicted one."""
+
+    kind: str
+    id: str
+    device: str
+    model: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.measured - 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    parser = argparse.ArgumentParser(description="Compare predictions with rows of others.")
+    parser.add_argument("--print", action="store_true", help="print every row")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if old")
+    parser.add_argument("--only", default="", help="rows whose names begin like this")
+    options = parser.parse_args(arguments)
+    rows = [row for row in predict_rows() if row.id.startswith(options.only)]
+    if options.print:
+        for row in rows:
+            print(
+                f"{row.id} {row.device:16} {row.model:18} {row.measured:8.3f} "
+                f"{row.predicted:8.3f} {row.error:+7.0%}"
+            )
+        print("\n".join(write_table(rows)))
+        return 0
+    old = DOCUMENT.read_text("utf-8")
+    new = render_document(old, {"outside": write_table(rows)})
+    if not options.check:
+        DOCUMENT.write_text(new, "utf-8")
+    return int(options.check and new != old)
+
+
+def predict_rows() -> Iterator[Row]:
+    """Every row with its prediction."""
+    data = read_data()
+    for kind in data["kinds"]:
+        for name, device, model, measured in kind["rows"]:
+            settings = data["settings"].get(name, {})
+            predicted = predict(kind["name"], device, model, settings)
+            yield Row(
+                kind=kind["name"],
+                id=name,
+                device=device,
+                model=model,
+                measured=measured,
+                predicted=predicted,
+            )
+
+
+def write_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Errors by kind, and the worst rows."""
+    yield "| kind | rows | median error | mean error | worst |"
+    yield "| --- | ---: | ---: | ---: | --- |"
+    kinds = {row.kind: [item for item in rows if item.kind == row.kind] for row in rows}
+    for name, own in [*kinds.items(), ("**all**", list(rows))]:
+        errors = [abs(row.error) for row in own]
+        worst = max(own, key=lambda row: abs(row.error))
+        yield (
+            f"| {name} | {len(own)} | {statistics.median(errors):.0%} | "
+            f"{statistics.fmean(errors):.0%} | {worst.error:+.0%} ({worst.id}) |"
+        )
+    yield ""
+    yield "| worst rows | device | model | measured | predicted | error |"
+    yield "| --- | --- | --- | ---: | ---: | ---: |"
+    for row in sorted(rows, key=lambda row: -abs(row.error))[:WORST]:
+        yield (
+            f"| {row.id} | {row.device} | {row.model} | {row.measured:g} | {row.predicted:.3g} | "
+            f"{row.error:+.0%} |"
+        )
+
+
+@lru_cache(maxsize=1)
+def read_data() -> dict[str, Any]:
+    """Devices, models, rows and settings."""
+    return tomllib.loads(ROWS.read_text("utf-8"))
+
+
+def predict(kind: str, device: str, model: str, settings: Mapping[str, Any]) -> float:
+    """Tokens per second of a row."""
+    resolved = make_plan(kind, device, model, settings)
+    if "mmap" in kind:
+        return predict_mapped(resolved, settings["memory"] * GIB)
+    description: Description = describe_plan(resolved)
+    cost = cost_description(description, settings.get("prompt", 128))
+    return cost.tokens_s if "prompt" not in settings else cost.prefill_tokens_s or 0.0
+
+
+def make_plan(kind: str, device: str, model: str, settings: Mapping[str, Any]) -> ResolvedPlan:
+    """The plan of a row: everything in memory unless it has a cache."""
+    wish = Wish(device=make_device(device), model=make_model(model, settings), context=1024)
+    own = wish.model
+    bundle = own.lay_out_bundle()  # experts are read as a whole: no neuron fills blocks
+    predictor = "none" if own.moe is None else "router"
+    values = make_plan_values(wish, predictor=predictor, kv="fp16", chunk=1024, bundle=bundle)
+    expert = own.shape.ffn * bundle.stride
+    segments = values["memory"]["segments"]
+    if kind.startswith("GPU"):
+        values["backends"] = {"gpu": "gpu"}
+        values["layers"] = {"split": {"gpu": 1.0}, "hot": 1.0}
+    elif "cache" in settings or "cached_experts" in settings:
+        cached = settings.get("cached_experts", 0) * expert + settings.get("cache", 0) * MIB
+        shared = own.moe.shared_experts * own.shape.layers * expert if own.moe else 0
+        segments["cold"] = f"{max(round(cached), expert) + shared} B"
+        values["io"] = {"engine": "pread", "threads": settings["lanes"]}
+        values["cache"] = {"policy": "lru"}
+    else:
+        values["layers"]["hot"] = 1.0
+    if "CPU, the rest" in kind:
+        values["projections"] = {part: {"gpu": 1.0} for part in ("attention", "head")}
+        values["backends"] = {"gpu": "gpu"}
+    if "prompt" in settings:
+        values["prefill"]["unit"] = "npu"
+        values["pipeline"] = {"prefill": "layers-first"}
+        values["backends"] = {"npu": "hexagon"}
+    if "threads" in settings:
+        values["threads"] = {"compute": settings["threads"]}
+    return resolve_values(values, wish.device, own)
+
+
+def make_model(name: str, settings: Mapping[str, Any]) -> Model:
+    """A shipped model, or one of a row's shape."""
+    stated = read_data()["models"].get(name)
+    if stated is None:
+        found = read_document(name, "model").document
+        assert isinstance(found, Model)
+        values = json.loads(found.model_dump_json(exclude_unset=True))
+    else:
+        names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
+        values = {
+            "schema_version": 2,
+            "id": name.replace("_", "-"),
+            "shape": {**dict(zip(names, stated["shape"], strict=True)), "context": 4096},
+            "ffn": {"activation": "silu"},
+            "tied_head": stated.get("tied_head", False),
+            "moe": stated.get("moe"),
+            "attention": {"latent": stated["latent"]} if "latent" in stated else None,
+        }
+        values = {key: value for key, value in values.items() if value is not None}
+    precision = settings.get("precision", (stated or {}).get("precision"))
+    if precision is not None:
+        parts = ("ffn", "attention", "embedding", "head")
+        values["quantization"] = dict.fromkeys(parts, precision)
+    if "active" in settings:
+        values["moe"]["active_experts"] = settings["active"]
+    return Model.model_validate_json(json.dumps(values))
+
+
+def make_device(name: str) -> Device:
+    """A device document of published figures."""
+    stated = read_data()["devices"][name]
+    cores: dict[str, Any] = {"id": "cores", "cores": stated["cores"]}
+    if "core" in stated:
+        cores["core"] = stated["core"]
+    cpu: dict[str, Any] = {"kind": "cpu", "clusters": [cores]}
+    cpu["architecture"] = "x86-64" if stated.get("x86") else "aarch64"
+    memory: dict[str, Any] = {"usable": f"{round(stated['memory'] * GIB)} B"}
+    if "read" in stated:
+        cpu["read_bandwidth"] = _rate(stated["read"])
+    if "peak" in stated:
+        memory["peak_bandwidth"] = _rate(stated["peak"])
+    units = {"cpu": cpu}
+    if "card" in stated:
+        rate, size = stated["card"]
+        own = {"capacity": f"{size} GiB", "peak_bandwidth": _rate(rate)}
+        units["gpu"] = {"kind": "gpu", "architecture": "cuda", "memory": own}
+    elif "gpu" in stated:
+        units["gpu"] = {"kind": "gpu", "architecture": stated["gpu"]}
+    if "npu" in stated:
+        figure = {"giga_ops": stated["npu"]["giga_ops"], "precision": "int8"}
+        claim = {**ORIGIN, "status": "vendor-claimed"}
+        units["npu"] = {"kind": "npu", "architecture": "hexagon", "compute": [figure | claim]}
+    values: dict[str, Any] = {
+        "schema_version": 2,
+        "id": name,
+        "units": units,
+        "memory": memory,
+        "storage": {},
+    }
+    if "reads" in stated:
+        block = "4 KiB" if stated["flash"] == "ufs" else "512 B"
+        values["storage"] = {"kind": stated["flash"], "block_size": block}
+        values["storage"]["reads"] = list(_list_reads(stated["reads"]))
+    return Device.model_validate_json(json.dumps(values))
+
+
+def _list_reads(stated: Sequence[Sequence[float]]) -> Iterator[dict[str, Any]]:
+    for rate, kib, threads in stated:
+        for pattern in ("random", "sequential"):
+            figure = {"pattern": pattern, "block": f"{kib} KiB", "rate": f"{rate} GB/s", **ORIGIN}
+            yield figure | ({"threads": threads} if threads else {})
+
+
+def _rate(value: float) -> dict[str, Any]:
+    return {"value": f"{value} GB/s", **ORIGIN}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
