@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from pi2.costs.rates import Rates, read_rates
+from pi2.costs.settings import Settings
+from pi2.costs.terms import time_weight
 from pi2.plan.documents.device import Device
 
 ORIGIN = {"status": "estimated", "source": "a test"}
@@ -173,3 +175,43 @@ def test_gates_have_a_time_of_their_own_where_they_were_measured() -> None:
     assert rates.open.time(1024 * 4608) == pytest.approx(320e-6)
     assert (rates.find_hot_s, rates.find_s) == pytest.approx((3e-6, 40e-6))
     assert rates.wake_s == pytest.approx(55e-6)
+
+
+def make_estimated(peak_gb_s: float, cores: int, architecture: str = "aarch64") -> Rates:
+    """A device of which only the memory's peak bandwidth is known."""
+    values = {
+        "schema_version": 2,
+        "id": "box",
+        "units": {
+            "cpu": {
+                "kind": "cpu",
+                "architecture": architecture,
+                "clusters": [{"id": "cores", "cores": cores}],
+            }
+        },
+        "memory": {"peak_bandwidth": {"value": f"{peak_gb_s} GB/s", **ORIGIN}},
+    }
+    return read_rates(Device.model_validate_json(json.dumps(values)))
+
+
+def test_classes_of_processors_reach_different_parts_of_a_peak() -> None:
+    board, pc = make_estimated(34.0, 8), make_estimated(34.0, 8, "x86-64")
+    wide, server = make_estimated(256.0, 16, "x86-64"), make_estimated(256.0, 64, "x86-64")
+    shares = [x.bandwidth_bytes_s / 34e9 for x in (board, pc)]
+    shares += [x.bandwidth_bytes_s / 256e9 for x in (wide, server)]
+    assert shares == pytest.approx([0.62, 0.70, 0.42, 0.65])
+
+
+def test_arithmetic_is_a_second_bound_and_barriers_grow_with_cores() -> None:
+    few, many = make_estimated(34.0, 8), make_estimated(300.0, 192)
+    assert few.core_ops_s == few.constants.arm_core_ops_s
+    assert many.norm_s > 5 * few.norm_s
+    settings = Settings(
+        predictor="none",
+        kv="fp16",
+        threads=8,
+        look_ahead="none",
+        policy="lru",
+        reads=None,
+    )
+    assert time_weight(few, settings) == pytest.approx(2.0 / (8 * few.constants.arm_core_ops_s))

@@ -94,8 +94,51 @@ def test_a_better_figure_makes_no_batch_slower(engine: str, stride: int) -> None
 def test_reads_of_other_blocks_follow_from_those_that_were_measured() -> None:
     usual = choose_queue(make_flash()).neuron_s
     smaller, larger = (choose_queue(make_flash(), size * KIB).neuron_s for size in (4, 64))
-    assert smaller == usual, "a block that nobody measured is taken to be no quicker"
+    assert smaller == pytest.approx(usual / 2), "the rate of the smallest block, but no more"
     assert larger == pytest.approx(usual + 56 * KIB / 1e9, rel=0.02), "the rest streams"
+
+
+def test_small_reads_are_bound_by_latency_where_only_large_blocks_were_stated() -> None:
+    """4 KiB at the rate of 128 KiB would be 2 us; a read takes 70, of which threads wait for some
+    at a time."""
+    points = tuple(
+        FlashPoint(
+            pattern="random", block_bytes=128 * KIB, rate_bytes_s=2e9, threads=threads, depth=depth
+        )
+        for threads, depth in ((1, None), (4, None), (1, 64))
+    )
+    flash = replace(make_flash(), points=points, bursts=())
+    found = {
+        (item.engine, item.threads): item.neuron_s
+        for item in list_io_choices(flash, 4 * KIB, 1 << 27)
+    }
+    assert found["pread", 1] == pytest.approx(65.5e-6, rel=0.01), "no longer than the large block"
+    assert found["pread", 4] == pytest.approx(70e-6 / 4)
+    assert found["io_uring", 1] == pytest.approx(70e-6 / 32), "a storage does so many at a time"
+
+
+def test_an_expert_is_read_in_requests_of_many_neurons() -> None:
+    def point(block: int, rate_bytes_s: float) -> FlashPoint:
+        return FlashPoint(
+            pattern="random", block_bytes=block * KIB, rate_bytes_s=rate_bytes_s, threads=4
+        )
+
+    flash = replace(make_flash(), points=(point(4, 0.3e9), point(512, 2e9)), bursts=())
+    reads = find_reads(
+        flash,
+        4 * KIB,
+        1 << 27,
+        engine="pread",
+        threads=4,
+        depth=1,
+        cluster=64,
+        overlap=1.0,
+        run=128,
+    )
+    neurons = 8 * 768
+    expected = neurons * 4 * KIB / 2e9
+    assert reads.time(neurons) == pytest.approx(expected, rel=0.05)
+    assert reads.merge_dense(neurons, 128 * 768) is None, "nothing else is read with them"
 
 
 def test_a_batch_takes_its_fixed_part_and_its_reads() -> None:
