@@ -271,7 +271,7 @@ class _Reader:
             measured=self._times.measured,
             cores=self._times.cores,
             warm_share=constants.warm_core_share if self._is_warm else 1.0,
-            core_ops_s=None if self._times.measured else self._find_core_ops(),
+            core_ops_s=self._find_core_ops(),
             enough_cores=4.0 if cpu.architecture == "x86-64" else _ENOUGH_CORES,
             bandwidth_bytes_s=bandwidth,
             multiply=usual.multiply,
@@ -375,8 +375,12 @@ class _Reader:
         is_x86 = self._cpu.architecture == "x86-64"
         return constants.x86_of_peak if is_x86 else constants.arm_of_peak
 
-    def _find_core_ops(self) -> float:
-        """Operations per second of a core for a token."""
+    def _find_core_ops(self) -> float | None:
+        """Operations per second of a core for a token; None of cores that nothing is known of, and
+        where a stated rate of reading has their arithmetic in it."""
+        stated = self._times.measured or self._cpu.read_bandwidth is not None
+        if stated or self._cpu.architecture is None:
+            return None
         if self._cpu.architecture == "x86-64":
             return self._constants.x86_core_ops_s
         if self._is_phone:
