@@ -27,8 +27,9 @@ def load(
 ) -> LoadedModel:
     """Load a model: of the plan at ``path``, or of what else `pi2 run` takes.
 
-    That is a GGUF file or a checkpoint's folder, which is converted once, the folder of a neuron
-    store, or the name of a model that was pulled or converted, or of a plan that comes with pi2.
+    That is a GGUF file, which runs as it is or is converted once, as a checkpoint's folder is, the
+    folder of a neuron store, or the name of a model that was pulled or converted, or of a plan that
+    comes with pi2.
 
     ``set`` replaces values of the plan, such as ``{"decode.predictor": "gate"}``; ``locked``
     refuses references whose source on this machine is not what ``pi2.lock`` says; ``memory``,
@@ -41,7 +42,7 @@ def load(
     if not plan.name.endswith(".plan.toml"):
         from pi2.cli.named_plans import find_plan_path
 
-        plan = find_plan_path(plan)
+        plan = find_plan_path(plan, has_files=True)
     return orchestrator.load(
         plan,
         set=set,

@@ -49,6 +49,8 @@ class LlamaRecipe:
     """Repack weights at loading, as llama.cpp does by default; without, they stay mapped."""
     like: NeuronStore | None = None
     """A store whose words and routers the file has; see `write_gguf`."""
+    given: Path | None = None
+    """A file of real weights that it reads instead."""
 
     @property
     def subject(self) -> str:
@@ -58,7 +60,7 @@ class LlamaRecipe:
     @property
     def file(self) -> Path:
         """The file that it reads, and writes if it is not there."""
-        return find_gguf(self.model, self.folder, self.like)
+        return self.given or find_gguf(self.model, self.folder, self.like)
 
     def __call__(self, progress: Progress) -> LlamaContestant:
         check_installed()
@@ -111,11 +113,11 @@ class LlamaContestant:
             model=self._recipe.model.id,
             backend="cpu",
             threads=self._recipe.threads,
-            synthetic=True,
+            synthetic=self._recipe.given is None,
             load_s=self._load_s,
             notes=(
                 "default settings" if self._recipe.repack else "mapped, not repacked",
-                "dense, SiLU",
+                "dense, SiLU" if self._recipe.given is None else "the same file",
             ),
         )
 
@@ -150,6 +152,8 @@ class LlamaContestant:
         """Everything is read for every token."""
         if workload.kind == "pp":
             return None
+        if self._recipe.given is not None:
+            return None  # pi2 says what the file's tokens read
         return count_dense_bytes(self._recipe.model, position=workload.mean_position)
 
     def close(self) -> None:

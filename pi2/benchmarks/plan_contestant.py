@@ -18,7 +18,9 @@ from pi2.benchmarks.workloads import TokenSource, Workload
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.orchestrator import load
+from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
 from pi2.progress import Progress
+from pi2.store.reader import NeuronStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class PlanContestant:
             model=resolved.model.id,
             backend=backend,
             threads=self._model.compute_threads,
-            synthetic=store is not None and store.manifest.synthetic,
+            synthetic=isinstance(store, NeuronStore) and store.manifest.synthetic,
             predictor=resolved.plan.decode.predictor,
             batch=resolved.plan.decode.batch,
             plan=str(self._path),
@@ -112,9 +114,20 @@ class PlanContestant:
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
         """See `pi2.benchmarks.contestant`."""
-        store = self._model._parts.store
+        store, file = self._model._parts.store, self._model.plan.file
         if workload.kind == "pp" or store is None:
             return None
+        if file is not None:
+            model = self._model.plan.model
+            kept = model.shape.layers * count_kv_token_bytes(model, "fp16")
+            return TokenBytes(
+                attention=file.token_bytes / self._count_sequences(workload),
+                head=0.0,
+                predictor=0.0,
+                neurons=0.0,
+                kv=kept * workload.mean_position,
+            )
+        assert isinstance(store, NeuronStore)
         predictor, sequences = store.manifest.predictor, self._count_sequences(workload)
         return count_token_bytes(
             self._model.plan,

@@ -14,8 +14,8 @@ from pi2.benchmarks.session import NoteLost, Outcome, run_session
 from pi2.benchmarks.workloads import Workload
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import UserError
-from pi2.plan.resolve import load_plan
 from pi2.progress import Progress, ignore_progress
+from pi2.refit import read_plan
 from pi2.sharing.resolver import LockedReferences
 
 _ENDS = ("P640", "P652")
@@ -38,13 +38,15 @@ def measure_plan(
 ) -> list[Outcome]:
     """Measure ``workloads`` with the plan at ``path``.
 
-    ``against`` names an engine (``llama.cpp``) that does the same in turns with the plan; ``text``
+    ``against`` names an engine (``llama.cpp``) that does the same in turns with the plan, on the
+    same file where the plan runs a GGUF file, else on one with random weights; ``text``
     is what tokens are taken from.  Raises `UserError` as loading does, P641 and P642 for what
     cannot be measured, P653 and P654 if the other engine is not there.  ``note_lost`` is told where
     it fails (P652) or crashes (P640): the plan is measured without it.  ``note_file`` is told the
     file that the other engine reads, before it is written.
     """
-    resolved = load_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
+    found = read_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
+    resolved = found.resolved
     if against is not None:
         check_installed()
     with ExitStack() as stack:
@@ -57,6 +59,7 @@ def measure_plan(
                 context=resolved.plan.kv.context,
                 threads=threads,
                 folder=find_cache_folder("peers"),
+                given=None if resolved.file is None else resolved.file.path,
             )
             if not other.file.exists():
                 note_file(other.file)

@@ -58,7 +58,12 @@ def add_counters(samples: Sequence[Sample]) -> RunStatistics | None:
         return None
     names = RunStatistics.__dataclass_fields__
     values = {name: [getattr(item, name) for item in counted] for name in names}
-    return RunStatistics(**{name: reduce(add, found) for name, found in values.items()})
+    return RunStatistics(
+        **{
+            name: None if None in found else reduce(add, found)  # None: nobody counts it
+            for name, found in values.items()
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,7 @@ def command(
     from pi2.benchmarks.workloads import list_workloads
     from pi2.cli.progress import ProgressBar
 
-    chosen = [choose_plan(plan, settings, memory) for plan in plans]
+    chosen = [choose_plan(plan, settings, memory, has_files=not only_load) for plan in plans]
     if only_load:
         click.echo(measure_loads(chosen, repetitions, output))
         return

@@ -27,7 +27,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 @click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.")
 @click.option("--seed", type=int, help="Random seed.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
-@take_plan(tokenizer=True)
+@take_plan(tokenizer=True, has_files=True)
 def command(plan: ChosenPlan, system: str | None, **options: Any) -> None:
     """Talk to the model of PLAN.
 

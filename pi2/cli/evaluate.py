@@ -27,7 +27,7 @@ WORDS = ("reference", "gate", "low-rank", "llama.cpp")
     metavar="WHAT",
     help="Also evaluate reference, gate, low-rank, llama.cpp (same GGUF file), or another plan.",
 )
-@take_plan()
+@take_plan(has_files=True)
 @add_json_option
 def command(
     plan: ChosenPlan,
@@ -72,7 +72,7 @@ def name_other(name: str) -> str:
     from pi2.cli.named_plans import find_plan_path
 
     try:
-        return str(find_plan_path(Path(name)))
+        return str(find_plan_path(Path(name), has_files=True))
     except UserError as error:
         (found,) = error.diagnostics
         help_text = f"use reference, gate, low-rank, or another plan; {found.help}"

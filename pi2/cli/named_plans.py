@@ -27,35 +27,39 @@ MANIFEST = "manifest.json"
 HUB = "hf:"
 
 
-def find_plan_path(path: Path) -> Path:
-    """The plan that ``path`` names: a GGUF file stands for the plan that runs it as it is, where
-    that is possible; other checkpoints are converted, once: `convert_once`.
+def find_plan_path(path: Path, *, has_files: bool = False) -> Path:
+    """The plan that ``path`` names; a checkpoint is converted, once: `convert_once`.
+
+    With ``has_files`` a GGUF file stands for the plan that runs it as it is, where that is
+    possible.
 
     A store stands for the plan in it.  UserError P001 for a name that nothing has.
     """
-    return _find(path, ("plan",))
+    return _find(path, ("plan",), has_files)
 
 
-def find_retokenized(path: Path, tokenizer: Path | None) -> tuple[Path, dict[str, object]]:
+def find_retokenized(
+    path: Path, tokenizer: Path | None, *, has_files: bool = False
+) -> tuple[Path, dict[str, object]]:
     """The plan that ``path`` names, with another ``tokenizer`` if one is given, and the values that
     this takes; click's UsageError for a plan that is no checkpoint."""
     if tokenizer is None:
-        return find_plan_path(path), {}
+        return find_plan_path(path, has_files=has_files), {}
     if not is_checkpoint(path):
         raise click.UsageError(f"--tokenizer is for a checkpoint; {path} has its tokenizer")
-    if runs_as_it_is(path):
+    if has_files and runs_as_it_is(path):
         return path, {"tokenizer": str(tokenizer.absolute())}
     return convert_once(path, tokenizer), {}
 
 
 def find_document_path(path: Path) -> Path:
     """The plan, device or model that ``path`` names; a folder stays one."""
-    return _find(path, KINDS)
+    return _find(path, KINDS, True)
 
 
-def _find(path: Path, kinds: Sequence[Kind]) -> Path:
+def _find(path: Path, kinds: Sequence[Kind], has_files: bool) -> Path:
     if is_checkpoint(path):
-        return path if runs_as_it_is(path) else convert_once(path)
+        return path if has_files and runs_as_it_is(path) else convert_once(path)
     try:
         found = _find_plan(path)
         if found is not None or os.path.lexists(path):

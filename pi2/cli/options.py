@@ -108,11 +108,12 @@ def choose_plan(
     *,
     locked: bool = False,
     tokenizer: Path | None = None,
+    has_files: bool = False,
 ) -> ChosenPlan:
-    """The plan that arguments name."""
+    """The plan that arguments name; ``has_files`` as in `take_plan`."""
     from pi2.cli.named_plans import find_retokenized
 
-    path, further = find_retokenized(given, tokenizer)
+    path, further = find_retokenized(given, tokenizer, has_files=has_files)
     values, memory_bytes = parse_changes(settings, memory)
     return ChosenPlan(given, path, {**values, **further}, memory_bytes, locked=locked)
 
@@ -128,10 +129,11 @@ def parse_changes(
 
 
 def take_plan(
-    *, fitted: bool = True, locked: bool = False, tokenizer: bool = False
+    *, fitted: bool = True, locked: bool = False, tokenizer: bool = False, has_files: bool = False
 ) -> Callable[[Command], Command]:
     """Give a command the argument PLAN and the option ``--set`` as one `ChosenPlan`; ``fitted``
-    adds ``--memory``, ``locked`` adds ``--locked``, ``tokenizer`` adds ``--tokenizer``."""
+    adds ``--memory``, ``locked`` adds ``--locked``, ``tokenizer`` adds ``--tokenizer``;
+    ``has_files``: GGUF files are not converted for it."""
     options = [
         click.argument("plan", type=click.Path(path_type=Path), shell_complete=suggest_plans),
         *([add_memory_option] if fitted else []),
@@ -150,7 +152,9 @@ def take_plan(
             tokenizer: Path | None = None,
             **others: Any,
         ) -> object:
-            chosen = choose_plan(plan, settings, memory, locked=locked, tokenizer=tokenizer)
+            chosen = choose_plan(
+                plan, settings, memory, locked=locked, tokenizer=tokenizer, has_files=has_files
+            )
             return command(plan=chosen, **others)
 
         return add_options(options)(call)  # type: ignore[return-value] # what click calls

@@ -85,7 +85,7 @@ GROUP = "Run"
     help="Let an installed MLC-LLM compute a dense model, with the weights of FOLDER.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-@take_plan(locked=True, tokenizer=True)
+@take_plan(locked=True, tokenizer=True, has_files=True)
 def command(
     plan: ChosenPlan,
     prompts: tuple[str, ...],

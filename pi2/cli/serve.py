@@ -277,7 +277,7 @@ def list_plans(
 
     found: dict[str, ServedPlan] = {}
     for given in paths:
-        path, further = find_retokenized(given, tokenizer)
+        path, further = find_retokenized(given, tokenizer, has_files=True)
         values = {**overrides, **further}
         resolver = LockedReferences(path.parent, locked=False)
         read = partial(read_plan, path, resolver=resolver, overrides=values)

@@ -36,6 +36,7 @@ STAND_INS = ("pydantic", "pydantic_core")
 
 LEFT_OUT = frozenset(
     {
+        "pi2.engine.file_loading",
         "pi2.plan.authoring.writing",
         "pi2.plan.resolve",
         "pi2.plan.reading.schema_check",
@@ -46,7 +47,7 @@ LEFT_OUT = frozenset(
         "pi2.sharing.resolver",
     }
 )
-"""What only a plan that is read from its text needs, or what needs TVM."""
+"""What only a plan that is read from its text needs, or that runs a GGUF file, or needs TVM."""
 
 PACKAGES = "pi2_phone/packages"
 """Where the code lies in a bundle."""

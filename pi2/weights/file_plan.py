@@ -117,6 +117,7 @@ def derive_plan(
         path=weights.path,
         matrices=sum(1 for _ in weights.list_matrices()),
         matrix_bytes=needs.matrices,
+        token_bytes=needs.matrices - needs.looked_up,
         streamed_bytes=0 if is_whole else needs.matrices - needs.looked_up - hot,
         needs=Needs(
             attention=Need(needs.vectors, "norms, biases and tables"),

@@ -20,6 +20,8 @@ class FileFacts:
     """Matrices, those of all experts of a layer counted once."""
     matrix_bytes: int
     """Bytes of all of them."""
+    token_bytes: int
+    """Bytes that a token reads of them: the embedding is looked up where it is not the head."""
     streamed_bytes: int
     """Bytes of those that are not resident: what each step reads."""
     needs: Needs
