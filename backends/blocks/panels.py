@@ -51,9 +51,14 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
             product = _Product(machine, panel, codes, starts, v.let(count * unpacking.elements))
             emit = product.emit_wide if unpacking.elements == 256 else product.emit_groups
             sums = emit(count)
-            for place, (own, total) in enumerate(zip(numbers, sums, strict=True)):
-                with T.If(tile * together + place < tokens), T.Then():
-                    results.put_lanes(own, first, total, lanes, rows)
+            # Unpacking is over: its room takes the sums.
+            for place, total in enumerate(sums):
+                raw = v.reinterpret(v.let(total), "uint8", machine.width)
+                v.store(scratch, base + place * machine.width, raw, machine.width)
+            begin = v.let(tile * together)
+            with T.serial(T.min(T.int64(together), tokens - begin)) as place:
+                own = v.let(base + place * machine.width)
+                results.put_lanes(begin + place, first, scratch, own, lanes, rows)
 
 
 class _Panel:
@@ -85,8 +90,10 @@ class _Panel:
 
     @property
     def extra(self) -> int:
-        """Registers behind them."""
-        return self.pieces + self.pairs + int(self.has_min)
+        """Registers behind them: of blocks of 256 whole squares."""
+        count = self.pieces + self.pairs + int(self.has_min)
+        lanes = self.machine.lanes
+        return count if self.elements == 32 else -(-count // lanes) * lanes
 
     @property
     def size(self) -> int:
@@ -98,19 +105,24 @@ class _Panel:
         machine = self.machine
         for piece, open_block in enumerate(self._unpacking.opens):
             block = open_block(source)
-            flips = block.is_signed and machine.dot in ("maddubs", "multiply")
+            # Where scales are of 16 weights, nobody has sums of as many codes.
+            shifts = block.is_signed and machine.dot == "vnni" and block.part_scales is None
+            flips = block.is_signed and not machine.is_arm and not shifts
             self.flips, self._chunks = flips, [part.chunks for part in block.parts]
             offset = block.offset
             for place, part in enumerate(block.parts):
                 size = 16 * len(part.chunks)
                 own = part.weights
-                if block.is_signed and machine.dot == "vnni":
+                if shifts:
                     own = as_bytes(own, "uint8", size) ^ v.constant(0x80, "uint8", size)
                     offset = 128
-                at = (
-                    self._stage + ((piece * len(block.parts) + place) * machine.lanes + lane) * size
-                )
-                v.store(self.scratch, at, as_bytes(own, "uint8", size), size)
+                own = v.let(as_bytes(own, "uint8", size))
+                if self.elements == 256:
+                    self._stage_chunks(own, part.chunks, lane)
+                    continue
+                number = piece * len(block.parts) + place
+                at = self._stage + (number * machine.lanes + lane) * size
+                v.store(self.scratch, at, own, size)
             columns = (
                 self._list_wide(block, offset)
                 if self.elements == 256
@@ -120,6 +132,16 @@ class _Panel:
             for value, lanes in columns:
                 v.store(self.scratch, start, v.reinterpret(value, "uint8", 4 * lanes), 4 * lanes)
                 start = v.let(start + 4 * lanes)
+
+    def _stage_chunks(self, value: v.Expr, chunks: Sequence[int], lane: v.Expr) -> None:
+        """Put 16 bytes each where their place in the block is: as many beside each other as a
+        square has."""
+        together = self.machine.width // 16
+        for place, chunk in enumerate(chunks):
+            row = (chunk // together) * self.machine.lanes + lane
+            at = self._stage + row * self.machine.width + chunk % together * 16
+            own = pick(value, 16 * len(chunks), range(16 * place, 16 * place + 16))
+            v.store(self.scratch, at, own, 16)
 
     def _list_wide(self, block: Block, offset: int) -> list[tuple[v.Expr, int]]:
         """What belongs to the weights of a block of 256, as vectors of 32 bits."""
@@ -145,6 +167,18 @@ class _Panel:
     def turn(self, number: v.Expr) -> None:
         """Bring what was unpacked into the panel."""
         lanes, width = self.machine.lanes, self.machine.width
+        if self.elements == 256:
+            block = v.let(self.base + number * self.size)
+            for start, stride, first, count in (
+                (self._stage, width, 0, self.weights // lanes),
+                (self._stage + _EXTRA, 128, self.weights, self.extra // lanes),
+            ):
+                with T.serial(T.int64(count)) as square:
+                    step = lanes * width if stride == width else width
+                    target = v.let(block + (square * lanes + first) * width)
+                    targets = [target + k * width for k in range(lanes)]
+                    self._turn_square(v.let(start + square * step), stride, targets)
+            return
         pieces = len(self._unpacking.opens)
         for piece in range(pieces):
             target = v.let(self.base + (number * pieces + piece) * self.size)
@@ -153,21 +187,14 @@ class _Panel:
                 start = self._stage + (piece * len(self._chunks) + place) * lanes * size
                 # Groups are narrower than the widest registers.
                 for group in range(0, size // 4, min(lanes, size // 4)):
-                    self._turn_square(
-                        start + 4 * group,
-                        size,
-                        [
-                            target + (chunks[(group + k) // 4] * 4 + (group + k) % 4) * width
-                            for k in range(min(lanes, size // 4))
-                        ],
-                    )
+                    targets = [
+                        target + (chunks[(group + k) // 4] * 4 + (group + k) % 4) * width
+                        for k in range(min(lanes, size // 4))
+                    ]
+                    self._turn_square(start + 4 * group, size, targets)
             start = v.let(self._stage + _EXTRA + piece * lanes * 128)
-            for first in range(0, self.extra, lanes):
-                targets = [
-                    target + (self.weights + first + k) * width
-                    for k in range(min(lanes, self.extra - first))
-                ]
-                self._turn_square(start + 4 * first, 128, targets)
+            targets = [target + (self.weights + k) * width for k in range(self.extra)]
+            self._turn_square(start, 128, targets)
 
     def _turn_square(self, start: v.Expr, stride: int, targets: Sequence[v.Expr]) -> None:
         """Turn ``lanes`` rows of 32-bit words, and store the first columns."""

@@ -92,24 +92,29 @@ class Results:
                 T.buffer_store(self._y, value, [place])
 
     def put_lanes(
-        self, token: v.Expr, first: v.Expr, total: v.Expr, lanes: int, rows: v.Expr
+        self,
+        token: v.Expr,
+        first: v.Expr,
+        sums: v.Buffer,
+        place: v.Expr,
+        lanes: int,
+        rows: v.Expr,
     ) -> None:
-        """Store the sums of rows from ``first`` on, those that there are."""
-        total = v.let(total)
+        """Store the sums of ``lanes`` rows from ``first`` on, those that there are; they lie at a
+        byte of ``sums``."""
         with T.If(first + lanes <= rows):
             with T.Then():
-                cell = v.Cell(total)
+                cell = v.Cell(v.load_as(sums, place, "float32", lanes))
                 with T.If(self._has_bias != T.int64(0)), T.Then():
                     cell.set(cell.get() + v.load(self._bias, first, lanes))
-                place = v.let(token * self._stride + first)
+                target = v.let(token * self._stride + first)
                 cell.set(cell.get() * v.splat(self._factor, lanes))
                 with T.If(self._added != T.int64(0)), T.Then():
-                    cell.set(cell.get() + v.load(self._y, place, lanes))
-                v.store(self._y, place, cell.get(), lanes)
-            with T.Else():
-                for lane in range(lanes):
-                    with T.If(first + lane < rows), T.Then():
-                        self.put(token, v.let(first + lane), v.let(v.take_lane(total, lane)))
+                    cell.set(cell.get() + v.load(self._y, target, lanes))
+                v.store(self._y, target, cell.get(), lanes)
+            with T.Else(), T.serial(rows - first) as lane:
+                total = v.let(v.load_as(sums, place + lane * 4, "float32", 1))
+                self.put(token, v.let(first + lane), total)
 
 
 def _emit_floats(

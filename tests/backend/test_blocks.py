@@ -37,8 +37,16 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernels]:
     return {isa: Kernels("common", isa, folder) for isa in ISAS}
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "isa"),
+    [
+        (name, isa)
+        for name in FORMATS
+        for isa in ISAS
+        # Products are those of AVX2 there, in wider registers.
+        if isa != "avx512bw" or name in ("f16", "q4_k", "q8_0", "iq3_s", "nvfp4")
+    ],
+)
 def test_rows_are_multiplied_as_numpy_does(
     name: str, isa: str, common: dict[str, Kernels], tmp_path: Path
 ) -> None:
