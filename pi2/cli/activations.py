@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pi2.statistics.recording import Statistics
     from pi2.statistics.routing import RoutingTrace
 
-GROUP = "Convert"
+GROUP = "More commands"
 
 
 @click.command("activations")
@@ -64,7 +64,9 @@ GROUP = "Convert"
     dir_okay=False,
     text="Write a plot (needs the extra `plot`).",
 )
-@click.option("--replace", is_flag=True, help="Overwrite the statistics of another run.")
+@click.option(
+    "--force", "--replace", "replace", is_flag=True, help="Overwrite the statistics of another run."
+)
 @take_plan()
 @add_json_option
 def command(
@@ -131,7 +133,7 @@ def write_routing(
     path = folder / ROUTING
     if path.exists() and not replace:
         raise UserError.of(
-            "P664", f"{path} is there already", help="choose another folder, or say --replace"
+            "P664", f"{path} is there already", help="choose another folder, or use --force"
         )
     with ProgressBar() as progress:
         trace, notes = record_routing(

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.options import ChosenPlan, add_memory_option, add_set_option, choose_plan
+from pi2.cli.options import (
+    ChosenPlan,
+    add_memory_option,
+    add_path_option,
+    add_set_option,
+    choose_plan,
+)
 from pi2.cli.suggestions import suggest_plans
 from pi2.diagnostics import UserError
 
@@ -90,13 +96,14 @@ def parse_counts(
     help="Measured repetitions after a warm-up.",
 )
 @click.option(
-    "-o",
-    "--output",
+    "--format",
+    "form",
     type=click.Choice(["md", "json", "csv"]),
     default="md",
     show_default=True,
-    help="Output format.",
+    help="Format of the results.",
 )
+@add_path_option("-o", "--output", dir_okay=False, text="Write the results to this file.")
 @click.option(
     "--profile",
     "with_profile",
@@ -129,7 +136,8 @@ def command(
     depth: tuple[int, ...],
     sequences: tuple[int, ...] | None,
     repetitions: int,
-    output: str,
+    form: str,
+    output: Path | None,
     with_profile: bool,
     only_load: bool,
     against: str | None,
@@ -150,9 +158,12 @@ def command(
     from pi2.benchmarks.workloads import list_workloads
     from pi2.cli.progress import ProgressBar
 
+    if output is not None and str(output) in ("md", "json", "csv"):
+        click.echo(f"note: -o names a file now: write --format {output}", err=True)
+        form, output = str(output), None
     chosen = [choose_plan(plan, settings, memory, has_files=not only_load) for plan in plans]
     if only_load:
-        click.echo(measure_loads(chosen, repetitions, output))
+        write_results(measure_loads(chosen, repetitions, form), output)
         return
     workloads = list_workloads(prompt, generate, depth, sequences or (None,))
     if not workloads:
@@ -189,8 +200,8 @@ def command(
         "md": report.write_markdown,
         "json": report.write_json,
         "csv": report.write_csv,
-    }[output]
-    click.echo(write(conditions, outcomes))
+    }[form]
+    write_results(write(conditions, outcomes), output)
     if lost:
         # What was measured has been written.
         raise lost[0]
@@ -218,6 +229,16 @@ def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str
         return json.dumps({"conditions": asdict(conditions), "loads": rows}, indent=1)
     machine, load = conditions.machine, conditions.load_average
     return f"{write_loads(outcomes)}\n\n{machine}, load average {load}, {conditions.started}"
+
+
+def write_results(text: str, output: Path | None) -> None:
+    """Write results to a file, or to standard output."""
+    if output is None:
+        click.echo(text)
+        return
+    from pi2.sharing.files import write_report
+
+    write_report(output, text if text.endswith("\n") else f"{text}\n")
 
 
 def read_text(path: Path) -> str:

@@ -8,7 +8,7 @@ import click
 
 from pi2.cli.options import ChosenPlan, take_plan
 
-GROUP = "Run"
+GROUP = "More commands"
 
 TARGETS = ("aarch64-linux-gnu", "aarch64-linux-android", "x86_64-linux-gnu")
 

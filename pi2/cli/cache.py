@@ -14,7 +14,7 @@ from pi2.cli.commands import Subcommands
 if TYPE_CHECKING:
     from pi2.cached_files import CachedThing
 
-GROUP = "Run"
+GROUP = "More commands"
 MIB = 1024 * 1024
 _UNITS = {"h": 3600, "d": 86400, "w": 7 * 86400}
 

@@ -26,9 +26,10 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.")
 @click.option("--seed", type=int, help="Random seed.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option("-p", "--prompt", "first", metavar="TEXT", help="First message.")
+@click.option("-n", "--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
 @take_plan(tokenizer=True, has_files=True)
-def command(plan: ChosenPlan, system: str | None, **options: Any) -> None:
+def command(plan: ChosenPlan, system: str | None, first: str | None, **options: Any) -> None:
     """Talk to the model of PLAN.
 
     Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer and Ctrl-D ends. /help lists
@@ -50,6 +51,8 @@ def command(plan: ChosenPlan, system: str | None, **options: Any) -> None:
         if is_terminal:
             click.echo(f"{model.plan.model.id}, {plan.path.name} · /help lists commands", err=True)
         collect_as_usual()
+        if first is not None:
+            answer(session, first, dim=is_terminal)
         talk(session, read, dim=is_terminal)
 
 

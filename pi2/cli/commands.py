@@ -16,9 +16,9 @@ import click
 _FOLDER = Path(__file__).parent
 _COMMAND = re.compile(r"^(?:def command\(|command(?:: [\w.]+)? = )", re.MULTILINE)
 _SUMMARY = re.compile(r'\A"""(?P<line>[^\n"]+)')
-_GROUP = re.compile(r'^GROUP = "(?P<name>\w+)"$', re.MULTILINE)
+_GROUP = re.compile(r'^GROUP = "(?P<name>[\w ]+)"$', re.MULTILINE)
 
-GROUPS = ("Run", "Author", "Plan", "Convert", "Share", "Develop")
+GROUPS = ("Run", "Author", "Plan", "Convert", "More commands")
 """Sections of the help, in order; a command without a ``GROUP`` stands in the last one."""
 
 

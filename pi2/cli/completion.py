@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-GROUP = "Develop"
+GROUP = "More commands"
 
 
 @click.command("completion")

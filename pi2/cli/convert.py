@@ -94,7 +94,9 @@ MIB = 1024 * 1024
     multiple=True,
     text="UTF-8 text to measure perplexity on, before and after conversion; repeatable.",
 )
-@click.option("--replace", is_flag=True, help="Overwrite an existing neuron store.")
+@click.option(
+    "--force", "--replace", "replace", is_flag=True, help="Overwrite an existing neuron store."
+)
 def command(
     checkpoint: Path,
     model: str | None,

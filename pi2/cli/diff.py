@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
 
-GROUP = "Author"
+GROUP = "More commands"
 
 TOKENS = 256
 """Tokens that are simulated."""

@@ -10,7 +10,7 @@ import click
 from pi2.cli.options import ChosenPlan, add_json_option, add_text_options, take_plan
 from pi2.diagnostics import UserError
 
-GROUP = "Run"
+GROUP = "More commands"
 WORDS = ("reference", "gate", "low-rank", "llama.cpp")
 
 

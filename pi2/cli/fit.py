@@ -10,7 +10,7 @@ import click
 from pi2.cli.options import ChosenPlan, add_path_option, take_plan
 from pi2.cli.outputs import check_output, force_option, write_checked
 
-GROUP = "Plan"
+GROUP = "More commands"
 
 
 @click.command("fit")

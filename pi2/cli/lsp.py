@@ -9,7 +9,7 @@ import click
 from pi2.cli.garbage import collect_as_usual
 from pi2.diagnostics import UserError
 
-GROUP = "Develop"
+GROUP = "More commands"
 
 
 @click.command("lsp")

@@ -6,7 +6,7 @@ import click
 
 from pi2.cli.suggestions import suggest_files
 
-GROUP = "Author"
+GROUP = "More commands"
 
 
 @click.command("migrate")

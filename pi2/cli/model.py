@@ -9,7 +9,7 @@ import click
 from pi2.cli.commands import Subcommands
 from pi2.cli.outputs import check_output, force_option, make_folder
 
-GROUP = "Convert"
+GROUP = "More commands"
 
 SUFFIX = ".model.toml"
 

@@ -7,6 +7,7 @@ checkpoint, or a model of the hub that was pulled.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,12 @@ def _find_pulled(reference: str) -> PulledModel:
         if isinstance(source, Source) and source.repository == wanted.repository:
             if "@" not in reference or wanted.revision in (source.revision, source.commit):
                 return model
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        question = f"{reference} is not on this machine: fetch and convert it?"
+        if click.confirm(question, default=True, err=True):
+            from pi2.cli.pull import fetch_model
+
+            return fetch_model(reference)
     raise UserError.of(
         "P001",
         f"{reference} was not pulled to this machine",

@@ -20,7 +20,7 @@ from pi2.cli.options import (
 if TYPE_CHECKING:
     from pi2.predictors.training import Training
 
-GROUP = "Convert"
+GROUP = "More commands"
 
 
 @click.group("predictor", cls=Subcommands)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pi2.sharing.lock import Source
     from pi2.sharing.project import Outcome, Project
 
-GROUP = "Share"
+GROUP = "More commands"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -182,7 +182,9 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
     help="Your clone of the repository to publish to.",
 )
 @click.option("--commit", is_flag=True, help="Commit the file on a new branch.")
-@click.option("--replace", is_flag=True, help="Overwrite a profile of the same name.")
+@click.option(
+    "--force", "--replace", "replace", is_flag=True, help="Overwrite a profile of the same name."
+)
 def publish(file: Path, into: Path, commit: bool, replace: bool) -> None:
     """Prepare the device FILE for a pull request.
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace as change
-from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pi2.diagnostics import UserError
-from pi2.pulled_models import LocalSource, PulledModel, Source
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
+from pi2.pulled_models import LocalSource, Precision, PulledModel, Source
 
 GROUP = "Run"
 
@@ -27,10 +22,12 @@ GROUP = "Run"
 )
 @click.option("--file", metavar="FILE", help="Which of several GGUF models of the repository.")
 @click.option("--name", metavar="NAME", help="Name of the model here.  [default: the repository's]")
-@click.option("--replace", is_flag=True, help="Replace the model that has the name.")
+@click.option(
+    "--force", "--replace", "replace", is_flag=True, help="Replace the model that has the name."
+)
 def command(
     model: str,
-    quantization: Literal["int4", "int8", "fp16"] | None,
+    quantization: Precision | None,
     file: str | None,
     name: str | None,
     replace: bool,
@@ -43,6 +40,20 @@ def command(
     HF_TOKEN (or `hf auth login`) and HF_HUB_OFFLINE hold; what the hub's own cache has is not
     fetched again, nor deleted.
     """
+    made = fetch_model(model, quantization, file, name, replace=replace)
+    if made.plan.exists():
+        click.echo(f"next: pi2 run {made.name} --prompt 'Hello', or pi2 chat {made.name}", err=True)
+
+
+def fetch_model(
+    model: str,
+    quantization: Precision | None = None,
+    file: str | None = None,
+    name: str | None = None,
+    *,
+    replace: bool = False,
+) -> PulledModel:
+    """Fetch and convert a model that is not here yet."""
     from huggingface_hub import is_offline_mode
 
     from pi2.caches import find_cache_folder
@@ -65,8 +76,7 @@ def command(
             for revision in (own.revision, own.commit)
         ):
             click.echo(f"{chosen} is there already, at commit {own.commit[:12]}", err=True)
-            announce(chosen, there.plan)
-            return
+            return there
     repository = find_repository(reference, file)
     source = Source(
         repository=repository.name,
@@ -78,14 +88,13 @@ def command(
     if there is not None and not replace:
         check_same(there, source)
         click.echo(f"{chosen} is there already, at commit {source.commit[:12]}", err=True)
-        announce(chosen, there.plan)
-        return
+        return there
     owner = repository.name.replace("/", "--")
     work = find_cache_folder("downloads") / owner / repository.commit
     with hold_folder(work), ProgressBar() as progress:
         checkpoint = open_repository(repository, work, progress)
         output = find_models_folder() / chosen
-        plan = make_model(
+        make_model(
             checkpoint,
             source,
             output,
@@ -96,7 +105,9 @@ def command(
             replace=replace,
         )
         shutil.rmtree(work, ignore_errors=True)
-    announce(chosen, plan)
+    made = find_model(chosen)
+    assert made is not None
+    return made
 
 
 def check_same(model: PulledModel, source: Source) -> None:
@@ -106,11 +117,5 @@ def check_same(model: PulledModel, source: Source) -> None:
         raise UserError.of(
             "P765",
             f"{model.name} is {own.name}, {own.quantization or 'as it is by default'}",
-            help="choose another name with --name, or replace it with --replace",
+            help="choose another name with --name, or replace it with --force",
         )
-
-
-def announce(name: str, plan: Path) -> None:
-    """Print the next command."""
-    if plan.exists():
-        click.echo(f"next: pi2 run {name} --prompt 'Hello', or pi2 chat {name}", err=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pi2.statistics.replay import Replay
     from pi2.statistics.routing import RoutingTrace
 
-GROUP = "Plan"
+GROUP = "More commands"
 
 SHARES = ("5%", "10%", "20%", "30%", "50%", "70%")
 

@@ -24,7 +24,9 @@ GROUP = "Run"
 
 
 @click.command("run")
-@click.option("--prompt", "prompts", multiple=True, help="Prompt; repeat for several sequences.")
+@click.option(
+    "-p", "--prompt", "prompts", multiple=True, help="Prompt; repeat for several sequences."
+)
 @click.option(
     "-f",
     "--file",
@@ -44,6 +46,7 @@ GROUP = "Run"
 )
 @click.option("--system", metavar="TEXT", help="System message, with --chat.")
 @click.option(
+    "-n",
     "--max-tokens",
     type=click.IntRange(min=1),
     default=128,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-GROUP = "Develop"
+GROUP = "More commands"
 
 
 @click.command("schema")

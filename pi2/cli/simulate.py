@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pi2.costs.description import Description
     from pi2.simulate import SimulationResult
 
-GROUP = "Plan"
+GROUP = "More commands"
 
 TRACED_TOKENS = 2
 """Tokens in a trace: more make files that viewers cannot open."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pi2.sparsity.calibration import Calibration, Trial
     from pi2.sparsity.goals import Goal
 
-GROUP = "Convert"
+GROUP = "More commands"
 
 
 @click.group("sparsity", cls=Subcommands)

@@ -18,9 +18,22 @@ if TYPE_CHECKING:
     from pi2.statistics.ordering import Kind
     from pi2.store.manifest import Manifest
 
-GROUP = "Convert"
+GROUP = "More commands"
 
 MIB = 1024 * 1024
+
+
+def _find_store(ctx: click.Context, option: click.Parameter, path: Path) -> Path:
+    """The folder of a store, or of the pulled or converted model of that name."""
+    from pi2.pulled_models import find_model
+
+    model = None if path.exists() else find_model(str(path))
+    return path if model is None else model.folder
+
+
+take_store = click.argument(
+    "path", metavar="STORE", type=click.Path(path_type=Path), callback=_find_store
+)
 
 
 @click.group("store", cls=Subcommands)
@@ -29,7 +42,7 @@ def command() -> None:
 
 
 @command.command("info")
-@click.argument("path", type=click.Path(path_type=Path))
+@take_store
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as one JSON object.")
 def show_info(path: Path, as_json: bool) -> None:
     """Show what the neuron store at PATH holds.
@@ -46,7 +59,7 @@ def show_info(path: Path, as_json: bool) -> None:
 
 
 @command.command("verify")
-@click.argument("path", type=click.Path(path_type=Path))
+@take_store
 @add_json_option
 def verify(path: Path, as_json: bool) -> int:
     """Read every file of the neuron store at PATH and compare it with the manifest.
@@ -81,7 +94,7 @@ def verify(path: Path, as_json: bool) -> int:
 
 
 @command.command("reorder")
-@click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
+@take_store
 @click.option(
     "--by",
     "kind",
@@ -108,7 +121,13 @@ def verify(path: Path, as_json: bool) -> int:
     type=click.Path(path_type=Path),
     help="Output folder of the new store.  [default: replace the old one]",
 )
-@click.option("--replace", is_flag=True, help="Overwrite an existing neuron store at OUTPUT.")
+@click.option(
+    "--force",
+    "--replace",
+    "replace",
+    is_flag=True,
+    help="Overwrite an existing neuron store at OUTPUT.",
+)
 def reorder(
     path: Path,
     kind: Kind,
@@ -134,7 +153,7 @@ def reorder(
 
 
 @command.command("repack")
-@click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
+@take_store
 @click.option(
     "--stride", metavar="SIZE", help="Distance from one neuron to the next, such as '8 KiB'."
 )
@@ -150,7 +169,13 @@ def reorder(
     type=click.Path(path_type=Path),
     help="Output folder of the new store.  [default: replace the old one]",
 )
-@click.option("--replace", is_flag=True, help="Overwrite an existing neuron store at OUTPUT.")
+@click.option(
+    "--force",
+    "--replace",
+    "replace",
+    is_flag=True,
+    help="Overwrite an existing neuron store at OUTPUT.",
+)
 def repack(
     path: Path,
     stride: str | None,

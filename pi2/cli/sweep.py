@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pi2.plan.toml.source import Kind
     from pi2.planning.sweep import Place
 
-GROUP = "Plan"
+GROUP = "More commands"
 
 MOST_CELLS = 100_000
 

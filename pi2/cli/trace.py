@@ -9,7 +9,7 @@ import click
 
 from pi2.cli.options import ChosenPlan, take_plan
 
-GROUP = "Run"
+GROUP = "More commands"
 
 
 @click.command("trace")

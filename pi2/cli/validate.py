@@ -34,7 +34,9 @@ GROUP = "Author"
     shell_complete=suggest_plans,
 )
 @click.option(
+    "--format",
     "--output-format",
+    "output_format",
     type=click.Choice(list_formats()),
     default="full",
     show_default=True,
@@ -42,7 +44,9 @@ GROUP = "Author"
 )
 @click.option(
     "-o",
+    "--output",
     "--output-file",
+    "output_file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write findings to this file instead of standard output.",
 )

@@ -155,7 +155,7 @@ def write_profile(
                 "P741",
                 "another profile has this name",
                 file=str(path),
-                help="choose another id, or give --replace to propose a new version",
+                help="choose another id, or give --force to propose a new version",
             )
     branch = f"profile-{prepared.id}"
     if commit:

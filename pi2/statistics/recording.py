@@ -267,7 +267,7 @@ def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | No
         raise UserError.of(
             "P664",
             f"{folder} has the statistics of another run",
-            help="choose another folder, or use --replace",
+            help="choose another folder, or use --force",
         )
     try:
         if folder.is_dir() and any(

@@ -108,7 +108,7 @@ class UnfinishedStore:
             raise UserError.of(
                 "P521",
                 f"there is a neuron store at {self.target} already",
-                help="choose another output folder, remove it, or use --replace",
+                help="choose another output folder, remove it, or use --force",
             )
 
     def _take_lock(self) -> int:

@@ -146,7 +146,7 @@ def test_the_command_prints_rows_of_a_real_run(
 ) -> None:
     monkeypatch.setattr("pi2.benchmarks.plans.BUFFER_BYTES", 2**24)
     code = main.run(
-        ["bench", str(plan), "-p", "8", "-n", "4", "-r", "2", "-d", "0,3", "-o", "json"]
+        ["bench", str(plan), "-p", "8", "-n", "4", "-r", "2", "-d", "0,3", "--format", "json"]
     )
     document = json.loads(capsys.readouterr().out)
     assert code == 0

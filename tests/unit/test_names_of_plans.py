@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from pi2.cli.commands import list_groups
 from pi2.cli.main import run
 from pi2.cli.named_plans import find_document_path, find_plan_path, list_names
 from pi2.diagnostics import UserError
 from pi2.plan.reading.references import list_shipped
+from pi2.pulled_models import PulledModel, Source
 
 NESTED = "oneplus-12/bamboo-7b-half"
 
@@ -82,3 +84,48 @@ def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "oneplus-12").mkdir()
     (tmp_path / NESTED).write_text("")
     assert find_plan_path(Path(NESTED)) == Path(NESTED)
+
+
+def test_a_model_of_the_hub_is_fetched_if_somebody_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", "hf:org/tiny", "-p", "x"]) == 2  # nobody is asked
+    assert "pi2 pull hf:org/tiny" in capsys.readouterr().err
+    asked: list[str] = []
+    made = PulledModel(
+        name="tiny",
+        folder=tmp_path,
+        source=Source(repository="org/tiny", revision="main", commit="1", quantization=None),
+    )
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("pi2.cli.pull.fetch_model", lambda name: asked.append(name) or made)
+    for answer in (False, True):
+        monkeypatch.setattr("click.confirm", lambda *_, answer=answer, **__: answer)
+        if answer:
+            assert find_plan_path(Path("hf:org/tiny")) == made.plan
+        else:
+            assert "pi2 pull hf:org/tiny" in report("hf:org/tiny")
+    assert asked == ["hf:org/tiny"]
+
+
+def test_options_of_several_commands_are_spelt_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    spelt = {
+        "-p": ("run", "chat", "trace", "bench"),
+        "-n": ("run", "chat", "trace", "bench"),
+        "--force": ("convert", "pull", "activations", "plan", "probe", "fit"),
+        "--format": ("validate", "bench"),
+        "-o, --output": ("validate", "bench", "plan", "probe", "fit", "trace", "convert"),
+        "--memory": ("run", "chat", "bench", "simulate", "evaluate", "show", "explain", "trace"),
+    }
+    for option, commands in spelt.items():
+        for command in commands:
+            assert run([command, "--help"]) == 0
+            assert f"{option}" in capsys.readouterr().out, (command, option)
+
+
+def test_the_help_begins_with_the_commands_of_every_day() -> None:
+    *sections, more = list_groups().values()
+    assert sum(map(len, sections)) <= 16
+    assert {"run", "chat", "pull", "convert", "plan", "validate"} <= set().union(*sections)
+    assert list(list_groups())[-1] == "More commands" and "fit" in more
