@@ -14,7 +14,7 @@ GROUP = "More commands"
 
 
 @click.command("fit")
-@take_plan()
+@take_plan(has_files=True)
 @add_path_option("-o", "--output", dir_okay=False, text="Output file, NAME.plan.toml.")
 @force_option
 def command(plan: ChosenPlan, output: Path | None, force: bool) -> None:
