@@ -61,6 +61,7 @@ class Program:
     def __init__(self, instructions: list[Instruction], head: int) -> None:
         """``head``: the first instruction that computes only tokens whose logits are wanted."""
         self.instructions = instructions
+        self._head = head
         sizes = [-(-len(FIELDS[own.kernel]) // _WORDS) * _WORDS for own in instructions]
         self._code = _align(len(instructions) * _WORDS)
         self._values = _align(sum(sizes))
@@ -90,10 +91,13 @@ class Program:
         """Let the head compute ``count`` tokens."""
         self._parts[1].set_tokens(count, False)
 
-    def set_items(self, number: int, first: int, end: int) -> None:
-        """Let an instruction compute items ``first`` to ``end``."""
-        self.code[number, _FIRST] = first
-        self.code[number, _ITEMS] = end
+    def set_rows(self, number: int, first: int, end: int, lanes: int) -> None:
+        """Let an instruction compute rows ``first``, a multiple of ``lanes``, to ``end``."""
+        part = self._parts[int(number >= self._head)]
+        each = lanes if part.takes_panels else 1
+        assert first % each == 0, "pieces begin with a panel"
+        self.code[number, _FIRST] = first // each
+        self.code[number, _ITEMS] = -(-end // each)
 
     def set_value(self, number: int, name: str, value: int) -> None:
         """Change an argument of an instruction."""
@@ -134,6 +138,11 @@ class _Part:
         self._ways.append(np.where(of_chunk, self._ways[1], self._ways[2]))
         self._way = -1
         self._count = 0
+
+    @property
+    def takes_panels(self) -> bool:
+        """Whether rows are computed as panels."""
+        return self._count >= MANY
 
     def set_tokens(self, count: int, is_chunk: bool) -> None:
         way = int(count > 1) if count < MANY else 2 if is_chunk else 3

@@ -42,6 +42,8 @@ from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
 
+PANEL_ROWS = 16
+"""Streamed pieces have whole multiples of so many rows: those of a panel on any processor."""
 NoteKernel = Callable[[str, int | None, float, float], None]
 """Takes a kernel's name, its layer if it has one, and when it began and ended."""
 
@@ -81,6 +83,7 @@ class BlockModel:
             formats, architecture=architecture, features=features, progress=progress
         )
         context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
+        self._lanes = libraries.isa.lanes
         self._cache = KvCache(model, context, sequences)
         tokens = max(chunk, sequences, LOGIT_ROWS)
         self._builder = builder = Builder(
@@ -156,7 +159,7 @@ class BlockModel:
         """Compute rows ``first`` to ``end`` of an instruction that multiplies; row 0 would lie at
         ``address``."""
         self._program.set_value(number, "weights", address)
-        self._program.set_items(number, first, end)
+        self._program.set_rows(number, first, end, self._lanes)
         self._run(number, number + 1)
 
     def put_rows(self, number: int, rows: U8) -> None:

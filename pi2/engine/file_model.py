@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.blocks.model import BlockModel
+from pi2.backends.blocks.model import PANEL_ROWS, BlockModel
 from pi2.backends.blocks.weights import FindWeight, Weight
 from pi2.backends.observer import ExecutorObserver
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, WeightStream
@@ -72,11 +72,12 @@ def divide_matrices(
     return Division(tuple(t.name for t in tensors if t.name in chosen), streamed)
 
 
-def cut_rows(tensor: FileTensor, piece_bytes: int, multiple: int = 16) -> list[tuple[int, Piece]]:
+def cut_rows(
+    tensor: FileTensor, piece_bytes: int, multiple: int = PANEL_ROWS
+) -> list[tuple[int, Piece]]:
     """Pieces of whole rows, a multiple of ``multiple`` each but for the last, of about as many
     bytes."""
-    rows = max(1, piece_bytes // tensor.row_bytes)
-    rows -= rows % multiple if rows > multiple else 0
+    rows = max(multiple, piece_bytes // tensor.row_bytes // multiple * multiple)
     return [
         (
             first,

@@ -20,8 +20,9 @@ from pi2.weights.gguf_weights import GgufWeights
 USUAL_CONTEXT = 4096
 CHUNKS = (256, 128, 64, 32)
 """Tokens of a prompt that go through the layers together: the most for which there is room."""
-DRAFT_TOKENS = 7
-"""Tokens that are drafted at once where weights are streamed."""
+DRAFT_TOKENS = 6
+"""Tokens that are drafted at once where weights are streamed: with the token before them, the most
+that have the bits of one by one."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that a plan without a budget takes at most."""
 PIECE_BYTES = 1 << 20
