@@ -83,12 +83,12 @@ def read_marks(
     for number in sorted(numbers[text] for text in _ENDS & numbers.keys()):
         found[number] = CONTROL
         ends[number] = None
-    texts = {tokens[number] for number in ends}
-    calls = texts & {"<|call|>", "<|calls|>"}
-    if "<|end|>" in texts and calls and texts & {"<|return|>", "<|flush|>"}:
+    known = {tokens[number] for number in ends}
+    calls = known & {"<|call|>", "<|calls|>"}
+    if "<|end|>" in known and calls and known & {"<|return|>", "<|flush|>"}:
         # gpt-oss and Solar end each message with it, and the answer with others.
         ends.pop(numbers["<|end|>"])
-    if "</s>" in texts and texts & {"<|tool_response>", "<|plamo:eos|>"}:
+    if "</s>" in known and known & {"<|tool_response>", "<|plamo:eos|>"}:
         found[numbers["</s>"]] = ORDINARY
         ends.pop(numbers["</s>"])
     return TokenMarks(tuple(found), read("bos"), tuple(ends))
