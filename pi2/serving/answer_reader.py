@@ -60,10 +60,11 @@ _OPENING_BEGINNING = re.compile(r"`{1,3}(?:[a-z_]{0,9})?[ \t]*\n?\Z")
 _CLOSING = re.compile(r"\s*```")
 _BARE_JSON = CallForm(call='{"name": "$name", "arguments": $arguments}')
 _BARE_LIST = CallForm(call="$name($keywords)", is_list=True)
-_LAST_SIGNS = frozenset("}])>`")
-"""Signs that calls end with, and the marks after them."""
-_LONG = 64
-"""Characters from which on a call is read again when one of these has come."""
+LONG, GROWTH = 2000, 1.05
+"""Characters from which on a call is read again only where it may have ended, or has grown so."""
+
+
+_LONGEST_MARK = 64
 
 
 class MarkedReader:
@@ -99,6 +100,8 @@ class MarkedReader:
         """Whether nothing has come."""
         self._open: list[tuple[CallForm, bool]] = []
         """How the calls may be written within the mark that has begun them."""
+        self._tried = 0
+        """Length of a long call that was read in vain."""
         self._fence = _FenceTracker()
         self._is_plain = not (reasoning or content or self._forms or self._skips)
         ended = prompt.rstrip()
@@ -110,8 +113,13 @@ class MarkedReader:
     def push(self, text: str) -> Items:
         """Take text; return what is certain."""
         self._held += text
-        if self._state == "call" and len(self._held) > _LONG and not _LAST_SIGNS & set(text):
-            return []
+        if self._state in ("call", "more") and len(self._held) > LONG:
+            tail = self._held[-len(text) - _LONGEST_MARK :]
+            ends = (form.closing for form, _ in self._open)
+            has_ended = any(end and end in tail for end in ends)
+            if not has_ended and len(self._held) < self._tried * GROWTH:
+                return []
+            self._tried = len(self._held)
         return self._go_on(last=False)
 
     def flush(self) -> Items:

@@ -28,6 +28,7 @@ _INTERPRETERS = ("python", "ipython", "code_interpreter")
 """Names of tools that take code as it is."""
 _FENCE = re.compile(r"```\w*\s")
 _FENCE_CHARACTERS = 16
+_SHORT = 4
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 
@@ -72,6 +73,13 @@ class CallForm:
     def is_json(self) -> bool:
         """Whether a call is a JSON object."""
         return self.call.strip().startswith("{")
+
+    @cached_property
+    def closing(self) -> str:
+        """The mark that a call ends with, at the latest; none if it has none."""
+        last = split_pattern(self.call)[-1].split()[-1]
+        is_mark = len(last) > _SHORT and not (self.is_json or last.startswith("$"))
+        return self.end if self.is_list or not is_mark else last
 
     @property
     def is_repeated(self) -> bool:

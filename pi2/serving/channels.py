@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pi2.serving.answer_reader import Fragment, Items, Part, find_overlap
+from pi2.serving.answer_reader import GROWTH, LONG, Fragment, Items, Part, find_overlap
 from pi2.serving.call_patterns import ToolCall, Tools
 from pi2.serving.json_text import find_json_end, keep_text, load_json
 
@@ -44,6 +44,8 @@ class ChannelReader:
         self._part: Part = "content"
         self._state: Literal["head", "text", "call"] = "head"
         self._name = ""
+        self._tried = 0
+        """Length of a long call that was read in vain."""
         self._said: set[Part] = set()
         self._is_new = True
         """Whether the message has given no text yet."""
@@ -55,6 +57,11 @@ class ChannelReader:
     def push(self, text: str) -> Items:
         """Take text; return what is certain."""
         self._held += text
+        if self._state == "call" and len(self._held) > LONG:
+            tail = self._held[-len(text) - len(_ENDS[-1]) :]
+            if len(self._held) < self._tried * GROWTH and not any(end in tail for end in _ENDS):
+                return []
+            self._tried = len(self._held)
         return self._go_on(last=False)
 
     def flush(self) -> Items:

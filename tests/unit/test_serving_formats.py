@@ -288,3 +288,13 @@ def test_formats_are_listed_with_the_package() -> None:
     folder = Path(__file__).parents[2] / "pi2/serving/formats"
     named = [line for file in folder.glob("*.toml") for line in file.read_text().splitlines()]
     assert sum(line.startswith("[[formats]]") for line in named) == len(FORMATS) + 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_long_arguments_are_read_as_they_come(name: str) -> None:
+    form = FORMATS[name].calls[0]
+    code = "\n".join(f"x[{n}] = {{'a': ({n}, \"{n}\")}}  # </b>" for n in range(150))
+    calls = [("get_weather", {"city": code}), ("other", {})]
+    written = form.write(calls[:1] if FORMATS[name].is_channels else calls)
+    reader = describe(FORMATS[name]).make_reader(tools=[TOOL, OTHER])
+    assert read(reader, written, 5)[2] == calls[: 1 if FORMATS[name].is_channels else 2]
