@@ -119,11 +119,12 @@ def _report_unknown(path: Path) -> UserError:
     from difflib import get_close_matches
 
     name, known = str(path), list_names()
-    near = get_close_matches(name.removesuffix(".plan.toml"), known, n=3, cutoff=0.5)
-    near += [item for item in known if item.rpartition("/")[2] == name and item not in near]
-    if not near and os.path.isdir(path.parent):
+    near: list[str] = []
+    if os.path.isdir(path.parent):
         files = {item.name: item for item in path.parent.iterdir() if item.suffix != ".part"}
         near = [str(files[item]) for item in get_close_matches(path.name, files, n=2, cutoff=0.7)]
+    near += get_close_matches(name.removesuffix(".plan.toml"), known, n=3, cutoff=0.5)
+    near += [item for item in known if item.rpartition("/")[2] == name and item not in near]
     parts = [f"did you mean {' or '.join(near)}?"] if near else []
     if not near and not path.suffix and path.name == name:
         shown = ", ".join(item for item in known if "/" not in item)

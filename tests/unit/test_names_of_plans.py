@@ -14,6 +14,14 @@ from pi2.diagnostics import UserError
 from pi2.plan.reading.references import list_shipped
 from pi2.pulled_models import PulledModel, Source
 
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without models."""
+    monkeypatch.delenv("PI2_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
 NESTED = "oneplus-12/bamboo-7b-half"
 
 
