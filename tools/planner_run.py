@@ -24,8 +24,7 @@ from pi2.benchmarks.plan_contestant import PlanContestant, PlanRecipe
 from pi2.benchmarks.worker import Worker
 from pi2.benchmarks.workloads import Workload
 from pi2.costs.flash import FlashPoint
-from pi2.costs.kernel_times import Linear
-from pi2.costs.rates import KernelRates, Rates
+from pi2.costs.rates import Rates
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.machine import list_allowed_cores
 from pi2.plan.documents.device import Device
@@ -149,30 +148,7 @@ def scale_rates(rates: Rates, device: Device, measured: Mapping[str, Any]) -> Ra
     if flash is not None:
         flash = replace(flash, points=pace(flash.points), bursts=pace(flash.bursts))
 
-    def scale(kernel: Linear) -> Linear:
-        return replace(kernel, bytes_s=kernel.bytes_s * memory)
-
-    return replace(
-        rates,
-        flash=flash,
-        multiply=scale(rates.multiply),
-        project=scale(rates.project),
-        attend=scale(rates.attend),
-        predict=scale(rates.predict),
-        gather=scale(rates.gather),
-        gate=scale(rates.gate),
-        open=scale(rates.open),
-        types={
-            names: KernelRates(
-                multiply=scale(item.multiply),
-                project=scale(item.project),
-                attend=scale(item.attend),
-                predict=scale(item.predict),
-                gather=scale(item.gather),
-            )
-            for names, item in rates.types.items()
-        },
-    )
+    return replace(rates.scale_kernels(memory), flash=flash)
 
 
 def _find_probed(device: Device, spec: ReadSpec) -> float | None:

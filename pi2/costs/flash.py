@@ -74,7 +74,6 @@ class Flash:
     """Part of the rate lost where several threads issue reads."""
     block_bytes: int
     """Block size that direct reads are multiples of."""
-    queues: int = 1
     queue: int = 128
     """Reads in flight beyond which the storage is not faster."""
     has_io_uring: bool = True
@@ -104,7 +103,7 @@ class Flash:
         by_block: list[tuple[float, float]] = []
         for block in sorted({item.block_bytes for item in points}):
             same = [item for item in points if item.block_bytes == block]
-            by_block.append((block, _rate_in_range(same, range_bytes, threads)))
+            by_block.append((block, _rate_in_range(same, range_bytes)))
         smallest, rate = by_block[0]
         if block_bytes < smallest:
             seconds = max(block_bytes / rate, self.latency_s / threads)
@@ -133,23 +132,17 @@ def keep_core(points: Iterable[FlashPoint], core: str | None) -> list[FlashPoint
     return list(kept.values())
 
 
-def _rate_in_range(points: Sequence[FlashPoint], range_bytes: int | None, threads: int) -> float:
+def _rate_in_range(points: Sequence[FlashPoint], range_bytes: int | None) -> float:
     """Rate of figures of one block size at an extent; one without an extent is the widest."""
     wide = [item for item in points if item.range_bytes is None]
     narrow = [item for item in points if item.range_bytes is not None]
     if not narrow or (range_bytes is None and wide):
-        return _fastest_of_deep(wide, threads)
+        return max(item.rate_bytes_s for item in wide)
     curve: list[tuple[float, float]] = []
     for extent in sorted({item.range_bytes for item in narrow if item.range_bytes is not None}):
         same = [item for item in narrow if item.range_bytes == extent]
-        curve.append((extent, _fastest_of_deep(same, threads)))
+        curve.append((extent, max(item.rate_bytes_s for item in same)))
     return _interpolate(curve, range_bytes or curve[0][0])
-
-
-def _fastest_of_deep(points: Sequence[FlashPoint], threads: int) -> float:
-    """The deepest figure: reads of the simulated engines are many at a time."""
-    del threads
-    return max(item.rate_bytes_s for item in points)
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], at: float) -> float:

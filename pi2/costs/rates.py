@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import isinf
-from typing import get_args
+from math import inf, isinf
+from typing import Any, get_args
 
 from pi2.costs.constants import Constants
 from pi2.costs.figures import Figure
@@ -25,6 +25,8 @@ _ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0
 """Cores that read as fast as all do, where nobody measured fewer: this part of them, so many at
 most.  On the OnePlus 12, PowerInfer-2 computes with five of eight."""
 _STREAM_BLOCK = 4 << 20
+_NOTHING = Linear(call_s=0.0, bytes_s=inf)
+"""A step that takes no time."""
 _WIDE_BYTES_S, _SERVER_CORES = 200e9, 32
 """Peak bandwidth beyond what two channels give, and cores of a processor that is made for it."""
 
@@ -41,17 +43,6 @@ class DenseUnit:
     """Whether it has one scale for a row of weights, as NPUs do."""
     has_memory: bool = False
     """Whether its neurons lie in memory of its own, and it leaves the rate of main memory alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRates:
-    """Rates of the kernels that depend on what keys, values and activations are rounded to."""
-
-    multiply: Linear
-    project: Linear
-    attend: Linear
-    predict: Linear
-    gather: Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,37 +71,37 @@ class Rates:
     open: Linear
     """Time to compute neurons whose gates are known."""
     norm_s: float
-    route_s: float
+    route_s: float = 0.0
     """Time to choose a mixture's experts."""
-    python_s: float
+    python_s: float = 0.0
     """What the engine does in a layer between the steps."""
-    token_s: float
+    token_s: float = 0.0
     """Time of the engine's own work once per token."""
-    look_up: Linear
+    look_up: Linear = _NOTHING
     """Time of a look-up in the neuron cache; its "bytes" are missing neurons."""
-    place_s: float
+    place_s: float = 0.0
     """What a look-up takes more where anything is missing, however little."""
-    find_s: float
+    find_s: float = 0.0
     """Time to find the neurons of a call's slots, whose gates are wanted."""
-    find_hot_s: float
+    find_hot_s: float = 0.0
     """Time to find the neurons of a layer that is all hot."""
-    wake_s: float
+    wake_s: float = 0.0
     """What a call takes more after threads had nothing to do."""
-    room_s: float
+    room_s: float = 0.0
     """Finding room for a neuron that was read: what the thread that reads does where nobody
     measured look-ups, as in PowerInfer-2 and in the simulator."""
-    touch_s: float
+    touch_s: float = 0.0
     """Each neuron that is found in the cache: its use is counted."""
-    dense_many: tuple[float, float] | None
+    dense_many: tuple[float, float] | None = None
     """Seconds of a weight of dense neurons for a pass over it, and for each token of the pass; None
     where nobody stated an arithmetic rate."""
-    project_many: tuple[float, float] | None
+    project_many: tuple[float, float] | None = None
     """Seconds of a weight of a layer's projections, for a pass and for each of its tokens."""
-    few_ops_s: float | None
+    few_ops_s: float | None = None
     """Operations per second for a few tokens, such as those of a batch."""
     shared_bytes_s: float
-    dense: DenseUnit | None
-    flash: Flash | None
+    dense: DenseUnit | None = None
+    flash: Flash | None = None
     whole_unit: str | None = None
     """The GPU or NPU that has the whole model, and whose rates these are
     (`pi2.costs.whole_rates`); None where the processor computes."""
@@ -122,7 +113,7 @@ class Rates:
     """Power of the whole device while the other unit computes, too."""
     bandwidths: tuple[tuple[int, float], ...] = ()
     """Read bandwidth by number of threads."""
-    types: Mapping[tuple[KvType, ActivationType], KernelRates] = field(default_factory=dict)
+    types: Mapping[tuple[KvType, ActivationType], Mapping[str, Any]] = field(default_factory=dict)
     """Kernels of other keys, values and activations than those above: fp16 and int16."""
     sources: dict[str, str] = field(default_factory=dict)
     """Source of each rate."""
@@ -139,36 +130,29 @@ class Rates:
         if share == 1.0:
             return self
 
-        def slow(line: Linear) -> Linear:
+        core_ops_s = None if self.core_ops_s is None else share * self.core_ops_s
+        bytes_s = share * self.bandwidth_bytes_s
+        warm = replace(self, warm_share=1.0, bandwidth_bytes_s=bytes_s, core_ops_s=core_ops_s)
+        return warm.scale_kernels(share)
+
+    def scale_kernels(self, share: float) -> Rates:
+        """These rates with kernels that read at ``share`` of their rate."""
+
+        def scale(line: Linear) -> Linear:
             return replace(line, bytes_s=share * line.bytes_s)
 
-        return replace(
-            self,
-            warm_share=1.0,
-            bandwidth_bytes_s=share * self.bandwidth_bytes_s,
-            core_ops_s=None if self.core_ops_s is None else share * self.core_ops_s,
-            multiply=slow(self.multiply),
-            project=slow(self.project),
-            attend=slow(self.attend),
-            predict=slow(self.predict),
-            gather=slow(self.gather),
-            gate=slow(self.gate),
-            open=slow(self.open),
-        )
+        own: dict[str, Any] = {
+            name: scale(getattr(self, name)) for name in (*_TYPED, "gate", "open")
+        }
+        types = {
+            key: {name: scale(line) for name, line in found.items()}
+            for key, found in self.types.items()
+        }
+        return replace(self, types=types, **own)
 
     def choose(self, kv: KvType, activations: ActivationType = "int16") -> Rates:
         """These rates with the kernels that a plan with these types runs."""
-        found = self.types.get((kv, activations))
-        if found is None:
-            return self
-        return replace(
-            self,
-            multiply=found.multiply,
-            project=found.project,
-            attend=found.attend,
-            predict=found.predict,
-            gather=found.gather,
-        )
+        return replace(self, **self.types.get((kv, activations), {}))
 
     @property
     def fair_share(self) -> float:
@@ -207,14 +191,18 @@ def read_rates(
     return _Reader(device, width, constants or Constants()).read(unit)
 
 
-def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> KernelRates:
-    return KernelRates(
-        multiply=times.find_linear("multiply", bandwidth, norm_s),
-        project=times.find_linear("project", bandwidth, norm_s),
-        attend=times.find_attend(bandwidth),
-        predict=times.find_linear("predict", bandwidth, norm_s),
-        gather=times.find_gather(bandwidth),
-    )
+_TYPED = ("multiply", "project", "attend", "predict", "gather")
+"""Kernels that depend on what keys, values and activations are rounded to."""
+
+
+def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[str, Any]:
+    """Times of these kernels by name."""
+    found = {
+        name: times.find_linear(name, bandwidth, norm_s)
+        for name in ("multiply", "project", "predict")
+    }
+    gather, attend = times.find_gather(bandwidth), times.find_attend(bandwidth)
+    return {**found, "attend": attend, "gather": gather}
 
 
 def find_stream_overlap(rates: Rates) -> float:
@@ -262,7 +250,7 @@ class _Reader:
             peak = self._device.memory.peak_bandwidth
             shared_s = constants.both_of_peak * float(peak.value) if peak is not None else bandwidth
         usual = _read_kernels(self._times, bandwidth, norm_s)
-        gate = usual.predict
+        gate = usual["predict"]
         find_hot_s = 0.0
         if self._times.has("predict-gate"):
             gate = self._times.find_linear("predict-gate", bandwidth, norm_s)
@@ -274,11 +262,7 @@ class _Reader:
             core_ops_s=self._find_core_ops(),
             enough_cores=4.0 if cpu.architecture == "x86-64" else _ENOUGH_CORES,
             bandwidth_bytes_s=bandwidth,
-            multiply=usual.multiply,
-            project=usual.project,
-            attend=usual.attend,
-            predict=usual.predict,
-            gather=usual.gather,
+            **usual,
             gate=gate,
             open=self._times.find_gather(bandwidth, "gather-open"),
             norm_s=norm_s,
@@ -331,7 +315,7 @@ class _Reader:
 
     def _read_types(
         self, bandwidth: float, norm_s: float
-    ) -> dict[tuple[KvType, ActivationType], KernelRates]:
+    ) -> dict[tuple[KvType, ActivationType], dict[str, Any]]:
         """Kernels for each pair of types, where any but the usual one was measured."""
         measured = {(item.kv, item.activations) for item in self._cpu.kernels}
         if measured <= {("fp16", "int16")}:

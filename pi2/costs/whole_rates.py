@@ -11,8 +11,6 @@ kernels do not use.
 
 from __future__ import annotations
 
-from math import inf
-
 from pi2.costs.constants import Constants
 from pi2.costs.figures import Figure
 from pi2.costs.kernel_times import Linear
@@ -58,21 +56,8 @@ def read_whole_rates(device: Device, name: str, constants: Constants | None = No
         open=gather,
         norm_s=kernel_s,
         route_s=ROUTER_KERNELS * kernel_s,
-        python_s=0.0,
         token_s=constants.submit_s + kernel_s,
-        look_up=Linear(call_s=0.0, bytes_s=inf),
-        place_s=0.0,
-        find_s=0.0,
-        find_hot_s=0.0,
-        wake_s=0.0,
-        room_s=0.0,
-        touch_s=0.0,
-        dense_many=None,
-        project_many=None,
-        few_ops_s=None,
         shared_bytes_s=bytes_s,
-        dense=None,
-        flash=None,
         power_w=None if unit.power is None else float(unit.power.value),
         both_w=None if unit.power is None else float(unit.power.value),
         sources={f"{name} bandwidth": source},
