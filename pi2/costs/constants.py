@@ -210,8 +210,8 @@ class Constants:
         "operations with 4-bit weights of a token that a core of a board does, a multiply-add "
         "counting as two: slow cores have as large parts as fast ones; 4 in a cycle, 3 to 8",
     )
-    phone_core_ops_s: float = _constant(
-        35e9, "1/s", "estimated", "the same for a phone's: wider cores, and 9 in a cycle, 6 to 12"
+    fast_core_ops_s: float = _constant(
+        35e9, "1/s", "estimated", "the same for cores of phones and laptops: 9 in a cycle, 6 to 12"
     )
     x86_core_ops_s: float = _constant(
         45e9, "1/s", "estimated", "the same for x86 with AVX2: 9 in a cycle, 6 to 16"

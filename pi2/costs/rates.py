@@ -27,6 +27,9 @@ most.  On the OnePlus 12, PowerInfer-2 computes with five of eight."""
 _STREAM_BLOCK = 4 << 20
 _NOTHING = Linear(call_s=0.0, bytes_s=inf)
 """A step that takes no time."""
+_FAST_CORE_BYTES_S = 8e9
+"""Peak bandwidth for each core beyond which memory is made for cores that compute as fast: 10 GB/s
+of phones and 25 of an Apple M3, where boards have 2 to 7."""
 _WIDE_BYTES_S, _SERVER_CORES = 200e9, 32
 """Peak bandwidth beyond what two channels give, and cores of a processor that is made for it."""
 
@@ -367,8 +370,9 @@ class _Reader:
             return None
         if self._cpu.architecture == "x86-64":
             return self._constants.x86_core_ops_s
-        if self._is_phone:
-            return self._constants.phone_core_ops_s
+        peak = self._device.memory.peak_bandwidth
+        if peak is not None and peak.value > _FAST_CORE_BYTES_S * self._times.cores:
+            return self._constants.fast_core_ops_s
         return self._constants.arm_core_ops_s
 
     def _read_bandwidth(self, unit: Unit, of_peak: float, name: str) -> float:

@@ -215,3 +215,10 @@ def test_arithmetic_is_a_second_bound_and_barriers_grow_with_cores() -> None:
         reads=None,
     )
     assert time_weight(few, settings) == pytest.approx(2.0 / (8 * few.constants.arm_core_ops_s))
+
+
+def test_cores_with_fast_memory_compute_fast() -> None:
+    """A board's memory gives 2 to 7 GB/s for each core, a phone's 10, an Apple laptop's 25."""
+    board, laptop = make_estimated(34.0, 8), make_estimated(100.0, 4)
+    assert laptop.core_ops_s is not None and board.core_ops_s is not None
+    assert laptop.core_ops_s > 3 * board.core_ops_s
