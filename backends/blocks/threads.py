@@ -8,6 +8,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from pi2.backends.blocks.libraries import open_library
+
 _PATIENCE = 500
 """How often a thread looks for work before it sleeps."""
 
@@ -17,7 +19,7 @@ class Threads:
 
     def __init__(self, library: Path, count: int, cores: Sequence[int] = ()) -> None:
         """Run on ``count`` threads, the caller's included; ``cores``: one for each."""
-        self._library = ctypes.CDLL(str(library))
+        self._library = open_library(library)
         self._run = self._library.pi2_blocks_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         self._run.restype = None

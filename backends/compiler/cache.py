@@ -21,8 +21,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -85,26 +87,49 @@ def _find_sources(spec: Spec) -> Path:
 
 def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARIES) -> Path:
     """Return the compiled kernels of ``spec``, made now unless intact ones are cached."""
-    return _load_or_compile(spec, progress, compiler, None)
+    return _load_or_compile([spec], progress, compiler, None)[0]
+
+
+def load_or_compile_several(specs: Sequence[Spec], progress: Progress) -> list[Path]:
+    """Return the libraries of specs of one program; those that are made now share processes of the
+    compiler, one for each core."""
+    folder = find_cache_folder("kernels")
+    found = [_find_intact(folder, compute_key(spec), LIBRARIES.suffix) for spec in specs]
+    missing = [number for number, path in enumerate(found) if path is None]
+    shares = [missing[first :: os.cpu_count() or 1] for first in range(os.cpu_count() or 1)]
+    lock = threading.Lock()
+
+    def report(label: str, share: float) -> None:
+        with lock:
+            progress(label, share)
+
+    def make(numbers: list[int]) -> list[Path]:
+        return _load_or_compile([specs[number] for number in numbers], report, LIBRARIES, None)
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        used = [share for share in shares if share]
+        for numbers, paths in zip(used, pool.map(make, used), strict=True):
+            for number, path in zip(numbers, paths, strict=True):
+                found[number] = path
+    return [path for path in found if path is not None]
 
 
 def _load_or_compile(
-    spec: Spec, progress: Progress, compiler: Compiler, triple: str | None
-) -> Path:
-    key = compute_key(spec, triple)
+    specs: Sequence[Spec], progress: Progress, compiler: Compiler, triple: str | None
+) -> list[Path]:
     # What is for another machine, or for a GPU, is never loaded from the folder.
     runs_code = triple is None and compiler is LIBRARIES
     kept = find_cache_folder("kernels")
     problem = _full.get(kept) or find_problem(kept, runs_code=runs_code)
     if problem is None:
         try:
-            return _find_or_make(kept, spec, key, progress, compiler, triple)
+            return _find_or_make(kept, specs, progress, compiler, triple)
         except _NoRoom as error:
             problem = _full[kept] = str(error)
     # A read-only home, say: compile for this process only, and once.
     own = _make_own_folder(kept, problem, runs_code=runs_code)
     try:
-        return _find_or_make(own, spec, key, progress, compiler, triple)
+        return _find_or_make(own, specs, progress, compiler, triple)
     except _NoRoom as error:
         raise _refuse_folders((kept, problem), (own, str(error))) from None
 
@@ -119,27 +144,30 @@ class _NoRoom(Exception):
 
 def _find_or_make(
     folder: Path,
-    spec: Spec,
-    key: str,
+    specs: Sequence[Spec],
     progress: Progress,
     compiler: Compiler,
     triple: str | None,
-) -> Path:
+) -> list[Path]:
     """The kernels of ``folder``, made now unless they are there; raises `_NoRoom`."""
-    cached = _find_intact(folder, key, compiler.suffix)
-    if cached is not None:
-        get_logger().debug("kernels are cached", file=str(cached))
-        return cached
+    keys = [compute_key(spec, triple) for spec in specs]
+    found = {key: _find_intact(folder, key, compiler.suffix) for key in keys}
+    missing = {key: spec for key, spec in zip(keys, specs, strict=True) if found[key] is None}
+    if not missing:
+        get_logger().debug("kernels are cached", files=[str(path) for path in found.values()])
+        return [path for key in keys if (path := found[key]) is not None]
     start = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix="compiling-") as room:
-            temporary = Path(room) / f"new{compiler.suffix}"
-            _compile(spec, temporary, progress, compiler, triple)
-            target = folder / f"{key}-{_hash_files(temporary)}{compiler.suffix}"
-            # The file itself comes last: where a library is, its signatures are.
-            if find_signatures(temporary).exists():
-                os.replace(find_signatures(temporary), find_signatures(target))
-            os.replace(temporary, target)
+            made = {key: Path(room) / f"{key}{compiler.suffix}" for key in missing}
+            _compile(list(missing.values()), list(made.values()), progress, compiler, triple)
+            for key, temporary in made.items():
+                target = folder / f"{key}-{_hash_files(temporary)}{compiler.suffix}"
+                # The file itself comes last: where a library is, its signatures are.
+                if find_signatures(temporary).exists():
+                    os.replace(find_signatures(temporary), find_signatures(target))
+                os.replace(temporary, target)
+                found[key] = target
     except OSError as error:
         if error.errno in _FULL:
             raise _NoRoom(error.strerror) from None
@@ -147,15 +175,16 @@ def _find_or_make(
     except UserError as error:
         words = [os.strerror(number) for number in _FULL]
         notes = "\n".join(error.diagnostics[0].notes)
-        found = next((word for word in words if word in notes), None)
-        if found is None and shutil.disk_usage(folder).free < _ROOM_BYTES:
-            found = words[0]
-        if found is not None:
-            raise _NoRoom(found) from None
+        word = next((word for word in words if word in notes), None)
+        if word is None and shutil.disk_usage(folder).free < _ROOM_BYTES:
+            word = words[0]
+        if word is not None:
+            raise _NoRoom(word) from None
         raise
     seconds = round(time.monotonic() - start, 2)
-    get_logger().info("kernels were compiled", file=str(target), seconds=seconds)
-    return target
+    files = [str(found[key]) for key in missing]
+    get_logger().info("kernels were compiled", files=files, seconds=seconds)
+    return [path for key in keys if (path := found[key]) is not None]
 
 
 @cache
@@ -218,7 +247,7 @@ def _hash_files(path: Path) -> str:
 def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> None:
     """Write the library of ``spec`` for another machine, and its signatures beside it, to run
     without TVM; UserError P650 without a linker for it, P651 where compiling fails."""
-    made = _load_or_compile(spec, progress, LIBRARIES, triple)
+    made = _load_or_compile([spec], progress, LIBRARIES, triple)[0]
     shutil.copyfile(made, output)
     shutil.copyfile(find_signatures(made), find_signatures(output))
 
@@ -237,20 +266,28 @@ def start_compiler(
 
 
 def _compile(
-    spec: Spec, output: Path, progress: Progress, compiler: Compiler, triple: str | None
+    specs: Sequence[Spec],
+    outputs: Sequence[Path],
+    progress: Progress,
+    compiler: Compiler,
+    triple: str | None,
 ) -> None:
-    """Run the compiler in a process of its own."""
+    """Run the compiler in a process of its own: on specs of one program."""
     progress(LABEL, 0.0)
     paths = [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     # The compiler's own files lie beside its output: there is room, or it is said of that folder.
-    own = {"TMPDIR": str(output.parent), "LC_ALL": "C"}
+    room = outputs[0].parent
+    own = {"TMPDIR": str(room), "LC_ALL": "C"}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)} | own
-    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        spec_path = Path(folder) / "spec.json"
-        spec_path.write_text(spec.to_json())
+    with tempfile.TemporaryDirectory(dir=room) as folder:
+        arguments = [specs[0].program]
+        for number, (spec, output) in enumerate(zip(specs, outputs, strict=True)):
+            spec_path = Path(folder) / f"spec{number}.json"
+            spec_path.write_text(spec.to_json())
+            arguments += [str(spec_path), str(output)]
+        arguments += [triple] if triple else []
         errors = Path(folder) / "errors.txt"
         with errors.open("w") as stream:
-            arguments = [spec.program, str(spec_path), str(output), *([triple] if triple else [])]
             process = start_compiler(compiler.module, arguments, stream, environment)
             failures: list[str] = []
             missing: str | None = None

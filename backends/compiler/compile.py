@@ -1,4 +1,5 @@
-"""Compiles a spec: what `library_compiler` runs with MODULE SPEC.json OUT.so [TRIPLE].
+"""Compiles specs: what `library_compiler` runs with MODULE SPEC.json OUT.so [SPEC.json OUT.so ...]
+[TRIPLE].
 
 MODULE has ``read_program``, which turns the JSON of a spec into its `Program`.  TRIPLE, such as
 ``aarch64-linux-gnu``, is a machine on which the library runs without TVM (`ahead`); else it is for
@@ -170,18 +171,21 @@ def link(
 
 def main(arguments: list[str]) -> int:
     """Compile and link; see the module's docstring."""
-    module, spec_path, output = arguments[0], Path(arguments[1]), Path(arguments[2])
-    program: Program | OwnProgram = importlib.import_module(module).read_program(
-        spec_path.read_text()
-    )
+    module = importlib.import_module(arguments[0])
+    pairs = list(zip(arguments[1::2], arguments[2::2], strict=False))
+    triple = arguments[-1] if len(arguments) % 2 == 0 else None
+    done = 0
 
     def report(label: str, share: float) -> None:
-        print(json.dumps({"label": label, "share": share}), flush=True)
+        whole = (done + share) / len(pairs)
+        print(json.dumps({"label": label, "share": whole}), flush=True)
 
     report("loading the compiler", 0.0)
-    triple = arguments[3] if len(arguments) > 3 else None
-    failures = compile_library(program, output, report, triple)
-    if failures:
-        print(json.dumps({"linker": failures}), flush=True)
-        return NO_LINKER
+    for spec_path, output in pairs:
+        program: Program | OwnProgram = module.read_program(Path(spec_path).read_text())
+        failures = compile_library(program, Path(output), report, triple)
+        if failures:
+            print(json.dumps({"linker": failures}), flush=True)
+            return NO_LINKER
+        done += 1
     return 0

@@ -101,6 +101,17 @@ def _start_threads(count: int, cores: Sequence[int]) -> None:
         configure(_ANY_CORE, count)
 
 
+def refuse_library(path: Path, error: Exception) -> UserError:
+    """Return what to raise where a library cannot be loaded."""
+    return UserError.of(
+        "P655",
+        f"compiled kernels cannot be loaded from {path.parent}",
+        help=f"set {VARIABLE} to a folder on a file system that runs code, or remove "
+        f"{path.name}: it is compiled again",
+        notes=[" ".join(str(error).split())[-300:]],
+    )
+
+
 class CompiledFunctions:
     """The functions of a library."""
 
@@ -117,13 +128,7 @@ class CompiledFunctions:
         try:
             self._module = self._ffi.load_module(str(path))
         except (OSError, RuntimeError) as error:
-            raise UserError.of(
-                "P655",
-                f"compiled kernels cannot be loaded from {path.parent}",
-                help=f"set {VARIABLE} to a folder on a file system that runs code, or remove "
-                f"{path.name}: it is compiled again",
-                notes=[" ".join(str(error).split())[-300:]],
-            ) from None
+            raise refuse_library(path, error) from None
         self._found: dict[str, Callable[..., object]] = {}
 
     def bind(

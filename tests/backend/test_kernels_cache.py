@@ -179,9 +179,9 @@ def test_a_folder_without_room_is_no_missing_linker(
     cache._make_own_folder.cache_clear()
     compile_it = cache._compile
 
-    def fail(spec: KernelSpec, output: Path, *others: Any) -> None:
-        if has_room and tmp_path not in output.parents:
-            compile_it(spec, output, *others)
+    def fail(specs: list[KernelSpec], outputs: list[Path], *others: Any) -> None:
+        if has_room and tmp_path not in outputs[0].parents:
+            compile_it(specs, outputs, *others)
             return
         note = f"ld: final link failed: {os.strerror(errno.ENOSPC)}"
         raise UserError.of("P650", "no linker works on this machine", notes=[note])
