@@ -235,8 +235,8 @@ def run_best_of(
         click.echo(summarise_batch(model, result), err=True)
         if count > (batch := model.plan.plan.decode.batch):
             click.echo(
-                f"note: {batch} at a time, as decode.batch says; more share what is read, with "
-                f"--set decode.batch={count} and room in memory.segments.kv",
+                f"note: {batch} at a time, as decode.batch says; --set decode.batch={count} reads "
+                "once for all",
                 err=True,
             )
 

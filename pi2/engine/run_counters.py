@@ -9,12 +9,15 @@ from pi2.engine.speculation_counters import SpeculationCounters
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.waves import NeuronCounters
 from pi2.engine.whole_forward import WholeForward
+from pi2.memory.weight_stream import FileReads
 
 
 def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
     """Counters since loading; those of guessed tokens are in ``speculation``, if there is one."""
     if isinstance(parts.forward, WholeForward):
         return _count_whole(parts, parts.forward.counters, speculation)
+    reader = parts.reader
+    assert not isinstance(reader, FileReads), "files are computed as a whole"
     counters, size = parts.cache.counters, parts.cache.granule
     feed_forward = parts.feed_forward
     neurons = feed_forward.counters
@@ -29,8 +32,8 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         cache_misses=size * sum(layer.misses for layer in counters),
         cache_skips=size * sum(layer.skips for layer in counters),
         cache_evictions=size * sum(layer.evictions for layer in counters),
-        flash_read_bytes=parts.reader.read_bytes,
-        waited_s=parts.reader.waited_s + feed_forward.waited_s,
+        flash_read_bytes=reader.read_bytes,
+        waited_s=reader.waited_s + feed_forward.waited_s,
         routed_experts=neurons.routed,
         foreseen_experts=neurons.foreseen,
         tokens_without_ahead=neurons.without_ahead,
@@ -39,8 +42,8 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         left_out_weight=weights.left_out,
         score_mass=0.0 if sieve is None else sieve.mass,
         left_out_mass=0.0 if sieve is None else sieve.left_out,
-        gate_reads=parts.reader.gate_reads,
-        flash_saved_bytes=parts.reader.saved_bytes,
+        gate_reads=reader.gate_reads,
+        flash_saved_bytes=reader.saved_bytes,
         speculation=SpeculationCounters() if speculation is None else speculation.counters,
     )
 

@@ -72,7 +72,7 @@ def test_the_commands_work_after_the_install_line(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     from tests.unit.test_checkpoint_models import write_model
 
-    file = write_model(tmp_path, "my-model")
+    file = write_model(tmp_path, "my-model", kind="Q4_1")
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nfor name in {sorted(list_extra_modules())!r}:\n    sys.modules[name] = None\n"
     )
