@@ -158,12 +158,13 @@ def _render_as_sampled(host: Host, conversation: Conversation) -> str:
     """The conversation's prompt, in which calls are written as the model wrote them, where that
     makes it go on from an earlier turn."""
     prompt = render_prompt(host, conversation)
-    known = {
-        number: host.replay.recall(message.get("content") or "", list_calls(message))
+    calling = {
+        number: (message.get("content") or "", list_calls(message))
         for number, message in enumerate(conversation.messages)
         if message.get("tool_calls")
     }
-    written = {number: text for number, text in known.items() if text is not None}
+    known = zip(calling, host.replay.recall(list(calling.values())), strict=True)
+    written = {number: text for number, text in known if text is not None}
     if not written:
         return prompt
     try:

@@ -23,6 +23,7 @@ from pi2.engine.answer import SequenceResult
 _MOST_CONVERSATIONS = 64
 _MOST_CHARACTERS = 8 << 20
 _MOST_CALLS = 1024
+_MOST_TIMES = 8
 
 
 class Replay:
@@ -32,8 +33,8 @@ class Replay:
         self._turns: OrderedDict[str, array[int]] = OrderedDict()
         """Tokens by the text of prompt and answer, those that were used longest ago first."""
         self._characters = 0
-        self._calls: OrderedDict[str, str] = OrderedDict()
-        """What the model wrote, by what it said and called."""
+        self._calls: OrderedDict[str, list[str]] = OrderedDict()
+        """What the model wrote, by what it said and called: each time, the latest last."""
         self._lock = Lock()
 
     def note(self, text: str, ids: Sequence[int]) -> None:
@@ -80,15 +81,19 @@ class Replay:
             return
         with self._lock:
             key = _describe_answer(content, calls)
-            self._calls[key] = written
+            self._calls[key] = [*self._calls.get(key, ()), written][-_MOST_TIMES:]
             self._calls.move_to_end(key)
             while len(self._calls) > _MOST_CALLS:
                 self._calls.popitem(last=False)
 
-    def recall(self, content: str, calls: Sequence[tuple[str, Any]]) -> str | None:
-        """What the model wrote when it said and called this; None if that is not known."""
+    def recall(self, answers: Sequence[tuple[str, Sequence[tuple[str, Any]]]]) -> list[str | None]:
+        """What the model wrote when it said and called each of these, one after the other; None for
+        what is not known.  If it did the same several times, the last times count."""
+        keys = [_describe_answer(content, calls) for content, calls in answers]
         with self._lock:
-            return self._calls.get(_describe_answer(content, calls))
+            known = {key: list(self._calls.get(key, ())) for key in keys}
+        found = [known[key].pop() if known[key] else None for key in reversed(keys)]
+        return found[::-1]
 
 
 def _describe_answer(content: str, calls: Sequence[tuple[str, Any]]) -> str:

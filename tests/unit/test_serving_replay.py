@@ -25,10 +25,14 @@ def test_a_conversation_that_goes_on_has_the_tokens_that_were_sampled() -> None:
 
 def test_calls_are_remembered_by_what_they_call() -> None:
     replay = Replay()
-    replay.note_calls("well\n", [("get", {"b": 1, "a": [2]})], "well\n<tool_call>{...}")
-    assert replay.recall("well", [("get", {"a": [2], "b": 1})]) == "well\n<tool_call>{...}"
-    assert replay.recall("well", [("get", {"a": [2], "b": 2})]) is None
-    assert replay.recall("", [("get", {"a": [2], "b": 1})]) is None
+    one, two = {"b": 1, "a": [2]}, {"a": [2], "b": 2}
+    replay.note_calls("well\n", [("get", one)], "well\n<tool_call>{...}")
+    assert replay.recall([("well", [("get", {"a": [2], "b": 1})])]) == ["well\n<tool_call>{...}"]
+    assert replay.recall([("well", [("get", two)]), ("", [("get", one)])]) == [None, None]
+    replay.note_calls("well", [("get", one)], "well <tool_call>{ ...}")
+    asked = ("well", [("get", one)])
+    assert replay.recall([asked, asked]) == ["well\n<tool_call>{...}", "well <tool_call>{ ...}"]
+    assert replay.recall([asked]) == ["well <tool_call>{ ...}"]
     for number in range(1024):
         replay.note_calls("", [("get", number)], "x")
-    assert replay.recall("well", [("get", {"a": [2], "b": 1})]) is None
+    assert replay.recall([asked]) == [None]
