@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -31,6 +31,24 @@ _GRAIN_BYTES = 1 << 16
 """Bytes of weights that a thread takes at a time, at most."""
 _SHARES = 8
 """Parts of a matrix that there are at least for each thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """Pairs of tokens and chosen experts of a layer, by addresses."""
+
+    active: int
+    """Experts of a token."""
+    experts: int
+    """Experts that are chosen from."""
+    expert_of: int
+    place_of: int
+    token_of: int
+    """The token of each pair."""
+    starts: int
+    pairs: int
+    weights: int
+    """float32, of each pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +100,9 @@ class Builder:
         self._grids: dict[str, U8] = {}
         self._orders: dict[tuple[int, ...], I64] = {}
         self._scratch_size = 0
+        self._routed: Routed | None = None
+        self.places: dict[int, I32] = {}
+        """Of layers with experts, where the matrix of each is, counted in matrices."""
         self.instructions: list[Instruction] = []
         self.matrices: list[Matrix] = []
         self.layer: int | None = None
@@ -94,6 +115,9 @@ class Builder:
         for turn, rope in model.list_turns().items():
             arrays: F32 = self.keep(np.zeros((2, context, max(turn[1] // 2, 1)), np.float32))
             self.ropes[turn] = RopeTables(rope, turn[1], (arrays[0], arrays[1]))
+        pairs = tokens * (1 if model.moe is None else model.moe.active_experts)
+        self._zeros: I32 = self.keep(np.zeros(pairs, np.int32))
+        self._steps: I32 = self.keep(np.arange(pairs, dtype=np.int32))
         scores = self.keep(allocate(4 * threads * context))
         self._scores = scores.ctypes.data
 
@@ -106,12 +130,12 @@ class Builder:
         """Return a tensor of the model or of a layer."""
         return self._find(key, layer or 0)
 
-    def take_area(self, name: str, width: int) -> Area:
-        """Return the array of a name, for all tokens."""
-        key = name, width
+    def take_area(self, name: str, width: int, each: int = 1) -> Area:
+        """Return the array of a name, for all tokens, ``each`` of one."""
+        key = name, width * each
         if key not in self._areas:
             stride = -(-width // 16) * 16
-            array = self.keep(allocate(4 * stride * self._tokens))
+            array = self.keep(allocate(4 * stride * each * self._tokens))
             self._areas[key] = Area(array.ctypes.data, stride)
         return self._areas[key]
 
@@ -200,16 +224,24 @@ class Builder:
         x: Area,
         length: int,
         products: Sequence[Product],
+        *,
+        each: int = 1,
     ) -> None:
-        """Add matrices times the same vectors, which are quantised first as the formats want."""
+        """Add matrices times the same vectors, ``each`` of a token, which are quantised first as
+        the formats want."""
         inputs: dict[str, tuple[int, int]] = {}
         for product in products:
-            self._quantize(x, length, product.weight, inputs)
+            self._quantize(x, length, product.weight, inputs, each)
         for place, product in enumerate(products):
             self._multiply(product, inputs, waits=place == len(products) - 1)
 
     def _quantize(
-        self, x: Area, length: int, weight: Weight, inputs: dict[str, tuple[int, int]]
+        self,
+        x: Area,
+        length: int,
+        weight: Weight,
+        inputs: dict[str, tuple[int, int]],
+        each: int,
     ) -> None:
         """Bring vectors into the form that a format is multiplied with, unless they are."""
         assert weight.length == length, f"a matrix has {weight.length} columns, not {length}"
@@ -221,10 +253,11 @@ class Builder:
             inputs[form] = x.address, 4 * x.stride
             return
         stride = count_quantized_bytes(kind, length)
-        if (form, length) not in self._codes:
-            array = self.keep(allocate(stride * self._tokens))
-            self._codes[form, length] = array.ctypes.data
-        target = self._codes[form, length]
+        key = form, length * each
+        if key not in self._codes:
+            array = self.keep(allocate(stride * each * self._tokens))
+            self._codes[key] = array.ctypes.data
+        target = self._codes[key]
         values = {
             "x": x.address,
             "x_stride": x.stride,
@@ -238,7 +271,9 @@ class Builder:
             values["order"] = orders[0]
         inputs[form] = target, stride
         blocks = length // (256 if kind == "q8_k" else 32)
-        self.add(f"quantize_{kind}", values, each=blocks, grain=8, orders=orders, label="quantize")
+        self.add(
+            f"quantize_{kind}", values, each=each * blocks, grain=8, orders=orders, label="quantize"
+        )
 
     def _name_form(self, weight: Weight) -> str:
         """Name the form of activations: kind, and order of codes."""
@@ -284,8 +319,10 @@ class Builder:
                     "rows": weight.rows,
                     "scratch": 0,
                     "scratch_stride": 0,
+                    **self._list_pairs(product),
                 },
-                ways=self._list_ways(weight),
+                ways=self._list_ways(weight, product.routed),
+                pairs=1 if product.routed is None else product.routed.active,
                 layer=self.layer,
                 waits=waits,
                 label=product.key,
@@ -293,7 +330,37 @@ class Builder:
         )
         self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
 
-    def _list_ways(self, weight: Weight) -> tuple[Way, Way, Way]:
+    def _list_pairs(self, product: Product) -> dict[str, int]:
+        """Return what says which matrices tokens are multiplied with."""
+        one, several, routed = self._zeros.ctypes.data, self._steps.ctypes.data, product.routed
+        if routed is None:
+            return {
+                "expert_of": one,
+                "place_of": one,
+                "x_of": several,
+                "y_of": several,
+                "expert_bytes": 0,
+                "pairs": several,
+                "starts": 0,
+                "experts": 1,
+                "routes": 0,
+                "has_routes": 0,
+            }
+        weight = product.weight
+        return {
+            "expert_of": routed.expert_of,
+            "place_of": routed.place_of,
+            "x_of": routed.token_of if product.of_tokens else several,
+            "y_of": several if product.of_tokens else routed.token_of,
+            "expert_bytes": weight.row_bytes * weight.rows,
+            "pairs": routed.pairs,
+            "starts": routed.starts,
+            "experts": routed.experts,
+            "routes": routed.weights,
+            "has_routes": int(product.is_weighed),
+        }
+
+    def _list_ways(self, weight: Weight, routed: Routed | None) -> tuple[Way, Way, Way]:
         """Return how a matrix is multiplied with a token, with several, and with many."""
         share = -(-weight.rows // (self._threads * _SHARES))
         grain = max(1, min(share, _GRAIN_BYTES // weight.row_bytes))
@@ -305,6 +372,8 @@ class Builder:
             )
             for kernel in ("multiply", "multiply_few")
         )
+        if routed is not None:
+            few = one
         if weight.kind.is_plain:
             return one, few, few
         panels = -(-weight.rows // self._libraries.isa.lanes)
@@ -352,8 +421,10 @@ class Builder:
             each=-(-length // PIECE),
         )
 
-    def add_gate(self, gates: Area, ups: Area | None, y: Area, length: int) -> None:
-        """Add the activation of the FFN."""
+    def add_gate(
+        self, gates: Area, ups: Area | None, y: Area, length: int, *, each: int = 1
+    ) -> None:
+        """Add the activation of the FFN, ``each`` of a token."""
         ffn = self._model.ffn
         kind = "swiglu" if ffn.limit is not None else ffn.activation
         self.add(
@@ -371,8 +442,94 @@ class Builder:
                 "slope": put_float(ffn.slope),
                 "up_offset": put_float(ffn.up_offset),
             },
-            each=-(-length // PIECE),
+            each=each * -(-length // PIECE),
             label="activation",
+        )
+
+    def add_routing(self, scores: Area, layer: int) -> Routed:
+        """Add the choice of experts by their scores, and lists of their tokens."""
+        moe = self._model.moe
+        assert moe is not None
+        active, experts = moe.active_experts, moe.experts
+        if self._routed is None:
+            self._routed = Routed(
+                active=active,
+                experts=experts,
+                expert_of=self._take_numbers(active * self._tokens),
+                place_of=0,
+                token_of=self.keep(
+                    np.repeat(np.arange(self._tokens, dtype=np.int32), active)
+                ).ctypes.data,
+                starts=self._take_numbers(experts + 1),
+                pairs=self._take_numbers(active * self._tokens),
+                weights=self._take_numbers(active * self._tokens),
+            )
+        places: I32 = self.keep(np.arange(experts, dtype=np.int32))
+        self.places[layer] = places
+        routed = replace(self._routed, place_of=places.ctypes.data)
+        choice = self.read_vector("choice_bias", layer) if moe.choice_bias else 0
+        scales = self.read_vector("expert_scale", layer) if moe.expert_scale else 0
+        self.add(
+            "route",
+            {
+                "scores": scores.address,
+                "scores_stride": scores.stride,
+                "experts": experts,
+                "active": active,
+                "chosen": routed.expert_of,
+                "weights": routed.weights,
+                "choice_bias": choice,
+                "has_choice_bias": int(choice != 0),
+                "expert_scale": scales,
+                "has_expert_scale": int(scales != 0),
+                "is_sigmoid": int(moe.router == "sigmoid"),
+                "bias_of_score": int(moe.choice_bias_of == "score"),
+                "groups": moe.groups,
+                "active_groups": moe.active_groups,
+                "best_two": int(moe.group_score == "best-two"),
+                "normalise": int(moe.normalise_weights),
+                "scaling": put_float(moe.scaling),
+                "scratch": 0,
+                "scratch_stride": 0,
+            },
+            each=1,
+        )
+        self._scratch_size = max(self._scratch_size, 4 * (2 * experts + moe.groups))
+        nothing = Way(address=self._libraries.find("group"))
+        self._append(
+            Instruction(
+                kernel="group",
+                values={
+                    "chosen": routed.expert_of,
+                    "active": active,
+                    "tokens": 0,
+                    "experts": experts,
+                    "starts": routed.starts,
+                    "pairs": routed.pairs,
+                },
+                ways=(nothing, nothing, replace(nothing, items=1)),
+                layer=layer,
+                label="group",
+            )
+        )
+        return routed
+
+    def _take_numbers(self, count: int) -> int:
+        """Return the address of numbers of 32 bits."""
+        return self.keep(allocate(4 * count)).ctypes.data
+
+    def add_weighing(self, x: Area, length: int, scores: Area) -> None:
+        """Multiply vectors with the sigmoid of a score each."""
+        self.add(
+            "weigh",
+            {
+                "x": x.address,
+                "x_stride": x.stride,
+                "length": length,
+                "scores": scores.address,
+                "scores_stride": scores.stride,
+            },
+            each=1,
         )
 
     def add_turn(
@@ -499,6 +656,12 @@ class Product:
     added: bool = False
     """Whether the result is added to y."""
     factor: float = 1.0
+    routed: Routed | None = None
+    """The experts that have tokens, if the matrix is that of experts."""
+    of_tokens: bool = True
+    """Whether experts read tokens and give something for each pair, or the other way round."""
+    is_weighed: bool = False
+    """Whether results are multiplied with the weights of experts."""
 
 
 def find_address(weight: Weight) -> int:

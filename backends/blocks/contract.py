@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 _ROWS = (
     "weights grid x x_stride y y_stride blocks tokens bias has_bias added factor"
-    " rows scratch scratch_stride"
+    " rows scratch scratch_stride expert_of place_of x_of y_of expert_bytes pairs starts experts"
+    " routes has_routes"
 )
 _ATTENTION = (
     "queries query_stride heads group head_dim key_cache value_cache sequences positions"
@@ -42,6 +43,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         # Heads of tokens, and tiles of tokens of the heads that share keys.
         "attend": _ATTENTION,
         "attend_many": _ATTENTION,
+        # Tokens; one item; tokens.
+        "route": "scores scores_stride experts active chosen weights choice_bias has_choice_bias"
+        " expert_scale has_expert_scale is_sigmoid bias_of_score groups active_groups best_two"
+        " normalise scaling scratch scratch_stride",
+        "group": "chosen active tokens experts starts pairs",
+        "weigh": "x x_stride length scores scores_stride",
         # Pieces of `PIECE` elements of tokens.
         "gate": "gates ups has_ups x_stride y y_stride length kind limit slope up_offset",
         "cap": "x x_stride length limit factor",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.arrays import I64, Raw
+from pi2.arrays import I32, I64, Raw
 from pi2.backends.blocks.contract import FIELDS
 
 _KERNEL, _ARGUMENTS, _ITEMS, _GRAIN, _NEXT, _WAITS, _FIRST = range(7)
@@ -44,6 +44,8 @@ class Instruction:
     """Whether the last way takes only tokens of a chunk, which follow each other."""
     orders: tuple[int, int] | None = None
     """Argument ``order`` below `MANY` tokens, and from there on."""
+    pairs: int = 1
+    """What argument ``tokens`` counts of a token: experts, where it counts pairs with them."""
     layer: int | None = None
     waits: bool = True
     """Whether all threads wait until it is over."""
@@ -124,8 +126,8 @@ class _Part:
         fields = [FIELDS[instruction.kernel] for instruction in own]
         rows = values[begin:end]
         self._counts = [
-            row[names.index("tokens") :][:1]
-            for row, names in zip(rows, fields, strict=True)
+            (row[names.index("tokens") :][:1], instruction.pairs)
+            for row, names, instruction in zip(rows, fields, own, strict=True)
             if "tokens" in names
         ]
         self._orders = [
@@ -136,6 +138,11 @@ class _Part:
         of_chunk = np.array([instruction.of_chunk for instruction in own])
         # Many tokens that are of different sequences.
         self._ways.append(np.where(of_chunk, self._ways[1], self._ways[2]))
+        # All tokens are those of the only expert, where there are none.
+        self._starts: I32 = np.zeros(2, np.int32)
+        for row, names in zip(rows, fields, strict=True):
+            if "starts" in names and not row[names.index("starts")]:
+                row[names.index("starts")] = self._starts.ctypes.data
         self._way = -1
         self._count = 0
 
@@ -156,8 +163,9 @@ class _Part:
                 place[0] = orders[int(way >= 2)]
             self._way = way
         self._code[:, _ITEMS] = items + each * -(-count // tokens)
-        for value in self._counts:
-            value[0] = count
+        for value, pairs in self._counts:
+            value[0] = count * pairs
+        self._starts[1] = count
 
 
 def _align(words: int) -> I64:

@@ -73,11 +73,18 @@ class Layers:
         return target
 
     def _add_output(
-        self, key: str, norm: str, source: Area, length: int, layer: int, bias: int
+        self,
+        key: str,
+        norm: str,
+        source: Area,
+        length: int,
+        layer: int,
+        bias: int,
+        factor: float = 1.0,
     ) -> None:
-        """Add what a matrix makes of ``source`` to the residual stream."""
+        """Add what a matrix makes of ``source``, times ``factor``, to the residual stream."""
         builder, weight = self._builder, self._need(key, layer)
-        factor = self._model.multipliers.residual
+        factor *= self._model.multipliers.residual
         if not self._model.norm.outputs:
             own = Product(key=key, weight=weight, y=self.x, bias=bias, added=True, factor=factor)
             builder.add_products(source, length, [own])
@@ -140,15 +147,36 @@ class Layers:
         self._add_output("output", "attention_output_norm", mixed, query, layer, bias)
 
     def _add_ffn(self, layer: int, read: Area) -> None:
-        builder, ffn, tensors = self._builder, self._model.ffn, self._model.tensors
-        width = self._model.shape.ffn
-        inner = builder.take_area("inner", 2 * width)
-        fused = self._find("fused_gate_up", layer) if tensors.fused_gate_up is not None else None
-        if fused is not None:
-            bias = builder.read_vector("fused_gate_up_bias", layer) if ffn.bias else 0
-            products = [Product(key="fused_gate_up", weight=fused, y=inner, bias=bias)]
+        model = self._model
+        moe = model.moe
+        if moe is None:
+            self._add_dense(layer, read, ("gate", "up", "down"), "fused_gate_up", model.shape.ffn)
+        elif not model.has_router(layer):
+            width = moe.find_dense_width(layer, model.shape.ffn)
+            kinds = ("dense_gate", "dense_up", "dense_down")
+            self._add_dense(layer, read, kinds, "fused_dense", width)
         else:
-            kinds = ("gate", "up") if ffn.gated else ("up",)
+            self._add_mixture(layer, read)
+
+    def _add_dense(
+        self,
+        layer: int,
+        read: Area,
+        kinds: tuple[str, str, str],
+        fused_kind: str,
+        width: int,
+        scores: Area | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        """Add an FFN, times ``factor`` and the sigmoid of ``scores``."""
+        builder, ffn = self._builder, self._model.ffn
+        inner = builder.take_area("inner", 2 * width)
+        is_fused = getattr(self._model.tensors, fused_kind) is not None
+        fused = self._find(fused_kind, layer) if is_fused else None
+        if fused is not None:
+            bias = builder.read_vector(f"{fused_kind}_bias", layer) if ffn.bias else 0
+            products = [Product(key=fused_kind, weight=fused, y=inner, bias=bias)]
+        else:
             products = [
                 Product(
                     key=kind,
@@ -156,12 +184,71 @@ class Layers:
                     y=inner.skip(width * place),
                     bias=builder.read_vector(f"{kind}_bias", layer) if ffn.bias else 0,
                 )
-                for place, kind in enumerate(kinds)
+                for place, kind in enumerate(kinds[:2] if ffn.gated else kinds[1:2])
             ]
         builder.add_products(read, self._hidden, products)
         active = builder.take_area("active", width)
         builder.add_gate(inner, inner.skip(width) if ffn.gated else None, active, width)
         if ffn.sub_norm:
             builder.add_norm("ffn_sub_norm", active, active, width, is_rms=True)
-        bias = builder.read_vector("down_bias", layer) if ffn.bias else 0
-        self._add_output("down", "ffn_output_norm", active, width, layer, bias)
+        if scores is not None:
+            builder.add_weighing(active, width, scores)
+        bias = builder.read_vector(f"{kinds[2]}_bias", layer) if ffn.bias else 0
+        self._add_output(kinds[2], "ffn_output_norm", active, width, layer, bias, factor)
+
+    def _add_mixture(self, layer: int, read: Area) -> None:
+        """Add experts, those that compute every token first."""
+        builder, model, moe = self._builder, self._model, self._model.moe
+        assert moe is not None
+        width, active = model.shape.ffn, moe.active_experts
+        router = self._need("router", layer)
+        scores = builder.take_area("scores", moe.experts)
+        bias = builder.read_vector("router_bias", layer) if moe.router_bias else 0
+        own = Product(key="router", weight=router, y=scores, bias=bias)
+        builder.add_products(read, self._hidden, [own])
+        routed = builder.add_routing(scores, layer)
+        self.routed = routed
+        if moe.shared_experts:
+            self._add_shared(layer, read)
+        inner = builder.take_area("pairs", 2 * width, active)
+        kinds = ("gate", "up") if model.ffn.gated else ("up",)
+        is_input = moe.weighs == "input"
+        products = [
+            Product(
+                key=kind,
+                weight=self._need(kind, layer),
+                y=inner.skip(width * place),
+                bias=builder.read_vector(f"{kind}_bias", layer) if model.ffn.bias else 0,
+                routed=routed,
+                is_weighed=is_input,
+            )
+            for place, kind in enumerate(kinds)
+        ]
+        builder.add_products(read, self._hidden, products)
+        mixed = builder.take_area("active", width, active)
+        ups = inner.skip(width) if model.ffn.gated else None
+        builder.add_gate(inner, ups, mixed, width, each=active)
+        down = Product(
+            key="down",
+            weight=self._need("down", layer),
+            y=self.x,
+            bias=builder.read_vector("down_bias", layer) if model.ffn.bias else 0,
+            added=True,
+            factor=model.multipliers.residual,
+            routed=routed,
+            of_tokens=False,
+            is_weighed=not is_input,
+        )
+        builder.add_products(mixed, width, [down], each=active)
+
+    def _add_shared(self, layer: int, read: Area) -> None:
+        builder, moe, scores = self._builder, self._model.moe, None
+        assert moe is not None
+        if moe.shared_gate:
+            scores = builder.take_area("shared_score", 1)
+            router = self._need("shared_router", layer)
+            own = Product(key="shared_router", weight=router, y=scores)
+            builder.add_products(read, self._hidden, [own])
+        width = moe.shared_ffn or moe.shared_experts * self._model.shape.ffn
+        kinds = ("shared_gate", "shared_up", "shared_down")
+        self._add_dense(layer, read, kinds, "fused_shared", width, scores, moe.shared_factor)

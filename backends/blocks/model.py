@@ -271,6 +271,9 @@ class BlockModel:
 def list_formats(model: Model, find: FindWeight) -> list[str]:
     """Return the formats of a model's matrices."""
     keys = ["query", "key", "value", "output", "gate", "up", "down", "fused_qkv", "fused_gate_up"]
+    if model.moe is not None:
+        keys += [f"{own}_{part}" for own in ("shared", "dense") for part in ("gate", "up", "down")]
+        keys += ["fused_shared", "fused_dense", "router", "shared_router"]
     places = [(key, layer) for layer in range(model.shape.layers) for key in keys]
     places += [("embedding", 0), ("head", 0)]
     found = {weight.format for key, layer in places if (weight := find(key, layer)) is not None}

@@ -14,7 +14,7 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, as_bytes, pick
-from pi2.backends.blocks.rows import Results
+from pi2.backends.blocks.rows import Pairs, Results
 from pi2.backends.blocks.sizes import STAGE_BYTES
 from pi2.backends.blocks.tables import Table
 from pi2.backends.blocks.unpacking import Unpacking
@@ -27,38 +27,49 @@ _EXTRA = STAGE_BYTES // 2
 
 
 def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
-    """The same as `rows.emit_multiply`; items are panels."""
+    """The same as `rows.emit_multiply`, for pairs ``listed`` by expert; items are panels."""
     machine = Machine(isa)
     weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
     codes, scratch = table.take_array("x", "uint8"), table.take_array("scratch", "uint8")
-    blocks, tokens, rows = table.take("blocks"), table.take("tokens"), table.take("rows")
+    blocks, rows = table.take("blocks"), table.take("rows")
     stride, lanes, together = table.take("x_stride"), machine.lanes, machine.together
     base = v.let(table.thread * table.take("scratch_stride"))
     count = v.let(blocks * len(unpacking.opens))
-    results = Results(table)
-    with T.serial(table.first, table.end) as item:
-        first = v.let(item * lanes)
-        panel = _Panel(machine, unpacking, scratch, base)
-        with T.serial(blocks) as number:
-            with T.serial(T.int64(lanes)) as lane:
-                row = v.let(T.min(first + lane, rows - 1))
-                place = v.let((row * blocks + number) * unpacking.size)
-                panel.put(Source(machine, weights, place, grid), lane)
-            panel.turn(number)
-        with T.serial((tokens + together - 1) // together) as tile:
-            numbers = [v.let(T.min(tile * together + k, tokens - 1)) for k in range(together)]
-            starts = [v.let(own * stride) for own in numbers]
-            product = _Product(machine, panel, codes, starts, v.let(count * unpacking.elements))
-            emit = product.emit_wide if unpacking.elements == 256 else product.emit_groups
-            sums = emit(count)
-            # Unpacking is over: its room takes the sums.
-            for place, total in enumerate(sums):
-                raw = v.reinterpret(v.let(total), "uint8", machine.width)
-                v.store(scratch, base + place * machine.width, raw, machine.width)
-            begin = v.let(tile * together)
-            with T.serial(T.min(T.int64(together), tokens - begin)) as place:
-                own = v.let(base + place * machine.width)
-                results.put_lanes(begin + place, first, scratch, own, lanes, rows)
+    results, pairs = Results(table), Pairs(table)
+    listed, starts = table.take_array("pairs", "int32"), table.take_array("starts", "int32")
+    with (
+        T.serial(table.first, table.end) as item,
+        T.serial(table.take("experts")) as expert,
+    ):
+        begin, end = v.let(v.wide(starts[expert])), v.let(v.wide(starts[expert + 1]))
+        with T.If(begin < end), T.Then():
+            first = v.let(item * lanes)
+            matrix = pairs.find_matrix(expert)
+            panel = _Panel(machine, unpacking, scratch, base)
+            with T.serial(blocks) as number:
+                with T.serial(T.int64(lanes)) as lane:
+                    row = v.let(T.min(first + lane, rows - 1))
+                    place = v.let(matrix + (row * blocks + number) * unpacking.size)
+                    panel.put(Source(machine, weights, place, grid), lane)
+                panel.turn(number)
+            with T.serial((end - begin + together - 1) // together) as tile:
+                now = v.let(begin + tile * together)
+                taken = [
+                    pairs.find_x(v.let(v.wide(listed[T.min(now + k, end - 1)])))
+                    for k in range(together)
+                ]
+                bases = [v.let(own * stride) for own in taken]
+                product = _Product(machine, panel, codes, bases, v.let(count * unpacking.elements))
+                emit = product.emit_wide if unpacking.elements == 256 else product.emit_groups
+                sums = emit(count)
+                # Unpacking is over: its room takes the sums.
+                for place, total in enumerate(sums):
+                    raw = v.reinterpret(v.let(total), "uint8", machine.width)
+                    v.store(scratch, base + place * machine.width, raw, machine.width)
+                with T.serial(T.min(T.int64(together), end - now)) as place:
+                    pair = v.let(v.wide(listed[now + place]))
+                    own = v.let(base + place * machine.width)
+                    results.put_lanes(pair, expert, first, scratch, own, lanes)
 
 
 class _Panel:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tvm
 
-from pi2.backends.blocks import attention, elements, panels, positions, quantizing, rows
+from pi2.backends.blocks import attention, elements, panels, positions, quantizing, routing, rows
 from pi2.backends.blocks.spec import COMMON, STEPS, BlockSpec
 from pi2.backends.blocks.tables import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
@@ -71,6 +71,9 @@ class Program:
                 "keep": positions.emit_keep,
                 "attend": attention.emit_attend,
                 "attend_many": partial(attention.emit_attend_many, isa),
+                "route": routing.emit_route,
+                "group": routing.emit_group,
+                "weigh": routing.emit_weigh,
                 "gate": elements.emit_gate,
                 "cap": elements.emit_cap,
             }
@@ -78,8 +81,8 @@ class Program:
         many = partial(panels.emit_multiply_many, isa, unpacking)
         return {
             **({} if unpacking.floats is not None else {"multiply_many": many}),
-            "multiply": partial(rows.emit_multiply, isa, unpacking, 1),
-            "multiply_few": partial(rows.emit_multiply, isa, unpacking, rows.FEW),
+            "multiply": partial(rows.emit_multiply, isa, unpacking),
+            "multiply_few": partial(rows.emit_multiply_few, isa, unpacking),
             "take_rows": partial(rows.emit_take_rows, isa, unpacking),
         }
 

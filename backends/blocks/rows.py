@@ -41,30 +41,81 @@ class _Token:
         return v.let(v.load_as(self.codes, self.base + place, dtype, lanes))
 
 
-def emit_multiply(isa: Isa, unpacking: Unpacking, together: int, table: Table) -> None:
-    """``y[t, r]`` = (weights of row r) . x[t] x factor + bias[r], added to what is there where
-    ``added`` says so; ``together`` tokens share a row."""
-    machine = Machine(isa)
-    weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
-    codes = table.take_array("x", "uint8")
-    blocks, tokens = table.take("blocks"), table.take("tokens")
-    length = v.let(blocks * unpacking.whole)
-    results = Results(table)
-    with T.serial((tokens + together - 1) // together) as tile:
-        numbers = [v.let(T.min(tile * together + k, tokens - 1)) for k in range(together)]
+def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
+    """``y[y_of[p], r]`` = ((weights of row r of expert e) . x[x_of[p]] + bias[e, r]) x factor x
+    routes[p] for each pair p of a token and the expert e = ``expert_of[p]``, added to what is there
+    where ``added`` says so.  Where there are no experts, pairs are tokens, and all of expert 0;
+    ``place_of[e]`` says where the matrix of an expert is, counted in matrices."""
+    rows = _Rows(isa, unpacking, table)
+    pairs = Pairs(table)
+    with T.serial(table.first, table.end) as row, T.serial(table.take("tokens")) as pair:
+        expert = pairs.find_expert(pair)
+        start = v.let(rows.start(row) + pairs.find_matrix(expert))
+        token = _Token(table, rows.codes, pairs.find_x(pair), rows.length)
+        rows.results.put(pair, expert, row, rows.sum(start, [token])[0])
+
+
+def emit_multiply_few(isa: Isa, unpacking: Unpacking, table: Table) -> None:
+    """The same without experts; `FEW` tokens share the unpacking of a row."""
+    rows = _Rows(isa, unpacking, table)
+    tokens = table.take("tokens")
+    with T.serial((tokens + FEW - 1) // FEW) as tile:
+        numbers = [v.let(T.min(tile * FEW + k, tokens - 1)) for k in range(FEW)]
         with T.serial(table.first, table.end) as row:
-            start = v.let(row * blocks * unpacking.size)
-            taken = [_Token(table, codes, number, length) for number in numbers]
-            if unpacking.floats is not None:
-                sums = _emit_floats(unpacking, weights, start, taken, length)
-            elif unpacking.elements == 32:
-                sums = _emit_groups(machine, unpacking, weights, grid, start, taken, blocks)
-            else:
-                sums = _emit_super_blocks(machine, unpacking, weights, grid, start, taken, blocks)
+            taken = [_Token(table, rows.codes, number, rows.length) for number in numbers]
+            sums = rows.sum(rows.start(row), taken)
             for place, (own, total) in enumerate(zip(taken, sums, strict=True)):
                 # The last tokens of a tile may be the last one again.
-                with T.If(tile * together + place < tokens), T.Then():
-                    results.put(own.number, row, total)
+                with T.If(tile * FEW + place < tokens), T.Then():
+                    rows.results.put(own.number, T.int64(0), row, total)
+
+
+class _Rows:
+    """The arguments of kernels that multiply rows as they lie."""
+
+    def __init__(self, isa: Isa, unpacking: Unpacking, table: Table) -> None:
+        self._machine = Machine(isa)
+        self._unpacking = unpacking
+        self._weights = table.take_array("weights", "uint8")
+        self._grid = table.take_array("grid", "uint8")
+        self.codes = table.take_array("x", "uint8")
+        self._blocks = table.take("blocks")
+        self.length = v.let(self._blocks * unpacking.whole)
+        self.results = Results(table)
+
+    def start(self, row: v.Expr) -> v.Expr:
+        """Return the place of a row in its matrix."""
+        return v.let(row * self._blocks * self._unpacking.size)
+
+    def sum(self, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
+        """Return the products of the row that begins at a byte with tokens."""
+        machine, unpacking = self._machine, self._unpacking
+        if unpacking.floats is not None:
+            return _emit_floats(unpacking, self._weights, start, tokens, self.length)
+        emit = _emit_groups if unpacking.elements == 32 else _emit_super_blocks
+        return emit(machine, unpacking, self._weights, self._grid, start, tokens, self._blocks)
+
+
+class Pairs:
+    """Pairs of tokens and experts."""
+
+    def __init__(self, table: Table) -> None:
+        self._experts = table.take_array("expert_of", "int32")
+        self._places = table.take_array("place_of", "int32")
+        self._x = table.take_array("x_of", "int32")
+        self._size = table.take("expert_bytes")
+
+    def find_expert(self, pair: v.Expr) -> v.Expr:
+        """Return the expert of a pair."""
+        return v.let(v.wide(self._experts[pair]))
+
+    def find_matrix(self, expert: v.Expr) -> v.Expr:
+        """Return how far behind the first matrix that of an expert is."""
+        return v.let(v.wide(self._places[expert]) * self._size)
+
+    def find_x(self, pair: v.Expr) -> v.Expr:
+        """Return the row of x that a pair has."""
+        return v.let(v.wide(self._x[pair]))
 
 
 class Results:
@@ -77,14 +128,26 @@ class Results:
         self._has_bias = table.take("has_bias")
         self._added = table.take("added")
         self._factor = table.take_float("factor")
+        self._rows = table.take("rows")
+        self._y_of = table.take_array("y_of", "int32")
+        self._routes = table.take_array("routes", "float32")
+        self._has_routes = table.take("has_routes")
 
-    def put(self, token: v.Expr, row: v.Expr, total: v.Expr) -> None:
+    def _find(self, pair: v.Expr) -> tuple[v.Expr, v.Expr]:
+        """Return where the results of a pair begin, and their factor."""
+        factor = v.Cell(self._factor)
+        with T.If(self._has_routes != T.int64(0)), T.Then():
+            factor.set(self._factor * self._routes[pair])
+        return v.let(v.wide(self._y_of[pair]) * self._stride), v.let(factor.get())
+
+    def put(self, pair: v.Expr, expert: v.Expr, row: v.Expr, total: v.Expr) -> None:
         """Store a sum."""
         cell = v.Cell(total)
         with T.If(self._has_bias != T.int64(0)), T.Then():
-            cell.set(cell.get() + self._bias[row])
-        place = v.let(token * self._stride + row)
-        value = v.let(cell.get() * self._factor)
+            cell.set(cell.get() + self._bias[expert * self._rows + row])
+        start, factor = self._find(pair)
+        place = v.let(start + row)
+        value = v.let(cell.get() * factor)
         with T.If(self._added != T.int64(0)):
             with T.Then():
                 T.buffer_store(self._y, self._y[place] + value, [place])
@@ -93,28 +156,30 @@ class Results:
 
     def put_lanes(
         self,
-        token: v.Expr,
+        pair: v.Expr,
+        expert: v.Expr,
         first: v.Expr,
         sums: v.Buffer,
         place: v.Expr,
         lanes: int,
-        rows: v.Expr,
     ) -> None:
         """Store the sums of ``lanes`` rows from ``first`` on, those that there are; they lie at a
         byte of ``sums``."""
-        with T.If(first + lanes <= rows):
+        with T.If(first + lanes <= self._rows):
             with T.Then():
                 cell = v.Cell(v.load_as(sums, place, "float32", lanes))
                 with T.If(self._has_bias != T.int64(0)), T.Then():
-                    cell.set(cell.get() + v.load(self._bias, first, lanes))
-                target = v.let(token * self._stride + first)
-                cell.set(cell.get() * v.splat(self._factor, lanes))
+                    at = expert * self._rows + first
+                    cell.set(cell.get() + v.load(self._bias, at, lanes))
+                start, factor = self._find(pair)
+                target = v.let(start + first)
+                cell.set(cell.get() * v.splat(factor, lanes))
                 with T.If(self._added != T.int64(0)), T.Then():
                     cell.set(cell.get() + v.load(self._y, target, lanes))
                 v.store(self._y, target, cell.get(), lanes)
-            with T.Else(), T.serial(rows - first) as lane:
+            with T.Else(), T.serial(self._rows - first) as lane:
                 total = v.let(v.load_as(sums, place + lane * 4, "float32", 1))
-                self.put(token, v.let(first + lane), total)
+                self.put(pair, expert, v.let(first + lane), total)
 
 
 def _emit_floats(

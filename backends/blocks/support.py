@@ -15,7 +15,12 @@ def find_unknown(model: Model) -> list[str]:
     found = {
         "positions": model.positions is not None,
         "layers": any(model.list_mixers(n) != ("attention",) for n in range(model.shape.layers)),
-        "moe": moe is not None,
+        "moe.router": moe is not None and moe.router not in ("softmax", "sigmoid"),
+        "moe.router_input": moe is not None and moe.router_input != "ffn",
+        "moe.latent": moe is not None and moe.latent is not None,
+        "moe (norm.outputs, ffn.sub_norm)": moe is not None and (norm.outputs or ffn.sub_norm),
+        "tensors.experts_turned": moe is not None and model.tensors.experts_turned,
+        "tensors.fused_gate_up (moe)": moe is not None and model.tensors.fused_gate_up is not None,
         "side_ffn": model.side_ffn is not None,
         "layer_embedding": model.layer_embedding is not None,
         "altup": model.altup is not None,

@@ -154,6 +154,43 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "granite": {"multipliers": {"embedding": 12.0, "residual": 0.22, "logits": 0.25}},
     "bitnet": {"attention": {"sub_norm": True}, "ffn": {"activation": "relu2", "sub_norm": True}},
+    "mixtral": {"moe": {"experts": 4, "active_experts": 2}, "shape": {"ffn": 256}},
+    "qwen2moe": {
+        "moe": {
+            "experts": 8,
+            "active_experts": 3,
+            "normalise_weights": False,
+            "shared_experts": 2,
+            "shared_gate": True,
+        },
+        "shape": {"ffn": 96},
+    },
+    "gpt-oss": {
+        "moe": {"experts": 4, "active_experts": 2, "router_bias": True},
+        "ffn": {"activation": "silu", "bias": True, "limit": 2.0, "slope": 1.702, "up_offset": 1.0},
+        "attention": {"sinks": True, "qkv_bias": True, "output_bias": True, "sliding_window": 6},
+        "shape": {"ffn": 160},
+    },
+    "glm4moe": {
+        "moe": {
+            "experts": 8,
+            "active_experts": 2,
+            "router": "sigmoid",
+            "choice_bias": True,
+            "groups": 4,
+            "active_groups": 2,
+            "scaling": 2.5,
+            "shared_experts": 1,
+            "dense_layers": (0,),
+            "dense_ffn": 320,
+        },
+        "shape": {"ffn": 64},
+        "attention": {"head_norm": True},
+    },
+    "llama4": {
+        "moe": {"experts": 4, "active_experts": 1, "router": "sigmoid", "weighs": "input"},
+        "multipliers": {"residual": 0.5},
+    },
     "yarn": {"rope": {"kind": "yarn", "factor": 4.0, "original_context": 16}},
 }
 
@@ -202,8 +239,9 @@ def test_models_compute_as_numpy_does(name: str) -> None:
     assert measure_divergence(several, expected[[1, 13]]) < 5e-3
 
 
-def test_models_in_several_formats_round_activations() -> None:
-    model = make_model()
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt-oss", "glm4moe"])
+def test_models_in_several_formats_round_activations(name: str) -> None:
+    model = make_model(**MODELS[name])
     weights = RandomWeights(model, ("q4_k", "q6_k", "q8_0", "q4_1", "f16"))
     tokens = np.random.default_rng(1).integers(0, 96, 30).astype(np.int32)
     expected = PlainBlockModel(model, weights).compute(tokens.tolist())
@@ -213,8 +251,10 @@ def test_models_in_several_formats_round_activations() -> None:
         found = np.concatenate([own.logits(0).copy(), own.logits(16).copy()])
     finally:
         own.close()
-    # A code that is rounded the other way, as sums in another order may be, changes what follows.
-    assert np.median(np.abs(found - expected)) < 0.05 * expected.std()
+    # A code that is rounded the other way, as sums in another order may be, changes what follows,
+    # and so does an expert that is chosen instead of one that is as good.
+    errors = np.median(np.abs(found - expected), axis=-1)
+    assert np.median(errors) < 0.05 * expected.std()
 
 
 def test_contexts_move_between_sequences() -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pi2.arrays import F32
 from pi2.backends.blocks.weights import FindWeight, Weight
+from pi2.backends.experts import route
 from pi2.backends.rope import compute_growth, compute_rope_tables
 from pi2.formats import Activations
 from pi2.plan.documents.model import Model
@@ -201,18 +202,74 @@ class PlainBlockModel:
         return active if up is None else active * up
 
     def _compute_ffn(self, layer: int, x: F64) -> F64:
-        ffn, tensors = self._model.ffn, self._model.tensors
+        model = self._model
         read = self._normalize_input("ffn_norm", layer, x)
-        fused = self._find("fused_gate_up", layer) if tensors.fused_gate_up is not None else None
+        if model.moe is None:
+            return self._compute_dense(layer, read, ("gate", "up", "down"), "fused_gate_up")
+        if not model.has_router(layer):
+            kinds = ("dense_gate", "dense_up", "dense_down")
+            return self._compute_dense(layer, read, kinds, "fused_dense")
+        return self._compute_mixture(layer, read)
+
+    def _compute_dense(
+        self,
+        layer: int,
+        read: F64,
+        kinds: tuple[str, str, str],
+        fused_kind: str,
+        scale: F64 | None = None,
+    ) -> F64:
+        ffn = self._model.ffn
+        has_fused = getattr(self._model.tensors, fused_kind) is not None
+        fused = self._find(fused_kind, layer) if has_fused else None
         if fused is not None:
-            both = self._project("fused_gate_up", layer, read, ffn.bias)
+            both = self._project(fused_kind, layer, read, ffn.bias)
             gate, up = np.split(both, 2, axis=-1)
         elif ffn.gated:
-            gate = self._project("gate", layer, read, ffn.bias)
-            up = self._project("up", layer, read, ffn.bias)
+            gate = self._project(kinds[0], layer, read, ffn.bias)
+            up = self._project(kinds[1], layer, read, ffn.bias)
         else:
-            gate, up = self._project("up", layer, read, ffn.bias), None
+            gate, up = self._project(kinds[1], layer, read, ffn.bias), None
         active = self._activate(gate, up)
         if ffn.sub_norm:
             active = self._normalize("ffn_sub_norm", layer, active, is_rms=True)
-        return self._project("down", layer, active, ffn.bias)
+        if scale is not None:
+            active = active * scale
+        return self._project(kinds[2], layer, active, ffn.bias)
+
+    def _compute_mixture(self, layer: int, read: F64) -> F64:
+        model, moe = self._model, self._model.moe
+        assert moe is not None
+        scores = self._multiply(self._need("router", layer), read)
+        if moe.router_bias:
+            scores = scores + self._need("router_bias", layer).read()
+        choice = self._need("choice_bias", layer).read()[None] if moe.choice_bias else None
+        weights = route(moe, scores.astype(np.float32), choice)
+        output = np.zeros_like(read)
+        for expert in range(moe.experts):
+            own = weights[:, expert : expert + 1].astype(np.float64)
+            used = np.flatnonzero(own)
+            inputs = read[used] * (own[used] if moe.weighs == "input" else 1.0)
+            terms = []
+            for key in ("gate", "up") if model.ffn.gated else ("up",):
+                terms.append(self._multiply(self._need(key, layer), inputs, expert))
+                terms[-1] = terms[-1] + self._read_bias(key, layer, expert)
+            active = self._activate(terms[0], terms[1] if model.ffn.gated else None)
+            given = self._multiply(self._need("down", layer), active, expert)
+            given = given + self._read_bias("down", layer, expert)
+            output[used] += given if moe.weighs == "input" else given * own[used]
+        if moe.shared_experts:
+            scale = None
+            if moe.shared_gate:
+                scale = 1 / (1 + np.exp(-self._multiply(self._need("shared_router", layer), read)))
+            kinds = ("shared_gate", "shared_up", "shared_down")
+            shared = self._compute_dense(layer, read, kinds, "fused_shared", scale)
+            output = output + shared * moe.shared_factor
+        return output
+
+    def _read_bias(self, key: str, layer: int, expert: int) -> F64:
+        if not self._model.ffn.bias:
+            return np.zeros(1)
+        rows = self._need(key, layer).rows
+        bias = self._need(f"{key}_bias", layer).read()
+        return bias[expert * rows : (expert + 1) * rows].astype(np.float64)

@@ -322,5 +322,24 @@ class RandomWeights:
                 for end in ("", "_bias")
             },
         }
+        moe = model.moe
+        if moe is not None:
+            shared = moe.shared_ffn or moe.shared_experts * ffn
+            dense, one = moe.dense_ffn or 0, moe.experts
+            shapes |= {
+                "router": (one, hidden),
+                "router_bias": (1, one),
+                "choice_bias": (1, one),
+                "expert_scale": (1, one),
+                "shared_router": (1, hidden),
+                "shared_gate": (shared, hidden),
+                "shared_up": (shared, hidden),
+                "shared_down": (hidden, shared),
+                "dense_gate": (dense, hidden),
+                "dense_up": (dense, hidden),
+                "dense_down": (hidden, dense),
+            }
         found = shapes.get(key)
-        return None if found is None else (1, *found)
+        is_expert = moe is not None and key.removesuffix("_bias") in ("gate", "up", "down")
+        experts = moe.experts if moe is not None and is_expert else 1
+        return None if found is None else (experts, *found)
