@@ -65,15 +65,9 @@ class WholeRequest:
     """Called with a label and the share done while something takes its time."""
 
 
-class WholeModel(Protocol):
-    """A model on a unit.  One calling thread."""
-
-    def put(self, tensor: Tensor, first: int) -> None:
-        """Copy rows of a dense tensor, from row ``first`` on, a multiple of 32: those of
-        ``tensor``, which has a multiple of 32 rows or the last one."""
-
-    def keep(self, layer: int, first: int, bundles: U8) -> None:
-        """Copy ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on."""
+class SequenceModel(Protocol):
+    """A model whose layers nobody needs to know: tokens go in, logits come out.  One calling
+    thread."""
 
     def expect(self, end: int) -> None:
         """Tell that the calls that follow bring a sequence to ``end`` tokens at most."""
@@ -102,3 +96,14 @@ class WholeModel(Protocol):
 
     def close(self) -> None:
         """Give the unit back.  Never fails, and may be called twice."""
+
+
+class WholeModel(SequenceModel, Protocol):
+    """A model on a unit, whose weights are brought there."""
+
+    def put(self, tensor: Tensor, first: int) -> None:
+        """Copy rows of a dense tensor, from row ``first`` on, a multiple of 32: those of
+        ``tensor``, which has a multiple of 32 rows or the last one."""
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """Copy ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on."""

@@ -32,6 +32,7 @@ from pi2.plan.resolve import load_plan
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
 from pi2.progress import ignore_progress
+from pi2.store.reader import NeuronStore
 
 TEXT_CHARACTERS = 20_000
 """Encoding a long text takes memory that is not the plan's."""
@@ -106,7 +107,7 @@ def measure_rates(contestant: PlanContestant) -> dict[str, float]:
     parts = contestant._model._parts
     with Worker(MeterRecipe(threads=os.cpu_count() or 1, size_bytes=METER_BYTES)) as meter:
         found = {"memory": max(meter.call("measure"))}
-    if parts.store is None:
+    if not isinstance(parts.store, NeuronStore):
         return found
     path = max((layer.path for layer in parts.store.layers), key=lambda p: p.stat().st_size)
     size = path.stat().st_size // MIB * MIB

@@ -96,7 +96,7 @@ class BlockModel:
             threads=threads,
         )
         self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences))
-        marks = [("embedding", None, 0)]
+        marks: list[tuple[str, int | None, int]] = [("embedding", None, 0)]
         layers.add_embedding()
         for layer in range(model.shape.layers):
             marks.append(("layer", layer, len(builder.instructions)))

@@ -29,6 +29,7 @@ from pi2.engine.share_observer import ShareObserver
 from pi2.memory.flash import PendingRead
 from pi2.memory.observer import ReadObserver, WatchedRun
 from pi2.memory.requests import ReadBatch
+from pi2.store.reader import NeuronStore
 from pi2.tracing import Recorder
 
 DRIVER = "driver"
@@ -319,7 +320,7 @@ def record_run(
 def _choose_tokens(model: LoadedModel) -> Callable[[F32, int], int]:
     """What names the next token, given logits [vocabulary]: the likeliest but for some."""
     store = model._parts.store
-    if store is None or not store.manifest.synthetic:
+    if not isinstance(store, NeuronStore) or not store.manifest.synthetic:
         return lambda logits, rank: int(np.argsort(-logits, kind="stable")[rank])
     document = model.plan.model
     source = TokenSource.walk_vocabulary(document.shape.vocab, document.tokenizer.eos)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
+from typing import Any
 
 from pi2.benchmarks.workloads import Workload
 from pi2.engine.statistics import RunStatistics, divide
@@ -57,13 +58,14 @@ def add_counters(samples: Sequence[Sample]) -> RunStatistics | None:
     if not counted:
         return None
     names = RunStatistics.__dataclass_fields__
-    values = {name: [getattr(item, name) for item in counted] for name in names}
-    return RunStatistics(
-        **{
-            name: None if None in found else reduce(add, found)  # None: nobody counts it
-            for name, found in values.items()
-        }
-    )
+    values: dict[str, list[Any]] = {
+        name: [getattr(item, name) for item in counted] for name in names
+    }
+    together: dict[str, Any] = {
+        name: None if None in found else reduce(add, found)  # None: nobody counts it
+        for name, found in values.items()
+    }
+    return RunStatistics(**together)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from pi2.arrays import U8
 from pi2.backends.blocks.model import BlockModel
 from pi2.engine.file_model import Division, FileModel, divide_matrices
+from pi2.engine.file_texts import FileTexts
 from pi2.engine.loading import read_tokenizer
 from pi2.engine.opened_model import check_fit
 from pi2.engine.parts import Parts
@@ -29,24 +28,6 @@ from pi2.weights.file_plan import PIECE_BYTES
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 
 
-class TextFiles:
-    """What a file's metadata say of texts, as a folder that the model's tokenizer is read from."""
-
-    def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
-        self.identity = repr(weights.identity).encode()
-        """Bytes that differ where another file has taken this one's place."""
-        self.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pi2-")))
-        checkpoint = weights.checkpoint
-        contents = {
-            "tokenizer.json": checkpoint.read_tokenizer(),
-            "tokenizer_config.json": checkpoint.read_file("tokenizer_config.json"),
-            "chat_template.jinja": checkpoint.read_file("chat_template.jinja"),
-        }
-        for name, content in contents.items():
-            if content is not None:
-                (self.path / name).write_bytes(content)
-
-
 def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start: float) -> Parts:
     """Make the parts of a model whose weights stay in a file."""
     assert resolved.file is not None and isinstance(resolved.file.source, GgufWeights)
@@ -55,7 +36,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         cleanup.callback(weights.close)
         machine = detect_machine()
         check_fit(resolved, machine)
-        store = TextFiles(weights, cleanup)
+        store = FileTexts(weights, cleanup)
         tokenizer = read_tokenizer(store.path / "tokenizer.json")
         files = DirectFiles(weights.files)
         cleanup.callback(files.close)
@@ -99,7 +80,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             budget=budget,
             layers=None,
             whole=model,
-            reader=FileReads(files, lambda: model.read_bytes),
+            reader=FileReads(files, lambda: model.read_bytes, lambda: model.waited_s),
             forward=forward,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,

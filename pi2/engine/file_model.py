@@ -258,8 +258,8 @@ class _Course:
             at = number + 1
         if at < end:
             self._work.append(_Work(at, end))
-        pieces = [piece for number in sorted(streamed) for _, piece in streamed[number]]
-        self._stream = WeightStream(files, pieces, ring) if pieces else None
+        cycle = [piece for number in sorted(streamed) for _, piece in streamed[number]]
+        self._stream = WeightStream(files, cycle, ring) if cycle else None
         self._done = 0
         """Pieces that have been computed."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -87,14 +88,21 @@ class LoadedModel:
 
     @property
     def store(self) -> NeuronStore:
-        """The open neuron store; UserError P605 where the backend needs none."""
-        if self._parts.store is None:
+        """The open neuron store; UserError P605 where the run needs none."""
+        if not isinstance(self._parts.store, NeuronStore):
             raise UserError.of(
                 "P605",
-                "this run has no weights: the null backend opens no neuron store",
-                help="use the cpu or the reference backend",
+                "this run opens no neuron store: it runs a GGUF file as it is, or computes nothing",
+                help="`pi2 convert FILE -o STORE` makes a store; the cpu backend computes",
             )
         return self._parts.store
+
+    @property
+    def text_folder(self) -> Path:
+        """The folder of the tokenizer and of chat templates; UserError P605 as ``tokenizer``."""
+        if self._parts.store is None:
+            raise UserError.of("P605", "this run has no texts: the null backend opens no store")
+        return self._parts.store.path
 
     @property
     def load_s(self) -> float:
@@ -198,7 +206,7 @@ class LoadedModel:
         if self.is_dry:
             return "\n".join(str(message.get("content", "")) for message in messages)
         settings = self.plan.model.tokenizer
-        found = read_chat_template(self.store.path, self.tokenizer, settings, template)
+        found = read_chat_template(self.text_folder, self.tokenizer, settings, template)
         shaped = self._shaped_templates.setdefault(found.source, ShapedTemplate(found.source))
         return shaped.render(
             messages,

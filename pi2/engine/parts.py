@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.backends.protocol import Executor
-from pi2.backends.whole_model import WholeModel
+from pi2.backends.whole_model import SequenceModel
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
+from pi2.engine.file_texts import FileTexts
 from pi2.engine.sequences import Sequences
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
@@ -37,13 +38,13 @@ class Parts:
     """The parts that the orchestrator has built for a plan."""
 
     resolved: ResolvedPlan
-    store: NeuronStore | None
+    store: NeuronStore | FileTexts | None
     """None where the backend computes nothing."""
     tokenizer: Tokenizer | None
     budget: Budget
     layers: LayerParts | None
     """None where a unit has the model as a whole."""
-    whole: WholeModel | None = None
+    whole: SequenceModel | None = None
     """None where it is computed layer by layer."""
     reader: FlashReader | NullReader | FileReads
     forward: Sequences

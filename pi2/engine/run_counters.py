@@ -9,7 +9,6 @@ from pi2.engine.speculation_counters import SpeculationCounters
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.waves import NeuronCounters
 from pi2.engine.whole_forward import WholeForward
-from pi2.memory.weight_stream import FileReads
 
 
 def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
@@ -17,7 +16,6 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
     if isinstance(parts.forward, WholeForward):
         return _count_whole(parts, parts.forward.counters, speculation)
     reader = parts.reader
-    assert not isinstance(reader, FileReads), "files are computed as a whole"
     counters, size = parts.cache.counters, parts.cache.granule
     feed_forward = parts.feed_forward
     neurons = feed_forward.counters

@@ -9,7 +9,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.backends.executor import CONTEXT_BLOCK, ContextKeeper
-from pi2.backends.whole_model import WholeModel
+from pi2.backends.whole_model import SequenceModel
 from pi2.engine.sequences import Sequences, read_rows
 from pi2.engine.waves import NeuronCounters
 from pi2.plan.weights.layout import round_up
@@ -31,7 +31,7 @@ class WholeForward(Sequences):
 
     def __init__(
         self,
-        model: WholeModel,
+        model: SequenceModel,
         *,
         chunk: int,
         context: int,

@@ -18,6 +18,7 @@ import numpy as np
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.memory.io_engine import EngineName
+from pi2.memory.observer import ReadObserver
 from pi2.plan.weights.layout import round_up
 
 BLOCK = 4096
@@ -101,15 +102,28 @@ class FileReads:
     engine_fallback: str | None = None
     phases_fallback: str | None = None
 
-    def __init__(self, files: DirectFiles, count: Callable[[], int]) -> None:
-        """``count`` gives the bytes that were read so far."""
+    gate_reads = 0
+    saved_bytes = 0
+
+    def __init__(
+        self, files: DirectFiles, count: Callable[[], int], wait: Callable[[], float]
+    ) -> None:
+        """``count`` gives the bytes that were read so far, ``wait`` the seconds of waiting."""
         self.fallback = files.fallback
-        self._count = count
+        self._count, self._wait = count, wait
 
     @property
     def read_bytes(self) -> int:
         """Bytes that were read so far, loading not included."""
         return self._count()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which computing has waited for reads."""
+        return self._wait()
+
+    def observe(self, observer: ReadObserver | None) -> None:
+        """Single reads are not told of."""
 
 
 class WeightStream:
@@ -125,7 +139,8 @@ class WeightStream:
         self._slot_bytes = max(length for _, length in (piece.aligned for piece in pieces))
         self.slots = len(region) // self._slot_bytes
         assert self.slots >= 2, "a ring has two slots at least"
-        self._region, self._view = region, memoryview(region)
+        self._region = region
+        self._view = memoryview(region)  # type: ignore[arg-type] # numpy has buffers
         self._address = region.ctypes.data
         self._next = 0
         """Number of the piece that is read next."""

@@ -75,7 +75,7 @@ def read_chat_facts(model: LoadedModel) -> ChatFacts:
     if model.is_dry:
         return describe_family("", {}, frozenset(), frozenset())
     settings = model.plan.model.tokenizer
-    template = read_chat_template(model.store.path, model.tokenizer, settings).source
+    template = read_chat_template(model.text_folder, model.tokenizer, settings).source
     added = model.tokenizer.get_added_tokens_decoder()
     ends = {*settings.eos, *([] if settings.bos is None else [settings.bos])}
     ends |= {number for number, token in added.items() if token.content in _FILLERS}

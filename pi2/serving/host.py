@@ -139,7 +139,7 @@ class Host:
         if self.model.is_dry:
             return ""
         settings = self.model.plan.model.tokenizer
-        return read_chat_template(self.model.store.path, self.model.tokenizer, settings).source
+        return read_chat_template(self.model.text_folder, self.model.tokenizer, settings).source
 
     def find_vocabulary(self) -> LLTokenizer:
         """What grammars know of its tokens; takes a second the first time."""

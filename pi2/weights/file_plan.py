@@ -116,6 +116,7 @@ def derive_plan(
     least_ring = 0 if is_whole else LEAST_RING
     facts = FileFacts(
         path=weights.path,
+        model_id=model.id,
         matrices=sum(1 for _ in weights.list_matrices()),
         matrix_bytes=needs.matrices,
         token_bytes=needs.matrices - needs.looked_up,

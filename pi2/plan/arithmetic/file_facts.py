@@ -16,6 +16,7 @@ class FileFacts:
     """What the metadata and the list of tensors say."""
 
     path: Path
+    model_id: str
     matrices: int
     """Matrices, those of all experts of a layer counted once."""
     matrix_bytes: int

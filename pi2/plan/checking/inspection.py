@@ -188,7 +188,7 @@ class Inspection:
         if kind == "model" and self.facts is not None:
             text = f"# read from {self.facts.path.name}\n"
             self.files[kind] = SourceFile(self.facts.path, self.facts.path.name, text, {})
-            self.file_names[kind] = Path(f"{self.documents[kind].id}.model.toml")
+            self.file_names[kind] = Path(f"{self.facts.model_id}.model.toml")
             return
         reference = None if plan is None else plan.values.get(kind)
         if plan is None or not isinstance(reference, str) or not 0 < len(reference) <= 500:
