@@ -249,6 +249,8 @@ class PlainBlockModel:
         for expert in range(moe.experts):
             own = weights[:, expert : expert + 1].astype(np.float64)
             used = np.flatnonzero(own)
+            if not len(used):
+                continue
             inputs = read[used] * (own[used] if moe.weighs == "input" else 1.0)
             terms = []
             for key in ("gate", "up") if model.ffn.gated else ("up",):

@@ -183,7 +183,7 @@ def multiply(
     """Products [tokens, rows] of rows of blocks [rows, n x block_bytes] with tokens."""
     rows = len(raw)
     y: F32 = np.full((tokens, rows), np.nan, np.float32)
-    lanes = kernels.isa.lanes
+    lanes, steps = kernels.isa.lanes, np.arange(tokens, dtype=np.int32)
     length = raw.shape[1] // own.block_bytes * own.block
     scratch = allocate(count_scratch_bytes(length, lanes))
     kernels.call(
@@ -192,6 +192,16 @@ def multiply(
         rows=rows,
         scratch=scratch,
         scratch_stride=scratch.size,
+        expert_of=np.zeros(tokens, np.int32),
+        place_of=np.zeros(1, np.int32),
+        x_of=steps,
+        y_of=steps,
+        expert_bytes=0,
+        pairs=steps,
+        starts=np.array([0, tokens], np.int32),
+        experts=1,
+        routes=0,
+        has_routes=0,
         weights=raw,
         grid=make_tables(own.name),
         x=codes[0],
