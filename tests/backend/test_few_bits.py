@@ -26,7 +26,7 @@ ODD_BLOCKS: dict[str, dict[str, Any]] = {
 
 def make_model(precision: Any, kind: Any) -> RandomModel:
     """A random model whose neurons have fewer bits than documents may ask for."""
-    exactly = {"kv_type": "fp32", "chunk_type": "fp32"} if kind == "fp32" else {}
+    exactly: dict[str, Any] = {"kv_type": "fp32", "chunk_type": "fp32"} if kind == "fp32" else {}
     model = RandomModel(**ODD_BLOCKS[precision], token_type=kind, **exactly)
     old = model.request.bundle
     layout = lay_out_bundle(old.hidden, precision, gated=old.is_gated)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pi2.costs.activity import LayerActivity, describe_activity
@@ -52,7 +54,7 @@ def test_layers_without_an_ffn_compute_no_neurons() -> None:
 
 
 def test_fewer_active_experts_are_predicted_to_be_faster() -> None:
-    device = read_document("xiaomi-14", "device").document
+    device: Any = read_document("xiaomi-14", "device").document
     speeds = [
         plan(Wish(device=device, model=make_deepseek(active), memory_bytes=12 * GIB)).cost.tokens_s
         for active in (6, 8)

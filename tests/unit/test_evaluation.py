@@ -16,6 +16,7 @@ from pi2.evaluation.evaluation import evaluate_plan
 from pi2.evaluation.report import write_markdown
 from pi2.statistics.prediction import compute_scores
 from pi2.statistics.texts import cut_windows
+from pi2.store.reader import NeuronStore
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -102,7 +103,7 @@ def test_recall_is_counted_layer_by_layer(plan: Path) -> None:
         ids = model.tokenizer.encode(TEXT, add_special_tokens=False).ids[:31]
         executor: Any = parts.executor
         executor.embed(np.array([256, *ids][:-1], np.int32))
-        assert parts.store is not None
+        assert isinstance(parts.store, NeuronStore)
         for layer in range(3):
             executor.attend(layer, 0)
             executor.begin_ffn(layer)

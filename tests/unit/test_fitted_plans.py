@@ -34,9 +34,8 @@ def read(plan: Path, memory_bytes: int | None = None, **values: object) -> Fitte
 
 def draft(folder: Path, model: str) -> Path:
     """The plan that pi2 itself writes for a model."""
-    device, described = (
-        read_document(name, kind).document for name, kind in (("host", "device"), (model, "model"))
-    )
+    device = read_document("host", "device").document
+    described = read_document(model, "model").document
     assert isinstance(device, Device) and isinstance(described, Model)
     path = folder / "default.plan.toml"
     text = draft_first_plan(described, device, 8 << 30, ".")
@@ -77,7 +76,7 @@ def test_the_least_budget_is_one_that_works() -> None:
     with pytest.raises(UserError, match="P611") as caught:
         read(plan, kv__context=4096, decode__batch=8)
     least = find_least(caught.value)
-    assert read(plan, least, kv__context=4096, decode__batch=8).resolved
+    assert read(plan, least, kv__context=4096, decode__batch=8).report.is_sound
     with pytest.raises(UserError, match="P611"):
         read(plan, least - 64 * MIB, kv__context=4096, decode__batch=8)
 

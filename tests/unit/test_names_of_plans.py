@@ -107,7 +107,12 @@ def test_a_model_of_the_hub_is_fetched_if_somebody_says_so(
     )
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("pi2.cli.pull.fetch_model", lambda name: asked.append(name) or made)
+
+    def fetch(name: str) -> PulledModel:
+        asked.append(name)
+        return made
+
+    monkeypatch.setattr("pi2.cli.pull.fetch_model", fetch)
     for answer in (False, True):
         monkeypatch.setattr("click.confirm", lambda *_, answer=answer, **__: answer)
         if answer:

@@ -17,7 +17,8 @@ from pi2.fit import find_misfits
 from pi2.importing.hub import parse_reference
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity, parse_size
 from pi2.planning.documents import read_document
-from pi2.sharing.cache import Cache, hash_bytes
+from pi2.sharing.cache import Cache
+from pi2.sharing.files import hash_bytes
 from tests.unit.test_fit import make_machine
 
 DEMO = 'schema_version = 2\nextends = ["demo"]\n'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -97,9 +97,9 @@ SPEEDS = [
 
 
 def make_wish(device: str, model: str, speed: float | None = None) -> Wish:
-    found: dict[Literal["device", "model"], Any] = {
-        kind: read_document(name, kind).document
-        for kind, name in (("device", device), ("model", model))
+    found: dict[str, Any] = {
+        "device": read_document(device, "device").document,
+        "model": read_document(model, "model").document,
     }
     return Wish(device=found["device"], model=found["model"], tokens_s=speed)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -169,9 +170,8 @@ def test_what_is_no_hub_is_named(
 ) -> None:
     """A network that asks to log in answers everything with its page."""
     with start_server() as server:
-        server.serve(
-            "/api/models/org/tiny/revision/main?blobs=true", body, **{"Content-Type": kind}
-        )
+        headers: dict[str, Any] = {"Content-Type": kind}
+        server.serve("/api/models/org/tiny/revision/main?blobs=true", body, **headers)
         there = Hub(Path(), "org/tiny", address=server.locate("").rstrip("/"))
         code, said = pull(environment, there, "hf:org/tiny")
     assert (code, "P763" in said, "Traceback" in said) == (2, True, False)

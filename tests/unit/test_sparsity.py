@@ -26,6 +26,7 @@ from pi2.plan.weights.bundles import unpack_part
 from pi2.sparsity.calibration import calibrate_thresholds
 from pi2.sparsity.goals import Goal
 from pi2.sparsity.magnitudes import Histogram, LayerMagnitudes
+from pi2.store.reader import NeuronStore
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -127,7 +128,7 @@ def test_what_decodes_is_the_model_with_small_gates_cut(plan: Path, sparse: Path
         got = model.logits(tokens, mode="decode")
         assert np.allclose(model.logits(tokens), dense.logits(tokens), atol=1e-5)
         executor: Any = dense._parts.executor
-        assert dense._parts.store is not None
+        assert isinstance(dense._parts.store, NeuronStore)
         rows = []
         for position, token in enumerate(tokens):
             executor.embed(np.array([token], np.int32))

@@ -40,6 +40,7 @@ class Chain(Sequences):
         tokens: I32,
         *,
         all_logits: bool = False,
+        take: Callable[[F32], None] | None = None,
         progress: Callable[[float], None] = lambda share: None,
         end: int = 0,
         sequence: int = 0,
