@@ -14,7 +14,7 @@ from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
 from pi2.backends.blocks.grids import make_tables
 from pi2.backends.blocks.instructions import Instruction, Way, put_float
 from pi2.backends.blocks.libraries import Libraries
-from pi2.backends.blocks.orders import list_offsets
+from pi2.backends.blocks.orders import count_together, list_offsets
 from pi2.backends.blocks.room import KvCache, allocate
 from pi2.backends.blocks.sizes import (
     count_attention_bytes,
@@ -265,10 +265,12 @@ class Builder:
             "y_stride": stride,
             "length": length,
         }
-        orders = None
         if kind == "q8_k":
             orders = self._find_order(weight.format), self._find_order("")
             values["order"] = orders[0]
+        else:
+            orders = self._count_together(weight.format), 1
+            values["together"] = orders[0]
         inputs[form] = target, stride
         blocks = length // (256 if kind == "q8_k" else 32)
         self.add(
@@ -278,7 +280,14 @@ class Builder:
     def _name_form(self, weight: Weight) -> str:
         """Name the form of activations: kind, and order of codes."""
         kind = weight.kind.activations
-        return f"{kind} {self._find_order(weight.format)}" if kind == "q8_k" else kind
+        if kind == "float":
+            return kind
+        is_wide = kind == "q8_k"
+        find = self._find_order if is_wide else self._count_together
+        return f"{kind} {find(weight.format)}"
+
+    def _count_together(self, name: str) -> int:
+        return count_together(name, 4 * self._libraries.isa.lanes)
 
     def _find_order(self, name: str) -> int:
         """Return the address of the order of a format's activations, the same for the same one."""

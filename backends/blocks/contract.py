@@ -33,7 +33,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         " centred added factor",
         # Blocks of tokens.
         "quantize_q8_k": "x x_stride y y_stride length order",
-        "quantize_q8_0": "x x_stride y y_stride length",
+        "quantize_q8_0": "x x_stride y y_stride length together",
         # Heads of tokens.
         "turn": "x x_stride heads head_dim weights norm_place epsilon positions cos sin"
         " table_stride rotated neighbours",

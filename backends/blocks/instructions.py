@@ -43,7 +43,7 @@ class Instruction:
     of_chunk: bool = False
     """Whether the last way takes only tokens of a chunk, which follow each other."""
     orders: tuple[int, int] | None = None
-    """Argument ``order`` below `MANY` tokens, and from there on."""
+    """Argument ``order`` or ``together`` below `MANY` tokens, and from there on."""
     pairs: int = 1
     """What argument ``tokens`` counts of a token: experts, where it counts pairs with them."""
     layer: int | None = None
@@ -131,7 +131,10 @@ class _Part:
             if "tokens" in names
         ]
         self._orders = [
-            (row[names.index("order") :][:1], instruction.orders)
+            (
+                row[names.index("order" if "order" in names else "together") :][:1],
+                instruction.orders,
+            )
             for row, names, instruction in zip(rows, fields, own, strict=True)
             if instruction.orders is not None
         ]

@@ -56,3 +56,13 @@ def list_offsets(name: str, width: int) -> tuple[int, ...]:
     """Return where each 16 elements of a block are put, in bytes from its beginning."""
     flat = [chunk for part in find_order(name).list_parts(width) for chunk in part]
     return tuple(CHUNK * flat.index(chunk) for chunk in range(256 // CHUNK))
+
+
+_BUNDLED = frozenset({"q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"})
+"""Formats of nibbles, whose groups of 32 are computed several at once: the first halves of all of
+them, then the second ones."""
+
+
+def count_together(name: str, width: int) -> int:
+    """Return the groups of 32 of a format whose halves lie together in activations."""
+    return width // CHUNK if name in _BUNDLED and width >= 2 * CHUNK else 1

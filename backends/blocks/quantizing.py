@@ -2,8 +2,9 @@
 
 A token is one stretch: codes int8 [length]; then, per 256 (``q8_k``), scales float32, sums of 16
 codes and of 32 codes int16; or, per 32 (``q8_0``), scales float32 that are fp16 numbers, those
-times the sums of codes, and the sums int32.  Codes of a block of 256 may
-stand in another order, 16 by 16, which formats choose.
+times the sums of codes, and the sums int32.  Codes of a block of 256 may stand in another order, 16
+by 16, which formats choose; of groups of 32, the first halves of several may lie together, and then
+the second ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def emit_quantize(kind: Activations, table: Table) -> None:
         table.take("length"),
     )
     order = table.take_array("order", "int64") if kind == "q8_k" else None
+    together = table.take("together") if kind == "q8_0" else None
     size = 256 if kind == "q8_k" else 32
     blocks = v.let(length // size)
     with T.serial(table.first, table.end) as item:
@@ -34,7 +36,7 @@ def emit_quantize(kind: Activations, table: Table) -> None:
         if kind == "q8_k":
             _emit_wide(x, y, order, source, target, number, length)
         else:
-            _emit_narrow(x, y, source, target, number, length)
+            _emit_narrow(x, y, together, source, target, number, length)
 
 
 def _store_as(buffer: v.Buffer, byte: v.Expr, value: v.Expr, lanes: int, size: int) -> None:
@@ -94,9 +96,21 @@ def _emit_wide(
 
 
 def _emit_narrow(
-    x: v.Buffer, y: v.Buffer, source: v.Expr, target: v.Expr, number: v.Expr, length: v.Expr
+    x: v.Buffer,
+    y: v.Buffer,
+    together: v.Expr,
+    source: v.Expr,
+    target: v.Expr,
+    number: v.Expr,
+    length: v.Expr,
 ) -> None:
     lanes = 16
+    # Halves of groups lie together but for those of the last groups, which fill no register.
+    bundle = v.let(number // together)
+    is_bundled = v.let((bundle + 1) * together <= length // 32)
+    own = v.let(number - bundle * together)
+    begin = v.let(T.Select(is_bundled, (bundle * together) * 32 + own * lanes, number * 32))
+    step = v.let(T.Select(is_bundled, together * lanes, T.int64(lanes)))
     halves = [v.let(v.load(x, source + k * lanes, lanes)) for k in range(2)]
     sizes = v.let(T.max(T.abs(halves[0]), T.abs(halves[1])))
     top = v.let(v.find_largest(sizes, "float32", lanes))
@@ -105,7 +119,7 @@ def _emit_narrow(
     total = v.Cell(T.int32(0))
     for index, half in enumerate(halves):
         codes = v.let(_round(half * v.splat(inverse, lanes), lanes))
-        place = v.let(target + number * 32 + index * lanes)
+        place = v.let(target + begin + step * index)
         _store_as(y, place, v.cast(codes, "int8", lanes), lanes, 1)
         total.set(total.get() + v.add_lanes(codes, "int32", lanes))
     summed = v.let(total.get())
@@ -113,8 +127,8 @@ def _emit_narrow(
     def round_half(value: v.Expr) -> v.Expr:
         return v.cast(v.cast(value, "float16", 1), "float32", 1)
 
-    own = v.let(number * 4)
-    _store_as(y, target + length + own, round_half(scale), 1, 4)
+    at = v.let(number * 4)
+    _store_as(y, target + length + at, round_half(scale), 1, 4)
     product = round_half(scale) * v.cast(summed, "float32", 1)
-    _store_as(y, target + length + length // 8 + own, product, 1, 4)
-    _store_as(y, target + length + length // 4 + own, summed, 1, 4)
+    _store_as(y, target + length + length // 8 + at, product, 1, 4)
+    _store_as(y, target + length + length // 4 + at, summed, 1, 4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
@@ -306,7 +307,15 @@ def _emit_groups(
     totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
     low_sums = [v.Cell(T.float32(0.0)) for _ in tokens]
     length = tokens[0].length
-    with T.serial(blocks) as number:
+    bundled = T.int64(0)
+    if unpacking.bundle is not None and machine.width >= 32:
+        together = machine.width // 16
+        bundles = v.let(blocks // together)
+        bundled = v.let(bundles * together)
+        found = _emit_bundles(machine, unpacking, weights, grid, start, tokens, bundles)
+        for own, cell in zip(found, low_sums, strict=True):
+            cell.set(own)
+    with T.serial(bundled, blocks) as number:
         base = v.let(start + number * unpacking.size)
         _ask_ahead(weights, base, unpacking.size, len(tokens))
         source = Source(machine, weights, base, grid)
@@ -330,6 +339,76 @@ def _emit_groups(
         v.add_lanes(total.get(), "float32", lanes) + own.get()
         for total, own in zip(totals, low_sums, strict=True)
     ]
+
+
+def _emit_bundles(
+    machine: Machine,
+    unpacking: Unpacking,
+    weights: v.Buffer,
+    grid: v.Buffer,
+    start: v.Expr,
+    tokens: Sequence[_Token],
+    bundles: v.Expr,
+) -> list[v.Expr]:
+    """Return the sums of tokens over groups of 32, as many at once as a register has 16 bytes."""
+    assert unpacking.bundle is not None
+    lanes, width, length = machine.lanes, machine.width, tokens[0].length
+    count = width // 16
+    totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
+    low_sums = [v.Cell(v.constant(0.0, "float32", count)) for _ in tokens]
+    with T.serial(bundles) as number:
+        base = v.let(start + number * (count * unpacking.size))
+        _ask_ahead(weights, base, count * unpacking.size, len(tokens))
+        own = unpacking.bundle(
+            [Source(machine, weights, base + k * unpacking.size, grid) for k in range(count)]
+        )
+        parts, offset = list(own.parts), own.offset
+        flips = own.is_signed and machine.dot != "vnni"
+        if own.is_signed and not flips:
+            sign = v.constant(0x80, "uint8", width)
+            parts, offset = [v.let(as_bytes(part, "uint8", width) ^ sign) for part in parts], 128
+        sizes = [v.let(machine.measure(part, width)) if flips else part for part in parts]
+        place = v.let(number * (4 * count))
+        for index, token in enumerate(tokens):
+            scales = token.load_as(length + place, "float32", count)
+            factors = v.let(own.scales * scales)
+            summed = None
+            if offset:
+                codes = token.load_as(length + length // 4 + place, "int32", count)
+                summed = v.let(codes * v.constant(-offset, "int32", count))
+            for owners in dict.fromkeys(own.owners):
+                total = _begin_bundle(summed, owners, count)
+                for part, of in enumerate(own.owners):
+                    if of != owners:
+                        continue
+                    codes = token.load(number * (32 * count) + part * width, width)
+                    if flips:
+                        codes = v.let(machine.flip(parts[part], codes, width))
+                    total = v.let(machine.add_bytes(total, sizes[part], codes, width))
+                factor = pick(factors, count, [owner for owner in owners for _ in range(4)])
+                cell = totals[index]
+                cell.set(T.fma(v.cast(total, "float32", lanes), factor, cell.get()))
+            if own.mins is not None:
+                least = token.load_as(length + length // 8 + place, "float32", count)
+                low_cell = low_sums[index]
+                low_cell.set(T.fma(own.mins, least, low_cell.get()))
+    return [
+        v.add_lanes(total.get(), "float32", lanes) + v.add_lanes(least.get(), "float32", count)
+        for total, least in zip(totals, low_sums, strict=True)
+    ]
+
+
+def _begin_bundle(summed: v.Expr | None, owners: Sequence[int], count: int) -> v.Expr:
+    """Return a sum int32 that begins with what is taken off for each group, in one of its lanes."""
+    lanes = 4 * len(owners)
+    if summed is None:
+        return v.constant(0, "int32", lanes)
+    places = []
+    for place, owner in enumerate(owners):
+        is_first = owner not in owners[:place]
+        places += [owner if is_first else count, count, count, count]
+    both = [summed, v.constant(0, "int32", count)] * -(-lanes // (2 * count))
+    return v.let(Shuffle(both, places))
 
 
 def _sum_group(

@@ -15,7 +15,7 @@ from pi2.arrays import F32, I64, U8
 from pi2.backends.blocks.contract import FIELDS
 from pi2.backends.blocks.grids import make_tables
 from pi2.backends.blocks.instructions import put_float
-from pi2.backends.blocks.orders import list_offsets
+from pi2.backends.blocks.orders import count_together, list_offsets
 from pi2.backends.blocks.room import allocate
 from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
 from pi2.backends.blocks.spec import BlockSpec
@@ -167,6 +167,8 @@ def quantize(
         values["order"] = np.array(
             list_offsets("" if in_order else own.name, 4 * common.isa.lanes), np.int64
         )
+    else:
+        values["together"] = 1 if in_order else count_together(own.name, 4 * common.isa.lanes)
     size = 256 if kind == "q8_k" else 32
     common.call(f"quantize_{kind}", count * length // size, **values)
     return codes, stride

@@ -42,6 +42,21 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Weights of several groups of 32, in whole registers, see `Block`."""
+
+    parts: Sequence[v.Expr]
+    owners: Sequence[tuple[int, ...]]
+    """The group that each 16 bytes of a part are of."""
+    scales: v.Expr
+    """float32 of each group."""
+    is_signed: bool = False
+    offset: int = 0
+    mins: v.Expr | None = None
+    """float32 of each group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacking:
     """How blocks of a format are unpacked."""
 
@@ -51,6 +66,8 @@ class Unpacking:
     """Elements of a block that has its own activations: 256, or 32; 1 where they are floats."""
     opens: tuple[Callable[[Source], Block], ...] = ()
     """Unpack what bytes have: a block, or several that follow each other."""
+    bundle: Callable[[Sequence[Source]], Bundle] | None = None
+    """Unpacks several groups at once, as many as a register has 16 bytes."""
     floats: Callable[[v.Buffer, v.Expr, int], v.Expr] | None = None
     """Reads so many floats from a byte on, where elements stand for themselves."""
 
@@ -157,3 +174,17 @@ def take_nibbles(source: Source, place: int) -> v.Expr:
     pair = v.let(pick(raw, 16, [k % 16 for k in range(32)]))
     words = v.reinterpret(pair, "uint32", 8) >> fill((0,) * 4 + (4,) * 4, "uint32")
     return v.let(as_bytes(words, "uint8", 32) & v.constant(15, "uint8", 32))
+
+
+def join_halves(sources: Sequence[Source], place: int) -> v.Expr:
+    """Return an fp16 number of each block as float32."""
+    raw = v.let(join([source.load_as(place, "int16") for source in sources], 1))
+    count = len(sources)
+    return v.let(v.cast(v.reinterpret(raw, "float16", count), "float32", count))
+
+
+def join_nibbles(sources: Sequence[Source], place: int) -> tuple[v.Expr, v.Expr]:
+    """Return the low nibbles of 16 bytes of each block, and the high ones."""
+    width = 16 * len(sources)
+    raw = v.let(join([source.load(place, 16) for source in sources], 16))
+    return low(raw, width), high(raw, width)

@@ -12,11 +12,14 @@ from pi2.backends.blocks.machine import as_bytes, join, pick
 from pi2.backends.blocks.orders import HALVES
 from pi2.backends.blocks.unpacking.block import (
     Block,
+    Bundle,
     Part,
     Source,
     Unpacking,
     fill,
     high,
+    join_halves,
+    join_nibbles,
     low,
     split_group,
     take_nibbles,
@@ -283,6 +286,34 @@ def _open_mxfp4(source: Source) -> Block:
     return Block(parts=_open_table(source, 1, _DOUBLED), is_signed=True, scale=scale)
 
 
+def _bundle_iq4_nl(sources: Sequence[Source]) -> Bundle:
+    return _bundle_table(sources, 2, _NON_LINEAR, join_halves(sources, 0))
+
+
+def _bundle_mxfp4(sources: Sequence[Source]) -> Bundle:
+    count = len(sources)
+    exponents = v.let(join([_byte(source, 0) for source in sources], 1))
+
+    def number(value: int) -> v.Expr:
+        return v.constant(value, "int32", count)
+
+    normal = (exponents - number(1)) << number(23)
+    small = number(0x00200000) << T.min(exponents, number(1))
+    bits = v.let(T.Select(exponents < number(2), small, normal))
+    return _bundle_table(sources, 1, _DOUBLED, v.reinterpret(bits, "float32", count))
+
+
+def _bundle_table(
+    sources: Sequence[Source], place: int, table: Sequence[int], scales: v.Expr
+) -> Bundle:
+    count = len(sources)
+    owner = tuple(range(count))
+    parts = [
+        _look_up(sources[0], table, codes, 16 * count) for codes in join_nibbles(sources, place)
+    ]
+    return Bundle(parts=parts, owners=(owner, owner), scales=v.let(scales), is_signed=True)
+
+
 def _open_nvfp4(source: Source, half: int) -> Block:
     """Half of a block of 64: scales of 16 weights are floats of 8 bits without sign (E4M3)."""
     scales = []
@@ -324,8 +355,8 @@ UNPACKINGS = {
             ("iq4_xs", 136, _open_iq4_xs),
         )
     },
-    "iq4_nl": Unpacking(size=18, elements=32, opens=(_open_iq4_nl,)),
-    "mxfp4": Unpacking(size=17, elements=32, opens=(_open_mxfp4,)),
+    "iq4_nl": Unpacking(size=18, elements=32, opens=(_open_iq4_nl,), bundle=_bundle_iq4_nl),
+    "mxfp4": Unpacking(size=17, elements=32, opens=(_open_mxfp4,), bundle=_bundle_mxfp4),
     "nvfp4": Unpacking(
         size=36, elements=32, opens=(partial(_open_nvfp4, half=0), partial(_open_nvfp4, half=1))
     ),
