@@ -73,6 +73,16 @@ class Area:
         return Area(self.address + 4 * elements, self.stride)
 
 
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """Quantised tokens: planes of codes, whose products are added."""
+
+    address: int
+    stride: int
+    planes: int
+    plane_stride: int
+
+
 class Builder:
     """Adds instructions, and allocates what they need."""
 
@@ -86,8 +96,10 @@ class Builder:
         tokens: int,
         context: int,
         threads: int,
+        planes: int,
     ) -> None:
         self._model = model
+        self._planes = planes
         self._find = find
         self._libraries = libraries
         self._cache = cache
@@ -126,16 +138,21 @@ class Builder:
         self._kept.append(array)
         return array
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what was allocated."""
+        return sum(array.nbytes for array in self._kept)
+
     def find(self, key: str, layer: int | None = None) -> Weight | None:
         """Return a tensor of the model or of a layer."""
         return self._find(key, layer or 0)
 
-    def take_area(self, name: str, width: int, each: int = 1) -> Area:
-        """Return the array of a name, for all tokens, ``each`` of one."""
+    def take_area(self, name: str, width: int, each: int = 1, tokens: int | None = None) -> Area:
+        """Return the array of a name, for all tokens or some, ``each`` of one."""
         key = name, width * each
         if key not in self._areas:
             stride = -(-width // 16) * 16
-            array = self.keep(allocate(4 * stride * each * self._tokens))
+            array = self.keep(allocate(4 * stride * each * (tokens or self._tokens)))
             self._areas[key] = Area(array.ctypes.data, stride)
         return self._areas[key]
 
@@ -229,7 +246,7 @@ class Builder:
     ) -> None:
         """Add matrices times the same vectors, ``each`` of a token, which are quantised first as
         the formats want."""
-        inputs: dict[str, tuple[int, int]] = {}
+        inputs: dict[str, _Codes] = {}
         for product in products:
             self._quantize(x, length, product.weight, inputs, each)
         for place, product in enumerate(products):
@@ -240,7 +257,7 @@ class Builder:
         x: Area,
         length: int,
         weight: Weight,
-        inputs: dict[str, tuple[int, int]],
+        inputs: dict[str, _Codes],
         each: int,
     ) -> None:
         """Bring vectors into the form that a format is multiplied with, unless they are."""
@@ -250,32 +267,41 @@ class Builder:
         if form in inputs:
             return
         if kind == "float":
-            inputs[form] = x.address, 4 * x.stride
+            inputs[form] = _Codes(x.address, 4 * x.stride, 1, 0)
             return
         stride = count_quantized_bytes(kind, length)
+        plane = stride * each * self._tokens
         key = form, length * each
         if key not in self._codes:
-            array = self.keep(allocate(stride * each * self._tokens))
-            self._codes[key] = array.ctypes.data
+            self._codes[key] = self.keep(allocate(plane * self._planes)).ctypes.data
         target = self._codes[key]
-        values = {
-            "x": x.address,
-            "x_stride": x.stride,
-            "y": target,
-            "y_stride": stride,
-            "length": length,
-        }
+        inputs[form] = _Codes(target, stride, self._planes, plane)
         if kind == "q8_k":
-            orders = self._find_order(weight.format), self._find_order("")
-            values["order"] = orders[0]
+            name, orders = "order", (self._find_order(weight.format), self._find_order(""))
         else:
-            orders = self._count_together(weight.format), 1
-            values["together"] = orders[0]
-        inputs[form] = target, stride
-        blocks = length // (256 if kind == "q8_k" else 32)
-        self.add(
-            f"quantize_{kind}", values, each=each * blocks, grain=8, orders=orders, label="quantize"
-        )
+            name, orders = "together", (self._count_together(weight.format), 1)
+        rest = self.take_area("rest", length, each) if self._planes > 1 else None
+        for number in range(self._planes):
+            is_last = number == self._planes - 1
+            source = x if number == 0 or rest is None else rest
+            self.add(
+                f"quantize_{kind}",
+                {
+                    "x": source.address,
+                    "x_stride": source.stride,
+                    "y": target + number * plane,
+                    "y_stride": stride,
+                    "length": length,
+                    "rest": 0 if is_last or rest is None else rest.address,
+                    "has_rest": int(not is_last),
+                    "rest_stride": 0 if rest is None else rest.stride,
+                    name: orders[0],
+                },
+                each=each * length // (256 if kind == "q8_k" else 32),
+                grain=8,
+                orders=orders,
+                label="quantize",
+            )
 
     def _name_form(self, weight: Weight) -> str:
         """Name the form of activations: kind, and order of codes."""
@@ -302,11 +328,9 @@ class Builder:
             self._grids[name] = self.keep(make_tables(name))
         return self._grids[name].ctypes.data
 
-    def _multiply(
-        self, product: Product, inputs: dict[str, tuple[int, int]], *, waits: bool
-    ) -> None:
+    def _multiply(self, product: Product, inputs: dict[str, _Codes], *, waits: bool) -> None:
         weight, y = product.weight, product.y
-        address, stride = inputs[self._name_form(weight)]
+        codes = inputs[self._name_form(weight)]
         size = count_scratch_bytes(weight.length, self._libraries.isa.lanes)
         self._scratch_size = max(self._scratch_size, size)
         number = self._append(
@@ -315,8 +339,10 @@ class Builder:
                 values={
                     "weights": find_address(weight),
                     "grid": self._find_grid(weight.format),
-                    "x": address,
-                    "x_stride": stride,
+                    "x": codes.address,
+                    "x_stride": codes.stride,
+                    "planes": codes.planes,
+                    "plane_stride": codes.plane_stride,
                     "y": y.address,
                     "y_stride": y.stride,
                     "blocks": weight.length // weight.kind.block,

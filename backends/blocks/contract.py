@@ -12,7 +12,7 @@ from collections.abc import Mapping
 _ROWS = (
     "weights grid x x_stride y y_stride blocks tokens bias has_bias added factor"
     " rows scratch scratch_stride expert_of place_of x_of y_of expert_bytes pairs starts experts"
-    " routes has_routes"
+    " routes has_routes planes plane_stride"
 )
 _ATTENTION = (
     "queries query_stride heads group head_dim key_cache value_cache sequences positions"
@@ -32,8 +32,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "normalize": "x x_stride weights has_weights bias has_bias y y_stride length epsilon"
         " centred added factor",
         # Blocks of tokens.
-        "quantize_q8_k": "x x_stride y y_stride length order",
-        "quantize_q8_0": "x x_stride y y_stride length together",
+        "quantize_q8_k": "x x_stride y y_stride length rest has_rest rest_stride order",
+        "quantize_q8_0": "x x_stride y y_stride length rest has_rest rest_stride together",
         # Heads of tokens.
         "turn": "x x_stride heads head_dim weights norm_place epsilon positions cos sin"
         " table_stride rotated neighbours",

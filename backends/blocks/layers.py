@@ -18,7 +18,7 @@ class Layers:
         self.x = builder.take_area("x", self._hidden)
         """The residual stream."""
         self.u = builder.take_area("u", self._hidden)
-        self.logits = builder.take_area("logits", model.shape.vocab)
+        self.logits = builder.take_area("logits", model.shape.vocab, tokens=rows)
 
     def add_embedding(self) -> None:
         """Begin the residual stream."""

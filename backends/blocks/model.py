@@ -61,7 +61,11 @@ class Range:
 
 
 class BlockModel:
-    """See the module.  One calling thread."""
+    """See the module.  One calling thread.
+
+    Inputs of matrices that are quantised have 8 bits, or with two ``planes`` 16: the second ones
+    are what the first leave, quantised again.
+    """
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class BlockModel:
         architecture: str,
         features: Iterable[str],
         cores: Sequence[int] = (),
+        planes: int = 1,
         progress: Progress = ignore_progress,
     ) -> None:
         self._model = model
@@ -94,6 +99,7 @@ class BlockModel:
             tokens=tokens,
             context=context,
             threads=threads,
+            planes=planes,
         )
         self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences))
         marks: list[tuple[str, int | None, int]] = [("embedding", None, 0)]
@@ -126,7 +132,7 @@ class BlockModel:
         self._count = 0
         self._note: NoteKernel | None = None
         logits = layers.logits
-        self._logits = _view_floats(logits.address, tokens, logits.stride)
+        self._logits = _view_floats(logits.address, max(LOGIT_ROWS, sequences), logits.stride)
         self._hidden = _view_floats(layers.u.address, tokens, layers.u.stride)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
@@ -262,6 +268,11 @@ class BlockModel:
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
         """See `pi2.backends.protocol.ContextKeeper`."""
         self._cache.put(sequence, first, end, kept)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of what it has allocated beside keys and values."""
+        return self._builder.kept_bytes
 
     def close(self) -> None:
         """End the threads.  Never fails, and may be called twice."""

@@ -58,14 +58,21 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
                     pairs.find_x(v.let(v.wide(listed[T.min(now + k, end - 1)])))
                     for k in range(together)
                 ]
-                bases = [v.let(own * stride) for own in taken]
-                product = _Product(machine, panel, codes, bases, v.let(count * unpacking.elements))
-                emit = product.emit_wide if unpacking.elements == 256 else product.emit_groups
-                sums = emit(count)
                 # Unpacking is over: its room takes the sums.
-                for place, total in enumerate(sums):
-                    raw = v.reinterpret(v.let(total), "uint8", machine.width)
-                    v.store(scratch, base + place * machine.width, raw, machine.width)
+                with T.serial(table.take("planes")) as plane:
+                    begins = v.let(plane * table.take("plane_stride"))
+                    bases = [v.let(own * stride + begins) for own in taken]
+                    length = v.let(count * unpacking.elements)
+                    product = _Product(machine, panel, codes, bases, length)
+                    emit = product.emit_wide if unpacking.elements == 256 else product.emit_groups
+                    for place, own in enumerate(emit(count)):
+                        at = v.let(base + place * machine.width)
+                        total = v.Cell(own)
+                        with T.If(plane > T.int64(0)), T.Then():
+                            before = v.load_as(scratch, at, "float32", lanes)
+                            total.set(total.get() + before)
+                        raw = v.reinterpret(total.get(), "uint8", machine.width)
+                        v.store(scratch, at, raw, machine.width)
                 with T.serial(T.min(T.int64(together), end - now)) as place:
                     pair = v.let(v.wide(listed[now + place]))
                     own = v.let(base + place * machine.width)

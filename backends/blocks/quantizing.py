@@ -26,6 +26,7 @@ def emit_quantize(kind: Activations, table: Table) -> None:
     )
     order = table.take_array("order", "int64") if kind == "q8_k" else None
     together = table.take("together") if kind == "q8_0" else None
+    rest = _Rest(table)
     size = 256 if kind == "q8_k" else 32
     blocks = v.let(length // size)
     with T.serial(table.first, table.end) as item:
@@ -33,10 +34,31 @@ def emit_quantize(kind: Activations, table: Table) -> None:
         number = v.let(item - token * blocks)
         source = v.let(token * x_stride + number * size)
         target = v.let(token * y_stride)
+        rest.begin(token, number * size)
         if kind == "q8_k":
-            _emit_wide(x, y, order, source, target, number, length)
+            _emit_wide(x, y, order, rest, source, target, number, length)
         else:
-            _emit_narrow(x, y, together, source, target, number, length)
+            _emit_narrow(x, y, together, rest, source, target, number, length)
+
+
+class _Rest:
+    """What rounding leaves, for another plane of codes."""
+
+    def __init__(self, table: Table) -> None:
+        self._array, self._is_kept = table.take_array("rest", "float32"), table.take("has_rest")
+        self._stride = table.take("rest_stride")
+
+    def begin(self, token: v.Expr, element: v.Expr) -> None:
+        """Say of which elements the following is."""
+        self._start = v.let(token * self._stride + element)
+
+    def put(
+        self, place: v.Expr | int, value: v.Expr, codes: v.Expr, scale: v.Expr, lanes: int
+    ) -> None:
+        """Keep what ``codes`` times their scale lack of values."""
+        with T.If(self._is_kept != T.int64(0)), T.Then():
+            taken = v.cast(codes, "float32", lanes) * v.splat(scale, lanes)
+            v.store(self._array, self._start + place, value - taken, lanes)
 
 
 def _store_as(buffer: v.Buffer, byte: v.Expr, value: v.Expr, lanes: int, size: int) -> None:
@@ -55,6 +77,7 @@ def _emit_wide(
     x: v.Buffer,
     y: v.Buffer,
     order: v.Buffer,
+    rest: _Rest,
     source: v.Expr,
     target: v.Expr,
     number: v.Expr,
@@ -84,9 +107,10 @@ def _emit_wide(
         total = v.Cell(T.int32(0))
         for half in range(2):
             piece = v.let(pair * 2 + half)
-            value = v.load(x, source + piece * lanes, lanes)
+            value = v.let(v.load(x, source + piece * lanes, lanes))
             codes = v.let(_round(value * v.splat(inverse, lanes), lanes))
             codes = v.let(T.min(codes, v.constant(127, "int32", lanes)))
+            rest.put(piece * lanes, value, codes, scale, lanes)
             place = v.let(target + number * 256 + order[piece])
             _store_as(y, place, v.cast(codes, "int8", lanes), lanes, 1)
             own = v.let(v.add_lanes(codes, "int32", lanes))
@@ -99,6 +123,7 @@ def _emit_narrow(
     x: v.Buffer,
     y: v.Buffer,
     together: v.Expr,
+    rest: _Rest,
     source: v.Expr,
     target: v.Expr,
     number: v.Expr,
@@ -116,19 +141,21 @@ def _emit_narrow(
     top = v.let(v.find_largest(sizes, "float32", lanes))
     scale = v.let(top / T.float32(127.0))
     inverse = v.let(T.Select(top == T.float32(0.0), T.float32(0.0), T.float32(127.0) / top))
+
+    def round_half(value: v.Expr) -> v.Expr:
+        return v.let(v.cast(v.cast(value, "float16", 1), "float32", 1))
+
+    scale = round_half(scale)
     total = v.Cell(T.int32(0))
     for index, half in enumerate(halves):
         codes = v.let(_round(half * v.splat(inverse, lanes), lanes))
+        rest.put(index * lanes, half, codes, scale, lanes)
         place = v.let(target + begin + step * index)
         _store_as(y, place, v.cast(codes, "int8", lanes), lanes, 1)
         total.set(total.get() + v.add_lanes(codes, "int32", lanes))
     summed = v.let(total.get())
-
-    def round_half(value: v.Expr) -> v.Expr:
-        return v.cast(v.cast(value, "float16", 1), "float32", 1)
-
     at = v.let(number * 4)
-    _store_as(y, target + length + at, round_half(scale), 1, 4)
-    product = round_half(scale) * v.cast(summed, "float32", 1)
+    _store_as(y, target + length + at, scale, 1, 4)
+    product = scale * v.cast(summed, "float32", 1)
     _store_as(y, target + length + length // 8 + at, product, 1, 4)
     _store_as(y, target + length + length // 4 + at, summed, 1, 4)

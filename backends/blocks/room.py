@@ -5,11 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from pi2.arrays import F16, U8, Raw
-from pi2.backends.blocks.sizes import count_token_bytes
+from pi2.backends.blocks.sizes import (
+    count_attention_bytes,
+    count_longest_input,
+    count_scratch_bytes,
+    count_token_bytes,
+)
+from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 
 ALIGNMENT = 64
+_MOST_LANES = 16
+"""Lanes of the widest registers."""
+_VECTORS = 4
+"""Norms and biases of a layer, in vectors as long as what attention reads and mixes."""
 
 
 def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
@@ -21,12 +31,35 @@ def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
     )
 
 
-def count_workspace_bytes(model: Model, chunk: int, sequences: int) -> int:
+def count_workspace_bytes(
+    model: Model,
+    chunk: int,
+    sequences: int,
+    planes: int = 1,
+    *,
+    context: int = 0,
+    threads: int = 1,
+) -> int:
     """Return the bytes that computing ``chunk`` tokens, or steps of ``sequences``, takes at most
     beside weights, keys and values."""
-    tokens = max(chunk, sequences)
     rows = max(LOGIT_ROWS, sequences)
-    return tokens * count_token_bytes(model) + rows * (4 * model.shape.vocab + 64)
+    tokens = max(chunk, rows)
+    turns = sum(4 * max(width, 2) for _, width in model.list_turns())
+    heads = model.shape.heads // model.shape.kv_heads
+    scratch = max(
+        count_scratch_bytes(count_longest_input(model), _MOST_LANES),
+        *(
+            count_attention_bytes(heads, view.shape.head_dim, _MOST_LANES)
+            for view, _ in model.list_views()
+        ),
+    )
+    return (
+        tokens * count_token_bytes(model, planes)
+        + rows * (4 * model.shape.vocab + 64)
+        + (context + CONTEXT_BLOCK) * (turns + 4 * threads)
+        + threads * scratch
+        + _VECTORS * 4 * model.shape.layers * (model.shape.hidden + model.shape.query)
+    )
 
 
 def allocate(size: int) -> U8:

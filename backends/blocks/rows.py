@@ -27,10 +27,13 @@ FEW = 4
 class _Token:
     """A token's activations: codes, and places of what belongs to them."""
 
-    def __init__(self, table: Table, codes: v.Buffer, number: v.Expr, length: v.Expr) -> None:
+    def __init__(
+        self, table: Table, codes: v.Buffer, number: v.Expr, length: v.Expr, plane: v.Expr
+    ) -> None:
         self.codes = codes
         self.number = number
-        self.base = v.let(number * table.take("x_stride"))
+        own = number * table.take("x_stride") + plane * table.take("plane_stride")
+        self.base = v.let(own)
         self.length = length
 
     def load(self, place: v.Expr, size: int) -> v.Expr:
@@ -45,15 +48,19 @@ class _Token:
 def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     """``y[y_of[p], r]`` = ((weights of row r of expert e) . x[x_of[p]] + bias[e, r]) x factor x
     routes[p] for each pair p of a token and the expert e = ``expert_of[p]``, added to what is there
-    where ``added`` says so.  Where there are no experts, pairs are tokens, and all of expert 0;
+    where ``added`` says so.  x may have several planes, which are added.  Where there are no
+    experts, pairs are tokens, and all of expert 0;
     ``place_of[e]`` says where the matrix of an expert is, counted in matrices."""
     rows = _Rows(isa, unpacking, table)
     pairs = Pairs(table)
     with T.serial(table.first, table.end) as row, T.serial(table.take("tokens")) as pair:
         expert = pairs.find_expert(pair)
         start = v.let(rows.start(row) + pairs.find_matrix(expert))
-        token = _Token(table, rows.codes, pairs.find_x(pair), rows.length)
-        rows.results.put(pair, expert, row, rows.sum(start, [token])[0])
+        x, total = pairs.find_x(pair), v.Cell(T.float32(0.0))
+        with T.serial(table.take("planes")) as plane:
+            token = _Token(table, rows.codes, x, rows.length, plane)
+            total.set(total.get() + rows.sum(start, [token])[0])
+        rows.results.put(pair, expert, row, total.get())
 
 
 def emit_multiply_few(isa: Isa, unpacking: Unpacking, table: Table) -> None:
@@ -63,12 +70,17 @@ def emit_multiply_few(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     with T.serial((tokens + FEW - 1) // FEW) as tile:
         numbers = [v.let(T.min(tile * FEW + k, tokens - 1)) for k in range(FEW)]
         with T.serial(table.first, table.end) as row:
-            taken = [_Token(table, rows.codes, number, rows.length) for number in numbers]
-            sums = rows.sum(rows.start(row), taken)
-            for place, (own, total) in enumerate(zip(taken, sums, strict=True)):
+            totals = [v.Cell(T.float32(0.0)) for _ in numbers]
+            with T.serial(table.take("planes")) as plane:
+                taken = [
+                    _Token(table, rows.codes, number, rows.length, plane) for number in numbers
+                ]
+                for cell, own in zip(totals, rows.sum(rows.start(row), taken), strict=True):
+                    cell.set(cell.get() + own)
+            for place, (number, total) in enumerate(zip(numbers, totals, strict=True)):
                 # The last tokens of a tile may be the last one again.
                 with T.If(tile * FEW + place < tokens), T.Then():
-                    rows.results.put(own.number, T.int64(0), row, total)
+                    rows.results.put(number, T.int64(0), row, total.get())
 
 
 class _Rows:

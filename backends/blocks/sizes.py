@@ -46,14 +46,31 @@ def count_quantized_bytes(kind: Activations, length: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
-def count_token_bytes(model: Model) -> int:
+def count_longest_input(model: Model) -> int:
+    """Return the elements of the longest vector that a matrix is multiplied with."""
+    shape, moe = model.shape, model.moe
+    widths = [shape.hidden, shape.ffn, *(view.shape.query for view, _ in model.list_views())]
+    if moe is not None:
+        widths += [moe.shared_ffn or moe.shared_experts * shape.ffn, moe.dense_ffn or 0]
+    return max(widths)
+
+
+def count_token_bytes(model: Model, planes: int = 1) -> int:
     """Return the bytes that arrays of a token have at most: the residual stream, what norms give,
-    queries, keys and values, what heads mix, gates and ups, and each of the inputs of matrices in 8
-    bits in up to three orders."""
-    hidden, ffn = model.shape.hidden, model.shape.ffn
+    queries, keys and values, what heads mix, gates and ups, and each of the inputs of matrices in
+    ``planes`` of 8 bits in up to three orders."""
+    hidden, ffn, moe = model.shape.hidden, model.shape.ffn, model.moe
     views = [view for view, _ in model.list_views()]
     query = max(view.shape.query for view in views)
     keys = max(view.shape.kv_heads * view.shape.head_dim for view in views)
-    floats = 4 * (4 * hidden + 2 * query + 2 * keys + 3 * ffn)
-    codes = 3 * sum(count_quantized_bytes("q8_0", width) for width in (hidden, query, ffn))
-    return floats + codes + 32 * _LINE
+    floats = 4 * hidden + 2 * query + 2 * keys
+    if moe is not None:
+        beside = max(moe.shared_ffn or moe.shared_experts * ffn, moe.dense_ffn or 0)
+        floats += moe.experts + 4 * moe.active_experts
+        ffn = moe.active_experts * ffn + beside
+    floats += 3 * ffn
+    inputs = (hidden, query, ffn)
+    if planes > 1:
+        floats += sum(inputs)
+    codes = 3 * planes * sum(count_quantized_bytes("q8_0", width) for width in inputs)
+    return 4 * floats + codes + 32 * _LINE

@@ -1,7 +1,7 @@
 """The types of numbers of GGUF files: how many bytes they take, and what they stand for.
 
 Q8_0 and Q4_0 are groups of 32 with one fp16 scale, as a store's int8 and int4 are: their codes go
-into the store as they are.  What is rarer than Q4_0 is decoded by the `gguf` package.
+into the store as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I8, U8
 from pi2.diagnostics import UserError
+from pi2.formats import find_format, list_formats
 from pi2.plan.weights.codes import pack_codes
 from pi2.plan.weights.layout import GROUP, Precision
 
@@ -31,48 +32,24 @@ class BlockType:
         return self.elements == 1
 
 
-_TYPES = (
-    BlockType("F32", 0, 1, 4),
-    BlockType("F16", 1, 1, 2),
-    BlockType("Q4_0", 2, 32, 18),
-    BlockType("Q4_1", 3, 32, 20),
-    BlockType("Q5_0", 6, 32, 22),
-    BlockType("Q5_1", 7, 32, 24),
-    BlockType("Q8_0", 8, 32, 34),
-    BlockType("Q2_K", 10, 256, 84),
-    BlockType("Q3_K", 11, 256, 110),
-    BlockType("Q4_K", 12, 256, 144),
-    BlockType("Q5_K", 13, 256, 176),
-    BlockType("Q6_K", 14, 256, 210),
-    BlockType("IQ2_XXS", 16, 256, 66),
-    BlockType("IQ2_XS", 17, 256, 74),
-    BlockType("IQ3_XXS", 18, 256, 98),
-    BlockType("IQ1_S", 19, 256, 50),
-    BlockType("IQ4_NL", 20, 32, 18),
-    BlockType("IQ3_S", 21, 256, 110),
-    BlockType("IQ2_S", 22, 256, 82),
-    BlockType("IQ4_XS", 23, 256, 136),
-    BlockType("I8", 24, 1, 1),
-    BlockType("I16", 25, 1, 2),
-    BlockType("I32", 26, 1, 4),
-    BlockType("I64", 27, 1, 8),
-    BlockType("F64", 28, 1, 8),
-    BlockType("IQ1_M", 29, 256, 56),
-    BlockType("BF16", 30, 1, 2),
-    BlockType("TQ1_0", 34, 256, 54),
-    BlockType("TQ2_0", 35, 256, 66),
-    BlockType("MXFP4", 39, 32, 17),
-)
-BLOCKS = {block.number: block for block in _TYPES}
+_WHOLE = (("I8", 24, 1), ("I16", 25, 2), ("I32", 26, 4), ("I64", 27, 8), ("F64", 28, 8))
+"""Types of single numbers that no weights have."""
+BLOCKS = {
+    **{
+        own.number: BlockType(own.name.upper(), own.number, own.block, own.block_bytes)
+        for own in list_formats().values()
+    },
+    **{number: BlockType(name, number, 1, size) for name, number, size in _WHOLE},
+}
 """Types of blocks by the number that a file states."""
 
 _OWN = {"Q8_0": "int8", "Q4_0": "int4"}
-"""Types that are decoded here, and what they are in a store."""
+"""Types that stores have too, and what they are there."""
 
 
 def check_block(block: BlockType, tensor: str, file: str) -> None:
-    """`UserError` P535 if neither pi2 nor the `gguf` package can decode ``tensor``."""
-    if block.is_plain or block.name in _OWN:
+    """`UserError` P535 if the installed `gguf` package does not decode ``tensor``."""
+    if block.is_plain:
         return
     from gguf import quants
 
@@ -82,17 +59,7 @@ def check_block(block: BlockType, tensor: str, file: str) -> None:
 
 def decode_blocks(raw: U8, block: BlockType) -> F32:
     """Numbers of rows of blocks: uint8 [n, bytes] -> float32 [n, length]."""
-    if block.name in _OWN:
-        codes, scales = split_blocks(raw, block)
-        count, length = codes.shape
-        values = codes.reshape(count, length // GROUP, GROUP).astype(np.float32)
-        values *= scales.astype(np.float32)[:, :, None]
-        return values.reshape(count, length)
-    from gguf import quants
-    from gguf.constants import GGMLQuantizationType
-
-    found: F32 = quants.dequantize(raw, GGMLQuantizationType(block.number))
-    return np.ascontiguousarray(found, np.float32)
+    return find_format(block.name.lower()).decode(raw)
 
 
 def take_blocks(raw: U8, block: BlockType, precision: Precision) -> tuple[U8, F16] | None:

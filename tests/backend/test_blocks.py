@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pi2.backends.blocks.model import BlockModel
+from pi2.backends.blocks.room import count_workspace_bytes
 from pi2.backends.blocks.support import find_unknown
 from pi2.backends.blocks.unpacking import list_unpackings
 from pi2.formats import find_format
@@ -257,6 +258,19 @@ def test_models_in_several_formats_round_activations(name: str) -> None:
     assert np.median(errors) < 0.05 * expected.std()
 
 
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_workspace_is_known_before(name: str, planes: int) -> None:
+    model = make_model(**MODELS[name])
+    weights = RandomWeights(model, ("q4_k", "q6_k", "q8_0"))
+    own = open_model(model, weights, planes=planes, chunk=100, context=1000)
+    try:
+        expected = count_workspace_bytes(model, 100, 2, planes, context=1000, threads=2)
+        assert own.workspace_bytes <= expected < 2 * own.workspace_bytes
+    finally:
+        own.close()
+
+
 def test_contexts_move_between_sequences() -> None:
     model = make_model()
     weights = RandomWeights(model, ("q4_0",))
@@ -311,3 +325,21 @@ def test_chunks_of_long_contexts_see_what_single_tokens_see() -> None:
         assert measure_divergence(found, expected) < 1e-3
     finally:
         own.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2moe"])
+def test_a_second_plane_of_activations_rounds_almost_nothing(name: str) -> None:
+    model = make_model(**MODELS[name])
+    weights = RandomWeights(model, ("q4_k", "q6_k", "q4_1", "q5_0", "iq4_xs"))
+    tokens = np.random.default_rng(1).integers(0, 96, 14).astype(np.int32)
+    expected = PlainBlockModel(model, weights, rounds=False).compute(tokens.tolist())
+    own = open_model(model, weights, planes=2)
+    try:
+        # A panel's tokens, several, and one.
+        own.prefill(tokens[:9], 0, 0)
+        found = [own.logits(0).copy()]
+        own.prefill(tokens[9:13], 0, 9)
+        found += [own.logits(0).copy(), own.step(tokens[13:], [0], [13]).copy()]
+    finally:
+        own.close()
+    assert measure_divergence(np.concatenate(found), expected) < 5e-3

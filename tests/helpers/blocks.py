@@ -162,6 +162,9 @@ def quantize(
         "y": codes,
         "y_stride": stride,
         "length": length,
+        "rest": 0,
+        "has_rest": 0,
+        "rest_stride": 0,
     }
     if kind == "q8_k":
         values["order"] = np.array(
@@ -204,6 +207,8 @@ def multiply(
         experts=1,
         routes=0,
         has_routes=0,
+        planes=1,
+        plane_stride=0,
         weights=raw,
         grid=make_tables(own.name),
         x=codes[0],
