@@ -24,6 +24,7 @@ _VECTORS = 4
 
 def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
     """Return the bytes of keys and values."""
+    context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
     return sum(
         4 * sequences * context * view.shape.kv_heads * view.shape.head_dim * layers
         for view, layers in model.list_views()

@@ -156,10 +156,11 @@ def count_needs(
     model, context = weights.model, _read_count(kv["context"])
     sequences = _read_count(decode.get("batch", 1))
     matrices = weights.count_bytes()
+    chunk = _read_count(prefill["chunk"])
     return FileNeeds(
         vectors=count_vectors(model),
         kv=count_kv_bytes(model, context, sequences),
-        workspace=count_workspace_bytes(model, _read_count(prefill["chunk"]), sequences),
+        workspace=count_workspace_bytes(model, chunk, sequences, context=context),
         runtime=round_up(count_file_runtime(model), _MIB),
         matrices=matrices,
         looked_up=0 if model.tied_head else _count_embedding(weights),
