@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.elements import add_up, walk
+from pi2.backends.blocks.machine import join
 from pi2.backends.blocks.panels import turn_square
 from pi2.backends.blocks.sizes import QUERIES, SCORES
 from pi2.backends.blocks.tables import Table
@@ -15,7 +19,13 @@ _LEAST = -3.0e38
 """Below every score."""
 
 
-def emit_attend(table: Table) -> None:
+_MIXED = ((8, 1, 16), (4, 2, 16), (1, 2, 16), (1, 2, 1))
+"""How elements of values are mixed: registers at once, positions in turn, and lanes at most."""
+_AHEAD = 2
+"""Blocks of positions by which keys are asked for before they are needed."""
+
+
+def emit_attend(isa: Isa, table: Table) -> None:
     """What heads of tokens mix of the values before them."""
     queries, query_stride = table.take_array("queries", "float32"), table.take("query_stride")
     heads, group, width = table.take("heads"), table.take("group"), table.take("head_dim")
@@ -26,7 +36,7 @@ def emit_attend(table: Table) -> None:
     window, scale, cap = table.take("window"), table.take_float("scale"), table.take_float("cap")
     sinks, has_sinks = table.take_array("sinks", "float32"), table.take("has_sinks")
     y, y_stride = table.take_array("y", "float32"), table.take("y_stride")
-    scores, zero = table.take_array("scores", "float32"), T.int64(0)
+    scores, zero, lanes = table.take_array("scores", "float32"), T.int64(0), isa.lanes
     own = v.let(table.thread * table.take("scores_stride"))
     with T.serial(table.first, table.end) as item:
         token = v.let(item // heads)
@@ -35,27 +45,32 @@ def emit_attend(table: Table) -> None:
         base = v.let(v.wide(sequences[token]) * sequence_stride + (head // group) * head_stride)
         end = v.let(v.wide(positions[token]) + 1)
         first = v.let(T.Select(window > zero, T.max(end - window, zero), zero))
+        # Whole registers of positions: the cache has room for them.
+        with T.serial(first // lanes, (end + lanes - 1) // lanes) as block:
+            place = v.let(block * lanes)
+            found = _multiply_keys(lanes, queries, query, keys, base + place * width, width)
+            v.store(scores, own + place, found * v.splat(scale, lanes), lanes)
         largest = v.Cell(T.float32(_LEAST))
         with T.If(has_sinks != zero), T.Then():
             largest.set(sinks[head])
-        with T.serial(first, end) as place:
-            start = v.let(base + place * width)
+        wide = v.Cell(v.constant(_LEAST, "float32", 16))
 
-            def multiply(element: v.Expr, lanes: int) -> v.Expr:
-                key = v.cast(v.load(keys, start + element, lanes), "float32", lanes)
-                return key * v.load(queries, query + element, lanes)
-
-            score = v.Cell(add_up(zero, width, multiply) * scale)
+        def look(place: v.Expr, count: int) -> None:
+            score = v.Cell(v.load(scores, own + place, count))
             with T.If(cap != T.float32(0.0)), T.Then():
-                score.set(v.take_tanh(score.get() / cap, 1) * cap)
-            T.buffer_store(scores, score.get(), [own + place])
-            largest.set(T.max(largest.get(), score.get()))
-        top = v.let(largest.get())
+                capped = v.take_tanh(score.get() / v.splat(cap, count), count)
+                score.set(capped * v.splat(cap, count))
+                v.store(scores, own + place, score.get(), count)
+            cell = wide if count > 1 else largest
+            cell.set(T.max(cell.get(), score.get()))
 
-        def exponentiate(place: v.Expr, lanes: int) -> v.Expr:
-            value = v.load(scores, own + place, lanes) - v.splat(top, lanes)
-            weight = v.let(v.take_exponential(value, lanes))
-            v.store(scores, own + place, weight, lanes)
+        walk(first, end, look)
+        top = v.let(T.max(largest.get(), v.find_largest(wide.get(), "float32", 16)))
+
+        def exponentiate(place: v.Expr, count: int) -> v.Expr:
+            value = v.load(scores, own + place, count) - v.splat(top, count)
+            weight = v.let(v.take_exponential(value, count))
+            v.store(scores, own + place, weight, count)
             return weight
 
         total = v.Cell(add_up(first, end, exponentiate))
@@ -64,15 +79,85 @@ def emit_attend(table: Table) -> None:
         inverse = v.let(T.float32(1.0) / total.get())
         target = v.let(token * y_stride + head * width)
 
-        def mix(element: v.Expr, lanes: int) -> None:
-            cell = v.Cell(v.constant(0.0, "float32", lanes))
-            with T.serial(first, end) as place:
-                value = v.load(values, base + place * width + element, lanes)
-                weight = v.splat(v.let(scores[own + place]), lanes)
-                cell.set(T.fma(v.cast(value, "float32", lanes), weight, cell.get()))
-            v.store(y, target + element, cell.get() * v.splat(inverse, lanes), lanes)
+        def mix(element: v.Expr, pieces: int, turns: int, count: int) -> None:
+            zeros = v.constant(0.0, "float32", count)
+            cells = [[v.Cell(zeros) for _ in range(pieces)] for _ in range(turns)]
 
-        walk(zero, width, mix)
+            def add(place: v.Expr, row: list[v.Cell]) -> None:
+                weight = v.splat(v.let(scores[own + place]), count)
+                for piece, cell in enumerate(row):
+                    at = base + place * width + element + piece * count
+                    value = v.cast(v.load(values, at, count), "float32", count)
+                    cell.set(T.fma(value, weight, cell.get()))
+
+            # Several sums in turn: an addition waits for the last one to the same sum.
+            several = v.let((end - first) // turns)
+            with T.serial(several) as step:
+                for turn, row in enumerate(cells):
+                    add(v.let(first + step * turns + turn), row)
+            if turns > 1:
+                with T.serial(first + several * turns, end) as place:
+                    add(place, cells[0])
+            for piece, column in enumerate(zip(*cells, strict=True)):
+                mixed = column[0].get()
+                for cell in column[1:]:
+                    mixed = mixed + cell.get()
+                at = target + element + piece * count
+                v.store(y, at, mixed * v.splat(inverse, count), count)
+
+        done = zero
+        for pieces, turns, count in _MIXED:
+            count = min(count, lanes)
+            size = pieces * count
+            begin, times = done, v.let((width - done) // size)
+            with T.serial(times) as number:
+                mix(v.let(begin + number * size), pieces, turns, count)
+            done = v.let(begin + times * size)
+
+
+def _multiply_keys(
+    lanes: int,
+    queries: v.Buffer,
+    query: v.Expr,
+    keys: v.Buffer,
+    base: v.Expr,
+    width: v.Expr,
+) -> v.Expr:
+    """Return the products of a query with as many keys as a register has lanes."""
+    cells = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in range(lanes)]
+    whole = v.let(width // lanes)
+    with T.serial(lanes * width // 32) as line:
+        v.prefetch(keys, base + _AHEAD * lanes * width + line * 32)
+    with T.serial(whole) as piece:
+        own = v.let(v.load(queries, query + piece * lanes, lanes))
+        for lane, cell in enumerate(cells):
+            at = base + lane * width + piece * lanes
+            key = v.cast(v.load(keys, at, lanes), "float32", lanes)
+            cell.set(T.fma(key, own, cell.get()))
+    total = v.Cell(add_columns([cell.get() for cell in cells]))
+    with T.serial(whole * lanes, width) as element:
+        column = [
+            v.cast(keys[base + lane * width + element], "float32", 1) for lane in range(lanes)
+        ]
+        own = v.splat(queries[query + element], lanes)
+        total.set(total.get() + v.let(join([v.let(key) for key in column], 1)) * own)
+    return v.let(total.get())
+
+
+def add_columns(rows: Sequence[v.Expr]) -> v.Expr:
+    """Return the sums of the lanes of each of as many vectors as they have lanes."""
+    count, now = len(rows), list(rows)
+    step = 1
+    while len(now) > 1:
+        first = [k if not k & step else count + k - step for k in range(count)]
+        second = [k + step if not k & step else count + k for k in range(count)]
+        # Vectors whose numbers differ in the lowest bit first: their sums take turns.
+        now = [
+            v.let(Shuffle(pair, first) + Shuffle(pair, second))
+            for pair in (now[place : place + 2] for place in range(0, len(now), 2))
+        ]
+        step *= 2
+    return now[0]
 
 
 class _Tile:

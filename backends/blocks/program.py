@@ -69,7 +69,7 @@ class Program:
                 "quantize_q8_0": partial(quantizing.emit_quantize, "q8_0"),
                 "turn": positions.emit_turn,
                 "keep": positions.emit_keep,
-                "attend": attention.emit_attend,
+                "attend": partial(attention.emit_attend, isa),
                 "attend_many": partial(attention.emit_attend_many, isa),
                 "route": routing.emit_route,
                 "group": routing.emit_group,
