@@ -212,7 +212,7 @@ def test_a_summary_and_an_evaluation_say_what_share_of_scores_was_left_out(
     options = [part for item in base.items() for part in ("--set", "=".join(item))]
     assert cli(["run", str(plan), "--prompt", "some", "--max-tokens", "24", *options]) == 0
     summary = capsys.readouterr().err
-    assert "% of the predictor's scores left out instead of read" in summary
+    assert "% of the predictor's scores, instead of read" in summary
     assert "(decode.leave_out = 0.05)" in summary
     text = tmp_path / "text.txt"
     text.write_text("some words " * 12)
