@@ -101,7 +101,7 @@ def test_one_prompt_of_ids_is_scored_in_a_stream_as_well(client: Any, plan: Path
 def test_the_assistants_last_message_is_continued(address: str, plan: Path, path: str) -> None:
     said = {"role": "assistant", "content": "Well, "}
     with pi2.load(plan) as model:
-        ids = model.encode_text(model.render_chat(HELLO) + "Well, ")
+        ids = model.begin(model.encode_text(model.render_chat(HELLO) + "Well, "))
         expected = model.generate(ids, max_tokens=4, temperature=0).result.text
     body: dict[str, Any] = {"model": "tiny", "messages": [*HELLO, said], "max_tokens": 4}
     if path == "/api/chat":
