@@ -126,3 +126,23 @@ class Machine:
         )
         parts = [v.cast(pick(wide, size, range(k, size, 4)), "int32", lanes) for k in range(4)]
         return total + parts[0] + parts[1] + parts[2] + parts[3]
+
+    def take_signed(self, weights: v.Expr, size: int) -> v.Expr:
+        """Return what `add_signed` takes of signed weights besides, named."""
+        if self.dot == "vnni":
+            sign = v.constant(0x80, "uint8", size)
+            return v.let(as_bytes(weights, "uint8", size) ^ sign)
+        return weights if self.is_arm else v.let(self.measure(weights, size))
+
+    def add_signed(
+        self, total: v.Expr, weights: v.Expr, taken: v.Expr, codes: v.Expr, size: int
+    ) -> v.Expr:
+        """Return ``total`` int32 [size / 4] plus 4 products each of signed bytes."""
+        if self.is_arm:
+            return self.add_bytes(total, weights, codes, size)
+        if self.dot != "vnni":
+            return self.add_bytes(total, taken, v.let(self.flip(weights, codes, size)), size)
+        # Weights are larger by 128 each, lane by lane: nothing large is left to be taken off.
+        zero, offset = v.constant(0, "int32", size // 4), v.constant(128, "uint8", size)
+        more = v.let(self.add_bytes(zero, offset, codes, size))
+        return v.let(self.add_bytes(total, taken, codes, size)) - more

@@ -167,8 +167,7 @@ class _Panel:
         scales = v.constant(1, "int16", count) if block.scales is None else block.scales
         columns = [(v.cast(scales, "float32", count) * v.splat(block.scale, count), count)]
         mins, least = block.mins, block.min_scale
-        if mins is None and offset:
-            mins, least = scales * v.constant(offset, "int16", count), block.scale
+        self.offset = offset
         self.pairs, self.has_min = (0, False) if mins is None else (count // 2, True)
         if mins is not None:
             columns += [(v.reinterpret(mins, "int32", count // 2), count // 2), (least, 1)]
@@ -312,7 +311,7 @@ class _Product:
             block = v.let(panel.base + number * panel.size)
             parts = self._zeros()
             with T.serial(T.int64(pieces)) as piece:
-                sums = [v.Cell(v.constant(0, "int32", lanes)) for _ in self._starts]
+                sums = self._begin_piece(v.let(sums_at + number * (2 * pieces)), piece)
                 place = v.let(number * 256 + piece * each)
                 self._add_weights(block, v.let(piece * (each // 4)), each // 4, place, sums)
                 scale = panel.load(block, panel.weights + piece, "float32")
@@ -324,6 +323,24 @@ class _Product:
                 scale = self._spread(start + length + number * 4, "float32")
                 cell.set(T.fma(part.get(), scale, cell.get()))
         return [cell.get() for cell in totals]
+
+    def _begin_piece(self, place: v.Expr, piece: v.Expr) -> list[v.Cell]:
+        """Return sums of a piece that take the weights' offset off; sums of the codes of its block
+        begin at ``place``."""
+        lanes, offset = self._lanes, self._panel.offset
+        zero = v.constant(0, "int32", lanes)
+        if not offset:
+            return [v.Cell(zero) for _ in self._starts]
+        # Sums of two pieces are in a word, of which one is multiplied.
+        low, high = T.int32(-offset & 0xFFFF), T.int32(-offset << 16)
+        factor = T.Select(T.bitwise_and(piece, T.int64(1)) == T.int64(0), low, high)
+        factors = v.let(v.reinterpret(v.splat(v.let(factor), lanes), "int16", 2 * lanes))
+        cells = []
+        for start in self._starts:
+            words = self._spread(start + place + piece // 2 * 4, "int32")
+            both = v.reinterpret(words, "int16", 2 * lanes)
+            cells.append(v.Cell(self._machine.add_words(zero, factors, both, lanes)))
+        return cells
 
     def _take_mins(self, block: v.Expr, place: v.Expr, parts: list[v.Cell]) -> None:
         """Take minima times sums of codes off."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.machine import Machine, as_bytes, join, pick
+from pi2.backends.blocks.machine import Machine, join, pick
 from pi2.backends.blocks.tables import Table
 from pi2.backends.blocks.unpacking import Unpacking
 from pi2.backends.blocks.unpacking.block import Block, Part, Source
@@ -334,13 +334,14 @@ def _emit_groups(
         for piece, open_block in enumerate(unpacking.opens):
             group = v.let(number * len(unpacking.opens) + piece)
             block = open_block(source)
-            parts, offset, flips = _prepare_group(machine, block, size)
+            taken = [
+                machine.take_signed(part.weights, size) if block.is_signed else part.weights
+                for part in block.parts
+            ]
             for index, token in enumerate(tokens):
                 scale = token.load_as(length + group * 4, "float32")
                 cell = totals[index]
-                for factor, total in _sum_group(
-                    machine, block, parts, token, group, offset, flips, size
-                ):
+                for factor, total in _sum_group(machine, block, taken, token, group, size):
                     value = v.cast(total, "float32", lanes)
                     cell.set(T.fma(value, factor * v.splat(scale, lanes), cell.get()))
                 if block.min_scale is not None:
@@ -374,29 +375,26 @@ def _emit_bundles(
         own = unpacking.bundle(
             [Source(machine, weights, base + k * unpacking.size, grid) for k in range(count)]
         )
-        parts, offset = list(own.parts), own.offset
-        flips = own.is_signed and machine.dot != "vnni"
-        if own.is_signed and not flips:
-            sign = v.constant(0x80, "uint8", width)
-            parts, offset = [v.let(as_bytes(part, "uint8", width) ^ sign) for part in parts], 128
-        sizes = [v.let(machine.measure(part, width)) if flips else part for part in parts]
+        taken = [machine.take_signed(part, width) if own.is_signed else part for part in own.parts]
         place = v.let(number * (4 * count))
         for index, token in enumerate(tokens):
             scales = token.load_as(length + place, "float32", count)
             factors = v.let(own.scales * scales)
             summed = None
-            if offset:
+            if own.offset:
                 codes = token.load_as(length + length // 4 + place, "int32", count)
-                summed = v.let(codes * v.constant(-offset, "int32", count))
+                summed = v.let(codes * v.constant(-own.offset, "int32", count))
             for owners in dict.fromkeys(own.owners):
                 total = _begin_bundle(summed, owners, count)
                 for part, of in enumerate(own.owners):
                     if of != owners:
                         continue
                     codes = token.load(number * (32 * count) + part * width, width)
-                    if flips:
-                        codes = v.let(machine.flip(parts[part], codes, width))
-                    total = v.let(machine.add_bytes(total, sizes[part], codes, width))
+                    weights, other = own.parts[part], taken[part]
+                    if own.is_signed:
+                        total = v.let(machine.add_signed(total, weights, other, codes, width))
+                    else:
+                        total = v.let(machine.add_bytes(total, other, codes, width))
                 factor = pick(factors, count, [owner for owner in owners for _ in range(4)])
                 cell = totals[index]
                 cell.set(T.fma(v.cast(total, "float32", lanes), factor, cell.get()))
@@ -426,46 +424,32 @@ def _begin_bundle(summed: v.Expr | None, owners: Sequence[int], count: int) -> v
 def _sum_group(
     machine: Machine,
     block: Block,
-    parts: Sequence[v.Expr],
+    taken: Sequence[v.Expr],
     token: _Token,
     group: v.Expr,
-    offset: int,
-    flips: bool,
     size: int,
 ) -> list[tuple[v.Expr, v.Expr]]:
     """Return scales float32 and sums int32 [size / 4] of a group: one, or one of each register
     where scales are of 16 weights."""
     lanes, length = size // 4, token.length
     start = v.constant(0, "int32", lanes)
-    if offset and block.part_scales is None:
+    if block.offset:
         summed = token.load_as(length + length // 4 + group * 4, "int32")
-        start = v.let(join([summed * T.int32(-offset), *[T.int32(0)] * (lanes - 1)], 1))
+        first = [summed * T.int32(-block.offset), *[T.int32(0)] * (lanes - 1)]
+        start = v.let(join(first, 1))
     sums = []
     total = start
-    for place, (own, part) in enumerate(zip(parts, block.parts, strict=True)):
+    for place, (own, part) in enumerate(zip(taken, block.parts, strict=True)):
         codes = token.load(group * 32 + place * size, size)
-        if flips:
-            codes = v.let(machine.flip(part.weights, codes, size))
-        total = v.let(machine.add_bytes(total, own, codes, size))
+        if block.is_signed:
+            total = v.let(machine.add_signed(total, part.weights, own, codes, size))
+        else:
+            total = v.let(machine.add_bytes(total, own, codes, size))
         if block.part_scales is not None:
             scales = [block.part_scales[chunk] for chunk in part.chunks for _ in range(4)]
             sums.append((v.let(join(scales, 1)), total))
             total = start
     return sums or [(v.splat(block.scale, lanes), total)]
-
-
-def _prepare_group(machine: Machine, block: Block, size: int) -> tuple[list[v.Expr], int, bool]:
-    """Return what is multiplied of a group, what to take off it, and whether codes take the
-    weights' signs."""
-    if not block.is_signed or machine.is_arm:
-        return [part.weights for part in block.parts], block.offset, False
-    if machine.dot == "vnni" and block.part_scales is None:
-        flipped = [
-            v.let(as_bytes(part.weights, "uint8", size) ^ v.constant(0x80, "uint8", size))
-            for part in block.parts
-        ]
-        return flipped, 128, False
-    return [v.let(machine.measure(part.weights, size)) for part in block.parts], 0, True
 
 
 def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:

@@ -23,6 +23,7 @@ from tests.helpers.blocks import (
     RandomWeights,
     make_blocks,
     multiply,
+    put_edges,
     quantize,
     take_rows,
 )
@@ -73,8 +74,11 @@ def check_rows(name: str, kernels: Kernels | ArmKernels, common: Kernels | ArmKe
     rows, tokens, length = 19, 5, 768
     raw = make_blocks(own, rows * length // own.block, generator).reshape(rows, -1)
     x = generator.standard_normal((tokens, length)).astype(np.float32)
+    put_edges(own, raw)
     x[1, :256] = 0.0
     x[2] *= 1e4
+    # Codes that are all as large as can be.
+    x[3], x[4] = 1.0, np.where(np.arange(length) % 3, -2.0, 2.0)
     weights = own.decode(raw).astype(np.float64)
     rounded = round_activations(x, own.activations)
     expected = rounded @ weights.T

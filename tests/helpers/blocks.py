@@ -53,6 +53,25 @@ def make_blocks(
     return raw
 
 
+def put_edges(own: Format, raw: U8) -> None:
+    """Let rows of blocks [rows, n x block_bytes] begin with zeros, ones, the largest scales and the
+    smallest ones."""
+    blocks = raw.reshape(len(raw), -1, own.block_bytes)
+    blocks[0], blocks[1] = 0, 255
+    if own.is_plain:
+        blocks[1] = 0
+    for row, bits in ((1, 0x3C00), (2, 0x7BFF), (3, 0x0001)):
+        for place in own.halves:
+            blocks[row, :, place], blocks[row, :, place + 1] = bits & 255, bits >> 8
+        for number in range(4 if own.name == "iq1_m" else 0):
+            nibble = (bits >> (4 * number) & 15) << 4
+            blocks[row, :, 49 + 2 * number] = blocks[row, :, 49 + 2 * number] & 15 | nibble
+        if own.name == "mxfp4":
+            blocks[row, :, 0] = {1: 127, 2: 200, 3: 0}[row]
+        if own.name == "nvfp4":
+            blocks[row, :, :4] = {1: 0x38, 2: 0x7E, 3: 0x01}[row]
+
+
 class Kernels:
     """The kernels of a library."""
 
