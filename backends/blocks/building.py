@@ -29,6 +29,9 @@ from pi2.plan.documents.model import Model
 A = TypeVar("A", bound=Raw)
 _GRAIN_BYTES = 1 << 16
 """Bytes of weights that a thread takes at a time, at most."""
+_ANY_LENGTH = 1 << 40
+_LITTLE = {"gate": 2048, "cap": 2048, "quantize_q8_k": 16384, "quantize_q8_0": 16384}
+"""Elements up to which one thread computes a token."""
 _SHARES = 8
 """Parts of a matrix that there are at least for each thread."""
 
@@ -187,6 +190,7 @@ class Builder:
                 orders=orders,
                 layer=self.layer,
                 waits=waits,
+                is_little=each > 0 and values.get("length", 0) <= _LITTLE.get(kernel, _ANY_LENGTH),
                 label=label or kernel,
             )
         )

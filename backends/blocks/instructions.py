@@ -10,7 +10,7 @@ import numpy as np
 from pi2.arrays import I32, I64, Raw
 from pi2.backends.blocks.contract import FIELDS
 
-_KERNEL, _ARGUMENTS, _ITEMS, _GRAIN, _NEXT, _WAITS, _FIRST = range(7)
+_KERNEL, _ARGUMENTS, _ITEMS, _GRAIN, _NEXT, _WAITS, _FIRST, _ALONE = range(8)
 _WORDS = 8
 
 
@@ -49,6 +49,8 @@ class Instruction:
     layer: int | None = None
     waits: bool = True
     """Whether all threads wait until it is over."""
+    is_little: bool = False
+    """Whether a token is so little work that one thread does it while all others wait."""
     label: str = ""
 
 
@@ -146,6 +148,7 @@ class _Part:
         for row, names in zip(rows, fields, strict=True):
             if "starts" in names and not row[names.index("starts")]:
                 row[names.index("starts")] = self._starts.ctypes.data
+        self._little = np.array([int(instruction.is_little) for instruction in own], np.int64)
         self._way = -1
         self._count = 0
 
@@ -162,6 +165,7 @@ class _Part:
         kernels, grains, items, each, tokens = self._ways[way]
         if way != self._way:
             self._code[:, _KERNEL], self._code[:, _GRAIN] = kernels, grains
+            self._code[:, _ALONE] = self._little if way == 0 else 0
             for place, orders in self._orders:
                 place[0] = orders[int(way >= 2)]
             self._way = way

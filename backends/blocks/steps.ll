@@ -1,8 +1,9 @@
 ; Runs instructions of a program on all threads, with a barrier after those that say so.
 ;
 ; An instruction is 64 bytes: a kernel, a pointer to its arguments, how many items it has, how many
-; of them a thread takes at a time, the next item to take, whether all threads wait after it, and the
-; first item.
+; of them a thread takes at a time, the next item to take, whether all threads wait after it, the
+; first item, and whether it is so little work that one thread does it: the last one that has come to
+; wait, before the others go on.
 ; Worker threads are made by whoever loads the library: each calls `pi2_blocks_work`, which returns
 ; after `pi2_blocks_stop`.  One run has the workers at a time; another one meanwhile computes alone.
 ; Threads that wait look SPINS times, then sleep (futex of Linux).
@@ -15,6 +16,7 @@
 @arrived = internal global i32 0, align 64     ; threads at the barrier
 @phase = internal global i32 0, align 64       ; counts barriers
 @resting = internal global i32 0, align 64     ; threads that sleep at the barrier
+@following = internal global i64 0             ; instruction with which all go on
 @stopped = internal global i32 0
 @count = internal global i32 1
 @spins = internal global i32 1000
@@ -37,10 +39,48 @@ define internal void @wake_all(ptr %word) {
   ret void
 }
 
-define internal void @wait_all(i32 %threads) {
+; Do what one thread does from instruction `begin` on; returns the first one that all do.
+define internal i64 @do_alone(ptr %code, i64 %begin, i64 %end, i64 %thread) {
+entry:
+  br label %look
+
+look:
+  %place = phi i64 [ %begin, %entry ], [ %next, %compute ]
+  %more = icmp slt i64 %place, %end
+  br i1 %more, label %ask, label %done
+
+ask:
+  %own = getelementptr inbounds %instruction, ptr %code, i64 %place
+  %alone_at = getelementptr inbounds %instruction, ptr %own, i64 0, i32 7
+  %alone = load i64, ptr %alone_at
+  %is_alone = icmp ne i64 %alone, 0
+  br i1 %is_alone, label %compute, label %done
+
+compute:
+  %kernel = load ptr, ptr %own
+  %arguments_at = getelementptr inbounds %instruction, ptr %own, i64 0, i32 1
+  %arguments = load ptr, ptr %arguments_at
+  %items_at = getelementptr inbounds %instruction, ptr %own, i64 0, i32 2
+  %items = load i64, ptr %items_at
+  %first_at = getelementptr inbounds %instruction, ptr %own, i64 0, i32 6
+  %first = load i64, ptr %first_at
+  call void %kernel(ptr %arguments, i64 %first, i64 %items, i64 %thread)
+  %next = add i64 %place, 1
+  br label %look
+
+done:
+  ret i64 %place
+}
+
+; Wait for all threads; returns the instruction with which they go on, after `begin` at the earliest.
+define internal i64 @wait_all(ptr %code, i64 %begin, i64 %end, i64 %thread, i32 %threads) {
 entry:
   %alone = icmp eq i32 %threads, 1
-  br i1 %alone, label %done, label %arrive
+  br i1 %alone, label %single, label %arrive
+
+single:
+  %own = call i64 @do_alone(ptr %code, i64 %begin, i64 %end, i64 %thread)
+  ret i64 %own
 
 arrive:
   %now = load atomic i32, ptr @phase acquire, align 4
@@ -50,15 +90,20 @@ arrive:
   br i1 %is_last, label %open, label %look
 
 open:
+  %rest = call i64 @do_alone(ptr %code, i64 %begin, i64 %end, i64 %thread)
+  store i64 %rest, ptr @following
   store atomic i32 0, ptr @arrived release, align 4
   %old = atomicrmw add ptr @phase, i32 1 seq_cst
   %asleep = load atomic i32, ptr @resting seq_cst, align 4
   %wake = icmp sgt i32 %asleep, 0
-  br i1 %wake, label %rouse, label %done
+  br i1 %wake, label %rouse, label %last
 
 rouse:
   call void @wake_all(ptr @phase)
-  br label %done
+  br label %last
+
+last:
+  ret i64 %rest
 
 look:
   %turn = phi i32 [ 0, %arrive ], [ %next, %again ], [ 0, %doze ]
@@ -80,7 +125,8 @@ doze:
   br label %look
 
 done:
-  ret void
+  %after = load i64, ptr @following
+  ret i64 %after
 }
 
 define internal void @execute(ptr %code, i64 %begin, i64 %end, i64 %thread, i32 %threads) {
@@ -117,14 +163,15 @@ compute:
 
 finish:
   %must = icmp ne i64 %waits, 0
+  %after = add i64 %place, 1
   br i1 %must, label %barrier, label %advance
 
 barrier:
-  call void @wait_all(i32 %threads)
+  %chosen = call i64 @wait_all(ptr %code, i64 %after, i64 %end, i64 %thread, i32 %threads)
   br label %advance
 
 advance:
-  %following = add i64 %place, 1
+  %following = phi i64 [ %after, %finish ], [ %chosen, %barrier ]
   %goes = icmp slt i64 %following, %end
   br i1 %goes, label %step, label %done
 
@@ -177,7 +224,7 @@ rouse:
 
 start:
   call void @execute(ptr %code, i64 %begin, i64 %end, i64 0, i32 %threads)
-  call void @wait_all(i32 %threads)
+  %together_end = call i64 @wait_all(ptr %code, i64 %end, i64 %end, i64 0, i32 %threads)
   store atomic i32 0, ptr @busy release, align 4
   ret void
 
@@ -233,7 +280,7 @@ run:
   %to = load i64, ptr @last
   %threads = load i32, ptr @count
   call void @execute(ptr %code, i64 %from, i64 %to, i64 %index, i32 %threads)
-  call void @wait_all(i32 %threads)
+  %run_end = call i64 @wait_all(ptr %code, i64 %to, i64 %to, i64 %index, i32 %threads)
   br label %idle
 
 leave:
