@@ -145,6 +145,7 @@ def _make_program(
         chunk=plan.prefill.chunk,
         architecture=machine.architecture,
         features=machine.features,
+        planes=1 if plan.prefill.activations == "int8" else 2,
         cores=tuple(list_cores(plan.threads.cores or "")),
         progress=progress,
     )

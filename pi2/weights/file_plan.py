@@ -65,6 +65,7 @@ def derive_plan(
     kv.setdefault("context", min(model.shape.context, USUAL_CONTEXT))
     prefill, decode = dict(values.get("prefill") or {}), dict(values.get("decode") or {})
     decode.setdefault("predictor", "none")
+    prefill.setdefault("activations", "int8")
     memory = dict(values.get("memory") or {})
     budget = _read_budget(memory)
     for chunk in (prefill["chunk"],) if "chunk" in prefill else CHUNKS:

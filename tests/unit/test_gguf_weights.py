@@ -77,6 +77,18 @@ def test_few_tokens_together_have_the_bits_of_each_and_many_round_otherwise(file
     assert np.abs(whole - pieces).max() <= 0.02 * np.abs(pieces).max()
 
 
+def test_activations_of_16_bits_are_nearer_to_none_rounded(file: Path) -> None:
+    tokens, found = list(range(5, 45)), {}
+    for kind in ("int8", "int16"):
+        with pi2.load(file, set={"kv.context": 256, "prefill.activations": kind}) as model:
+            found[kind] = model.logits(tokens)
+    difference = np.abs(found["int8"] - found["int16"]).max()
+    assert 0 < difference <= 0.05 * np.abs(found["int16"]).max()
+    with pytest.raises(UserError) as caught:
+        pi2.load(file, set={"prefill.activations": "fp32"})
+    assert [item.code for item in caught.value.diagnostics] == ["P265"]
+
+
 def test_embeddings_have_the_length_one(file: Path) -> None:
     with pi2.load(file, set={"kv.context": 256}) as model:
         found = model.embed("hello world")
