@@ -48,5 +48,7 @@ def test_both_commands_choose_backends_for_the_units_that_they_use(
     text = generate(tmp_path, *command)
     if "npu" in re.findall(r"^split = .*", text, re.MULTILINE)[0]:
         assert 'backends = { cpu = "cpu", npu = "hexagon" }' in text
+    elif command == ["plan"]:
+        assert "gpu is left out: " in text and "npu is left out: " in text
     else:
         assert "# The cpu computes everything; `pi2 plan` divides the work with the gpu" in text
