@@ -29,13 +29,74 @@ alone; weights are read once for all where that is quicker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
-
-from pi2.backends.observer import ExecutorObserver
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32, I64, U8, Bits
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_WITHOUT_LAYER = frozenset({"embed", "logits"})
+
+
+class ExecutorObserver:
+    """Is told by the executor that it observes, in the thread that drives it; does nothing itself.
+
+    `pi2.backends.protocol.InputReader` shows an observer what an FFN reads meanwhile.
+    """
+
+    def note_kernel(self, name: str, layer: int | None, start_s: float, end_s: float) -> None:
+        """A compiled function of the executor has run, from when to when
+        (`time.perf_counter`), for ``layer`` if it belongs to one.  An executor that has none tells
+        of its methods instead."""
+
+    def select_chunk(self, number: int) -> None:
+        """What follows is about chunk ``number`` of a prompt."""
+
+    def begin_ffn(self, layer: int) -> None:
+        """The FFN of ``layer`` has its input."""
+
+    def add_dense(self, layer: int, bundles: U8, first: int) -> None:
+        """The neurons of ``bundles`` [n, stride] are added for all tokens; ``first`` is the stored
+        index of the first."""
+
+    def end_ffn(self, layer: int) -> None:
+        """All neurons of ``layer`` have been added."""
+
+
+class ObservableExecutor:
+    """What executors without compiled functions have in common: `noted` methods."""
+
+    _observer: ExecutorObserver | None = None
+
+    def observe(self, observer: ExecutorObserver | None) -> None:
+        """See `pi2.backends.protocol.Executor`."""
+        assert self._observer is None or observer is None, "one observer at a time"
+        self._observer = observer
+
+
+def noted(method: Method) -> Method:
+    """Let the executor's observer be told of every call of ``method``, whose first argument may be
+    a layer; noted methods do not call one another."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: ObservableExecutor, *arguments: Any, **keywords: Any) -> Any:
+        observer = self._observer
+        if observer is None:
+            return method(self, *arguments, **keywords)
+        start_s = time.perf_counter()
+        try:
+            return method(self, *arguments, **keywords)
+        finally:
+            has_layer = name not in _WITHOUT_LAYER
+            layer = arguments[0] if has_layer else None
+            observer.note_kernel(name, layer, start_s, time.perf_counter())
+
+    return cast(Method, call)
 
 
 class Executor(Protocol):
@@ -121,7 +182,7 @@ class Executor(Protocol):
         ``known``: the last ``predict_gate`` was of this layer and input and has found all of them
         open.  Neurons below the layer's second limit are left out then.  With a ``stretch``,
         ``slots`` and ``indices`` are numbers of stretches of so many neurons
-        (`pi2.backends.stretches`); the result has the same bits as that of the single neurons.
+        (`pi2.backends.arithmetic`); the result has the same bits as that of the single neurons.
         """
 
     def add_named_neurons(

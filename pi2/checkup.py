@@ -18,7 +18,7 @@ from pi2.caches import find_cache_folder
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.fit import find_plan_misfits, list_backends
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
-from pi2.machine.software import (
+from pi2.machine.storage import (
     EMULATORS,
     LINKERS,
     Tvm,

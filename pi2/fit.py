@@ -11,8 +11,8 @@ from pi2.machine import Machine, list_allowed_cores
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.backends import find_backend
 from pi2.plan.documents.device import Device, Unit
+from pi2.plan.documents.plan_units import list_cores
 from pi2.plan.documents.quantities import compare_bytes, write_most
-from pi2.plan.documents.selectors import list_cores
 
 _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 doctor` lists them"
 

@@ -11,32 +11,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.arrays import I32
-from pi2.backends.observer import ExecutorObserver
+from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
-from pi2.engine.build_request import describe_build
-from pi2.engine.cut_gates import CutFeedForward
-from pi2.engine.experts import ExpertNeurons
-from pi2.engine.feed_forward import FeedForward
+from pi2.engine.experts import ExpertNeurons, RoutingDials, make_dials
+from pi2.engine.feed_forward import CutFeedForward, FeedForward
 from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import (
+    begin_hashes,
     begin_neurons,
     count_neurons,
     group_by_expert,
+    is_by_hotness,
     list_filled_layers,
     load_gates,
     open_embedding,
     open_layer_embedding,
     open_reader,
+    open_store,
 )
-from pi2.engine.opened_model import OpenedModel, check_fit, open_model
-from pi2.engine.opened_store import begin_hashes, is_by_hotness, open_store
+from pi2.engine.opened_model import (
+    OpenedModel,
+    build_shares,
+    check_fit,
+    describe_build,
+    load_shares,
+    make_rows,
+    open_model,
+)
 from pi2.engine.parts import LayerParts, Parts
 from pi2.engine.routed import RoutedFeedForward
-from pi2.engine.routing_dials import RoutingDials, make_dials
-from pi2.engine.unit_loading import build_shares, load_shares, make_rows
-from pi2.engine.whole_loading import load_whole, make_whole_forward
+from pi2.engine.whole_forward import load_whole, make_whole_forward
 from pi2.logging import get_logger
 from pi2.machine import (
     bind_calling_thread,
@@ -52,8 +58,7 @@ from pi2.memory.arena import (
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader
-from pi2.memory.null_reader import NullReader
+from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.documents.backends import find_backend

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.plan.arithmetic.fitting import MIB, Shortage, find_room, fit_plan
+from pi2.plan.arithmetic.fitting import MIB, Shortage, count_runtime, find_room, fit_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.checking.check import Report, check_plan
-from pi2.plan.checking.reuse import Reuse
-from pi2.plan.checking.splits import list_placed_splits
+from pi2.plan.checking.findings import list_placed_splits
+from pi2.plan.checking.inspection import Reuse
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import (
     approximate_bytes,
@@ -245,7 +244,7 @@ def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, 
             reason = f"rows are read when their tokens come: {approximate_bytes(saved)} for neurons"
             found.append(("memory.embedding", "flash", f"resident -> flash, {reason}"))
     if plan.decode.predictor != "none" and "lend" not in plan.kv.model_fields_set:
-        from pi2.memory.context import describe_context  # numpy
+        from pi2.memory.arena import describe_context  # numpy
 
         kv = plan.kv.model_copy(update={"lend": True})
         resolved = replace(resolved, plan=plan.model_copy(update={"kv": kv}))

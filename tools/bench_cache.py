@@ -25,8 +25,7 @@ import numpy as np
 
 from pi2.arrays import I32
 from pi2.memory.cache import NeuronCache
-from pi2.memory.frequency import expect_uses
-from pi2.memory.policy import PolicyName
+from pi2.memory.policy import PolicyName, expect_uses
 from synthesis.hotness import find_biases, normal_cdf, solve_chances
 
 Trace = list[list[I32]]

@@ -26,13 +26,13 @@ from pathlib import Path
 from gpu_rows.random_model import RandomModel, describe_random_use, shape_model
 from gpu_rows.read_rate import measure_read_rate
 from pi2.backends.gpu.devices import APIS, open_device
-from pi2.backends.gpu.images import load_image
 from pi2.backends.gpu.kernels.specification import GpuSpec, Target
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
-from pi2.cli.progress import ProgressBar
-from pi2.diagnostics import UserError, render
+from pi2.backends.gpu.packing import load_image
+from pi2.cli.commands import ProgressBar
+from pi2.diagnostics import UserError, texts
 from pi2.plan.documents.model import Model
-from pi2.planning.documents import read_document
+from pi2.planning.wish import read_document
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = (
@@ -61,7 +61,7 @@ def main() -> int:
         for plan in arguments.plans:
             lines += ["", *bench_plan(plan)]
     except UserError as error:
-        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
+        sys.stderr.write(texts.render_full(error.diagnostics, colour=False, sources=error.sources))
         return error.exit_code
     page = "\n".join(lines) + "\n"
     if arguments.output is None:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from pi2.arrays import U8
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocks_bytes
 from pi2.backends.kernels.spec import KEPT, KV_DTYPES, PANEL, PARTS, SPANS, UNPACKED, KernelSpec
-from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import Precision, lay_out_bundle, weight_bytes
 
 HIDDEN = 4096
@@ -101,14 +101,13 @@ class Bench:
         from tvm.tirx.script import builder as T
 
         from pi2.backends.compiler import vectors as v
-        from pi2.backends.compiler.compile import generate
-        from pi2.backends.compiler.parameters import Parameters, make_function
-        from pi2.backends.compiler.target import make_target
+        from pi2.backends.compiler.compile import generate, make_target
+        from pi2.backends.compiler.vectors import Parameters, make_function
         from pi2.backends.kernels.attention import divide_blocks, emit_merge, emit_span_attention
         from pi2.backends.kernels.kv import make_cache
         from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_split
-        from pi2.backends.kernels.parameters import take_activations
         from pi2.backends.kernels.program import Program
+        from pi2.backends.kernels.schedule import take_activations
 
         program = Program(spec)
         target = make_target(program.isa)

@@ -43,7 +43,7 @@ from limited.read_ahead import DENSE_KIB, MIXTURE_KIB, set_read_ahead
 from limited.rows import ROWS
 from limited.table import report
 from pi2.benchmarks.bandwidth import BandwidthLimit
-from pi2.benchmarks.llama_cpp import check_installed
+from pi2.benchmarks.contestants import check_installed
 from pi2.caches import find_cache_folder
 from pi2.machine import detect_machine
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure_row(arguments: argparse.Namespace) -> None:
     """Prepare, run in turns, print."""
-    from pi2.plan.composing.overrides import parse_assignments
+    from pi2.plan.composing.trees import parse_assignments
 
     row, settings = ROWS[arguments.row], parse_assignments(tuple(arguments.set))
     if arguments.model is not None:

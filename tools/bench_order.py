@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 
 import pi2
-from pi2.benchmarks.workloads import TokenSource
+from pi2.benchmarks.samples import TokenSource
 from pi2.memory import flash
-from pi2.memory.requests import make_batch
-from pi2.plan.composing.overrides import parse_assignments
+from pi2.memory.io_engine import make_batch
+from pi2.plan.composing.trees import parse_assignments
 from pi2.statistics.texts import encode_windows, read_texts
 
 
 @dataclass(slots=True)
 class Counter:
-    """Stands in for `pi2.memory.requests.make_batch` and counts what it plans."""
+    """Stands in for `pi2.memory.io_engine.make_batch` and counts what it plans."""
 
     neurons: int = 0
     runs: int = 0

@@ -22,11 +22,11 @@ from typing import Any, get_args
 import numpy as np
 
 from bench_kernels import HIDDEN, Bench, allocate, make_spec
-from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KV_DTYPES, KernelSpec
 from pi2.machine.cpu import detect_cpu
-from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan import KvType
 
 TOKENS = 128
 SUMS = 20
@@ -74,7 +74,7 @@ def emit_attention(spec: KernelSpec, take: Parameters) -> None:
 
     from pi2.backends.kernels.chunk_attention import Chunk, emit_chunk_attention
     from pi2.backends.kernels.kv import make_cache
-    from pi2.backends.kernels.mixing_room import take_room
+    from pi2.backends.kernels.mixing_arithmetic import take_room
     from pi2.backends.kernels.schedule import Schedule
 
     tokens, position, context = (take.take_number(n) for n in ("tokens", "position", "context"))
@@ -130,9 +130,8 @@ def list_rows(features: list[str], depths: list[int]) -> list[Row]:
     """Compile what is to be measured."""
     import tvm
 
-    from pi2.backends.compiler.compile import generate
-    from pi2.backends.compiler.parameters import make_function
-    from pi2.backends.compiler.target import make_target
+    from pi2.backends.compiler.compile import generate, make_target
+    from pi2.backends.compiler.vectors import make_function
 
     kinds = ["float32", "int8"] if "avx512vnni" in features else ["float32"]
     spec = make_spec(1, features, 2)

@@ -13,9 +13,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from pi2.cli.commands import ProgressBar
 from pi2.cli.convert import read_model
-from pi2.cli.progress import ProgressBar
-from pi2.diagnostics import UserError, render
+from pi2.diagnostics import UserError, texts
 from pi2.importing.convert import convert_checkpoint
 from pi2.store.manifest import Manifest
 
@@ -51,7 +51,7 @@ def main() -> int:
     try:
         manifest = build(arguments.checkpoint, arguments.output)
     except UserError as error:
-        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
+        sys.stderr.write(texts.render_full(error.diagnostics, colour=False, sources=error.sources))
         return error.exit_code
     size_mib = sum(entry.bytes for entry in manifest.files) / 2**20
     print(f"{arguments.output}: {len(manifest.files)} files, {size_mib:.1f} MiB")

@@ -29,11 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from pi2.costs.cost import cost_plan
-from pi2.costs.cost_memory import count_memory
+from pi2.costs.cost import cost_plan, count_memory
 from pi2.costs.prompts import PROMPT
 from pi2.costs.rates import read_rates
-from pi2.diagnostics import UserError, render
+from pi2.diagnostics import UserError, texts
 from pi2.plan.arithmetic.fitting import (
     MIB,
     Shortage,
@@ -50,12 +49,10 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import BYTE_UNITS, format_bytes, parse_quantity
 from pi2.plan.resolve import load_plan
-from pi2.planning.documents import read_document
 from pi2.planning.planner import plan
 from pi2.planning.problem import Problem, pose_problem
-from pi2.planning.resolving import resolve_values
 from pi2.planning.text import write_planned
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, read_document, resolve_values
 from planner_run import scale_rates
 
 CLUSTERS = (16, 64, 256)
@@ -86,7 +83,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             rows = check_all(arguments, arguments.work or Path(folder))
     except UserError as error:
-        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
+        sys.stderr.write(texts.render_full(error.diagnostics, colour=False, sources=error.sources))
         return error.exit_code
     return print_verdict(rows)
 

@@ -32,13 +32,14 @@ import pi2
 from golden_options import VOCAB
 from make_goldens import MODELS, make_model
 from pi2.arrays import F32
-from pi2.backends.reference import executor, layer_inputs, neurons, prediction
+from pi2.backends.reference import executor, operators
+from pi2.backends.reference import operators as neurons
+from pi2.backends.reference import operators as prediction
 from pi2.backends.reference.operators import activate
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_ffn import find_normal_quantile
-from pi2.plan.documents.model_storage import Quantization
+from pi2.plan.documents.model_parts import Quantization, find_normal_quantile
 from suited_goldens import suit_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_gemma import write_gemma3n, write_gemma4
@@ -243,7 +244,7 @@ def ask_pi2(file: Path, checkpoint: Path, prompt: list[int]) -> tuple[F32, bool]
     model = made.model_copy(update=changes)
     convert_checkpoint(file, model, folder / "store", tokenizer=checkpoint / "tokenizer.json")
     with ExitStack() as stack:
-        for module in (executor, layer_inputs, neurons, prediction):
+        for module in (executor, operators, neurons, prediction):
             stack.enter_context(patch.object(module, "activate", activate_by_table))
         loaded = stack.enter_context(pi2.load(write_plan(folder, model, {}), set=UNROUNDED))
         return loaded.logits(prompt), model.ffn.activation.startswith("gelu")

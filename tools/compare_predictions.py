@@ -27,8 +27,7 @@ from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
-from pi2.planning.resolving import make_plan_values, resolve_values
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, make_plan_values, resolve_values
 from pi2.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[1]

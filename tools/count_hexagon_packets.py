@@ -21,8 +21,7 @@ from pathlib import Path
 
 from pi2.backends.hexagon.kernels.code import generate
 from pi2.backends.hexagon.kernels.program import Program
-from pi2.backends.hexagon.rooms import lay_out_neurons
-from pi2.backends.hexagon.sizes import UnitSizes
+from pi2.backends.hexagon.sizes import UnitSizes, lay_out_neurons
 from pi2.backends.hexagon.specification import (
     LANES,
     VERSIONS,

@@ -15,8 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-from pi2.evaluation.evaluation import evaluate_plan
-from pi2.evaluation.report import write_markdown
+from pi2.evaluation import evaluate_plan, write_markdown
 from pi2.statistics.texts import read_texts
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 import pi2
-from pi2.evaluation.scores import score_windows
-from pi2.pictures import add_legend, make_figure, pick_styles, save_figure
+from pi2.evaluation import score_windows
 from pi2.plan.resolve import load_plan
 from pi2.statistics.texts import encode_windows
+from pi2.tracing import add_legend, make_figure, pick_styles, save_figure
 
 DIALS: Mapping[str, list[Mapping[str, Any]]] = {
     "prefer_cached": [{"prefer_cached": value} for value in (0.05, 0.1, 0.2, 0.3, 0.5)],

@@ -2,7 +2,7 @@
 
     python tools/measure_memory.py plans/demo.plan.toml my.plan.toml --tokens 64
 
-Runs `pi2 run` with a prompt of a few lines.  The constants of pi2/plan/arithmetic/runtime.py come
+Runs `pi2 run` with a prompt of a few lines.  The constants of pi2/plan/arithmetic/fitting.py come
 from such runs: what was measured, less what was used of the segments.
 """
 
@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pi2.costs.cost_memory import count_memory
+from pi2.costs.cost import count_memory
 from pi2.machine import list_allowed_cores
 from pi2.plan.resolve import load_plan
 

@@ -20,8 +20,7 @@ import pi2
 from pi2.arrays import I64
 from pi2.engine.forward import Forward
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.speculation import Speculation
-from pi2.engine.step_bytes import StepBytes
+from pi2.engine.speculation import Speculation, StepBytes
 
 KINDS: Mapping[str, Mapping[str, Any] | None] = {
     "none": None,
@@ -117,7 +116,7 @@ def main() -> None:
     parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
-    from pi2.plan.composing.overrides import parse_assignments
+    from pi2.plan.composing.trees import parse_assignments
 
     settings = parse_assignments(tuple(options.set))
     drawing = {"temperature": 0.0, "repetition_penalty": 1.0} if options.greedy else {"seed": 1}

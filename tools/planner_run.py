@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from pi2.benchmarks.bandwidth import MeterRecipe
-from pi2.benchmarks.plan_contestant import PlanContestant, PlanRecipe
-from pi2.benchmarks.worker import Worker
-from pi2.benchmarks.workloads import Workload
-from pi2.costs.flash import FlashPoint
+from pi2.benchmarks.contestant import Worker
+from pi2.benchmarks.contestants import PlanContestant, PlanRecipe
+from pi2.benchmarks.samples import Workload
+from pi2.costs.constants import FlashPoint
 from pi2.costs.rates import Rates
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.machine import list_allowed_cores

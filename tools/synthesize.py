@@ -23,9 +23,9 @@ import sys
 import time
 from pathlib import Path
 
-from pi2.cli.progress import ProgressBar
-from pi2.diagnostics import UserError, render
-from pi2.importing.activations import check_experts, note_identity
+from pi2.cli.commands import ProgressBar
+from pi2.diagnostics import UserError, texts
+from pi2.importing.conversion_job import check_experts, note_identity
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -37,7 +37,7 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.reading.references import find_document
 from pi2.plan.resolve import load_plan
-from pi2.planning.documents import read_document
+from pi2.planning.wish import read_document
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from synthesis.additions import add_files
@@ -65,7 +65,7 @@ def main() -> int:
     try:
         synthesize(arguments)
     except UserError as error:
-        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
+        sys.stderr.write(texts.render_full(error.diagnostics, colour=False, sources=error.sources))
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)

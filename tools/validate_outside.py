@@ -28,9 +28,7 @@ from pi2.costs.description import Description, describe_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning.documents import read_document
-from pi2.planning.resolving import make_plan_values, resolve_values
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, make_plan_values, read_document, resolve_values
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs/simulator.md"

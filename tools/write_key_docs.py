@@ -12,13 +12,12 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from pi2.plan.authoring.field_docs import FieldDoc, describe_field, find_table, list_keys
-from pi2.plan.documents.common import Document, Origin
+from pi2.plan.authoring.explanation import FieldDoc, describe_field, find_table, list_keys
+from pi2.plan.documents.common import Document, Origin, find_type
 from pi2.plan.documents.device import Device
-from pi2.plan.documents.fields import find_type
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.plan.toml.paths import KeyPath, format_path
+from pi2.plan.toml.text import KeyPath, format_path
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-language.md"
 BEGIN = "<!-- Written by tools/write_key_docs.py: change the docstrings in pi2/plan instead. -->\n"

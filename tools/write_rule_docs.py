@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pi2.diagnostics.page import Page, write_markdown
-from pi2.plan.checking.pages import load_pages
+from pi2.diagnostics.texts import Page, write_markdown
+from pi2.plan.checking.check import load_pages
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "rules"
 INDEX = "README.md"

@@ -16,7 +16,7 @@ ONLY_EMULATED = False
 
 def find_limits(facts: UnitFacts) -> list[str]:
     """Name the operators of a model that there are no kernels for."""
-    from pi2.backends.blocks.support import find_unknown
+    from pi2.backends.blocks.contract import find_unknown
 
     unknown = find_unknown(facts.resolved.model)
     limits = [f"does not compute {', '.join(unknown)}"] if unknown else []

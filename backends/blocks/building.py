@@ -10,20 +10,21 @@ from typing import TypeVar
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Raw
+from pi2.backends.arithmetic import RopeTables
 from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
-from pi2.backends.blocks.grids import make_tables
-from pi2.backends.blocks.instructions import Instruction, Way, put_float
-from pi2.backends.blocks.libraries import Libraries
-from pi2.backends.blocks.orders import count_together, list_offsets
-from pi2.backends.blocks.room import KvCache, allocate
-from pi2.backends.blocks.sizes import (
+from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
+from pi2.backends.blocks.room import (
+    KvCache,
+    Libraries,
+    allocate,
     count_attention_bytes,
     count_quantized_bytes,
     count_scratch_bytes,
     count_tile_tokens,
+    count_together,
+    list_offsets,
+    make_tables,
 )
-from pi2.backends.blocks.weights import FindWeight, Weight
-from pi2.backends.rope import RopeTables
 from pi2.plan.documents.model import Model
 
 A = TypeVar("A", bound=Raw)

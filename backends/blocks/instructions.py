@@ -2,13 +2,112 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import struct
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from pi2.arrays import I32, I64, Raw
+from pi2.arrays import F32, I32, I64, U8, Raw
 from pi2.backends.blocks.contract import FIELDS
+from pi2.backends.blocks.room import open_library
+from pi2.formats import Format, find_format
+
+_PATIENCE = 500
+"""How often a thread looks for work before it sleeps."""
+
+
+class Threads:
+    """Workers of a library of its own: they end with `close`."""
+
+    def __init__(self, library: Path, count: int, cores: Sequence[int] = ()) -> None:
+        """Run on ``count`` threads, the caller's included; ``cores``: one for each."""
+        self._library = open_library(library)
+        self._run = self._library.pi2_blocks_run
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        self._run.restype = None
+        self.count = count
+        since = self._library.pi2_blocks_start(count, _PATIENCE)
+        self._workers = []
+        for index in range(1, count):
+            core = cores[index] if index < len(cores) else None
+            worker = threading.Thread(target=self._work, args=(index, since, core), daemon=True)
+            worker.start()
+            self._workers.append(worker)
+
+    def _work(self, index: int, since: int, core: int | None) -> None:
+        if core is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {core})
+        self._library.pi2_blocks_work(ctypes.c_int64(index), since)
+
+    def run(self, program: int, begin: int, end: int) -> None:
+        """Run instructions of the program at an address."""
+        self._run(program, begin, end)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers:
+            self._library.pi2_blocks_stop()
+            for worker in self._workers:
+                worker.join()
+            self._workers = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A tensor as it lies in a file: ``rows`` of ``length`` elements, one after another."""
+
+    format: str
+    """A name of `pi2.formats`."""
+    rows: int
+    length: int
+    data: U8 | None = None
+    """Its bytes, mapped or read; None where `BlockModel.set_tensor` says where they are before
+    the instructions run that read them."""
+    experts: int = 1
+    """Matrices of so many rows that follow each other."""
+    added: float = 0.0
+    """Constant that elements of a vector are stored without."""
+    neighbours: bool = False
+    """Whether elements of a head that follow each other turn together, whatever the model document
+    says of the checkpoint."""
+
+    @property
+    def kind(self) -> Format:
+        """The format."""
+        return find_format(self.format)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.kind.count_bytes(self.length)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.row_bytes * self.rows * self.experts
+
+    def read(self) -> F32:
+        """Return the elements of a vector, flat."""
+        assert self.data is not None, "vectors are in memory"
+        raw = np.asarray(self.data).reshape(-1)[: self.size_bytes]
+        return self.kind.decode(raw).reshape(-1) + np.float32(self.added)
+
+
+class FindWeight(Protocol):
+    """Finds a tensor by the key that `pi2.plan.documents.model_tensors.Tensors` has for its name.
+
+    In a mixture, tensors of experts have all of them (`Weight.experts`).
+    """
+
+    def __call__(self, key: str, layer: int, /) -> Weight | None:
+        """Return the tensor ``key`` of a layer (0 for the model's own); None if there is none."""
+
 
 _KERNEL, _ARGUMENTS, _ITEMS, _GRAIN, _NEXT, _WAITS, _FIRST, _ALONE = range(8)
 _WORDS = 8

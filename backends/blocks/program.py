@@ -9,13 +9,14 @@ from pathlib import Path
 
 import tvm
 
-from pi2.backends.blocks import attention, elements, panels, positions, quantizing, routing, rows
-from pi2.backends.blocks.spec import COMMON, STEPS, BlockSpec
+from pi2.backends.blocks import elements, panels, routing, rows
+from pi2.backends.blocks import elements as attention
+from pi2.backends.blocks import elements as positions
+from pi2.backends.blocks import elements as quantizing
+from pi2.backends.blocks.contract import COMMON, STEPS, BlockSpec
 from pi2.backends.blocks.tables import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
-from pi2.backends.compiler.ahead import compile_text
-from pi2.backends.compiler.compile import generate_plain
-from pi2.backends.compiler.target import make_target
+from pi2.backends.compiler.compile import compile_text, generate_plain, make_target
 from pi2.formats import find_format
 
 _PAUSES = {

@@ -2,18 +2,222 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 
 from pi2.arrays import F16, U8, Raw
-from pi2.backends.blocks.sizes import (
-    count_attention_bytes,
-    count_longest_input,
-    count_scratch_bytes,
-    count_token_bytes,
-)
+from pi2.backends.blocks.contract import COMMON, FIELDS, STEPS, BlockSpec
+from pi2.backends.compiler.cache import load_or_compile_several
+from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.executor import CONTEXT_BLOCK
+from pi2.formats import Activations
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
+from pi2.progress import Progress, ignore_progress
+
+_LINE = 64
+STAGE_BYTES = 8192
+"""Bytes in which a thread unpacks blocks of some rows."""
+
+QUERIES = 8
+"""Queries that are multiplied with the same keys at once."""
+SCORES = 256
+"""Positions whose scores are kept of each."""
+_TILE_QUERIES = 32
+"""Queries of tokens of a tile, of the heads that share keys."""
+
+
+def count_tile_tokens(group: int) -> int:
+    """Return the tokens of a tile of attention, where ``group`` heads share keys."""
+    return max(1, _TILE_QUERIES // group)
+
+
+def count_attention_bytes(group: int, head_dim: int, lanes: int) -> int:
+    """Return the bytes that a thread needs for a tile of attention."""
+    queries = -(-count_tile_tokens(group) * group // QUERIES) * QUERIES
+    return 4 * (queries * (SCORES + head_dim + 2) + head_dim * lanes) + _LINE
+
+
+def count_scratch_bytes(length: int, lanes: int) -> int:
+    """Return the bytes that a thread needs for a panel of ``lanes`` rows of ``length``."""
+    # Of 256 elements 64 registers are weights, and 25, or 24 of 8 groups, what belongs to them.
+    registers = -(-length // 256) * (64 + 32)
+    return STAGE_BYTES + registers * 4 * lanes
+
+
+def count_quantized_bytes(kind: Activations, length: int) -> int:
+    """Return the bytes of a token of ``length`` elements, whole cache lines."""
+    if kind == "float":
+        size = 4 * length
+    elif kind == "q8_k":
+        size = length + length // 64 + length // 8 + length // 16
+    else:
+        size = length + 3 * (length // 8)
+    return -(-size // _LINE) * _LINE
+
+
+def count_longest_input(model: Model) -> int:
+    """Return the elements of the longest vector that a matrix is multiplied with."""
+    shape, moe = model.shape, model.moe
+    widths = [shape.hidden, shape.ffn, *(view.shape.query for view, _ in model.list_views())]
+    if moe is not None:
+        widths += [moe.shared_ffn or moe.shared_experts * shape.ffn, moe.dense_ffn or 0]
+    return max(widths)
+
+
+def count_token_bytes(model: Model, planes: int = 1) -> int:
+    """Return the bytes that arrays of a token have at most: the residual stream, what norms give,
+    queries, keys and values, what heads mix, gates and ups, and each of the inputs of matrices in
+    ``planes`` of 8 bits in up to three orders."""
+    hidden, ffn, moe = model.shape.hidden, model.shape.ffn, model.moe
+    views = [view for view, _ in model.list_views()]
+    query = max(view.shape.query for view in views)
+    keys = max(view.shape.kv_heads * view.shape.head_dim for view in views)
+    floats = 4 * hidden + 2 * query + 2 * keys
+    if moe is not None:
+        beside = max(moe.shared_ffn or moe.shared_experts * ffn, moe.dense_ffn or 0)
+        floats += moe.experts + 4 * moe.active_experts
+        ffn = moe.active_experts * ffn + beside
+    floats += 3 * ffn
+    inputs = (hidden, query, ffn)
+    if planes > 1:
+        floats += sum(inputs)
+    codes = 3 * planes * sum(count_quantized_bytes("q8_0", width) for width in inputs)
+    return 4 * floats + codes + 32 * _LINE
+
+
+GRIDS: Mapping[str, int] = {
+    "iq1_s": 2048 * 8,
+    "iq1_m": 2048 * 8,
+    "iq2_xxs": 256 * 8,
+    "iq2_xs": 512 * 8,
+    "iq2_s": 1024 * 8,
+    "iq3_xxs": 256 * 4,
+    "iq3_s": 512 * 4,
+}
+"""Bytes of each format's grid."""
+
+
+def make_tables(name: str) -> U8:
+    """Return the tables of a format; zeros where it has none."""
+    if name not in GRIDS:
+        return np.zeros(64, np.uint8)
+    from gguf import quants
+
+    kind = getattr(quants, name.upper())
+    kind.init_grid()
+    values = np.asarray(kind.grid).reshape(-1)
+    if name.startswith("iq1"):
+        # -1, 0 and 1 in eighths, to which an eighth is added or not.
+        values = values * 8
+    grid: U8 = values.astype(np.int8).view(np.uint8)
+    assert grid.size == GRIDS[name]
+    signs: U8 = np.frombuffer(quants.IQ2_XXS.ksigns, np.uint8)
+    return np.ascontiguousarray(np.concatenate([grid, signs]))
+
+
+CHUNK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Fields of 16 bytes each: ``place`` says which 16 elements field f of load b has."""
+
+    loads: int
+    fields: int
+    place: Callable[[int, int], int]
+
+    def list_parts(self, width: int) -> list[tuple[int, ...]]:
+        """Return what registers of ``width`` bytes have, in the order in which kernels take
+        them."""
+        each = width // CHUNK
+        return [
+            tuple(self.place(load, field) for load in range(first, first + each))
+            for first in range(0, self.loads, each)
+            for field in range(self.fields)
+        ]
+
+
+NATURAL = Order(16, 1, lambda b, f: b)
+NIBBLES = Order(8, 2, lambda b, f: 4 * (b // 2) + b % 2 + 2 * f)
+PAIRS = Order(4, 4, lambda b, f: 8 * (b // 2) + b % 2 + 2 * f)
+SIXES = Order(8, 2, lambda b, f: 8 * (b // 4) + b % 4 + 4 * f)
+HALVES = Order(8, 2, lambda b, f: 2 * b + f)
+
+_ORDERS: Mapping[str, Order] = {
+    "q2_k": PAIRS,
+    "q3_k": PAIRS,
+    "q4_k": NIBBLES,
+    "q5_k": NIBBLES,
+    "q6_k": SIXES,
+    "tq2_0": PAIRS,
+    "iq4_xs": HALVES,
+}
+
+
+def find_order(name: str) -> Order:
+    """Return the order of a format."""
+    return _ORDERS.get(name, NATURAL)
+
+
+def list_offsets(name: str, width: int) -> tuple[int, ...]:
+    """Return where each 16 elements of a block are put, in bytes from its beginning."""
+    flat = [chunk for part in find_order(name).list_parts(width) for chunk in part]
+    return tuple(CHUNK * flat.index(chunk) for chunk in range(256 // CHUNK))
+
+
+_BUNDLED = frozenset({"q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"})
+"""Formats of nibbles, whose groups of 32 are computed several at once: the first halves of all of
+them, then the second ones."""
+
+
+def count_together(name: str, width: int) -> int:
+    """Return the groups of 32 of a format whose halves lie together in activations."""
+    return width // CHUNK if name in _BUNDLED and width >= 2 * CHUNK else 1
+
+
+class Libraries:
+    """The libraries of some formats, and what is common to all."""
+
+    def __init__(
+        self,
+        formats: Iterable[str],
+        *,
+        architecture: str,
+        features: Iterable[str],
+        progress: Progress = ignore_progress,
+    ) -> None:
+        """Load them, compiled now unless they are cached."""
+        own = tuple(sorted(features))
+
+        names = (STEPS, COMMON, *sorted(formats))
+        specs = [BlockSpec(library=name, architecture=architecture, features=own) for name in names]
+        self.isa = specs[0].isa
+        self.steps, *paths = load_or_compile_several(specs, progress)
+        self._loaded = {
+            name: open_library(path) for name, path in zip(names[1:], paths, strict=True)
+        }
+
+    def find(self, kernel: str, own: str | None = None) -> int:
+        """Return the address of a kernel, of the format ``own`` if it belongs to one."""
+        assert kernel in FIELDS
+        library = self._loaded[COMMON if own is None else own]
+        address = ctypes.cast(getattr(library, kernel), ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load a library; `UserError` P655 if that is not possible."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise refuse_library(path, error) from None
+
 
 ALIGNMENT = 64
 _MOST_LANES = 16

@@ -79,9 +79,9 @@ def build(request: BuildRequest) -> Executor:
     """Compile the kernels unless they are cached, and make the executor."""
     from pi2.backends.compiler.cache import load_or_compile
     from pi2.backends.compiler.runtime import Library
-    from pi2.backends.cpu.arrays import measure_arrays
     from pi2.backends.cpu.executor import CpuExecutor
     from pi2.backends.cpu.specification import make_spec
+    from pi2.backends.cpu.workspace import measure_arrays
 
     spec = make_spec(request)
     path = load_or_compile(spec, request.progress)

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+import numpy as np
 
 from pi2.arrays import F32, I32
+from pi2.backends.arithmetic import Router
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.arrays import Arrays, count_tokens, make_layer_room, make_side_room
-from pi2.backends.cpu.attention import Attention
-from pi2.backends.cpu.chunk_state import ChunkState, StepCalls
-from pi2.backends.cpu.neurons import Neurons
+from pi2.backends.cpu.attention import Attention, PartCalls
+from pi2.backends.cpu.neurons import NeighbourCalls, Neurons
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.workspace import Views, Workspace
-from pi2.backends.experts import Router
+from pi2.backends.cpu.workspace import (
+    Arrays,
+    Views,
+    Workspace,
+    count_tokens,
+    make_layer_room,
+    make_side_room,
+)
 from pi2.backends.kernels.spec import AltUpShape, KernelSpec
 from pi2.backends.protocol import BuildRequest
+from pi2.backends.reference.operators import cap, normalize
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.cutoffs import GATE_CUTOFF
-from pi2.plan.weights.tensor_names import (
+from pi2.plan.weights.projections import (
     EMBEDDING,
     FINAL_NORM,
+    GATE_CUTOFF,
     HEAD,
     HEAD_BIAS,
     LAYER_EMBEDDING,
@@ -30,6 +39,97 @@ from pi2.plan.weights.tensor_names import (
     STREAM_OUT,
     name_layer_tensor,
 )
+
+
+@dataclass(slots=True, kw_only=True)
+class ChunkState:
+    """A chunk of T tokens in the course of the layers."""
+
+    tokens: int = 0
+    arrays: Arrays
+    embed: BoundCall
+    embed_layers: BoundCall | None
+    """Makes what layers have of their own, where they have something."""
+    positions: BoundCall | None
+    """Adds learned position vectors, where there are any."""
+    attend: list[list[tuple[BoundCall, ...]]]
+    """By sequence and layer; empty where rows are divided."""
+    parts: list[tuple[PartCalls, ...]]
+    """By layer, where rows of the attention block are divided; else empty."""
+    begin: list[BoundCall]
+    """By layer."""
+    neighbours: list[NeighbourCalls]
+    """By layer."""
+    end: list[BoundCall]
+    """By layer."""
+    head: BoundCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCalls:
+    """Calls for a step of several tokens; all others are those of chunk 0."""
+
+    attend: list[tuple[PartCalls, ...]]
+    """By layer; empty where steps have one token."""
+    begin: list[BoundCall]
+    """By layer."""
+    end: list[BoundCall]
+    """By layer."""
+    embed_layers: BoundCall | None
+    positions: list[BoundCall]
+    """By token, for its position."""
+
+
+class DividedEnds:
+    """Norms before projections and head, and what comes after products."""
+
+    def __init__(self, request: BuildRequest) -> None:
+        self._request = request
+        self._model = request.model
+
+    def _read(self, name: str) -> F32 | None:
+        """A float32 tensor [1, n] as a vector; None where the model has none."""
+        tensor = self._request.tensors.get(name)
+        return None if tensor is None else np.asarray(tensor.weights).view(np.float32).reshape(-1)
+
+    def normalize(self, x: F32, name: str) -> F32:
+        """``x`` [T, hidden] by the norm ``name``."""
+        weight = self._read(name)
+        assert weight is not None, name
+        bias = self._read(f"{name}_bias") if self._model.norm.bias else None
+        return normalize(self._model.norm, x, weight, bias, self._model.shape.hidden)
+
+    def normalize_attention(self, x: F32, layer: int) -> F32:
+        """What a layer's projection reads [T, hidden]."""
+        if not self._model.norm.inputs:
+            return x
+        return self.normalize(x, name_layer_tensor(layer, "attention_norm"))
+
+    def normalize_head(self, x: F32) -> F32:
+        """What the head reads [T, hidden]."""
+        return self.normalize(x, FINAL_NORM)
+
+    def put_projected(self, qkv: F32, layer: int, values: F32) -> None:
+        """Set the first columns of ``qkv`` [T, rows] to ``values`` [T, n] and their biases."""
+        bias = self._read(name_layer_tensor(layer, "qkv_bias"))
+        count = values.shape[1]
+        qkv[:, :count] = values if bias is None else values + bias[:count]
+
+    def put_output(self, x: F32, layer: int, values: F32) -> None:
+        """Add ``values`` [T, n] and their biases to the first columns of ``x`` [T, hidden]."""
+        bias = self._read(name_layer_tensor(layer, "output_bias"))
+        count = values.shape[1]
+        total = values if bias is None else values + bias[:count]
+        x[:, :count] += total * np.float32(self._model.multipliers.residual)
+
+    def put_logits(self, logits: F32, values: F32) -> None:
+        """Set the first columns of ``logits`` [T, vocab] by ``values`` [T, n]."""
+        count = values.shape[1]
+        bias = self._read(HEAD_BIAS) if self._model.head_bias else None
+        total = values if bias is None else values + bias[:count]
+        total = total * np.float32(self._model.multipliers.logits)
+        logits[:, :count] = cap(total, self._model.logit_softcap)
+
 
 _SIDE = (
     *("side_norm", "side_in", "side_down", "side_output_norm", "experts_output_norm"),

@@ -7,25 +7,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
+from pi2.backends.arithmetic import expand_stretches, list_chosen, make_routers, read_rows
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.arrays import (
-    count_tokens,
-    make_arrays,
-)
 from pi2.backends.cpu.attention import Attention, PartCalls
-from pi2.backends.cpu.bindings import Bindings
-from pi2.backends.cpu.divided import DividedEnds
-from pi2.backends.cpu.lanes import order_by_lanes
+from pi2.backends.cpu.bindings import Bindings, DividedEnds
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.scratch import Scratch
-from pi2.backends.cpu.workspace import Workspace
-from pi2.backends.experts import list_chosen, make_routers, read_rows
+from pi2.backends.cpu.workspace import Scratch, Workspace, count_tokens, make_arrays
+from pi2.backends.executor import ExecutorObserver
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.observer import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, add_one_by_one
-from pi2.backends.stretches import expand_stretches
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.weights.layout import GROUP, Precision, split_lanes
+
+
+def order_by_lanes(hidden: int, precision: Precision) -> I32 | None:
+    """Elements [hidden] in *lane order* (`pi2.backends.kernels.neurons`): where each stands in the
+    natural order; None where that is the same."""
+    if precision == "fp16":
+        return None
+    blocks, first = [], 0
+    for lanes in split_lanes(hidden):
+        elements = np.arange(first, first + lanes * GROUP, dtype=np.int32).reshape(lanes, GROUP)
+        # Within a block, element e of all its groups comes before element e + 1 of any.
+        blocks.append(elements.T.reshape(-1))
+        first += lanes * GROUP
+    return np.concatenate(blocks)
+
 
 _NONE: I32 = np.zeros(0, np.int32)
 

@@ -11,19 +11,18 @@ from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocked_tile_bytes, count_blocks_bytes
 from pi2.backends.kernels.mixing_layout import count_most_room
 from pi2.backends.kernels.spec import BLOCK_ROOM, PANEL, PARTS, SPANS
-from pi2.plan.arithmetic.kept_sizes import KV_TOKENS
-from pi2.plan.arithmetic.needs import Need
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, count_chunk_tokens
+from pi2.plan.arithmetic.units import KV_TOKENS, Need
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.cutoffs import list_cutoff_matrices
 from pi2.plan.weights.layout import ALIGNMENT, GROUP, fill_groups, round_up
+from pi2.plan.weights.projections import list_cutoff_matrices
 from pi2.plan.weights.states import describe_state
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_attention import Latent
+    from pi2.plan.documents.model_mixing import Latent
     from pi2.plan.documents.plan import Plan
 
 PANEL_FLOATS = PANEL + PARTS

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
+from pi2.backends.arithmetic import expand_stretches
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.arrays import count_tokens
-from pi2.backends.cpu.expert_groups import complete_pairs, list_groups
 from pi2.backends.cpu.prediction import Prediction
-from pi2.backends.cpu.scratch import DENSE_FLOATS, Scratch
-from pi2.backends.cpu.workspace import Views, Workspace
+from pi2.backends.cpu.workspace import DENSE_FLOATS, Scratch, Views, Workspace, count_tokens
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.stretches import expand_stretches
 from pi2.plan.weights.bundles import slice_experts
+
+
+def list_groups(experts: I32, routes: F32) -> Iterator[tuple[I32, I32]]:
+    """Give the places of an expert's neurons, and its tokens, for every expert that has both.
+
+    ``experts`` [n] of the neurons; ``routes`` [T, experts], not 0 where an expert computes a token.
+    """
+    # A radix sort, where integers are short.
+    order = np.argsort(experts.astype(np.uint16), kind="stable").astype(np.int32)
+    counts = np.bincount(experts)
+    # A few of many experts, where neurons are stored by expert.
+    present, start = counts.nonzero()[0], 0
+    for expert, count in zip(present.tolist(), counts[present].tolist(), strict=True):
+        end = start + count
+        tokens = routes[:, expert].nonzero()[0].astype(np.int32)
+        if len(tokens):
+            yield order[start:end], tokens
+        start = end
+
+
+def complete_pairs(tokens: I32, count: int) -> I32:
+    """``tokens``, ascending, of ``count``, with the other of each two that are computed together:
+    tokens 0 and 1, 2 and 3, ..."""
+    pairs = np.unique(tokens // 2)
+    both = (2 * pairs[:, None] + np.arange(2)).reshape(-1)
+    return both[both < count].astype(np.int32)
+
 
 _MOST_ARENAS = 256
 """Views of arenas that are remembered."""

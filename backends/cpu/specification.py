@@ -13,11 +13,9 @@ from pi2.backends.kernels.spec import (
 )
 from pi2.backends.protocol import BuildRequest
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan_running import ActivationType
-from pi2.plan.weights.cutoffs import list_cutoff_matrices
-from pi2.plan.weights.latent import describe_latent
+from pi2.plan.documents.plan import ActivationType
+from pi2.plan.weights.projections import describe_latent, list_cutoff_matrices, name_layer_tensor
 from pi2.plan.weights.states import describe_state
-from pi2.plan.weights.tensor_names import name_layer_tensor
 
 PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
 """Bytes of an activation."""

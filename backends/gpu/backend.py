@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.needs import Need
-from pi2.plan.arithmetic.rows import list_matrices
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_chunks
-from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.arithmetic.units import Need, UnitFacts, list_matrices
 from pi2.plan.documents.device import Unit, UnitKind
 
 if TYPE_CHECKING:
-    from pi2.backends.dense_unit import DenseUnit, UnitRequest
-    from pi2.backends.whole_model import WholeModel, WholeRequest
+    from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
 
 COMPUTES = True
 NATIVE = False
@@ -31,7 +28,7 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
     Drivers are asked in another process.
     """
-    from pi2.backends.gpu.choice import find_unit_obstacles
+    from pi2.backends.gpu.devices import find_unit_obstacles
 
     return find_unit_obstacles(unit)
 
@@ -39,7 +36,7 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute alone; beside the CPU it computes rows and neurons of every
     model that the plan language can state, but for a few precisions and a norm inside the FFN."""
-    from pi2.backends.gpu.alone.limits import find_alone_limits
+    from pi2.backends.gpu.alone.sizes import find_alone_limits
     from pi2.backends.limits import list_unknown_weights
 
     if facts.neurons is None:
@@ -51,7 +48,7 @@ def need_unit_memory(facts: UnitFacts) -> Need:
     """Return the bytes of a whole model, or of neurons in whole tiles, of jobs and of neurons that
     are added, and of what they take in main memory on their way."""
     if facts.neurons is None:
-        from pi2.backends.gpu.alone.limits import need_whole_memory
+        from pi2.backends.gpu.alone.sizes import need_whole_memory
 
         return need_whole_memory(facts.resolved)
     from pi2.backends.gpu.sizes import DenseSizes, count_experts, describe_rows

@@ -1,4 +1,4 @@
-"""A dense unit on a GPU: `pi2.backends.dense_unit.DenseUnit` over `DenseFfn`."""
+"""A dense unit on a GPU: `pi2.backends.units.DenseUnit` over `DenseFfn`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, U8
-from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
-from pi2.backends.gpu.choice import open_unit
-from pi2.backends.gpu.dense import DenseFfn
-from pi2.backends.gpu.dense_rows import DenseRows
-from pi2.backends.gpu.description import describe_model_ffn
+from pi2.backends.gpu.dense import DenseFfn, DenseRows
+from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
-from pi2.backends.gpu.memory import check_memory
-from pi2.backends.gpu.sizes import TILE, DenseSizes, count_experts, describe_rows
+from pi2.backends.gpu.sizes import (
+    TILE,
+    DenseSizes,
+    count_experts,
+    describe_model_ffn,
+    describe_rows,
+)
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
+from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision
 

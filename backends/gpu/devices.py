@@ -13,15 +13,39 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import pi2
-from pi2.backends.gpu.kernels.signature import Api
+from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.diagnostics import UserError
+from pi2.plan.documents.device import Unit
+from pi2.plan.documents.quantities import approximate_bytes
+
+
+def check_memory(launcher: Launcher, sizes: Sequence[int]) -> None:
+    """P361 where the driver says that the device has no room for arrays of ``sizes`` bytes."""
+    facts, help = launcher.facts, "give the unit a smaller share of `layers.split`"
+    largest, total = max(sizes), sum(sizes)
+    if largest > facts.max_array_bytes:
+        raise UserError.of(
+            "P361",
+            f"{facts.name} takes at most {approximate_bytes(facts.max_array_bytes)} in one piece,"
+            f" and the plan needs {approximate_bytes(largest)}",
+            help=help,
+        )
+    state = launcher.read_memory()
+    if state is not None and total > state.free_bytes:
+        raise UserError.of(
+            "P361",
+            f"{facts.name} has {approximate_bytes(state.free_bytes)} free, and the plan puts"
+            f" {approximate_bytes(total)} on it",
+            help=f"{help}, or end other programs that use it",
+        )
+
 
 APIS: tuple[Api, ...] = get_args(Api)
 _TIMEOUT_S = 20.0
@@ -137,3 +161,57 @@ if __name__ == "__main__":
     print(json.dumps([dataclasses.asdict(survey_api(api)) for api in wanted]), flush=True)
     # Drivers have been seen to crash while they clean up.
     os._exit(0)
+
+
+_APIS: Mapping[str, tuple[Api, ...]] = {
+    "opencl": ("opencl",),
+    "vulkan": ("webgpu",),
+    "cuda": ("cuda",),
+}
+"""APIs by what the device document calls a unit's architecture."""
+_ANY: tuple[Api, ...] = ("cuda", "webgpu", "opencl")
+"""Where it does not say, best first; Metal is reached through WebGPU."""
+
+
+def list_apis(unit: Unit) -> tuple[Api, ...]:
+    """Return the APIs that may play the unit, best first."""
+    return _APIS.get(unit.architecture or "", _ANY)
+
+
+def find_unit_obstacles(unit: Unit) -> list[str]:
+    """Return what keeps every API of the unit from finding a device, empty if one has one."""
+    surveys = survey_devices(list_apis(unit))
+    if any(_is_suitable(survey, unit) for survey in surveys):
+        return []
+    return [_explain(survey) for survey in surveys]
+
+
+def open_unit(unit: Unit) -> Launcher:
+    """Open the device that plays the unit; raises P360 where there is none, or only the processor
+    while the unit is not emulated."""
+    surveys = []
+    for api in list_apis(unit):
+        survey = survey_api(api)
+        if _is_suitable(survey, unit):
+            return open_device(api)
+        surveys.append(survey)
+    raise UserError.of(
+        "P360",
+        "; ".join(
+            f"{survey.api}: {survey.obstacle or 'only the processor plays a GPU here'}"
+            for survey in surveys
+        ),
+        help="; or ".join(survey.help or "install the GPU's driver" for survey in surveys),
+    )
+
+
+def _is_suitable(survey: Survey, unit: Unit) -> bool:
+    """Whether an API has a device for the unit: a processor that plays one is not what a plan for a
+    GPU was made for."""
+    return any(unit.emulated or not device.is_emulated for device in survey.devices)
+
+
+def _explain(survey: Survey) -> str:
+    if survey.devices:
+        return f"{survey.api}: only the processor plays a GPU here"
+    return f"{survey.api}: {survey.obstacle}" + (f" ({survey.help})" if survey.help else "")

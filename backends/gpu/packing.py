@@ -1,7 +1,7 @@
 """Weights of the store rearranged for a GPU: neighbouring threads read neighbouring words.
 
 The store's groups of 32 weights keep their words (`pi2.plan.weights.layout`): what is in them says
-`pi2.backends.gpu.kernels.weights`.  Where these lie is another matter:
+`pi2.backends.gpu.kernels.code`.  Where these lie is another matter:
 
 - *tiles*, for rows that are multiplied with inputs: 32 rows are a tile.  In it comes one vector of
   16 bytes of each row, then the next of each row, and so on; where neurons have gates, all of the
@@ -14,7 +14,7 @@ A piece of a multiple of 32 rows is contiguous in both.  Rows that fill up the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,10 +22,67 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import F32, I32, U8, U32, Scales
+from pi2.backends.compiler.cache import load_or_compile
+from pi2.backends.compiler.compilers import Compiler
+from pi2.backends.gpu.kernels.specification import GpuSpec, KernelImage
+from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, LoadedKernel
 from pi2.backends.gpu.sizes import TILE
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part
-from pi2.plan.weights.codes import order_words
 from pi2.plan.weights.layout import BundleLayout, Precision, round_up
+from pi2.plan.weights.rounding import order_words
+from pi2.progress import Progress
+
+
+class DeviceArrays:
+    """All arrays of a user of a device."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._all: list[DeviceArray] = []
+
+    def allocate(self, sizes: Mapping[str, int]) -> dict[str, DeviceArray]:
+        """Make arrays of ``sizes`` bytes, by name; none where the size is 0.
+
+        Raises P361 where the device has no memory for them.
+        """
+        arrays = {}
+        for name, size in sizes.items():
+            if size:
+                arrays[name] = self._launcher.allocate(size)
+                self._all.append(arrays[name])
+        return arrays
+
+    @property
+    def total_bytes(self) -> int:
+        """What they take."""
+        return sum(array.size for array in self._all)
+
+    def release(self) -> None:
+        """Give their memory back."""
+        arrays, self._all = self._all, []
+        for array in arrays:
+            self._launcher.release(array)
+
+
+IMAGES = Compiler("pi2.backends.gpu.kernels.compile", ".json")
+
+
+def load_image(spec: GpuSpec, progress: Progress) -> KernelImage:
+    """Return the compiled kernels of ``spec``.
+
+    Raises P363 where they must be compiled and the API's compiler is not installed, P651 where
+    compiling fails.
+    """
+    return KernelImage.from_json(load_or_compile(spec, progress, IMAGES).read_text())
+
+
+def load_kernels(
+    launcher: Launcher, spec: GpuSpec, progress: Progress
+) -> Mapping[str, LoadedKernel]:
+    """Return the kernels of ``spec``, by name, ready to be bound to arrays of ``launcher``."""
+    assert spec.target == launcher.facts.target, (spec.target, launcher.facts)
+    return launcher.load(load_image(spec, progress))
+
 
 _Element = TypeVar("_Element", bound=np.generic)
 

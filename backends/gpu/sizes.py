@@ -5,19 +5,17 @@ Kernels read whole tiles of 32 neurons, so that a layer's last tile is filled up
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pi2.backends.gpu.kernels.specification import FfnKernels
+from pi2.backends.gpu.launchers.interface import DeviceFacts
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import (
-    BundleLayout,
-    Precision,
-    round_up,
-    scale_bytes,
-    weight_bytes,
-)
-from pi2.plan.weights.tensor_names import EMBEDDING, HEAD
+from pi2.plan.documents.model_parts import Ffn
+from pi2.plan.weights.layout import BundleLayout, Precision, round_up, scale_bytes, weight_bytes
+from pi2.plan.weights.projections import EMBEDDING, HEAD
 
 TILE = 32
 """Rows of a tile."""
@@ -204,3 +202,56 @@ def describe_rows(
 
 def _round_all(sizes: dict[str, int]) -> dict[str, int]:
     return {name: round_up(size, _VECTOR_BYTES) for name, size in sizes.items()}
+
+
+_FEW_TOKENS = 16
+"""With more tokens, products by tiles of 64 tokens are the cheaper ones."""
+_GROUPS_PER_UNIT = 8
+"""Work groups that keep a compute unit busy."""
+_UNKNOWN_UNITS = 32
+"""Compute units where the API does not say."""
+_COLUMNS = {1: 256, 4: 256, 64: 64}
+"""Elements of the FFN's sum that a work group computes, by the tokens of the kernel."""
+
+
+def choose_kernel_tokens(tokens: int) -> int:
+    """Return how many tokens a work group of the cheapest kernel computes with."""
+    return 1 if tokens == 1 else 4 if tokens <= _FEW_TOKENS else 64
+
+
+def count_busy_groups(facts: DeviceFacts) -> int:
+    """Return how many work groups keep the device busy."""
+    return _GROUPS_PER_UNIT * (facts.compute_units or _UNKNOWN_UNITS)
+
+
+def choose_parts(
+    facts: DeviceFacts, hidden: int, neurons: int, tokens: int, size: int, rows: int
+) -> int:
+    """Return into how many parts the sum over ``neurons`` is divided, by a kernel of ``size``
+    tokens, where there is room for ``rows`` vectors of a part and a token."""
+    groups = -(-hidden // _COLUMNS[size]) * -(-tokens // size)
+    most = min(rows // tokens, -(-neurons // TILE))
+    return max(1, min(-(-count_busy_groups(facts) // groups), most))
+
+
+def describe_model_ffn(layout: BundleLayout, model: Model) -> FfnKernels:
+    """Return the kernels for neurons of ``layout`` of a model, in tiles."""
+    found = describe_ffn(layout, model.ffn, count_experts(model))
+    weighs = model.moe is not None and model.moe.weighs == "input"
+    return dataclasses.replace(found, weighs_input=weighs)
+
+
+def describe_ffn(layout: BundleLayout, ffn: Ffn, experts: int = 0) -> FfnKernels:
+    """Return the kernels for neurons of ``layout`` that compute ``ffn``."""
+    return FfnKernels(
+        hidden=layout.hidden,
+        precision=layout.precision,
+        activation=ffn.activation,
+        threshold=ffn.threshold,
+        slope=ffn.slope,
+        limit=ffn.limit,
+        up_offset=ffn.up_offset,
+        gated=layout.is_gated,
+        bias=bool(layout.biases),
+        experts=experts,
+    )

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.needs import Need
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_chunks
-from pi2.plan.arithmetic.units import GraphFacts, UnitFacts, list_wanted
+from pi2.plan.arithmetic.units import GraphFacts, Need, UnitFacts, list_wanted
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.quantities import approximate_bytes
 
 if TYPE_CHECKING:
-    from pi2.backends.dense_unit import DenseUnit, UnitRequest
     from pi2.backends.hexagon.sizes import UnitSizes
+    from pi2.backends.units import DenseUnit, UnitRequest
 
 COMPUTES = True
 NATIVE = False
@@ -55,8 +54,7 @@ def need_unit_memory(facts: UnitFacts) -> Need:
 
 def list_graphs(facts: UnitFacts) -> tuple[GraphFacts, ...]:
     """Return the graphs of neurons that a unit of the plan has."""
-    from pi2.backends.hexagon.graphs import list_ffn_graphs
-    from pi2.backends.hexagon.operands import lay_out_scratch
+    from pi2.backends.hexagon.sizes import lay_out_scratch, list_ffn_graphs
 
     sizes = describe_sizes(facts)
     return tuple(
@@ -75,7 +73,7 @@ def list_graph_tokens(facts: UnitFacts) -> tuple[int, ...]:
 def describe_sizes(facts: UnitFacts) -> UnitSizes:
     """Return what a unit of the plan has."""
     from pi2.backends.hexagon.sizes import UnitSizes, describe_graphs, describe_shape
-    from pi2.plan.arithmetic.rows import list_matrices
+    from pi2.plan.arithmetic.units import list_matrices
 
     resolved = facts.resolved
     settings = resolved.plan.units.get(facts.unit)

@@ -1,4 +1,4 @@
-"""A dense unit on a Hexagon NPU: `pi2.backends.dense_unit.DenseUnit` over graphs that a worker
+"""A dense unit on a Hexagon NPU: `pi2.backends.units.DenseUnit` over graphs that a worker
 process runs."""
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ import numpy as np
 
 from pi2.arrays import F32, U8
 from pi2.backends.compiler.cache import load_or_compile
-from pi2.backends.dense_unit import Padding, UnitFailed, UnitObserver, UnitRequest
-from pi2.backends.hexagon.graphs import Run, cut_neurons, cut_tokens, find_room
 from pi2.backends.hexagon.library import PROGRAMS, describe_library
 from pi2.backends.hexagon.machines import choose_machine, find_unit_obstacles
-from pi2.backends.hexagon.operands import FFN_OPERANDS, PRODUCT_OPERANDS
 from pi2.backends.hexagon.packing import Arrays, pack_neurons, pack_rows, pack_tokens
-from pi2.backends.hexagon.rooms import Room, place_piece
 from pi2.backends.hexagon.session import Session
 from pi2.backends.hexagon.sizes import (
+    FFN_OPERANDS,
+    PRODUCT_OPERANDS,
     STAGING_BUFFERS,
+    Room,
+    Run,
     UnitSizes,
+    cut_neurons,
+    cut_tokens,
     describe_graphs,
     describe_shape,
+    find_room,
+    place_piece,
 )
 from pi2.backends.hexagon.specification import (
     LANES,
@@ -34,6 +38,7 @@ from pi2.backends.hexagon.specification import (
 )
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
+from pi2.backends.units import Padding, UnitFailed, UnitObserver, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision, round_up
 

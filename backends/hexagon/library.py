@@ -7,17 +7,33 @@ Writes ``graphs.elf``, which the emulator runs, ``graphs.o`` for the vendor's li
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import tempfile
 from pathlib import Path
 
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.compilers import Compiler
-from pi2.backends.hexagon.index import write_index
-from pi2.backends.hexagon.sizes import UnitSizes
+from pi2.backends.hexagon.sizes import UnitSizes, lay_out_scratch
 from pi2.backends.hexagon.specification import VERSIONS, HexagonSpec, Version
 from pi2.plan.documents.device import Unit
 from pi2.progress import Progress, ignore_progress
+
+
+def write_index(spec: HexagonSpec) -> str:
+    """Return the document: every graph's number in messages, name, shape and scratch bytes."""
+    graphs = [
+        {
+            "number": number,
+            "name": graph.name,
+            "scratch_bytes": lay_out_scratch(graph).bytes,
+            **dataclasses.asdict(graph),
+        }
+        for number, graph in enumerate(spec.index)
+    ]
+    return json.dumps({"version": spec.version, "graphs": graphs}, indent=1)
+
 
 PROGRAMS = Compiler("pi2.backends.hexagon.kernels.compile", ".elf")
 OBJECTS = Compiler("pi2.backends.hexagon.kernels.compile", ".o")
@@ -62,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
     from pi2.backends.hexagon.backend import KINDS, describe_sizes
     from pi2.diagnostics import UserError
-    from pi2.diagnostics.render_full import render
+    from pi2.diagnostics.texts import render_full as render
     from pi2.plan.arithmetic.units import describe_unit
     from pi2.plan.resolve import load_plan
 

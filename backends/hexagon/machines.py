@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Protocol
 
-from pi2.backends.dense_unit import UnitFailed
+from pi2.backends.units import UnitFailed
 from pi2.plan.documents.device import Unit
 
 EMULATOR = "qemu-hexagon"

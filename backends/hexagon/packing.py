@@ -23,9 +23,8 @@ from pi2.backends.hexagon.specification import (
     count_together,
 )
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part, unpack_part
-from pi2.plan.weights.codes import order_words
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
-from pi2.plan.weights.rounding import dequantize
+from pi2.plan.weights.rounding import dequantize, order_words
 
 _TOP = np.float32(127)
 _INT4_BIAS, _INT8_BIAS = 8, 128

@@ -1,10 +1,19 @@
 """A worker process of an NPU: started once, given memory once, then messages
-(`pi2.backends.hexagon.messages`)."""
+(`pi2.backends.hexagon.session`).
+
+What the engine and a worker of an NPU say to each other; plain Python.
+
+Both see one region of memory.  The engine writes a *hello*, the worker maps the region and answers
+with one; then every *message* names a graph and where its operands are, in bytes from the region's
+start, and gets one *reply*.  Messages are answered in order; the end of messages ends the worker.
+Everything is 32-bit, little-endian, as on the NPU; `dsp/protocol.h` says the same in C.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -13,9 +22,38 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import U8
-from pi2.backends.dense_unit import UnitFailed
-from pi2.backends.hexagon import messages as m
 from pi2.backends.hexagon.machines import Machine
+from pi2.backends.units import UnitFailed
+
+PROTOCOL = 1
+"""Version of all that follows."""
+MAGIC = 0x4E324950
+"""``PI2N``."""
+
+OPERANDS = 28
+"""Operands of a message."""
+WORDS = 4 + OPERANDS
+MESSAGE = struct.Struct(f"<{WORDS}I")
+"""`MAGIC`, its number, the graph's number (`NOTHING` asks for a reply alone), how many operands
+follow, and the operands."""
+NOTHING = 0xFFFFFFFF
+HELLO = MESSAGE
+"""`MAGIC`, `PROTOCOL`, the file descriptor of the region, its bytes, and the most bytes that graphs
+keep while they run, whose place is the last operand of each; the rest is 0."""
+
+REPLY_WORDS = 8
+REPLY = struct.Struct(f"<{REPLY_WORDS}I")
+"""`MAGIC`, the message's number, 0 or what failed (`FAILURES`), 0, when the work began and when it
+ended: seconds and nanoseconds of the monotonic clock each.  The reply to a hello has `PROTOCOL` for
+the number, and how many graphs the library has in the fourth place."""
+
+FAILURES = {
+    1: "its worker cannot map the memory",
+    2: "its worker does not know the graph",
+    3: "its worker speaks another version of the protocol",
+    4: "the vendor's library reported an error",
+}
+
 
 _PATIENCE_S = 5.0
 
@@ -46,10 +84,10 @@ class Session:
         try:
             self.memory: U8 = np.frombuffer(mmap.mmap(file, size), np.uint8)
             self._process = self._begin(machine.list_command(library), file)
-            words = (m.MAGIC, m.PROTOCOL, file, size, scratch)
-            self._write(m.HELLO.pack(*words, *[0] * (m.OPERANDS - 1)))
+            words = (MAGIC, PROTOCOL, file, size, scratch)
+            self._write(HELLO.pack(*words, *[0] * (OPERANDS - 1)))
             try:
-                found = self._take_reply(m.PROTOCOL).graphs
+                found = self._take_reply(PROTOCOL).graphs
                 if found != graphs:
                     raise UnitFailed(
                         f"its library has {found} graphs and not {graphs}: build it again"
@@ -86,9 +124,9 @@ class Session:
     def ask(self, graph: int, operands: Sequence[int] = ()) -> int:
         """Let the worker run a graph; return the message's number."""
         self.asked = (self.asked + 1) % 2**32
-        rest = [0] * (m.OPERANDS - len(operands))
-        words = (m.MAGIC, self.asked, graph, len(operands), *operands, *rest)
-        self._write(m.MESSAGE.pack(*words))
+        rest = [0] * (OPERANDS - len(operands))
+        words = (MAGIC, self.asked, graph, len(operands), *operands, *rest)
+        self._write(MESSAGE.pack(*words))
         return self.asked
 
     def take_reply(self) -> Reply:
@@ -99,15 +137,15 @@ class Session:
 
     def _take_reply(self, expected: int | None = None) -> Reply:
         assert self._process.stdout is not None
-        data = self._process.stdout.read(m.REPLY.size)
-        if len(data) < m.REPLY.size:
+        data = self._process.stdout.read(REPLY.size)
+        if len(data) < REPLY.size:
             status = self._process.wait()
             raise UnitFailed(f"its worker has ended with exit code {status}{self._read_errors()}")
-        magic, number, failure, graphs, start_s, start_ns, end_s, end_ns = m.REPLY.unpack(data)
+        magic, number, failure, graphs, start_s, start_ns, end_s, end_ns = REPLY.unpack(data)
         if failure:
-            raise UnitFailed(m.FAILURES.get(failure, f"its worker reports error {failure}"))
-        if magic != m.MAGIC or expected not in (None, number):
-            raise UnitFailed(m.FAILURES[3])
+            raise UnitFailed(FAILURES.get(failure, f"its worker reports error {failure}"))
+        if magic != MAGIC or expected not in (None, number):
+            raise UnitFailed(FAILURES[3])
         return Reply(number, start_s + start_ns * 1e-9, end_s + end_ns * 1e-9, graphs)
 
     def _read_errors(self) -> str:
@@ -123,7 +161,7 @@ class Session:
         An interrupt may have kept back messages and replies, so that these cannot be counted: a
         message that asks for nothing is answered after all others.
         """
-        number = self.ask(m.NOTHING)
+        number = self.ask(NOTHING)
         while self.take_reply().number != number:
             pass
 

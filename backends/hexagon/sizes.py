@@ -1,36 +1,279 @@
 """What a unit keeps, where, and how much memory that takes: plain arithmetic, for plans and for
-what allocates."""
+what allocates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from pi2.backends.hexagon.graphs import (
-    TOKENS,
-    choose_neurons,
-    choose_tokens,
-    find_most_padded,
-    find_room,
-    list_ffn_graphs,
-    list_product_graphs,
-)
-from pi2.backends.hexagon.operands import VALUE_BYTES, lay_out_scratch
-from pi2.backends.hexagon.rooms import Room, lay_out_job, lay_out_matrix, lay_out_neurons
 from pi2.backends.hexagon.specification import (
     LANES,
     LENGTH_STEP,
+    FfnGraph,
     FfnShape,
+    Graph,
     HexagonSpec,
+    ProductGraph,
     Version,
+    Weights,
     can_compute,
     choose_weights,
+    count_together,
 )
+from pi2.plan.arithmetic.units import pad_tokens
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Graphs
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
+
+ALIGNMENT = 128
+"""Bytes: every array begins at a multiple of it, a vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Arrays side by side, each at a multiple of 128 bytes."""
+
+    places: Mapping[str, int]
+    """Bytes from the start, by array."""
+    bytes: int
+
+    @classmethod
+    def of(cls, **sizes: int) -> Room:
+        """Lay out arrays of these sizes in bytes."""
+        places, end = {}, 0
+        for name, size in sizes.items():
+            places[name] = end
+            end = round_up(end + size, ALIGNMENT)
+        return cls(places, end)
+
+
+def count_row_bytes(weights: Weights, length: int) -> tuple[int, int]:
+    """Bytes of a vector of ``length`` weights, and of its multipliers."""
+    if weights == "int4":
+        return length // 2, length // GROUP * 2
+    return length, 0
+
+
+def lay_out_neurons(shape: FfnShape, neurons: int) -> Room:
+    """Room for ``neurons``, a multiple of 32."""
+    assert neurons % LANES == 0, neurons
+    codes, factors = count_row_bytes(shape.weights, shape.length)
+    rows = neurons * shape.inputs
+    return Room.of(
+        weights=rows * codes,
+        multipliers=rows * factors,
+        row_scales=4 * rows,
+        biases=4 * rows if shape.bias else 0,
+        experts=4 * neurons if shape.experts else 0,
+        down=neurons * shape.hidden,
+        down_scales=4 * shape.hidden if neurons else 0,
+    )
+
+
+def place_piece(shape: FfnShape, room: Room, first: int, neuron: int) -> dict[str, int]:
+    """Where arrays of a room at ``first`` begin for the neurons from ``neuron`` on, a multiple of
+    32."""
+    codes, factors = count_row_bytes(shape.weights, shape.length)
+    steps = {
+        "weights": shape.inputs * codes,
+        "multipliers": shape.inputs * factors,
+        "row_scales": 4,
+        "biases": 4,
+        "experts": 4,
+        "down": LANES,
+        "down_scales": 0,
+    }
+    return {name: first + room.places[name] + neuron * step for name, step in steps.items()}
+
+
+def lay_out_matrix(weights: Weights, rows: int, length: int) -> Room:
+    """Room for ``rows``, a multiple of 32, of ``length`` elements, a multiple of 64."""
+    assert rows % LANES == 0 and length % LENGTH_STEP == 0, (rows, length)
+    codes, factors = count_row_bytes(weights, length)
+    return Room.of(weights=rows * codes, multipliers=rows * factors, row_scales=4 * rows)
+
+
+def lay_out_job(tokens: int, length: int, groups: int, experts: int, width: int) -> Room:
+    """Room for what a job of ``tokens`` reads and writes: inputs of at most ``length`` elements,
+    with at most ``groups`` offsets, and results of at most ``width``."""
+    return Room.of(
+        inputs=tokens * length,
+        offsets=4 * tokens * groups,
+        scales=4 * tokens,
+        routes=4 * tokens * experts,
+        results=4 * tokens * width,
+    )
+
+
+FFN_OPERANDS = (
+    "weights",
+    "multipliers",
+    "row_scales",
+    "biases",
+    "experts",
+    "plane",
+    "down",
+    "down_scales",
+    "stride",
+    "inputs",
+    "offsets",
+    "scales",
+    "routes",
+    "results",
+    "count",
+    "scratch",
+)
+"""What a graph of neurons is given, in the order of a message's operands: places of arrays, and
+numbers (`NUMBERS`)."""
+PRODUCT_OPERANDS = (
+    "weights",
+    "multipliers",
+    "row_scales",
+    "inputs",
+    "offsets",
+    "scales",
+    "results",
+    "scratch",
+)
+"""What a graph of a matrix is given."""
+NUMBERS = ("plane", "stride", "count")
+"""Operands that are no places: bytes from the scales of one vector of neurons to those of the next,
+bytes from 32 elements of down columns to the next, and neurons that count."""
+
+
+VALUE_BYTES = 5
+"""Bytes that a graph keeps of each neuron and token: its value, and the same rounded."""
+
+
+def lay_out_scratch(graph: Graph) -> Room:
+    """Arrays that live while a graph runs: in the NPU's own memory (VTCM) where it has some."""
+    if isinstance(graph, ProductGraph):
+        return Room.of(sums=ALIGNMENT * count_together(graph.tokens))
+    return _lay_out_ffn(graph)
+
+
+def _lay_out_ffn(graph: FfnGraph) -> Room:
+    """Values of neurons, the same rounded, and integer sums of a tile."""
+    each = graph.tokens * graph.neurons
+    return Room.of(
+        values=4 * each,
+        rounded=each,
+        rounded_offsets=4 * graph.tokens,
+        rounded_scales=4 * graph.tokens,
+        sums=2 * ALIGNMENT * count_together(graph.tokens),
+    )
+
+
+TOKENS = (1, 2, 4, 32, 64, 128)
+"""Tokens of graphs, unless a plan says otherwise: steps of few sequences, and chunks of prompts."""
+
+
+MOST_SIZES = 8
+"""Numbers of neurons that graphs have, unless a plan names more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A part of a job that one graph computes."""
+
+    first: int
+    """Its first token."""
+    count: int
+    """Tokens that the job has of it."""
+    tokens: int
+    """Tokens of the graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neurons of a layer that one graph computes."""
+
+    first: int
+    count: int
+    """Neurons that are asked for."""
+    neurons: int
+    """Neurons of the graph."""
+
+
+def choose_tokens(most: int, allowed: Sequence[int] = TOKENS) -> tuple[int, ...]:
+    """Token counts of graphs, ascending, for jobs of up to ``most`` tokens: none that is larger
+    than it takes to hold them."""
+    ordered = sorted(allowed)
+    enough = next((tokens for tokens in ordered if tokens >= most), ordered[-1])
+    return tuple(tokens for tokens in ordered if tokens <= enough)
+
+
+def cut_tokens(count: int, graphs: Sequence[int]) -> list[Run]:
+    """Divide a job of ``count`` tokens among graphs of ascending numbers of tokens: as many of the
+    largest as fit, then the smallest that holds the rest."""
+    runs, first = [], 0
+    while first < count:
+        rest = count - first
+        tokens = next((item for item in graphs if item >= rest), graphs[-1])
+        runs.append(Run(first, min(rest, tokens), tokens))
+        first += tokens
+    return runs
+
+
+def find_most_padded(most: int, graphs: Sequence[int]) -> int:
+    """Largest ``pad_tokens`` of jobs of up to ``most`` tokens."""
+    return max(pad_tokens(count, graphs) for count in range(1, most + 1))
+
+
+def choose_neurons(wanted: Iterable[int], most: int | None = None) -> tuple[int, ...]:
+    """Numbers of neurons of graphs, ascending: each of ``wanted``, or an equal part of it that has
+    no more than ``most``; some of them where they are many."""
+    found = set()
+    for count in wanted:
+        parts = 1 if most is None else -(-count // max(most, LANES))
+        if count > 0:
+            found.add(round_up(-(-count // parts), LANES))
+    ordered = sorted(found)
+    if len(ordered) > MOST_SIZES:
+        last = len(ordered) - 1
+        ordered = [ordered[last * place // (MOST_SIZES - 1)] for place in range(MOST_SIZES)]
+    return tuple(ordered)
+
+
+def cut_neurons(count: int, graphs: Sequence[int]) -> list[Piece]:
+    """Divide ``count`` neurons among graphs of ascending sizes: as many of the largest as fit, then
+    the smallest that holds the rest."""
+    pieces, first = [], 0
+    while first < count:
+        rest = count - first
+        size = next((item for item in graphs if item >= rest), graphs[-1])
+        pieces.append(Piece(first, min(rest, size), size))
+        first += size
+    return pieces
+
+
+def find_room(count: int, graphs: Sequence[int]) -> int:
+    """Neurons that graphs compute for ``count``: there must be room for them."""
+    return sum(piece.neurons for piece in cut_neurons(count, graphs))
+
+
+def list_ffn_graphs(tokens: Sequence[int], neurons: Sequence[int]) -> tuple[FfnGraph, ...]:
+    """A graph for every number of tokens and of neurons."""
+    return tuple(FfnGraph(tokens=t, neurons=n) for t, n in product(tokens, neurons))
+
+
+def list_product_graphs(
+    matrices: Mapping[str, tuple[int, int, Precision]], tokens: Sequence[int]
+) -> tuple[ProductGraph, ...]:
+    """A graph for every number of tokens and shape of a matrix: rows, length and precision."""
+    shapes = {
+        (round_up(rows, LANES), round_up(length, LENGTH_STEP), choose_weights(precision))
+        for rows, length, precision in matrices.values()
+    }
+    return tuple(
+        ProductGraph(tokens=count, rows=rows, length=length, weights=weights)
+        for count, (rows, length, weights) in product(tokens, sorted(shapes))
+    )
+
 
 STAGING_BUFFERS = 2
 """One stretch of added neurons is rearranged while another is computed."""

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pi2.plan.documents.model_ffn import Activation
+from pi2.plan.documents.model_parts import Activation
 from pi2.plan.weights.layout import Precision, round_up
 
 PROGRAM = "pi2.backends.hexagon.kernels.program"

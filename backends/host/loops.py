@@ -8,8 +8,7 @@ import numpy as np
 
 from pi2.arrays import F32, F64, I32, I64, U8, U32, Bits, Raw
 from pi2.backends.compiler.runtime import ALIGNMENT, Library
-from pi2.backends.host.contract import FoundNeurons
-from pi2.backends.host.spec import CHECKED_BYTES, FOUND, MASSES
+from pi2.backends.host.contract import CHECKED_BYTES, FOUND, MASSES, FoundNeurons
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,5 +1,5 @@
 """Several residual streams, which predict each other, and LAuReL
-(`pi2.plan.documents.model_residual`).
+(`pi2.plan.documents.model_mixing`).
 
 The first stream is x; the others are ``streams`` float32 [tokens, others, hidden].  Everything but
 the projections is computed for a token by one thread, so that it is the same in company.
@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import Matrix, emit_multiply
-from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize, invert_root
+from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_quantize
+from pi2.backends.kernels.norms import emit_add_normalized, emit_normalize, emit_scale, invert_root
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import emit_each_token, take_matrix
-from pi2.backends.kernels.quantize import emit_quantize
-from pi2.backends.kernels.rows import emit_scale
-from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_matrix
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.documents.model_residual import SMALLEST_SQUARE
+from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
 from pi2.plan.weights.layout import fill_groups
 
 _LANES = 16

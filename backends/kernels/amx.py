@@ -30,20 +30,21 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.isa import BLOCK_TOKENS as TOKENS
 from pi2.backends.kernels.isa import BLOCKED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import BLOCKED_ROWS as TOGETHER
 from pi2.backends.kernels.isa import BLOCKED_SUM_BYTES, Isa, count_block_bytes
 from pi2.backends.kernels.operands import (
+    EVERYTHING,
     FLOAT_PLANES,
     Activations,
+    Chosen,
     FinishItem,
     Vector,
+    emit_request,
     list_runs,
 )
 from pi2.backends.kernels.products import find_numbers
-from pi2.backends.kernels.requests import emit_request
 from pi2.backends.kernels.unpacking import load_scales
 from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
 

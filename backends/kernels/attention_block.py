@@ -8,18 +8,15 @@ its own sequence, ``output`` for all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.compiler.parameters import Parameters
-from pi2.backends.kernels.altup import take_prediction
-from pi2.backends.kernels.attention import (
-    divide_blocks,
-    emit_merge,
-    emit_span_attention,
-)
+from pi2.backends.compiler.vectors import Parameters
+from pi2.backends.kernels.altup import Prediction, take_prediction
+from pi2.backends.kernels.attention import divide_blocks, emit_merge, emit_span_attention
 from pi2.backends.kernels.chunk_attention import Chunk, emit_chunk_attention
 from pi2.backends.kernels.kv import (
     Cache,
@@ -30,19 +27,92 @@ from pi2.backends.kernels.kv import (
     emit_scale_queries,
     make_cache,
 )
-from pi2.backends.kernels.matrix import emit_shared
-from pi2.backends.kernels.mixing_block import MixingBlock
-from pi2.backends.kernels.mixing_room import Room, take_room
+from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_quantize, emit_shared
+from pi2.backends.kernels.mixing_arithmetic import Room, take_room
 from pi2.backends.kernels.norms import (
+    NormWeights,
+    emit_add_normalized,
+    emit_copy,
     emit_head_norms,
     emit_mixed_norm,
+    emit_normalize,
     emit_value_norms,
 )
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import emit_each_token, take_matrix
-from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_matrix
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
-from pi2.plan.arithmetic.kept_sizes import KV_ELEMENT_BYTES
+from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixingBlock:
+    """Parameters of the functions of attention, latent attention, and layers with a state."""
+
+    schedule: Schedule
+    tokens: v.Expr
+    """Their number; in a function for one token, which it is."""
+    position: v.Expr
+    x: v.Buffer
+    before: v.Buffer | None
+    """Where x is kept for what reads it again."""
+    norm: NormWeights | None
+    project: Matrix
+    bias: v.Buffer | None
+    """Of the projection."""
+    output: Matrix
+    output_bias: v.Buffer | None
+    output_norm: v.Buffer | None
+    hidden: Activations
+    streams: Prediction | None = None
+    """What several residual streams begin a layer with."""
+
+    def emit_input(self, store: Callable[[v.Expr, v.Expr, v.Expr], None]) -> None:
+        """Normalise x of all tokens and project it; ``store(token, row, product)``, the bias not
+        added."""
+        spec = self.schedule.spec
+
+        def prepare(token: v.Expr) -> None:
+            if self.streams is not None:
+                self.streams.emit_predict(self.x, token)
+            if self.before is not None:
+                emit_copy(self.x, self.before, v.let(token * spec.hidden), spec.hidden)
+            emit_normalize(spec, self.x, token, self.norm, self.hidden, token)
+
+        emit_each_token(self.tokens, prepare)
+        isa = self.schedule.isa
+        emit_multiply(isa, spec.threads, self.project, self.hidden, self.tokens, store)
+        if self.streams is not None:
+            self.streams.emit_laurel(self.x, self.hidden, self.tokens)
+
+    def emit_add(self, mixed: Activations, other_rows: int = 0) -> None:
+        """Project what was ``mixed`` and add it to x; the first ``other_rows`` are another
+        unit's."""
+        spec, x, hidden = self.schedule.spec, self.x, self.hidden
+        bias, norm = self.output_bias, self.output_norm
+
+        def add_residual(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
+            row = v.let(own + other_rows) if other_rows else own
+            place = v.let(token * spec.hidden + row)
+            total = value if bias is None else value + bias[row]
+            if norm is not None:
+                # What attention has read is not needed any more.
+                v.store(hidden.values, place, total, 1)
+                return
+            if spec.residual_factor != 1.0:
+                total = total * v.constant(spec.residual_factor, "float32")
+            v.store(x, place, x[place] + total, 1)
+
+        emit_each_token(self.tokens, lambda token: emit_quantize(mixed, token))
+        isa = self.schedule.isa
+        emit_multiply(isa, spec.threads, self.output, mixed, self.tokens, add_residual)
+        if norm is not None:
+            norms = (norm, hidden.once)
+            emit_each_token(
+                self.tokens,
+                lambda token: emit_add_normalized(spec, hidden.values, x, *norms, token),
+            )
+        if self.streams is not None:
+            self.streams.emit_end(x, self.tokens)
 
 
 def emit_attend(schedule: Schedule, take: Parameters) -> None:

@@ -29,12 +29,13 @@ from pi2.backends.kernels.mixing_arithmetic import (
     Arithmetic,
     Block,
     FloatArithmetic,
+    IntegerArithmetic,
+    MixingRoom,
+    Room,
     Tile,
     find_most,
 )
-from pi2.backends.kernels.mixing_integers import IntegerArithmetic
 from pi2.backends.kernels.mixing_layout import LANES
-from pi2.backends.kernels.mixing_room import MixingRoom, Room
 from pi2.backends.kernels.schedule import Schedule
 from pi2.backends.kernels.spec import KV_BLOCK
 from pi2.plan.weights.layout import round_up

@@ -27,10 +27,9 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.floats import emit_float_block, emit_half_dots
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
-from pi2.backends.kernels.products import DotPrimitive
+from pi2.backends.kernels.products import DotPrimitive, emit_float_block, emit_half_dots
 from pi2.backends.kernels.unpacking import load_scales
 from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
 

@@ -3,27 +3,163 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.dots import emit_dots
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.narrow_blocks import (
-    WIDE,
-    can_widen,
-    emit_narrow_block,
-    load_wide_scale,
-)
-from pi2.backends.kernels.operands import Prefetch, Vector
+from pi2.backends.kernels.neurons import Bundles, Neuron, activate
+from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.unpacking import (
+    WIDE,
+    can_widen,
     count_tile_bytes,
     count_tiles,
+    emit_narrow_block,
     emit_tile,
     list_tiles,
     load_block_scale,
+    load_wide_scale,
 )
 from pi2.plan.weights.layout import GROUP, weight_bytes
+
+
+def find_neighbour(bundles: Bundles, place: v.Expr, first: v.Expr | None) -> Neuron:
+    """Return a neuron of ``bundles`` that lie in stored order; the first has row ``first`` of
+    resident scales."""
+    return bundles.find(place, None if first is None else first + place)
+
+
+def emit_values(
+    isa: Isa,
+    activations: Activations,
+    bundles: Bundles,
+    neurons: list[Neuron],
+    token: v.Expr,
+    routes: v.Buffer | None,
+    prefetch: Prefetch | None = None,
+) -> list[v.Expr]:
+    """Values of ``neurons`` for ``token``, times the weights of their experts; ``prefetch`` is told
+    what is read of their inputs, and when."""
+    names = [part.name for part in bundles.spec.bundle.parts[:-1]]
+    parts, vectors = len(names), bundles.take_parts(neurons, names)
+    dots = [v.let(row[0]) for row in emit_dots(isa, vectors, activations, [token], prefetch)]
+    found = []
+    for index, neuron in enumerate(neurons):
+        biases = load_biases(bundles, neuron)
+        terms = dots[index * parts : (index + 1) * parts]
+        found.append(find_value(bundles, neuron, biases, token, terms, routes))
+    return found
+
+
+def find_value(
+    bundles: Bundles,
+    neuron: Neuron,
+    biases: list[v.Expr],
+    token: v.Expr,
+    terms: list[v.Expr],
+    routes: v.Buffer | None,
+    cutoffs: v.Buffer | None = None,
+) -> v.Expr:
+    """Return a neuron's value for a token, of its dot products; ``biases``: what to add to them, if
+    anything; ``cutoffs`` float32 [tokens] of gates, where layers have them."""
+    if biases:
+        terms = [v.let(term + bias) for term, bias in zip(terms, biases, strict=True)]
+    weight = None if routes is None else load_route(bundles, neuron, routes, token)
+    if weight is not None and bundles.spec.weighs_input:
+        terms, weight = [v.let(term * weight) for term in terms], None
+    cutoff = None if cutoffs is None else v.let(cutoffs[token])
+    value = activate(bundles.spec, terms[0], terms[1] if bundles.spec.gated else None, cutoff)
+    return value if weight is None else value * weight
+
+
+def load_route(bundles: Bundles, neuron: Neuron, routes: v.Buffer, token: v.Expr) -> v.Expr:
+    """Weight of the expert of a neuron for a token."""
+    expert = bundles.load_expert(neuron)
+    return v.let(routes[token * bundles.spec.experts + expert])
+
+
+def load_biases(bundles: Bundles, neuron: Neuron) -> list[v.Expr]:
+    """Return what is added to the dot products of a neuron; none where the model adds nothing."""
+    return [
+        v.let(v.load_as(bundles.arena, neuron.base + bias.offset, "float32", 1))
+        for bias in bundles.spec.bundle.biases
+    ]
+
+
+def emit_clear(spec: KernelSpec, partial: v.Buffer, thread: v.Expr) -> v.Expr:
+    """Set the sum of a thread in ``partial`` float32 [threads, hidden] to 0; return its place."""
+    origin = v.let(thread * spec.hidden)
+    with T.serial(spec.hidden // 16) as step:
+        v.store(partial, origin + step * 16, v.constant(0.0, "float32", 16), 16)
+    return origin
+
+
+def emit_add(spec: KernelSpec, partial: v.Buffer, total: v.Buffer, token: v.Expr) -> None:
+    """Add the sums of all threads to ``total`` float32 [tokens, hidden] of ``token``."""
+    hidden = spec.hidden
+    with T.serial(hidden // 16) as step:
+        place = step * 16
+        sum_place = token * hidden + place
+        value = v.load(total, sum_place, 16)
+        for thread in range(spec.threads):
+            value = value + v.load(partial, thread * hidden + place, 16)
+        v.store(total, sum_place, value, 16)
+
+
+def emit_add_parts(
+    spec: KernelSpec, sums: v.Buffer, parts: v.Expr, total: v.Buffer, token: v.Expr
+) -> None:
+    """Add the sums of all threads of the first ``parts`` parts, float32 [parts threads, hidden],
+    part by part to ``total`` float32 [tokens, hidden] of ``token``."""
+    hidden = spec.hidden
+    with T.serial(hidden // 16) as step:
+        place = step * 16
+        sum_place = token * hidden + place
+        value = v.Cell(v.load(total, sum_place, 16))
+        with T.serial(parts * spec.threads) as own:
+            value.set(value.get() + v.load(sums, own * hidden + place, 16))
+        v.store(total, sum_place, value.get(), 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Squares:
+    """Sums of the squares of activations: ``total`` float32 [tokens], and ``own`` float32
+    [tokens, threads] of each thread, [threads] where there is one token."""
+
+    total: v.Buffer
+    own: v.Buffer
+
+    def set_own(self, place: v.Expr, values: v.Buffer, first: v.Expr, count: v.Expr) -> None:
+        """Set a thread's sum to that of ``count`` of ``values`` from ``first`` on."""
+        v.store(self.own, place, add_squares(values, first, count), 1)
+
+    def emit_add(self, threads: int, token: v.Expr, first: v.Expr | int = 0) -> None:
+        """Add the sums of all threads, from place ``first`` on, to that of ``token``."""
+        value = self.total[token]
+        for thread in range(threads):
+            value = value + self.own[first + thread]
+        v.store(self.total, token, value, 1)
+
+
+def add_squares(values: v.Buffer, first: v.Expr, count: v.Expr) -> v.Expr:
+    """Return the sum of the squares of ``count`` of ``values`` from ``first`` on."""
+    total = v.Cell(v.constant(0.0, "float32"))
+    with T.serial(count) as step:
+        value = v.let(values[first + step])
+        total.set(T.fma(value, value, total.get()))
+    return v.let(total.get())
+
+
+def emit_count(spec: KernelSpec, counts: v.Buffer) -> None:
+    """Add what each thread has counted to the last of ``counts`` int32 [threads + 1], which counts
+    for ever."""
+    threads = spec.threads
+    for thread in range(threads):
+        v.store(counts, threads, counts[threads] + counts[thread], 1)
 
 
 def emit_downs(

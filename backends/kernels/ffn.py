@@ -9,11 +9,11 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.amx import emit_blocks, has_many, takes_blocks
-from pi2.backends.kernels.chosen import EVERYTHING, Chosen
+from pi2.backends.kernels.downs import add_squares, find_neighbour
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_split
 from pi2.backends.kernels.neurons import Bundles
-from pi2.backends.kernels.operands import Activations
+from pi2.backends.kernels.operands import EVERYTHING, Activations, Chosen
 from pi2.backends.kernels.panel import (
     Opened,
     Panel,
@@ -23,7 +23,6 @@ from pi2.backends.kernels.panel import (
     emit_open_values,
 )
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
-from pi2.backends.kernels.thread_sums import add_squares
 from pi2.backends.kernels.unpacking import (
     count_tiles,
     emit_tile,
@@ -31,7 +30,6 @@ from pi2.backends.kernels.unpacking import (
     list_tiles,
     load_block_scale,
 )
-from pi2.backends.kernels.values import find_neighbour
 
 
 def emit_dense(

@@ -7,32 +7,33 @@ from collections.abc import Callable
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.compiler.parameters import Parameters
-from pi2.backends.kernels.chosen import EVERYTHING, Chosen
-from pi2.backends.kernels.cutoffs import take_cutoffs, take_finding
+from pi2.backends.compiler.vectors import Parameters
+from pi2.backends.kernels.downs import Squares
 from pi2.backends.kernels.ffn import emit_dense
-from pi2.backends.kernels.gates import emit_gathered_gates
-from pi2.backends.kernels.gathered import Run, Scratch, emit_gathered
-from pi2.backends.kernels.latent_experts import take_latent_experts
-from pi2.backends.kernels.layer_inputs import take_layer_input
+from pi2.backends.kernels.gathered import Run, Scratch, emit_gathered, emit_gathered_gates
 from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import (
     NormWeights,
     emit_add_normalized,
+    emit_add_scaled,
+    emit_fill,
     emit_normalize,
+    emit_scale,
     take_sub_norm_factor,
 )
-from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import emit_each_token
-from pi2.backends.kernels.plain import emit_plain_gathered
-from pi2.backends.kernels.router import RouterArrays, emit_route_tokens
-from pi2.backends.kernels.rows import emit_add_scaled, emit_fill, emit_scale
-from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.operands import EVERYTHING, Activations, Chosen
+from pi2.backends.kernels.plain import PartSums, Stretches, emit_plain_gathered, emit_stretched
+from pi2.backends.kernels.schedule import Schedule, emit_each_token
+from pi2.backends.kernels.selection import take_cutoffs, take_finding
 from pi2.backends.kernels.shared import Naming, emit_shared_neurons
-from pi2.backends.kernels.side_ffn import take_side_ffn
+from pi2.backends.kernels.side_ffn import (
+    RouterArrays,
+    emit_route_tokens,
+    take_latent_experts,
+    take_side_ffn,
+)
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, KEPT, PANEL, PARTS, UNPACKED
-from pi2.backends.kernels.stretched import PartSums, Stretches, emit_stretched
-from pi2.backends.kernels.thread_sums import Squares
+from pi2.backends.kernels.vocabulary import take_layer_input
 
 
 def emit_begin_ffn(schedule: Schedule, take: Parameters) -> None:

@@ -26,22 +26,103 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.dots import emit_dots
-from pi2.backends.kernels.downs import emit_downs
+from pi2.backends.kernels.downs import Squares, emit_add, emit_clear, emit_count, emit_downs
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.matrix import emit_shared
+from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron, activate, adjust_up, is_firing
-from pi2.backends.kernels.operands import Activations, Prefetch, Vector
-from pi2.backends.kernels.places import TOGETHER, Place, PlaceList
-from pi2.backends.kernels.requests import LINE
+from pi2.backends.kernels.operands import LINE, Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.kernels.thread_sums import Squares, emit_add, emit_clear, emit_count
-from pi2.plan.weights.layout import (
-    GROUP,
-    PartName,
-    scale_bytes,
-    vector_bytes,
-    weight_bytes,
-)
+from pi2.plan.weights.layout import GROUP, PartName, scale_bytes, vector_bytes, weight_bytes
+
+TOGETHER = 4
+"""Neurons that a thread computes at the same time.  A loop that only reads rows of 7 KB, spread
+over memory, got 15 GB/s with one row at a time, 19 with four and 20 with eight, of 22 in long runs
+(Skylake, two threads).  Down vectors share the loads and stores of the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Slot of a neuron, and its row of scales where these are resident."""
+
+    slot: v.Expr
+    row: v.Expr | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceList:
+    """A thread's neurons, `TOGETHER` at a time."""
+
+    count: v.Expr
+    slots: v.Buffer
+    rows: v.Buffer | None
+    locate: Callable[[v.Expr], v.Expr]
+    """Where the neuron at a place of the list stands in these."""
+    ahead: v.Expr | None = None
+    """Neurons that stand there from the list's first on, where others follow it."""
+
+    def read(self, place: v.Expr) -> Place:
+        """Return the neuron at a place of the list."""
+        index = self.locate(place)
+        slot = v.let(self.slots[index])
+        return Place(slot, None if self.rows is None else v.let(self.rows[index]))
+
+    def count_turns(self) -> v.Expr:
+        """Return how often `TOGETHER` neurons are to be taken."""
+        return T.floordiv(self.count + (TOGETHER - 1), TOGETHER)
+
+    def list_places(self, first: v.Expr) -> list[v.Expr]:
+        """Return the places from ``first`` on; the last one stands for those beyond it."""
+        return [T.min(first + index, self.count - 1) for index in range(TOGETHER)]
+
+    def take(self, first: v.Expr) -> list[Place]:
+        """Return the neurons from place ``first`` on, likewise."""
+        return [self.read(place) for place in self.list_places(first)]
+
+    def look_ahead(self, first: v.Expr) -> list[Place]:
+        """Return the neurons from place ``first`` on that memory is asked for, those that follow
+        the list among them."""
+        last = (self.count if self.ahead is None else self.ahead) - 1
+        return [self.read(T.min(first + index, last)) for index in range(TOGETHER)]
+
+    def visit(self, emit: Callable[[v.Expr, list[Place], list[Place]], None]) -> None:
+        """Call ``emit(first place, neurons, neurons of the next turn)`` for all turns."""
+        with T.serial(self.count_turns()) as turn:
+            first = v.let(turn * TOGETHER)
+            emit(first, self.take(first), self.take(first + TOGETHER))
+
+
+def emit_gathered_gates(
+    isa: Isa,
+    spec: KernelSpec,
+    activations: Activations,
+    bundles: Bundles,
+    slots: v.Buffer,
+    rows: v.Buffer | None,
+    count: v.Expr,
+    gates: v.Buffer,
+    token: v.Expr,
+) -> None:
+    """Set ``gates`` float32 [count] to the gates of the neurons ``slots`` int32 [count] of
+    ``bundles`` for ``token``, the same bits as `gathered` computes; ``rows`` int32 [count] of
+    resident scales."""
+
+    def emit(thread: v.Expr) -> None:
+        begin, end = emit_split(thread, spec.threads, count)
+        with T.serial(T.floordiv(end - begin + (TOGETHER - 1), TOGETHER)) as turn:
+            top = v.let(begin + turn * TOGETHER)
+            # A repeated neuron writes the same value again.
+            places = [v.let(T.min(top + index, end - 1)) for index in range(TOGETHER)]
+            neurons = [
+                bundles.find(slots[place], None if rows is None else rows[place])
+                for place in places
+            ]
+            parts = [bundles.take_part(neuron, "gate") for neuron in neurons]
+            found = emit_dots(isa, parts, activations, [token])
+            for place, gate in zip(places, found, strict=True):
+                v.store(gates, place, gate[0], 1)
+
+    emit_shared(spec.threads, v.wide(count) * vector_bytes(spec.hidden, spec.ffn), emit)
+
 
 DOWN_TURNS = 16
 """Turns of `TOGETHER` down vectors that are added one after the other."""

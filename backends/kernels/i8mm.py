@@ -27,11 +27,17 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.kernels.chosen import EVERYTHING, Chosen
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import PAIRED_ROWS as ROWS
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.operands import Activations, FinishItem, Vector, list_runs
+from pi2.backends.kernels.operands import (
+    EVERYTHING,
+    Activations,
+    Chosen,
+    FinishItem,
+    Vector,
+    list_runs,
+)
 from pi2.backends.kernels.products import find_numbers
 from pi2.backends.kernels.unpacking import load_scales
 from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes

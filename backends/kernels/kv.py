@@ -20,7 +20,7 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, KernelSpec
-from pi2.plan.arithmetic.kept_sizes import KV_ELEMENT_BYTES
+from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

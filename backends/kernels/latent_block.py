@@ -12,33 +12,32 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.compiler.parameters import Parameters
-from pi2.backends.kernels.attention import divide_blocks
-from pi2.backends.kernels.latent import (
+from pi2.backends.compiler.vectors import Parameters
+from pi2.backends.kernels.attention import (
     Kept,
     count_heads_together,
+    divide_blocks,
     emit_divide,
     emit_heads,
     emit_keep_row,
     emit_merge_spans,
 )
+from pi2.backends.kernels.attention_block import MixingBlock
 from pi2.backends.kernels.matrix import (
     PARALLEL_BYTES,
     Matrix,
     emit_multiply,
+    emit_quantize,
     emit_row,
     emit_shared,
     emit_split,
 )
-from pi2.backends.kernels.mixing_block import MixingBlock
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import emit_each_token, take_activations, take_matrix
-from pi2.backends.kernels.quantize import emit_quantize
-from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_activations, take_matrix
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
-from pi2.plan.arithmetic.kept_sizes import KV_ELEMENT_BYTES
-from pi2.plan.weights.latent import LatentShape
+from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES
 from pi2.plan.weights.layout import fill_groups, vector_bytes
+from pi2.plan.weights.projections import LatentShape
 
 
 def emit_latent_attend(schedule: Schedule, take: Parameters) -> None:

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tvm.tirx.script import builder as T
+
 from pi2.backends.compiler import vectors as v
-from pi2.plan.weights.layout import Precision, split_lanes
+from pi2.plan.weights.layout import Precision, round_up, split_lanes, weight_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Places of the n neurons in ``bundles``, and of the T tokens in a chunk; None: all of them.
+
+    In a mixture, those of one expert.
+    """
+
+    neurons: v.Buffer | None = None
+    """int32 [n]."""
+    tokens: v.Buffer | None = None
+    """int32 [T], ascending; where tokens are multiplied in pairs (`i8mm`), both of each, but for
+    the last one of a chunk that has no other."""
+    origin: v.Expr | None = None
+    """Token from which numbers are counted; None: from the first."""
+
+    def find_neuron(self, number: v.Expr) -> v.Expr:
+        """Return the place of neuron ``number`` of the call."""
+        return number if self.neurons is None else v.let(self.neurons[number])
+
+    def find_token(self, number: v.Expr) -> v.Expr:
+        """Return the place of token ``number`` of the call."""
+        number = number if self.origin is None else self.origin + number
+        return number if self.tokens is None else v.let(self.tokens[number])
+
+    def count_from(self, token: v.Expr) -> Chosen:
+        """Return the same neurons and tokens, of which ``token`` is number 0."""
+        return replace(self, origin=token)
+
+
+EVERYTHING = Chosen()
+
 
 FLOAT_PLANES = 4
 """Bytes of an activation that is not rounded."""
@@ -114,3 +149,21 @@ class Vector:
     factor_base: v.Expr | None = None
     """Byte, beside the weights, of the float32 that the vector is multiplied with besides; None:
     nothing is."""
+
+
+LINE = 64
+"""Bytes of a cache line."""
+REQUESTS = 8
+"""Tiles of tokens in which vectors that are multiplied next are asked for, a part of them in each.
+"""
+
+
+def emit_request(vectors: Sequence[Vector], length: int, turn: v.Expr) -> None:
+    """Ask for ``vectors``, for the second-level cache: in each of the first `REQUESTS` turns for a
+    part of them."""
+    with T.If(turn < REQUESTS), T.Then():
+        for vector in vectors:
+            size = round_up(weight_bytes(length, vector.precision), REQUESTS * LINE) // REQUESTS
+            begin = v.let(vector.weights_base + v.wide(turn) * size)
+            for line in range(0, size, LINE):
+                v.prefetch(vector.weights, begin + line, 2)

@@ -47,9 +47,11 @@ from collections.abc import Callable
 from functools import partial
 
 import tvm
+from tvm.tirx.script import builder as T
 
-from pi2.backends.compiler.parameters import Parameters
-from pi2.backends.compiler.target import make_target
+from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.compile import make_target
+from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.attention_block import (
     emit_attend,
     emit_attend_mix,
@@ -68,8 +70,8 @@ from pi2.backends.kernels.ffn_block import (
     emit_begin_ffn,
     emit_end_ffn,
     emit_find_gates,
+    take_beginning,
 )
-from pi2.backends.kernels.foresight import emit_foresee
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.latent_block import (
     emit_latent_attend,
@@ -77,9 +79,9 @@ from pi2.backends.kernels.latent_block import (
     emit_latent_output,
     emit_latent_project,
 )
-from pi2.backends.kernels.layer_inputs import emit_embed_layers
-from pi2.backends.kernels.schedule import Schedule
-from pi2.backends.kernels.selection import emit_predict_gate, emit_predict_low_rank
+from pi2.backends.kernels.norms import emit_normalize
+from pi2.backends.kernels.schedule import Schedule, emit_each_token
+from pi2.backends.kernels.selection import emit_predict_gate, emit_predict_low_rank, take_low_rank
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.kernels.state_block import (
     emit_state_attend,
@@ -87,7 +89,42 @@ from pi2.backends.kernels.state_block import (
     emit_state_project,
     emit_state_token,
 )
-from pi2.backends.kernels.vocabulary import emit_add_positions, emit_embed, emit_logits
+from pi2.backends.kernels.vocabulary import (
+    emit_add_positions,
+    emit_embed,
+    emit_embed_layers,
+    emit_logits,
+)
+
+
+def emit_foresee(schedule: Schedule, rank: int, take: Parameters) -> None:
+    """Predict with what a layer to come would read of x; then begin the FFN of the present layer,
+    whose input takes the place of the other one.
+
+    Every token has the bits of ``begin_ffn`` and ``predict_low_rank`` of the one layer and
+    ``begin_ffn`` of the other.
+    """
+    spec = schedule.spec
+    neurons = take.take_number("neurons")
+    threshold = take.take_number("threshold", "float32")
+    tokens = take.take_number("tokens") if spec.sequences else None
+    x = schedule.take_rows(take, "x")
+    hidden = schedule.take_hidden(take, neurons)
+    next_norm = schedule.take_input_norm(take, "next_norm")
+    predict = take_low_rank(schedule, rank, take, neurons, threshold, hidden)
+    begin = take_beginning(schedule, take, x, schedule.take_input_norm(take), hidden)
+
+    def look_ahead(token: v.Expr) -> None:
+        emit_normalize(spec, x, token, next_norm, hidden, token)
+
+    if tokens is None:
+        look_ahead(T.int32(0))
+        predict(None)
+        begin(T.int32(0))
+        return
+    emit_each_token(tokens, look_ahead)
+    predict((T.int32(0), tokens))
+    emit_each_token(tokens, begin)
 
 
 def read_program(text: str) -> Program:

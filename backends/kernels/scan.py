@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.kv import count_lanes
 from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import emit_each_token, take_matrix
-from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_matrix
 from pi2.plan.weights.states import StateShape
 
 

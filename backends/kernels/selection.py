@@ -3,23 +3,176 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.compiler.parameters import Parameters
-from pi2.backends.kernels.cutoffs import take_cutoffs
-from pi2.backends.kernels.matrix import Matrix, emit_multiply
-from pi2.backends.kernels.neurons import NO_CUTOFF
+from pi2.backends.compiler.vectors import Parameters
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_quantize
+from pi2.backends.kernels.neurons import NO_CUTOFF, activate_smoothly, close_gate
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import (
+from pi2.backends.kernels.panel import emit_list
+from pi2.backends.kernels.schedule import (
+    Schedule,
     emit_each_token,
     take_activations,
     take_matrix,
     take_rows,
 )
-from pi2.backends.kernels.predictor import emit_activate, emit_compact, emit_low_rank, find_row
-from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.plan.weights.layout import Precision
+
+
+def emit_compact(
+    isa: Isa,
+    scores: v.Buffer,
+    count: v.Expr,
+    limit: v.Expr,
+    strict: bool,
+    indices: v.Buffer,
+    found: v.Buffer,
+    *,
+    magnitudes: bool = False,
+    token: v.Expr | None = None,
+) -> None:
+    """Write the indices whose score reaches ``limit`` to ``indices``, their number to ``found``.
+
+    ``scores`` float32 [count], ``indices`` int32 [count], whose room is whole lines, ``found``
+    int32 [1], of ``token``, where there are several (`find_row`); ``strict`` means above the limit,
+    not at it, ``magnitudes`` that signs do not count.
+    """
+    row = find_row(token, count)
+
+    def test(first: v.Expr, lanes: int) -> v.Expr:
+        score = v.load(scores, row + first, lanes)
+        score = v.let(T.abs(score) if magnitudes else score)
+        least = v.splat(limit, lanes)
+        return score > least if strict else score >= least
+
+    end = emit_list(isa, count, test, indices, row)
+    v.store(found, 0 if token is None else token, end, 1)
+
+
+def find_row(token: v.Expr | None, count: v.Expr) -> v.Expr | int:
+    """Return where the scores and indices of a token's ``count`` neurons begin: in whole lines."""
+    return 0 if token is None else v.let(token * (T.floordiv(count + 15, 16) * 16))
+
+
+def emit_activate(
+    spec: KernelSpec,
+    scores: v.Buffer,
+    count: v.Expr,
+    token: v.Expr | None = None,
+    cutoff: v.Expr | None = None,
+) -> None:
+    """Replace gates ``scores`` float32 [count] by their smooth activations, after a ``cutoff``
+    where layers have one.
+
+    Whole lines: the array's room is a multiple of 16.
+    """
+    row = find_row(token, count)
+    with T.serial(T.floordiv(count + 15, 16)) as step:
+        gates = v.let(v.load(scores, row + step * 16, 16))
+        gates = gates if cutoff is None else close_gate(gates, cutoff, 16)
+        v.store(scores, row + step * 16, activate_smoothly(spec, gates, 16), 16)
+
+
+def emit_low_rank(
+    isa: Isa,
+    threads: int,
+    inner: Matrix,
+    outer: Matrix,
+    bias: v.Buffer,
+    activations: Activations,
+    middle: Activations,
+    scores: v.Buffer,
+    several: tuple[v.Expr, v.Expr] | None = None,
+) -> None:
+    """Set ``scores`` float32 [neurons] to outer relu(inner u) + bias.
+
+    ``inner`` [rank, hidden], ``outer`` [neurons, rank], ``bias`` float32 [neurons]; ``middle``
+    holds relu(inner u), quantised like every activation.  ``several``: first token and number of
+    tokens, where there may be more than one (`find_row`).
+    """
+    first, tokens = (None, None) if several is None else several
+
+    def keep_positive(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        place = row if tokens is None else token * middle.length + row
+        v.store(middle.values, place, T.max(value, v.constant(0.0, "float32")), 1)
+
+    def add_bias(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        place = row if tokens is None else find_row(token, outer.rows) + row
+        v.store(scores, place, value + bias[row], 1)
+
+    emit_multiply(isa, threads, inner, activations, tokens, keep_positive, first)
+    if tokens is None:
+        emit_quantize(middle, T.int32(0))
+    else:
+        emit_each_token(tokens, lambda token: emit_quantize(middle, token))
+    emit_multiply(isa, threads, outer, middle, tokens, add_bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutoffs:
+    """The matrix, and room to multiply with it."""
+
+    schedule: Schedule
+    sign: v.Expr
+    """1 or -1: whether cutoffs are above the mean or below it."""
+    matrix: Matrix
+    parts: v.Buffer
+    """float32 [tokens, rows]."""
+    cutoffs: v.Buffer
+    """float32 [tokens]."""
+
+    def emit(self, hidden: Activations, tokens: v.Expr) -> None:
+        """Set ``cutoffs`` of all tokens, whose input is ``hidden``."""
+        spec, rows = self.schedule.spec, self.schedule.spec.cutoff_rows
+        # In fp16 as many rows follow, with what it leaves of the first.
+        count = rows // 2 if self.matrix.precision == "fp16" else rows
+
+        def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            v.store(self.parts, token * rows + row, value, 1)
+
+        def finish(token: v.Expr) -> None:
+            base = v.let(token * rows)
+
+            def load(index: v.Expr) -> v.Expr:
+                part = self.parts[base + index]
+                return v.let(part + self.parts[base + index + count] if count < rows else part)
+
+            squares = v.Cell(v.constant(0.0, "float32"))
+            with T.serial(count - 1) as index:
+                part = load(index + 1)
+                squares.set(T.fma(part, part, squares.get()))
+            cutoff = load(T.int32(0)) + self.sign * T.sqrt(squares.get())
+            v.store(self.cutoffs, token, cutoff, 1)
+
+        emit_multiply(self.schedule.isa, spec.threads, self.matrix, hidden, tokens, store)
+        emit_each_token(tokens, finish)
+
+
+def take_finding(schedule: Schedule, take: Parameters) -> Cutoffs:
+    """Declare the parameters of what finds cutoffs."""
+    spec = schedule.spec
+    precision: Precision = "fp16" if spec.attention == "fp16" else "int8"
+    return Cutoffs(
+        schedule=schedule,
+        sign=take.take_number("sign", "float32"),
+        matrix=take_matrix(take, "gate_cutoff", spec.cutoff_rows, spec.hidden, precision),
+        parts=take.take_array("cutoff_parts", "float32", "tokens", spec.cutoff_rows),
+        cutoffs=take.take_array("cutoffs", "float32", "tokens"),
+    )
+
+
+def take_cutoffs(schedule: Schedule, take: Parameters) -> v.Buffer | None:
+    """Declare the cutoffs of the tokens; None for models without any."""
+    if not schedule.spec.cutoff_rows:
+        return None
+    return take.take_array("cutoffs", "float32", "tokens")
+
 
 SMALLEST = 1e-37
 """Activations smaller than this are none."""

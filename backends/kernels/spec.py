@@ -13,9 +13,8 @@ from typing import ClassVar, Literal
 
 from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.plan.documents.model_ffn import SMOOTH_ACTIVATIONS, Activation
-from pi2.plan.documents.plan_memory import KvType
-from pi2.plan.weights.latent import LatentShape
+from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Activation
+from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import (
     GROUP,
     BundleLayout,
@@ -24,6 +23,7 @@ from pi2.plan.weights.layout import (
     fill_groups,
     lay_out_bundle,
 )
+from pi2.plan.weights.projections import LatentShape
 from pi2.plan.weights.states import StateShape
 
 PANEL = 256
@@ -107,7 +107,7 @@ class AltUpShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterShape:
-    """How a mixture's router chooses, where `pi2.backends.kernels.router` does it."""
+    """How a mixture's router chooses, where `pi2.backends.kernels.side_ffn` does it."""
 
     kind: Literal["softmax", "sigmoid"]
     experts: int
@@ -390,7 +390,7 @@ class KernelSpec:
 
     @property
     def takes_stretches(self) -> bool:
-        """Whether `pi2.backends.kernels.stretched` computes the neurons of one token, however they
+        """Whether `pi2.backends.kernels.plain` computes the neurons of one token, however they
         were chosen: none of them is ever inactive."""
         return self.is_smooth and (self.experts > 0 or not self.has_gathered_ffn)
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.compiler.parameters import Parameters
+from pi2.backends.compiler.vectors import Parameters
+from pi2.backends.kernels.attention_block import MixingBlock
 from pi2.backends.kernels.matrix import Matrix, emit_multiply
-from pi2.backends.kernels.mixing_block import MixingBlock
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import take_matrix
 from pi2.backends.kernels.scan import take_scan
-from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.schedule import Schedule, take_matrix
 from pi2.backends.kernels.states import RankArrays, StateArrays, emit_state_mix
 from pi2.plan.weights.states import StateShape
 

@@ -25,9 +25,8 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.kv import count_lanes
 from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.operands import Activations
-from pi2.backends.kernels.parameters import emit_each_token
 from pi2.backends.kernels.scan import ScanArrays, emit_scan
-from pi2.backends.kernels.schedule import Schedule
+from pi2.backends.kernels.schedule import Schedule, emit_each_token
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.states import StateShape
 

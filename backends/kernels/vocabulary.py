@@ -2,26 +2,202 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.compiler.parameters import Parameters
-from pi2.backends.kernels.altup import take_joining
-from pi2.backends.kernels.embedding import emit_unpack
-from pi2.backends.kernels.matrix import emit_multiply
-from pi2.backends.kernels.norms import emit_embedding_norm, emit_normalize
-from pi2.backends.kernels.operands import Vector
-from pi2.backends.kernels.parameters import (
+from pi2.backends.compiler.vectors import Parameters
+from pi2.backends.kernels.altup import Correction, take_correction, take_joining, take_making
+from pi2.backends.kernels.kv import count_lanes
+from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_quantize
+from pi2.backends.kernels.neurons import activate_smoothly
+from pi2.backends.kernels.norms import (
+    emit_add_normalized,
+    emit_embedding_norm,
+    emit_normalize,
+    emit_scale,
+    invert_root,
+)
+from pi2.backends.kernels.operands import Activations, Vector, list_runs
+from pi2.backends.kernels.schedule import (
+    Schedule,
     emit_each_token,
     take_activations,
     take_matrix,
     take_rows,
 )
-from pi2.backends.kernels.rows import emit_scale
-from pi2.backends.kernels.schedule import Schedule
-from pi2.plan.weights.layout import scale_bytes, weight_bytes
+from pi2.plan.weights.layout import GROUP, scale_bytes, weight_bytes
+
+
+def emit_unpack(vector: Vector, length: int, target: v.Buffer, base: v.Expr) -> None:
+    """Write the float32 values of ``vector`` to ``target[base : base + length]``."""
+    if vector.precision == "fp16":
+        with T.serial(length // 16) as step:
+            values = v.load_halves(vector.weights, vector.weights_base + v.wide(step * 32), 16)
+            v.store(target, base + step * 16, values, 16)
+        return
+    for lanes, first, count in list_runs(length):
+        with T.serial(count) as block, T.serial(lanes) as lane:
+            _emit_group(vector, target, base, v.let(first + block * lanes), lane, lanes)
+
+
+def _emit_group(
+    vector: Vector, target: v.Buffer, base: v.Expr, first: v.Expr, lane: v.Expr, lanes: int
+) -> None:
+    """Unpack group ``first + lane`` of the block of ``lanes`` that begins with ``first``."""
+    int4 = vector.precision == "int4"
+    scale = v.let(v.load_halves(vector.scales, vector.scales_base + v.wide((first + lane) * 2), 1))
+    start = base + (first + lane) * GROUP
+    for chunk in range(4 if int4 else 8):
+        inner = first * (GROUP // 2 if int4 else GROUP) + chunk * 4 * lanes + lane * 4
+        raw = v.let(v.load(vector.weights, vector.weights_base + v.wide(inner), 4))
+        if int4:
+            parts = [
+                (4 * chunk, raw & v.constant(15, "uint8", 4)),
+                (16 + 4 * chunk, raw >> v.constant(4, "uint8", 4)),
+            ]
+            offset = 8.0
+        else:
+            parts = [(4 * chunk, v.reinterpret(raw, "int8", 4))]
+            offset = 0.0
+        for place, codes in parts:
+            values = v.cast(codes, "float32", 4) - v.constant(offset, "float32", 4)
+            v.store(target, start + place, values * v.splat(scale, 4), 4)
+
+
+def emit_embed_layers(schedule: Schedule, take: Parameters) -> None:
+    """Set ``layer_inputs`` float32 [layers, room, width] of the tokens, by rows of the layers'
+    table and a projection of x, and the residual streams beside x; ``room``: tokens that each layer
+    has room for."""
+    spec, own = schedule.spec, schedule.spec.layer_input
+    assert own is not None
+    tokens, room = take.take_number("tokens"), take.take_number("room")
+    x = schedule.take_rows(take, "x")
+    table, scales = take_rows(take, "layer_embedding", "tokens", own.row, spec.embedding)
+    rows, width = own.layers * own.width, own.stored_width
+    project = take_matrix(take, "layer_projection", rows, spec.hidden, spec.attention)
+    norm = take.take_array("layer_projection_norm", "float32", width)
+    hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
+    unpacked = take.take_array("layer_rows", "float32", "tokens", own.row)
+    inputs = take.take_array("layer_inputs", "float32", own.layers, "tokens", width)
+    lanes = count_lanes(own.width)
+
+    def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+        layer, element = T.floordiv(row, own.width), T.floormod(row, own.width)
+        place = v.let((layer * room + token) * width + element)
+        v.store(inputs, place, value * v.constant(own.projection_factor, "float32"), 1)
+
+    def finish(token: v.Expr) -> None:
+        wide = v.wide(token)
+        vector = Vector(
+            weights=table,
+            weights_base=v.let(wide * weight_bytes(own.row, spec.embedding)),
+            scales=scales,
+            scales_base=v.let(wide * scale_bytes(own.row, spec.embedding)),
+            precision=spec.embedding,
+        )
+        emit_unpack(vector, own.row, unpacked, v.let(token * own.row))
+        with T.serial(own.layers) as layer:
+            base = v.let((layer * room + token) * width)
+            source = v.let(token * own.row + layer * own.width)
+            squares = v.Cell(v.constant(0.0, "float32", lanes))
+            with T.serial(own.width // lanes * hidden.once) as step:
+                part = v.let(v.load(inputs, base + step * lanes, lanes))
+                squares.set(T.fma(part, part, squares.get()))
+            factor = invert_root(spec, squares.get(), own.width, lanes)
+            half = v.constant(math.sqrt(0.5), "float32", lanes)
+            with T.serial(own.width // lanes * hidden.once) as step:
+                place = v.let(base + step * lanes)
+                part = v.load(inputs, place, lanes) * v.splat(factor, lanes)
+                part = part * v.load(norm, step * lanes, lanes)
+                row = v.load(unpacked, source + step * lanes, lanes)
+                part = part + row * v.constant(own.factor, "float32", lanes)
+                v.store(inputs, place, part * half, lanes)
+
+    making = take_making(schedule, take)
+    emit_each_token(tokens, lambda token: emit_normalize(spec, x, token, None, hidden, token))
+    emit_multiply(schedule.isa, spec.threads, project, hidden, tokens, store)
+    emit_each_token(tokens, finish)
+    if making is not None:
+        making.emit(x, hidden, tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInput:
+    """What adds a layer's own embedding to x, and room to work in."""
+
+    schedule: Schedule
+    width: int
+    added: v.Buffer
+    """What `emit_embed_layers` has made for the layer float32 [tokens, width]."""
+    gate: Matrix
+    output: Matrix
+    norm: v.Buffer
+    hidden: Activations
+    inner: Activations
+    streams: Correction | None
+    """What is corrected before, where there are several residual streams."""
+
+    def emit(self, x: v.Buffer, tokens: v.Expr) -> None:
+        """Add it to x of all tokens; of several residual streams, to the others."""
+        spec, isa, inner = self.schedule.spec, self.schedule.isa, self.inner
+        hidden, lanes = self.hidden, count_lanes(self.width)
+
+        def store_gate(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            v.store(inner.values, token * inner.length + row, value, 1)
+
+        def store_output(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
+            # What the gates have read is not needed any more.
+            v.store(hidden.values, token * spec.hidden + row, value, 1)
+
+        def mix(token: v.Expr) -> None:
+            # Zeros fill the last group up: nobody writes there.
+            with T.serial(self.width // lanes * inner.once) as step:
+                place = v.let(token * inner.length + step * lanes)
+                gate = v.let(v.load(inner.values, place, lanes))
+                value = activate_smoothly(spec, gate, lanes) * v.load(self.added, place, lanes)
+                v.store(inner.values, place, value, lanes)
+            emit_quantize(inner, token)
+
+        def read(token: v.Expr) -> None:
+            if self.streams is None:
+                emit_normalize(spec, x, token, None, hidden, token)
+                return
+            self.streams.emit_correct(x, token)
+            self.streams.emit_read(x, hidden, token)
+
+        def add(token: v.Expr) -> None:
+            if self.streams is None:
+                emit_add_normalized(spec, hidden.values, x, self.norm, hidden.once, token)
+                return
+            self.streams.emit_add(hidden, self.norm, token)
+
+        emit_each_token(tokens, read)
+        emit_multiply(isa, spec.threads, self.gate, hidden, tokens, store_gate)
+        emit_each_token(tokens, mix)
+        emit_multiply(isa, spec.threads, self.output, inner, tokens, store_output)
+        emit_each_token(tokens, add)
+
+
+def take_layer_input(schedule: Schedule, take: Parameters, tokens: v.Expr) -> LayerInput | None:
+    """Declare the parameters; None for models without such embeddings."""
+    spec, own = schedule.spec, schedule.spec.layer_input
+    if own is None:
+        return None
+    width = own.stored_width
+    return LayerInput(
+        schedule=schedule,
+        width=own.width,
+        added=take.take_array("layer_input", "float32", "tokens", width),
+        gate=take_matrix(take, "layer_input_gate", own.width, spec.hidden, spec.attention),
+        output=take_matrix(take, "layer_input_output", spec.hidden, width, spec.attention),
+        norm=take.take_array("layer_input_norm", "float32", spec.hidden),
+        hidden=schedule.take_chunk(take, "hidden", spec.hidden, tokens),
+        inner=schedule.take_chunk(take, "layer_inner", width, tokens),
+        streams=take_correction(schedule, take),
+    )
 
 
 def emit_embed(schedule: Schedule, take: Parameters) -> None:

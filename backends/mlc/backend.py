@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.needs import Need
-from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.arithmetic.units import Need, UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pi2.backends.text_model import TextModel, TextRequest
+    from pi2.backends.units import TextModel, TextRequest
 
 COMPUTES = True
 NATIVE = False

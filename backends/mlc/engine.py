@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from pi2.backends.text_model import Finished
+from pi2.backends.units import Finished
 from pi2.diagnostics import UserError
+from pi2.plan.documents.common import Sampling
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.sampling import Sampling
 
 PYTHON = "PI2_MLC_PYTHON"
 """Variable that names the Python that has mlc_llm."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
-from pi2.plan.arithmetic.needs import Need
-from pi2.plan.arithmetic.units import UnitFacts
+from pi2.plan.arithmetic.units import Need, UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 
 if TYPE_CHECKING:
-    from pi2.backends.dense_unit import DenseUnit, UnitRequest
     from pi2.backends.protocol import BuildRequest, Executor
-    from pi2.backends.whole_model import WholeModel, WholeRequest
+    from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
 
 # A plan that is tried dry is meant for kernels: it has to have the room that they need.
 __all__ = [
@@ -71,13 +69,13 @@ def build(request: BuildRequest) -> Executor:
 
 def build_unit(request: UnitRequest) -> DenseUnit:
     """Make a unit that computes nothing."""
-    from pi2.backends.null.dense_unit import NullUnit
+    from pi2.backends.null.executor import NullUnit
 
     return NullUnit(request)
 
 
 def build_whole(request: WholeRequest) -> WholeModel:
     """Make a model that computes nothing."""
-    from pi2.backends.null.whole_model import NullModel
+    from pi2.backends.null.executor import NullModel
 
     return NullModel(request)

@@ -7,9 +7,102 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import F32, F64, I32, I64, U8, Bits
-from pi2.backends.observer import ObservableExecutor, noted
-from pi2.backends.protocol import BuildRequest, add_one_by_one
+from pi2.backends.executor import ExecutorObserver, ObservableExecutor, noted
+from pi2.backends.protocol import BuildRequest, Tensor, add_one_by_one
+from pi2.backends.units import UnitObserver, UnitRequest, WholeRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+
+
+class NullUnit:
+    """A `pi2.backends.units.DenseUnit` without arithmetic."""
+
+    busy_s = 0.0
+
+    def __init__(self, request: UnitRequest) -> None:
+        self._rows = {name: tensor.rows for name, tensor in request.matrices.items()}
+        self._jobs: dict[int, F32] = {}
+        self._next = 0
+
+    def offer_room(self, layer: int) -> None:
+        """Offer nothing."""
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """Forget the neurons."""
+
+    def start(
+        self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
+    ) -> int:
+        """Note how large the sum is."""
+        number, self._next = self._next, self._next + 1
+        self._jobs[number] = np.zeros(inputs.shape, np.float32)
+        return number
+
+    def multiply(self, name: str, inputs: F32) -> int:
+        """Note how many products there are."""
+        number, self._next = self._next, self._next + 1
+        self._jobs[number] = np.zeros((len(inputs), self._rows[name]), np.float32)
+        return number
+
+    def add(self, job: int, bundles: U8, first: int) -> None:
+        """Leave the neurons out."""
+
+    def wait(self, job: int) -> None:
+        """Return at once."""
+
+    def finish(self, job: int) -> F32:
+        """Return zeros."""
+        return self._jobs.pop(job)
+
+    def give_up(self) -> None:
+        """Forget all jobs."""
+        self._jobs.clear()
+
+    def observe(self, observer: UnitObserver | None) -> None:
+        """There is nothing to tell of."""
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class NullModel:
+    """A `pi2.backends.units.WholeModel` without arithmetic."""
+
+    busy_s = 0.0
+
+    def __init__(self, request: WholeRequest) -> None:
+        self._vocab = request.model.shape.vocab
+        self._tokens = 0
+
+    def put(self, tensor: Tensor, first: int) -> None:
+        """Forget the rows."""
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """Forget the neurons."""
+
+    def expect(self, end: int) -> None:
+        """There is nothing to prepare."""
+
+    def prefill(self, tokens: I32, sequence: int, position: int) -> None:
+        """Note how many tokens there are."""
+        self._tokens = len(tokens)
+
+    def logits(self, first: int) -> F32:
+        """Return zeros."""
+        return np.zeros((min(self._tokens - first, LOGIT_ROWS), self._vocab), np.float32)
+
+    def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
+        """Return zeros."""
+        return np.zeros((len(tokens), self._vocab), np.float32)
+
+    def count_named(self) -> int:
+        """Return none: nothing is predicted."""
+        return 0
+
+    def observe(self, observer: ExecutorObserver | None) -> None:
+        """There is nothing to tell of."""
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
 def compute_hotness(neurons: int, active: float, skew: float) -> F64:

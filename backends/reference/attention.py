@@ -3,21 +3,182 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from pi2.arrays import F32
-from pi2.backends.protocol import BuildRequest
-from pi2.backends.reference.kv_cache import KvCache
+from pi2.arrays import F16, F32, I8, U8, Raw
+from pi2.backends.arithmetic import RopeTables, compute_growth
+from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.operators import (
+    DenseTensors,
     cap,
     normalize,
     rotate,
     take_sigmoid,
     take_softplus,
 )
-from pi2.backends.rope import RopeTables, compute_growth
-from pi2.plan.weights.tensor_names import name_layer_tensor
+from pi2.backends.reference.states import States
+from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES, DividedRows
+from pi2.plan.documents.model_mixing import Mixer
+from pi2.plan.weights.layout import fill_groups
+from pi2.plan.weights.projections import list_kept_vectors, name_layer_tensor, name_state_tensor
+from pi2.plan.weights.rounding import dequantize
+from pi2.plan.weights.states import describe_state
+
+
+def quantize_kv(x: F32) -> tuple[I8, F16]:
+    """int8 codes and fp16 scales [...] of vectors [..., head_dim], as the KV cache keeps them.
+
+    The scale is the largest magnitude / 127, rounded; vectors too small for one become zeros.
+    """
+    scales = (np.abs(x).max(-1) * np.float32(1 / 127)).astype(np.float16)
+    kept = scales.astype(np.float32)[..., None]
+    factor = np.divide(np.float32(1), kept, out=np.zeros_like(kept), where=kept > 0)
+    return np.clip(np.rint(x * factor), -127, 127).astype(np.int8), scales
+
+
+class KvCache:
+    """Keys (0) and values (1) of all layers, or what latent attention keeps (0): as 8-bit integers
+    where the plan says so, else whole.
+
+    Rounding them to fp16 would cost five times the error of everything else here.  So they are not,
+    although the segment has the size that the plan's type needs.
+    """
+
+    def __init__(self, request: BuildRequest) -> None:
+        self._int8 = request.kv_type == "int8"
+        self._elements: dict[int, Raw] = {}
+        """What a layer keeps [sequences, kinds, context, heads, width]."""
+        self._scales: dict[int, F16] = {}
+        """Scales [sequences, kinds, context, heads] of 8-bit integers."""
+        for layer in request.model.attention_layers:
+            kinds, heads, size = list_kept_vectors(request.model.view_layer(layer))
+            if not kinds:
+                continue
+            vectors = (request.sequences, kinds, request.context, heads)
+            count = int(np.prod(vectors))
+            raw = request.allocate("kv", count * size * KV_ELEMENT_BYTES[request.kv_type])
+            if request.kv_type == "fp16":
+                self._elements[layer] = np.zeros((*vectors, size), np.float32)
+                continue
+            dtype = np.float32 if request.kv_type == "fp32" else np.int8
+            self._elements[layer] = raw.view(dtype).reshape(*vectors, size)
+            if self._int8:
+                scales = request.allocate("kv", count * 2).view(np.float16)
+                self._scales[layer] = scales.reshape(vectors)
+
+    def keep(self, sequence: int, kind: int, layer: int, position: int, x: F32) -> None:
+        """Keep ``x`` [T, kv_heads, head_dim] of the tokens from ``position`` on."""
+        place = (sequence, kind, slice(position, position + len(x)))
+        if self._int8:
+            self._elements[layer][place], self._scales[layer][place] = quantize_kv(x)
+        else:
+            self._elements[layer][place] = x
+
+    def read(self, sequence: int, kind: int, layer: int, end: int) -> F32:
+        """What is kept of the tokens before ``end``: float32 [end, kv_heads, head_dim]."""
+        place = (sequence, kind, slice(end))
+        found = self._elements[layer][place].astype(np.float32)
+        if self._int8:
+            found *= self._scales[layer][place][..., None].astype(np.float32)
+        return found
+
+    def copy(self, sequence: int, first: int, end: int) -> U8:
+        """A copy [n] of what is kept of a sequence's tokens from ``first`` to ``end``."""
+        parts = [array[sequence, :, first:end] for array in self._arrays]
+        return np.concatenate([np.ascontiguousarray(part).view(np.uint8).ravel() for part in parts])
+
+    def put(self, sequence: int, first: int, end: int, kept: U8) -> None:
+        """Put back what `copy` gave for these tokens."""
+        done = 0
+        for array in self._arrays:
+            part = array[sequence, :, first:end]
+            size = part.size * part.itemsize
+            part[:] = kept[done : done + size].view(part.dtype).reshape(part.shape)
+            done += size
+
+    @property
+    def _arrays(self) -> list[Raw]:
+        return [*self._elements.values(), *self._scales.values()]
+
+
+class LatentAttention:
+    """What all layers keep, and the tables of positions."""
+
+    def __init__(self, request: BuildRequest) -> None:
+        self._request = request
+        self._model = request.model
+        latent = self._model.attention.latent
+        assert latent is not None
+        self._latent = latent
+        self.kept = KvCache(request)
+        size = (request.context, latent.rotated // 2)
+        arrays = (np.empty(size, np.float32), np.empty(size, np.float32))
+        self._rope = RopeTables(self._model.rope, latent.rotated, arrays)
+
+    def expect(self, end: int) -> None:
+        """Choose the positions of a sequence of ``end`` tokens."""
+        self._rope.expect(end)
+
+    def _read(self, layer: int, kind: str) -> F32:
+        tensor: Tensor = self._request.tensors[name_layer_tensor(layer, kind)]
+        if tensor.precision is None:
+            return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
+        weights = np.asarray(tensor.weights).view(np.uint8)
+        return dequantize(weights, tensor.scales, tensor.length, tensor.precision)
+
+    def _normalize(self, layer: int, x: F32, kind: str) -> F32:
+        norm = self._model.norm.model_copy(
+            update={"kind": "rmsnorm", "epsilon": self._latent.epsilon}
+        )
+        return normalize(norm, x, self._read(layer, kind)[:, : x.shape[-1]])
+
+    def _find_queries(self, layer: int, made: F32) -> F32:
+        """Queries [T, heads, plain + rotated], of what they are made of or as they are."""
+        rank, heads = self._latent.query_rank, self._model.shape.heads
+        if rank is not None:
+            normal = self._normalize(layer, made, "latent_query_norm")
+            padding = ((0, 0), (0, fill_groups(rank) - rank))
+            made = np.pad(normal, padding) @ self._read(layer, "latent_query_out").T
+        return made.reshape(len(made), heads, self._latent.key)
+
+    def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
+        """What the queries of ``qkv`` [T, rows] mix of a sequence, of which is kept what keys and
+        values are made of from ``position`` on."""
+        shape, latent = self._model.shape, self._latent
+        count, end = len(qkv), position + len(qkv)
+        gates = shape.heads if self._model.attention.output_gate else 0
+        last = qkv.shape[1] - latent.kept
+        cuts = [last - gates, last, qkv.shape[1] - latent.rotated]
+        made, gate, vector, key = np.split(qkv, cuts, axis=-1)
+        cos, sin = (table[position:end] for table in self._rope.arrays)
+        query = self._find_queries(layer, made)
+        plain, turned = query[..., : latent.plain], rotate(query[..., latent.plain :], cos, sin)
+        padding = ((0, 0), (0, 0), (0, fill_groups(latent.plain) - latent.plain))
+        by_head = self._read(layer, "latent_key").reshape(shape.heads, latent.rank, -1)
+        absorbed = np.einsum("thp,hrp->thr", np.pad(plain, padding), by_head)
+        query = np.concatenate([absorbed, turned], axis=-1)
+        query = query * compute_growth(self._model, layer, position, end)[:, None, None]
+        vector = self._normalize(layer, vector, "latent_norm")
+        kept = np.concatenate([vector, rotate(key[:, None], cos, sin)[:, 0]], axis=-1)
+        self.kept.keep(sequence, 0, layer, position, kept[:, None])
+        keys = self.kept.read(sequence, 0, layer, end)[:, 0]
+
+        visible = np.arange(end)[None, :] <= np.arange(position, end)[:, None]
+        scale = np.float32(self._model.attention.scale or 1 / math.sqrt(latent.key))
+        scores = np.einsum("thk,sk->hts", query, keys) * scale
+        scores = np.where(visible[None], scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        found = np.einsum("hts,sr->thr", weights, keys[:, : latent.rank])
+        padding = ((0, 0), (0, 0), (0, fill_groups(latent.rank) - latent.rank))
+        by_head = self._read(layer, "latent_value").reshape(shape.heads, shape.head_dim, -1)
+        mixed = np.einsum("thr,hvr->thv", np.pad(found, padding), by_head)
+        if gates:
+            mixed = mixed * take_sigmoid(gate)[:, :, None]
+        mixed = mixed.reshape(count, -1)
+        return np.pad(mixed, ((0, 0), (0, shape.stored_query - shape.query))).astype(np.float32)
 
 
 class Attention:
@@ -124,3 +285,112 @@ class Attention:
             is_soft = attention.output_gate_function == "softplus"
             flat = flat * (take_softplus(gates) if is_soft else take_sigmoid(gates))
         return np.concatenate([flat, padding], axis=1)
+
+
+Part = tuple[slice, int, int]
+"""Tokens of a sequence, the sequence, and the position of the first of them."""
+
+
+class Mixing:
+    """One mixer after the other: a layer may have two of them."""
+
+    def __init__(self, request: BuildRequest, tensors: DenseTensors) -> None:
+        self._model = request.model
+        self._tensors = tensors
+        latent = self._model.attention.latent
+        self.attention = Attention(request) if latent is None else LatentAttention(request)
+        """Keys and values."""
+        self._shape = describe_state(self._model)
+        self.states = None if self._shape is None else States(request, self._shape)
+        """States of layers that have one; None without such layers."""
+        self._divided = request.rows or DividedRows(unit="")
+        self._mixer: Mixer = "attention"
+        self._number = 0
+        """Which of the layer's mixers it is."""
+        self.read: F32 = np.zeros((0, self._model.shape.stored_hidden), np.float32)
+        """What it reads [T, hidden]."""
+        self._products = self._gates = self._mixed = self._output = self.read
+
+    def begin(self, layer: int, number: int, read: F32) -> None:
+        """Let the calls that follow be about a layer's mixer ``number``, which reads ``read`` [T,
+        hidden]."""
+        self._mixer, self._number = self._model.list_mixers(layer)[number], number
+        self.read = read
+
+    def project(self, layer: int) -> None:
+        """Multiply with the rows of its projection that no other unit computes."""
+        if self._mixer != "attention":
+            self._project_state(layer)
+            return
+        first = self._divided.qkv
+        weights = self._tensors.read_layer(layer, "qkv")
+        self._products = np.zeros((len(self.read), len(weights)), np.float32)
+        self._products[:, first:] = self.read @ weights[first:].T
+        if self._model.attention.has_bias:
+            self._products += self._tensors.read_layer(layer, "qkv_bias")[0]
+
+    def _project_state(self, layer: int) -> None:
+        """Multiply with the projections into a layer with a state."""
+        assert self._shape is not None
+        self._products = self.read @ self._read_state(layer, "state_in").T
+        if self._shape.projection_bias:
+            self._products = self._products + self._read_state(layer, "state_in_bias")[0]
+        self._gates = np.zeros((len(self.read), 0), np.float32)
+        if self._shape.gates:
+            self._gates = self.read @ self._read_state(layer, "state_gates").T
+
+    def _read_state(self, layer: int, kind: str) -> F32:
+        """Return a tensor of the mixer with a state whose turn it is."""
+        return self._tensors.read(name_state_tensor(layer, self._number, kind))
+
+    def put_projected(self, values: F32) -> None:
+        """Add the products [T, n] with the first rows."""
+        self._products[:, : values.shape[1]] += values
+
+    def mix(self, layer: int, parts: Sequence[Part]) -> F32:
+        """Return what the mixer makes of all tokens [T, width], and keep what later ones need."""
+        if self._mixer != "attention":
+            assert self.states is not None
+            mixed = [
+                self.states.mix(
+                    (sequence, layer, self._number),
+                    self._products[tokens],
+                    self._gates[tokens],
+                    first,
+                )
+                for tokens, sequence, first in parts
+            ]
+        else:
+            mixed = [
+                self.attention.mix(layer, self._products[tokens], *place)
+                for tokens, *place in parts
+            ]
+        self._mixed = np.concatenate(mixed)
+        if self._mixer == "attention" and self._model.attention.sub_norm:
+            weights = self._tensors.read_layer(layer, "attention_sub_norm")
+            width = self._model.shape.query
+            self._mixed = normalize(self._model.norm, self._mixed, weights, width=width)
+        return self._mixed
+
+    def project_output(self, layer: int) -> F32 | None:
+        """Return the products with what was mixed [T, hidden]; None where those of the first rows
+        are missing, which another unit computes."""
+        if self._shape is not None and self._mixer != "attention":
+            first, has_bias = 0, self._shape.projection_bias
+            weights = self._read_state(layer, "state_output")
+            bias = self._read_state(layer, "state_output_bias") if has_bias else None
+        else:
+            first, has_bias = self._divided.output, self._model.attention.output_bias
+            weights = self._tensors.read_layer(layer, "output")
+            bias = self._tensors.read_layer(layer, "output_bias") if has_bias else None
+        self._output = np.zeros((len(self._mixed), len(weights)), np.float32)
+        self._output[:, first:] = self._mixed @ weights[first:].T
+        if bias is not None:
+            self._output += bias[0]
+        return self._output if first == 0 else None
+
+    def put_output(self, values: F32) -> F32:
+        """Complete what `project_output` has left with the products [T, n] with the first rows;
+        return it [T, hidden]."""
+        self._output[:, : values.shape[1]] += values
+        return self._output

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pi2.arrays import F32, U8
-from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
 from pi2.backends.protocol import Tensor
-from pi2.backends.reference.neurons import compute_activations, multiply_down
+from pi2.backends.reference.operators import compute_activations, multiply_down
+from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
 from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import BundleLayout
 from pi2.plan.weights.rounding import dequantize
@@ -29,7 +29,7 @@ class _Job:
 
 
 class ThreadUnit:
-    """A `pi2.backends.dense_unit.DenseUnit` that computes in a thread of this process."""
+    """A `pi2.backends.units.DenseUnit` that computes in a thread of this process."""
 
     def __init__(self, request: UnitRequest) -> None:
         self._request = request

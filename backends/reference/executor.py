@@ -8,30 +8,36 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
-from pi2.backends.experts import list_chosen, make_routers
-from pi2.backends.observer import ObservableExecutor, noted
+from pi2.backends.arithmetic import expand_stretches, list_chosen, make_routers
+from pi2.backends.executor import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, add_one_by_one
-from pi2.backends.reference.altup import AltUp
-from pi2.backends.reference.chunk_state import ChunkState, begin_chunk
-from pi2.backends.reference.dense_tensors import DenseTensors, widen
-from pi2.backends.reference.layer_inputs import LayerInputs
-from pi2.backends.reference.mixing import Mixing, Part
-from pi2.backends.reference.neurons import compute_activations, multiply_down
-from pi2.backends.reference.operators import activate, cap, enter_layers
-from pi2.backends.reference.prediction import Prediction
-from pi2.backends.stretches import expand_stretches
-from pi2.plan.arithmetic.rows import name_head
+from pi2.backends.reference.attention import Mixing, Part
+from pi2.backends.reference.operators import (
+    AltUp,
+    DenseTensors,
+    LayerInputs,
+    Prediction,
+    activate,
+    cap,
+    compute_activations,
+    enter_layers,
+    multiply_down,
+    widen,
+)
+from pi2.backends.reference.states import ChunkState, begin_chunk
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-from pi2.plan.documents.model_experts import SideFfn
+from pi2.plan.arithmetic.units import name_head
+from pi2.plan.documents.model_parts import SideFfn
 from pi2.plan.weights.bundles import join_scales, unpack_part
-from pi2.plan.weights.cutoffs import GATE_CUTOFF, count_cutoff_rows
 from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.tensor_names import (
+from pi2.plan.weights.projections import (
     EMBEDDING,
     FINAL_NORM,
+    GATE_CUTOFF,
     HEAD_BIAS,
     LAYER_EMBEDDING,
     POSITIONS,
+    count_cutoff_rows,
     name_layer_tensor,
     name_mixer_norm,
 )

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, U8
-from pi2.backends.dense_unit import UnitFailed, UnitObserver, UnitRequest
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import join_layer_scales
 from pi2.backends.reference.worker import MESSAGE, PRECISIONS, REPLY
+from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import round_up, scale_bytes, weight_bytes
 
@@ -48,7 +48,7 @@ class _Place:
 
 
 class ProcessUnit:
-    """A `pi2.backends.dense_unit.DenseUnit` whose work is done by another process."""
+    """A `pi2.backends.units.DenseUnit` whose work is done by another process."""
 
     def __init__(self, request: UnitRequest) -> None:
         self._request = request

@@ -3,19 +3,57 @@ convolutions.
 
 Sources: Yang, Kautz and Hatamizadeh 2024 ("Gated Delta Networks"), Gu and Dao 2023 ("Mamba"), Dao
 and Gu 2024 ("Transformers are SSMs"), and the models' code in Hugging Face transformers for what
-they leave open."""
+they leave open.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from pi2.arrays import F32
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.reference.dense_tensors import widen
-from pi2.backends.reference.operators import take_sigmoid, take_silu, take_softplus
+from pi2.backends.reference.operators import take_sigmoid, take_silu, take_softplus, widen
 from pi2.plan.weights.layout import ALIGNMENT, round_up
+from pi2.plan.weights.projections import name_state_tensor
 from pi2.plan.weights.states import StateShape
-from pi2.plan.weights.tensor_names import name_state_tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class ChunkState:
+    """Arrays are replaced from step to step; before a layer has begun, they have no meaning but
+    for x, ``added`` and ``streams``."""
+
+    x: F32
+    """What goes from layer to layer [T, hidden]."""
+    input: F32
+    """What attention of the layer reads, before its norm [T, hidden]."""
+    u: F32
+    """What the FFN reads [T, hidden]."""
+    v: F32
+    """What its neurons read [T, neuron width]: u, or what is made of it for experts of another
+    width."""
+    routes: F32
+    """Weights of experts [T, experts]."""
+    y: F32
+    """The sum of its neurons [T, neuron width]."""
+    squares: F32
+    """Sums of the squares of the FFN's activations [T], for their norm."""
+    added: F32
+    """Embeddings that layers have of their own [layers, T, width]."""
+    streams: F32
+    """Residual streams beside x [streams - 1, T, hidden]."""
+    cutoffs: F32 | None = None
+    """Cutoffs of the layer's gates [T, 1], where it has them."""
+
+
+def begin_chunk(x: F32, added: F32, streams: F32) -> ChunkState:
+    """Return the state of tokens whose embeddings are ``x``."""
+    return ChunkState(
+        x=x, input=x, u=x, v=x, routes=x, y=x, squares=x, added=added, streams=streams
+    )
+
 
 _Place = tuple[int, int, int]
 """Sequence, layer and number of the mixer in the layer."""

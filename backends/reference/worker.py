@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.backends.reference.neurons import compute_activations, multiply_down
+from pi2.backends.reference.operators import compute_activations, multiply_down
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision, round_up, scale_bytes, weight_bytes
 from pi2.plan.weights.rounding import dequantize

@@ -13,8 +13,8 @@ from typing import Self
 import numpy as np
 
 from pi2.arrays import U64
+from pi2.benchmarks.contestant import Worker
 from pi2.benchmarks.samples import Bandwidth
-from pi2.benchmarks.worker import Worker
 from pi2.progress import Progress
 
 BUFFER_BYTES = 512 * 2**20

@@ -2,14 +2,302 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from pi2.benchmarks.profile import Profile
-from pi2.benchmarks.samples import Description, Sample, TokenBytes
-from pi2.benchmarks.worker import Recipe, Worker
-from pi2.benchmarks.workloads import Workload
-from pi2.progress import Progress
+from pi2.backends.executor import ExecutorObserver
+from pi2.benchmarks.samples import Description, Sample, TokenBytes, Workload
+from pi2.diagnostics import UserError
+from pi2.engine.observation import ShareObserver
+from pi2.engine.statistics import read_peak_rss_bytes
+from pi2.memory.bundle_files import ReadObserver, WatchedRun
+from pi2.progress import Progress, ignore_progress
+
+if TYPE_CHECKING:
+    from pi2.engine.parts import Parts
+    from pi2.memory.flash import PendingRead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Seconds of one run, in the thread that drives it."""
+
+    tokens: int
+    total_s: float
+    kernels_s: float
+    """In compiled functions; in calls of the executor where it has none."""
+    io_wait_s: float
+    """Waiting for neurons to arrive."""
+    unit_wait_s: float = 0.0
+    """Waiting for units beside the executor."""
+    calls: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Number and seconds of the calls that ``kernels_s`` is the sum of, by name."""
+
+    @property
+    def python_s(self) -> float:
+        """Everything else: orchestration."""
+        return self.total_s - self.kernels_s - self.io_wait_s - self.unit_wait_s
+
+
+class KernelTimes(ExecutorObserver):
+    """Adds up the time in an executor's kernels."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, tuple[int, float]] = {}
+
+    def note_kernel(self, name: str, layer: int | None, start_s: float, end_s: float) -> None:
+        """Count a call."""
+        count, seconds = self.calls.get(name, (0, 0.0))
+        self.calls[name] = (count + 1, seconds + end_s - start_s)
+
+
+class ReadWaits(ReadObserver):
+    """Adds up the time in which the engine waits for reads."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
+        """Count waiting for scattered reads."""
+        self.seconds += end_s - start_s
+
+    def note_run_wait(self, run: WatchedRun, start_s: float, end_s: float) -> None:
+        """Count waiting for a long read."""
+        self.seconds += end_s - start_s
+
+
+class UnitWaits(ShareObserver):
+    """Adds up the time in which the engine waits for units beside the executor."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
+        """Count waiting for a unit."""
+        self.seconds += end_s - start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Watches:
+    """What observes a run that is profiled."""
+
+    kernels: KernelTimes
+    reads: ReadWaits
+    units: UnitWaits
+
+    def report(self, tokens: int, total_s: float) -> Profile:
+        """The profile of what has run since they were made."""
+        calls = dict(self.kernels.calls)
+        return Profile(
+            tokens=tokens,
+            total_s=total_s,
+            kernels_s=sum(seconds for _, seconds in calls.values()),
+            io_wait_s=self.reads.seconds,
+            unit_wait_s=self.units.seconds,
+            calls=calls,
+        )
+
+
+@contextmanager
+def watch_parts(parts: Parts) -> Iterator[Watches]:
+    """Observe a loaded model's executor, its reader and the units beside it meanwhile."""
+    watches = Watches(KernelTimes(), ReadWaits(), UnitWaits())
+    with observe_parts(parts, watches.kernels, watches.reads, watches.units):
+        yield watches
+
+
+@contextmanager
+def observe_parts(
+    parts: Parts,
+    executor_observer: ExecutorObserver,
+    read_observer: ReadObserver,
+    share_observer: ShareObserver | None = None,
+) -> Iterator[None]:
+    """Let a loaded model's executor, its reader and the units beside it be observed meanwhile.
+    Only profiles and traces do it: other runs call what they always call."""
+    if parts.whole is not None:
+        try:
+            parts.whole.observe(executor_observer)
+            yield
+        finally:
+            parts.whole.observe(None)
+        return
+    shares = parts.feed_forward.shares
+    try:
+        parts.executor.observe(executor_observer)
+        parts.reader.observe(read_observer)
+        shares.observe(share_observer)
+        yield
+    finally:
+        parts.executor.observe(None)
+        parts.reader.observe(None)
+        shares.observe(None)
+
+
+_STOP, _PEAK = "<stop>", "<peak>"
+_PATIENCE_S = 20.0
+
+
+class Recipe(Protocol):
+    """Makes an object with a ``close``; picklable, because it is sent to the new process."""
+
+    def __call__(self, progress: Progress) -> Any:
+        """Make it; ``progress`` is called with a label and the share done."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An exception on its way to the parent: `UserError` as its parts, a bug as its text."""
+
+    error: tuple[Any, ...] | None
+    text: str
+
+    @classmethod
+    def describe(cls, error: BaseException) -> _Failure:
+        parts = None
+        if isinstance(error, UserError):
+            parts = (error.diagnostics, error.exit_code, dict(error.sources))
+        return cls(parts, "".join(traceback.format_exception(error)))
+
+    def raise_again(self) -> None:
+        if self.error is not None:
+            diagnostics, exit_code, sources = self.error
+            raise UserError(diagnostics, exit_code=exit_code, sources=sources)
+        raise RuntimeError(f"the measured process failed:\n{self.text}")
+
+
+class Worker:
+    """The caller's end.  Use it as a context manager; the process ends with it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        progress: Progress = ignore_progress,
+        subject: str = "the measured process",
+    ) -> None:
+        """Start the process and wait until the object is made; findings call it ``subject``.
+
+        Raises what making it raised: `UserError` as it was, anything else as `RuntimeError`.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._subject = subject
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, recipe), daemon=True)
+        self._process.start()
+        other.close()
+        try:
+            self._receive(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the object; raises what it raises, as the constructor does."""
+        self._pipe.send((name, *arguments))
+        return self._receive(ignore_progress)
+
+    def read_peak_rss_bytes(self) -> int:
+        """Highest resident set of the process so far."""
+        peak: int = self.call(_PEAK)
+        return peak
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.is_alive():
+            try:
+                self._pipe.send((_STOP,))
+                self._process.join(timeout=_PATIENCE_S)
+            except OSError:
+                pass
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._pipe.close()
+
+    def _receive(self, progress: Progress) -> Any:
+        while True:
+            try:
+                kind, value = self._pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self._process.join()
+                raise _explain_end(self._subject, self._process.exitcode) from None
+            if kind == "progress":
+                progress(*value)
+            elif kind == "failure":
+                value.raise_again()
+            else:
+                return value
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _explain_end(subject: str, code: int | None) -> UserError:
+    """Finding P640: the process has ended without an answer."""
+    how, advice = f"ended with {code}", None
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        how = f"was ended by {name}"
+        if name == "SIGKILL":
+            advice = "the system kills what takes too much memory"
+        elif name in ("SIGSEGV", "SIGILL", "SIGABRT", "SIGFPE"):
+            advice = f"{subject} crashed: measure without it, or with another build of it"
+    return UserError.of("P640", f"{subject} {how}", help=advice)
+
+
+def _end_with_caller() -> None:
+    """End this process when its caller is killed; a call that takes minutes would not notice."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None, "a worker is somebody's"
+    caller.join()
+    os._exit(1)
+
+
+def _serve(pipe: Connection, recipe: Recipe) -> None:
+    """Serve the caller in the other process: make the object, then answer calls until told to
+    end."""
+    made: Any = None
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    try:
+        made = recipe(lambda label, share: pipe.send(("progress", (label, share))))
+        pipe.send(("value", None))
+        while True:
+            name, *arguments = pipe.recv()
+            if name == _STOP:
+                break
+            if name == _PEAK:
+                pipe.send(("value", read_peak_rss_bytes()))
+            else:
+                pipe.send(("value", getattr(made, name)(*arguments)))
+    except (KeyboardInterrupt, EOFError, BrokenPipeError):
+        # The caller was interrupted too, or is gone: there is nobody to tell.
+        pass
+    except BaseException as error:
+        try:
+            pipe.send(("failure", _Failure.describe(error)))
+        except OSError:
+            sys.exit(1)
+    finally:
+        if made is not None:
+            made.close()
 
 
 class Contestant(Protocol):

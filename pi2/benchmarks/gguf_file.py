@@ -23,10 +23,9 @@ from pi2.arrays import U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_storage import FfnPrecision
-from pi2.plan.weights.codes import unpack_codes
+from pi2.plan.documents.model_parts import FfnPrecision
 from pi2.plan.weights.layout import GROUP
-from pi2.plan.weights.rounding import dequantize
+from pi2.plan.weights.rounding import dequantize, unpack_codes
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from pi2.benchmarks.worker import Worker
+from pi2.benchmarks.contestant import Worker
+from pi2.caches import open_regular
 from pi2.memory.bulk_load import PIECE_BYTES, READERS, touch_memory
 from pi2.memory.io_engine import make_readers
 from pi2.plan.resolve import load_plan
 from pi2.progress import Progress, ignore_progress
-from pi2.regular_file import open_regular
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.manifest import read_manifest
 

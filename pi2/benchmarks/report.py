@@ -5,13 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
-from pi2.benchmarks.profile import Profile
+from pi2.benchmarks.contestant import Profile
 from pi2.benchmarks.samples import Row
 from pi2.benchmarks.session import Outcome
+from pi2.machine import Machine, detect_machine
+from pi2.plan.documents.quantities import approximate_bytes
 
 UNKNOWN = "-"
 
@@ -282,3 +286,28 @@ def _write_table(heads: Sequence[str], cells: Sequence[Sequence[str]], *, left: 
         for number, width in enumerate(widths)
     ]
     return "\n".join([write(heads), f"|{'|'.join(rules)}|", *(write(line) for line in cells)])
+
+
+def describe_conditions(text: str | None) -> Conditions:
+    """Machine, time and load; ``text`` names the file that tokens are taken from, if any."""
+    return Conditions(
+        machine=describe_machine(detect_machine()),
+        started=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        load_average=_read_load(),
+        tokens=f"the text {text}" if text else "the vocabulary in order",
+    )
+
+
+def describe_machine(machine: Machine) -> str:
+    """One line: processor, cores, features, memory, system."""
+    cpu = machine.cpu
+    features = " ".join(sorted(cpu.features)) or "no known features"
+    memory = approximate_bytes(machine.memory.limit_bytes)
+    return f"{cpu.name}, {cpu.cores} cores ({features}), {memory}, {machine.system}"
+
+
+def _read_load() -> float | None:
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (OSError, AttributeError):
+        return None

@@ -7,10 +7,93 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, Literal
 
-from pi2.benchmarks.workloads import Workload
+import numpy as np
+
+from pi2.arrays import I32
 from pi2.engine.statistics import RunStatistics, divide
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.units import count_kv_token_bytes
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType
+from pi2.plan.weights.layout import vector_bytes
+from pi2.plan.weights.projections import EMBEDDING, HEAD
+from pi2.store.tensors import DenseTensor, list_tensors
+
+Kind = Literal["pp", "tg"]
+"""``pp``: a prompt is processed; ``tg``: tokens are generated one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One test, as in llama-bench: ``pp512``, ``tg64``, ``tg64 @ d512``."""
+
+    kind: Kind
+    tokens: int
+    """Tokens that are timed."""
+    depth: int
+    """Tokens that are in the KV cache before the clock starts."""
+    sequences: int | None = None
+    """Sequences that generate at the same time; None: as many as the plan says."""
+
+    @property
+    def name(self) -> str:
+        """Name of the workload in tables."""
+        times = "" if self.sequences is None else f" x {self.sequences}"
+        behind = f" @ d{self.depth}" if self.depth else ""
+        return f"{self.kind}{self.tokens}{times}{behind}"
+
+    @property
+    def mean_position(self) -> float:
+        """Tokens in the KV cache while one is computed, on average."""
+        return self.depth + (self.tokens + 1) / 2
+
+
+def list_workloads(
+    prompts: Sequence[int],
+    answers: Sequence[int],
+    depths: Sequence[int],
+    sequences: Sequence[int | None] = (None,),
+) -> list[Workload]:
+    """All prompts at all depths, then all answers at all depths, each for all numbers of
+    ``sequences``; lengths of 0 are left out."""
+    return [
+        *(Workload("pp", length, depth) for depth in depths for length in prompts if length),
+        *(
+            Workload("tg", length, depth, count)
+            for depth in depths
+            for length in answers
+            if length
+            for count in sequences
+        ),
+    ]
+
+
+class TokenSource:
+    """Tokens without end: the same for every program that is given the same list.
+
+    Walks through the vocabulary, or through a text.  Repetitions go on where the last one
+    stopped: a run that saw the same tokens again would find their neurons in the cache.
+    """
+
+    def __init__(self, tokens: I32) -> None:
+        assert len(tokens) > 0
+        self._tokens = tokens
+        self._place = 0
+
+    @classmethod
+    def walk_vocabulary(cls, vocab: int, without: Sequence[int] = ()) -> TokenSource:
+        """Every token of the vocabulary in order, but for some; not from the beginning, where
+        bytes and marks are."""
+        tokens = np.setdiff1d(np.arange(vocab, dtype=np.int32), np.array(without, np.int32))
+        return cls(np.roll(tokens, -min(1000, len(tokens) // 4)))
+
+    def take(self, count: int) -> I32:
+        """The next ``count`` tokens, int32 [count]."""
+        places = (self._place + np.arange(count)) % len(self._tokens)
+        self._place = (self._place + count) % len(self._tokens)
+        return self._tokens[places]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,3 +291,87 @@ class Row:
         if counters is None:
             return None
         return counters.flash_read_bytes / sum(sample.tokens for sample in self.samples)
+
+
+def count_token_bytes(
+    resolved: ResolvedPlan,
+    *,
+    ranks: Sequence[int] | None,
+    active: float | None,
+    position: float,
+    shared: float = 1.0,
+    sequences: int | None = None,
+) -> TokenBytes | None:
+    """Bytes per token at a context of ``position`` tokens.
+
+    Where several ``sequences`` generate at the same time (None: as many as the plan says), each
+    token has its part of what is read for all of them; ``shared`` is the number of different
+    neurons of a step, as a share of all that its tokens name.
+    ``active`` is the measured share of neurons with a non-zero activation, in a mixture of those of
+    the token's experts: the others need not be read, even if a predictor names them.  ``ranks`` of
+    the store's predictors.  None where it is not known: in sparse decoding without a share.
+    """
+    plan, model = resolved.plan, resolved.model
+    dense = plan.decode.predictor in ("none", "router")
+    if active is None and not dense:
+        return None
+    shape, bundle = model.shape, resolved.bundle
+    sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, ranks)}
+    embedding = sizes.pop(EMBEDDING)
+    row = embedding / shape.vocab
+    head = embedding if model.tied_head else sizes.pop(HEAD)
+    predictors = {name: sizes.pop(name) for name in list(sizes) if ".predictor_" in name}
+    neurons = model.token_neurons
+    part = vector_bytes(bundle.hidden, bundle.precision)
+    match plan.decode.predictor:
+        case "none" | "router":
+            predictor, computed = 0.0, float(neurons * bundle.neuron_bytes)
+        case "gate":
+            assert active is not None
+            # Of layers without a cutoff, beside some that have one, every neuron is computed.
+            whole = sum(model.count_token_neurons(layer) for layer in resolved.whole_layers)
+            predictor = float((neurons - whole) * part)
+            computed = (neurons * active - whole) * 2 * part + whole * bundle.neuron_bytes
+        case _:
+            assert active is not None
+            predictor, computed = (
+                # Those of experts that rest are not asked.
+                sum(predictors.values()) * neurons / (shape.layers * model.layer_neurons),
+                (neurons * active * bundle.neuron_bytes),
+            )
+    batch = sequences or plan.decode.batch
+    return TokenBytes(
+        attention=sum(sizes.values()) / batch + row,
+        head=head / batch,
+        # Experts have predictors of their own, which are asked for one token after the other.
+        predictor=predictor / (batch if model.moe is None else 1),
+        neurons=computed * shared,
+        kv=_count_kv(model, position, plan.kv.type),
+    )
+
+
+def count_dense_bytes(model: Model, *, position: float) -> TokenBytes:
+    """Bytes per token of a dense engine with fp16 keys and values and the same precisions, at a
+    context of ``position`` tokens; in a mixture it reads the token's experts."""
+    shape = model.shape
+    sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, None)}
+    embedding = sizes.pop(EMBEDDING)
+    head = embedding if model.tied_head else sizes.pop(HEAD)
+    part = vector_bytes(model.stored_neuron_width, model.quantization.ffn)
+    return TokenBytes(
+        attention=sum(sizes.values()) + embedding / shape.vocab,
+        head=head,
+        predictor=0.0,
+        neurons=model.token_neurons * 3 * part,
+        kv=_count_kv(model, position, "fp16"),
+    )
+
+
+def _count_kv(model: Model, position: float, kind: KvType) -> float:
+    shape, window = model.shape, model.attention.sliding_window
+    seen = position if window is None else min(position, window)
+    return shape.layers * seen * count_kv_token_bytes(model, kind)
+
+
+def _size(tensor: DenseTensor) -> int:
+    return tensor.rows * (tensor.row_weight_bytes + tensor.row_scale_bytes)

@@ -1,26 +1,98 @@
-"""Measure the speed of a plan, beside the limits of the machine."""
+"""Measure a plan's speed, and its model's perplexity."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from pi2.cli.commands import in_help
 from pi2.cli.options import (
     ChosenPlan,
+    add_json_option,
     add_memory_option,
     add_path_option,
     add_set_option,
+    add_text_options,
     choose_plan,
+    suggest_plans,
+    take_plan,
 )
-from pi2.cli.suggestions import suggest_plans
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.benchmarks.session import Outcome
 
-GROUP = "Run"
+
+WORDS = ("reference", "gate", "low-rank", "llama.cpp")
+
+
+@in_help("More commands", "Measure the perplexity of a plan's model.")
+@click.command("evaluate")
+@add_text_options("UTF-8 text that the model was not trained on; repeatable.")
+@click.option(
+    "--stride",
+    type=click.IntRange(min=1),
+    help="Tokens from the start of one window to the next; default: no overlap.",
+)
+@click.option(
+    "--against",
+    multiple=True,
+    metavar="WHAT",
+    help="Also evaluate reference, gate, low-rank, llama.cpp (same GGUF file), or another plan.",
+)
+@take_plan(has_files=True)
+@add_json_option
+def evaluate_command(
+    plan: ChosenPlan,
+    files: tuple[Path, ...],
+    context: int | None,
+    stride: int | None,
+    windows: int | None,
+    against: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Measure the perplexity of PLAN's model on texts.
+
+    The text is scored densely (every neuron is computed), then sparsely (only neurons that the
+    plan's predictor selects), and both are compared token by token.  The recall of low-rank
+    predictors is counted layer by layer.  Each token is scored once, with at least CONTEXT - STRIDE
+    tokens before it.
+    """
+    from pi2.cli.commands import ProgressBar
+    from pi2.evaluation import describe_evaluation, evaluate_plan, write_markdown
+    from pi2.statistics.texts import read_texts
+
+    with ProgressBar() as progress:
+        evaluation = evaluate_plan(
+            plan.path,
+            read_texts(files),
+            overrides=plan.overrides,
+            context=context,
+            stride=stride,
+            windows=windows,
+            against=[item if item in WORDS else name_other(item) for item in against],
+            progress=progress,
+        )
+    if as_json:
+        click.echo(json.dumps(describe_evaluation(evaluation), indent=2))
+    else:
+        click.echo(write_markdown(evaluation))
+
+
+def name_other(name: str) -> str:
+    """The path of another plan; UserError P663 for a name that nothing has."""
+    from pi2.cli.named_plans import find_plan_path
+
+    try:
+        return str(find_plan_path(Path(name), has_files=True))
+    except UserError as error:
+        (found,) = error.diagnostics
+        help_text = f"use reference, gate, low-rank, or another plan; {found.help}"
+        raise UserError.of("P663", f"cannot compare with {name!r}", help=help_text) from None
+
 
 AGAINST = ("llama.cpp",)
 
@@ -45,6 +117,7 @@ def parse_counts(
     return counts
 
 
+@in_help("Run", "Measure the speed of a plan, beside the limits of the machine.")
 @click.command("bench")
 @click.argument(
     "plans",
@@ -129,7 +202,7 @@ def parse_counts(
 )
 @add_memory_option
 @add_set_option
-def command(
+def bench_command(
     plans: tuple[Path, ...],
     prompt: tuple[int, ...],
     generate: tuple[int, ...],
@@ -153,10 +226,10 @@ def command(
     that the results show how far they are from that limit.
     """
     from pi2.benchmarks import report
-    from pi2.benchmarks.conditions import describe_conditions
-    from pi2.benchmarks.plans import measure_plan
-    from pi2.benchmarks.workloads import list_workloads
-    from pi2.cli.progress import ProgressBar
+    from pi2.benchmarks.report import describe_conditions
+    from pi2.benchmarks.samples import list_workloads
+    from pi2.benchmarks.session import measure_plan
+    from pi2.cli.commands import ProgressBar
 
     if output is not None and str(output) in ("md", "json", "csv"):
         click.echo(f"note: -o names a file now: write --format {output}", err=True)
@@ -212,9 +285,9 @@ def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str
     import json
     from dataclasses import asdict
 
-    from pi2.benchmarks.conditions import describe_conditions
     from pi2.benchmarks.loading import describe_load, measure_load, write_loads
-    from pi2.cli.progress import ProgressBar
+    from pi2.benchmarks.report import describe_conditions
+    from pi2.cli.commands import ProgressBar
 
     if output == "csv":
         raise click.UsageError("--load writes md or json")
@@ -236,7 +309,7 @@ def write_results(text: str, output: Path | None) -> None:
     if output is None:
         click.echo(text)
         return
-    from pi2.sharing.files import write_report
+    from pi2.sharing.fetching import write_report
 
     write_report(output, text if text.endswith("\n") else f"{text}\n")
 

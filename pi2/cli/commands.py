@@ -1,52 +1,218 @@
-"""The commands of ``pi2``: modules of this folder with a ``command``, imported when called.
+"""The commands of ``pi2``: functions with the decorator `in_help`, imported when called.
 
-``pi2 --help`` reads the first line of each module's docstring and its ``GROUP``, the section of the
-help that the command stands in, and imports none of them.
+``pi2 --help`` finds the decorators in the texts of this folder's modules, and imports none of them.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 import click
 
+from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class _Output(io.FileIO):
+    """Standard output."""
+
+    def write(self, data: bytes) -> int | None:  # type: ignore[override]
+        """Write ``data``; UserError P631 where it cannot be, but for a pipe that nobody reads."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UserError.of(
+                "P631",
+                f"cannot write standard output: {error.strerror}",
+                help="redirect it to where there is room, or leave it to the terminal",
+            ) from None
+
+
+class _Errors(io.FileIO):
+    """Standard error."""
+
+    def write(self, data: bytes) -> int | None:  # type: ignore[override]
+        """Write ``data`` where it can be."""
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def open_streams() -> None:
+    """Put streams that can be relied on in the place of Python's."""
+    # Files that are opened later must not get the numbers of closed streams.  Nothing can be
+    # written to this standard output either, and nothing comes from this standard input.
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = _wrap(_Output(1, "wb", closefd=False), sys.stdout)
+    sys.stderr = _wrap(_Errors(2, "wb", closefd=False), sys.stderr, at_once=True)
+
+
+def _wrap(raw: io.FileIO, old: TextIO | None, *, at_once: bool = False) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=getattr(old, "encoding", None) or "utf-8",
+        # A file name or a terminal without UTF-8 is no reason to fail.
+        errors="backslashreplace",
+        line_buffering=at_once or raw.isatty(),
+    )
+
+
+def show_any_text() -> None:
+    """Let streams show names that are not UTF-8, also those of a program that pi2 is part of."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_output() -> None:
+    """Forget what standard output still holds: Python flushes it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def write_text(text: str) -> None:
+    """Write generated text to standard output at once: as it is where that is a file or a pipe,
+    without characters that command a terminal where it is one."""
+    sys.stdout.write(show_controls(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def show_controls(text: str) -> str:
+    """The text without characters that command a terminal: a model may write what moves the cursor,
+    or puts something on the clipboard."""
+    return "".join("\ufffd" if is_control(letter) else letter for letter in text)
+
+
+def is_control(letter: str) -> bool:
+    """Whether a terminal would obey it: C0 and C1 but for new lines and tabs, and what turns the
+    direction of writing."""
+    code = ord(letter)
+    is_turning = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+    return (code < 32 and letter not in "\n\t") or 127 <= code < 160 or is_turning
+
+
+PATIENCE_S = 1.0
+
+
+class ProgressBar:
+    """Call it with a label and the share done; use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._shown = sys.stderr.isatty()
+        self._said = False
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, label: str, share: float) -> None:
+        if time.monotonic() - self._start < PATIENCE_S and not self._bar:
+            return
+        if not self._shown:
+            # Whoever waits for a pipe, or reads a log, is told once what for.
+            if not self._said and share < 1.0:
+                self._said = True
+                print(f"{label.partition(',')[0]}...", file=sys.stderr, flush=True)
+            return
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bar.start()
+        name = label.partition(",")[0]
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(label, total=1.0)
+        self._bar.update(self._tasks[name], completed=share, description=label)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
 _FOLDER = Path(__file__).parent
-_COMMAND = re.compile(r"^(?:def command\(|command(?:: [\w.]+)? = )", re.MULTILINE)
-_SUMMARY = re.compile(r'\A"""(?P<line>[^\n"]+)')
-_GROUP = re.compile(r'^GROUP = "(?P<name>[\w ]+)"$', re.MULTILINE)
+_COMMAND = re.compile(
+    r'^@in_help\(\s*"(?P<group>[\w ]+)",\s*"(?P<line>[^"]+)",?\s*\)\n'
+    r'@click\.\w+\(\s*"(?P<name>[\w-]+)"[\s\S]*?^def (?P<function>\w+)\(',
+    re.MULTILINE,
+)
+Command = TypeVar("Command", bound=click.Command)
 
 GROUPS = ("Run", "Author", "Plan", "Convert", "More commands")
-"""Sections of the help, in order; a command without a ``GROUP`` stands in the last one."""
+"""Sections of the help, in order."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command as the help shows it, and where it is."""
+
+    group: str
+    line: str
+    module: str
+    function: str
+
+
+def in_help(group: str, line: str) -> Callable[[Command], Command]:
+    """State the section of the help that a command stands in, and its line there."""
+    assert group in GROUPS and line, (group, line)
+    return lambda command: command
 
 
 def list_commands() -> dict[str, str]:
     """Help lines of the commands by name."""
-    return {name: line for name, (_, line) in _read_commands().items()}
+    return {name: entry.line for name, entry in _read_commands().items()}
 
 
 def list_groups() -> dict[str, dict[str, str]]:
     """Help lines of the commands by name, in the sections of the help."""
     groups: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
-    for name, (group, line) in _read_commands().items():
-        groups.setdefault(group, {})[name] = line
+    for name, entry in _read_commands().items():
+        groups[entry.group][name] = entry.line
     return {group: commands for group, commands in groups.items() if commands}
 
 
-def _read_commands() -> dict[str, tuple[str, str]]:
-    """Group and help line of each command by name, as the modules' texts have them."""
+def _read_commands() -> dict[str, Entry]:
+    """Commands by name, as the modules' texts have them."""
     found = {}
-    for path in sorted(_FOLDER.glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if _COMMAND.search(text) is not None:
-            summary, group = _SUMMARY.match(text), _GROUP.search(text)
-            found[path.stem.replace("_", "-")] = (
-                group["name"] if group else GROUPS[-1],
-                summary["line"].rstrip(".") if summary else "",
-            )
-    return found
+    for path in _FOLDER.glob("*.py"):
+        for item in _COMMAND.finditer(path.read_text(encoding="utf-8")):
+            line = item["line"].rstrip(".")
+            found[item["name"]] = Entry(item["group"], line, path.stem, item["function"])
+    return dict(sorted(found.items()))
 
 
 class PipeClosed(Exception):
@@ -54,16 +220,17 @@ class PipeClosed(Exception):
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are modules, found by file name."""
+    """A group whose commands are found by `in_help`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(list_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in list_commands():
+        entry = _read_commands().get(cmd_name)
+        if entry is None:
             return None
-        module = importlib.import_module(f"pi2.cli.{cmd_name.replace('-', '_')}")
-        command: click.Command = module.command
+        module = importlib.import_module(f"pi2.cli.{entry.module}")
+        command: click.Command = getattr(module, entry.function)
         if not any(item.name == "verbose" for item in command.params):
             command.params.append(make_verbose_option())
         name_numbers(command)

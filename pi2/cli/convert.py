@@ -9,25 +9,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.options import add_path_option, add_tokenizer_option
-from pi2.cli.suggestions import suggest_models
+from pi2.cli.commands import in_help
+from pi2.cli.options import add_path_option, add_tokenizer_option, suggest_models
 from pi2.diagnostics import UserError
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
     from pi2.evaluation.conversion import ConversionCost
     from pi2.importing.checkpoint import Checkpoint
-    from pi2.importing.quantizers.errors import TensorError
-    from pi2.importing.quantizers.quantizer import Method
+    from pi2.importing.quantizers import Method, TensorError
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_storage import FfnPrecision, Precision
+    from pi2.plan.documents.model_parts import FfnPrecision, Precision
     from pi2.plan.weights.layout import ScalesPlace
 
-GROUP = "Convert"
 
 MIB = 1024 * 1024
 
 
+@in_help("Convert", "Convert a checkpoint into a neuron store.")
 @click.command("convert")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
@@ -97,7 +96,7 @@ MIB = 1024 * 1024
 @click.option(
     "--force", "--replace", "replace", is_flag=True, help="Overwrite an existing neuron store."
 )
-def command(
+def convert_command(
     checkpoint: Path,
     model: str | None,
     output: Path,
@@ -123,13 +122,13 @@ def command(
     --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
     two operations per weight and token each time, with one layer in memory.
     """
-    from pi2.cli.progress import ProgressBar
+    from pi2.cli.commands import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.convert import convert_checkpoint
-    from pi2.importing.leftovers import describe_other_parts
     from pi2.importing.new_model import describe_checkpoint, name_origin
     from pi2.importing.predictors import announce_predictors
-    from pi2.importing.quantizers.quantizer import Quantizer
+    from pi2.importing.quantizers import Quantizer
+    from pi2.importing.requirements import describe_other_parts
 
     opened = use_tokenizer(open_checkpoint(checkpoint), tokenizer)
     if model is None:
@@ -186,7 +185,7 @@ def measure_cost(
     """Perplexity before and after; None without texts."""
     if not texts:
         return None
-    from pi2.cli.progress import ProgressBar
+    from pi2.cli.commands import ProgressBar
     from pi2.evaluation.conversion import measure_conversion
 
     with ProgressBar() as progress:
@@ -228,7 +227,7 @@ def write_errors(
 def choose_precision(model: Model, precision: FfnPrecision) -> Model:
     """The model with weights of one type; tables, heads and predictors have 8 bits at least, and
     beside neurons of mxfp4 all others have."""
-    from pi2.plan.documents.model_storage import Quantization
+    from pi2.plan.documents.model_parts import Quantization
 
     attention = "int8" if precision == "mxfp4" else precision
     careful: Precision = "fp16" if precision == "fp16" else "int8"
@@ -244,7 +243,7 @@ def write_notes(
     """What a store has beside the weights: the model document and, if there can be one, a plan for
     this machine.  Returns them by name, and why there is no plan."""
     from pi2.importing.checkpoint import Checkpoint, open_checkpoint
-    from pi2.importing.generation_config import read_sampling
+    from pi2.importing.conversion_job import read_sampling
     from pi2.importing.new_model import write_model
 
     if model.sampling is None:
@@ -266,8 +265,8 @@ def draft_default_plan(model: Model, scales: ScalesPlace = "inline") -> tuple[st
 
 
 def draft_plan_here(model: Model, scales: ScalesPlace) -> str:
-    """A plan for this machine; raises as `pi2.importing.first_plan.draft_first_plan`."""
-    from pi2.importing.first_plan import draft_first_plan
+    """A plan for this machine; raises as `pi2.importing.new_model.draft_first_plan`."""
+    from pi2.importing.new_model import draft_first_plan
     from pi2.machine import detect_machine
     from pi2.machine.memory import count_own_bytes
     from pi2.plan.checking.check import check_file
@@ -285,7 +284,7 @@ def draft_plan_here(model: Model, scales: ScalesPlace) -> str:
 def read_model(reference: str) -> Model:
     """Read a model document by path or short name; UserError with all findings."""
     from pi2.plan.documents.model import Model
-    from pi2.planning.documents import read_document
+    from pi2.planning.wish import read_document
 
     document = read_document(reference, "model").document
     assert isinstance(document, Model)

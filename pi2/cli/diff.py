@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.commands import in_help
 from pi2.cli.named_plans import find_document_path
-from pi2.cli.options import add_json_option
-from pi2.cli.suggestions import suggest_plans
+from pi2.cli.options import add_json_option, suggest_plans
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
 
-GROUP = "More commands"
 
 TOKENS = 256
 """Tokens that are simulated."""
@@ -37,13 +36,14 @@ class Speed:
     reason: str | None = None
 
 
+@in_help("More commands", "Compare two plans, devices or models; their memory and speed.")
 @click.command("diff")
 @click.argument("before", metavar="A", shell_complete=suggest_plans)
 @click.argument("after", metavar="B", shell_complete=suggest_plans)
 @click.option("--simulate/--no-simulate", default=True, help="Simulate the speed of both plans.")
 @add_json_option
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if there are differences.")
-def command(before: str, after: str, simulate: bool, as_json: bool, exit_code: bool) -> int:
+def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_code: bool) -> int:
     """Compare two plans, devices or models, A and B, with everything resolved.
 
     For plans, this includes the memory that each segment needs, what stays in memory layer by layer
@@ -111,7 +111,7 @@ def _check(file: Path) -> Report:
 
 def _simulate(plan: ResolvedPlan) -> Speed:
     from pi2.simulate import read_inputs, simulate
-    from pi2.simulate.by_layer import simulate_layers
+    from pi2.simulate.decode import simulate_layers
 
     try:
         inputs = read_inputs(plan)
@@ -173,7 +173,7 @@ def _describe_dense(layer: ResolvedLayer) -> dict[str, Any] | None:
 
 
 def _show_dense(layer: ResolvedLayer) -> str:
-    from pi2.plan.arithmetic.ownership import describe_computed
+    from pi2.plan.arithmetic.costs import describe_computed
 
     if layer.dense is None:
         return "(none)"

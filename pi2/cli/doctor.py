@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.commands import in_help
 from pi2.cli.main import wants_colour
 from pi2.cli.options import add_json_option
 
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from pi2.backends.gpu.devices import Survey
     from pi2.checkup import Checkup, PlanVerdict
     from pi2.machine import Machine, Storage
-    from pi2.machine.software import Tvm
+    from pi2.machine.storage import Tvm
 
-GROUP = "Run"
 
 MAX_COLUMNS = 100
 VERDICT_COLOURS = {"runs": "green", "dry run": "yellow", "cannot run": "red"}
 
 
+@in_help("Run", "Check this machine, and which shipped plans can run on it.")
 @click.command("doctor")
 @add_json_option
-def command(as_json: bool) -> int:
+def doctor_command(as_json: bool) -> int:
     """Check what this machine has and which shipped plans can run on it.
 
     Plans marked "dry run" can be counted through but compute nothing.  Exits with 1 if no plan can

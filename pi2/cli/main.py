@@ -9,15 +9,81 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 import click
 
-from pi2.cli.commands import LazyGroup, PipeClosed, make_verbose_option
-from pi2.cli.crash import find_version, report_crash
-from pi2.cli.streams import discard_output, open_streams, show_any_text
+from pi2.caches import find_state_folder
+from pi2.cli.commands import (
+    LazyGroup,
+    PipeClosed,
+    discard_output,
+    make_verbose_option,
+    open_streams,
+    show_any_text,
+)
 from pi2.diagnostics import Diagnostic, UserError
+
+_LIBRARIES = ("apache-tvm", "apache-tvm-ffi", "click", "numpy", "pyarrow", "pydantic", "tomli")
+
+
+def report_crash(error: BaseException, command: str) -> None:
+    """Write the log and say on stderr where it is; arguments may hold prompts and stay out."""
+    text = describe_crash(error, command)
+    place = write_log(text)
+    reason = traceback.format_exception_only(error)[-1].strip()
+    lines = [f"error[P900]: pi2 has a bug: {reason}"]
+    if place is None:
+        lines.append(text)
+    else:
+        lines.append(f"   = help: please report it with the log {place}")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def describe_crash(error: BaseException, command: str) -> str:
+    """Versions, platform, the command's name, and the traceback."""
+    import platform
+
+    lines = [f"pi2 {find_version('pi2')}, command {command!r}"]
+    lines.append(f"Python {platform.python_version()} on {platform.platform()}")
+    lines += [f"{name} {find_version(name)}" for name in _LIBRARIES]
+    trace = "".join(traceback.format_exception(error))
+    return "\n".join([*lines, "", trace])
+
+
+def find_version(name: str) -> str:
+    """Installed version of a distribution."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def write_log(text: str) -> Path | None:
+    """Write ``text`` to a new file in the user's state folder, else in the temporary one."""
+    import tempfile
+
+    finders: tuple[Callable[[], Path], ...] = (
+        lambda: find_state_folder(os.environ),
+        lambda: Path(tempfile.gettempdir()),
+    )
+    for find in finders:
+        try:
+            folder = find()
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix="pi2-crash-", suffix=".log", dir=folder)
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(text)
+            return Path(name)
+        except OSError:
+            continue
+    return None
+
 
 CANNOT_RUN, BUG, INTERRUPTED, PIPE_CLOSED = 2, 3, 130, 141
 
@@ -106,10 +172,10 @@ def print_diagnostics(
 ) -> None:
     """Show what the user should know on stderr."""
     if diagnostics:
-        from pi2.diagnostics import render
+        from pi2.diagnostics import texts
 
         colour = wants_colour(sys.stderr)
-        sys.stderr.write(render.full(diagnostics, colour=colour, sources=sources))
+        sys.stderr.write(texts.render_full(diagnostics, colour=colour, sources=sources))
 
 
 def wants_colour(stream: TextIO) -> bool:

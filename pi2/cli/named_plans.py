@@ -6,23 +6,222 @@ checkpoint, or a model of the hub that was pulled.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.checkpoint_models import convert_once, is_checkpoint
+from pi2.caches import VARIABLE, has_gguf_suffix, is_gguf, show_path
 from pi2.diagnostics import UserError
 from pi2.plan.reading.references import list_shipped
 from pi2.plan.toml.source import KINDS, Kind
-from pi2.pulled_models import PLAN, Source, find_model, list_models
+from pi2.pulled_models import (
+    PLAN,
+    LocalSource,
+    PulledModel,
+    Source,
+    find_model,
+    find_models_folder,
+    list_models,
+)
 from pi2.weights.file_reading import runs_as_it_is
 
 if TYPE_CHECKING:
-    from pi2.pulled_models import PulledModel
+    from pi2.importing.checkpoint import Checkpoint
+    from pi2.progress import Progress
+
+
+MIB = 1024 * 1024
+_CONFIGS = ("config.json", "mlc-chat-config.json")
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether somebody means a checkpoint: a GGUF file, or a folder with a configuration."""
+    try:
+        if path.is_dir():
+            return any((path / name).is_file() for name in _CONFIGS)
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+    return is_gguf(path)
+
+
+def convert_once(path: Path, tokenizer: Path | None = None) -> Path:
+    """The plan of the model that the checkpoint at ``path`` becomes, with another ``tokenizer``
+    than its own: a file, or a folder that has one.
+
+    It is converted if it was not yet, or has changed since; a tokenizer that was given once counts
+    until another one is.  Raises `UserError` as `pi2.importing.convert.convert_checkpoint` does,
+    P026 if no plan fits this machine.
+    """
+    if tokenizer is not None:
+        from pi2.importing.checkpoint import find_tokenizer
+
+        tokenizer = find_tokenizer(tokenizer)
+    source = LocalSource.describe(path, tokenizer)
+    known = find_converted(source.path)
+    if known is not None and tokenizer is None:
+        before = getattr(known.source, "tokenizer", None)
+        if before is not None and os.path.isfile(before):
+            source = LocalSource.describe(path, Path(before))
+    if known is None or known.source != source:
+        name = choose_name(path, source) if known is None else known.name
+        convert_path(path, source, name, replace=known is not None)
+        known = find_converted(source.path)
+        assert known is not None
+    if not known.plan.exists():
+        write_plan(known.folder)
+    return known.plan
+
+
+def write_plan(folder: Path) -> None:
+    """Write the plan that the store ``folder`` lacks: there may be more memory now.
+
+    UserError P026, with the least that is needed, if there is not.
+    """
+    from pi2.cli.convert import draft_plan_here, read_model
+    from pi2.pulled_models import PLAN
+    from pi2.sharing.fetching import write_atomically
+    from pi2.store.manifest import read_manifest
+
+    document = next(iter(sorted(folder.glob("*.model.toml"))))
+    scales = read_manifest(folder).bundle.scales
+    try:
+        text = draft_plan_here(read_model(str(document)), scales)
+    except UserError as error:
+        found = error.diagnostics[0]
+        if found.code != "P026":
+            raise
+        help_text = (
+            "free memory, or raise the limit of the control group; a plan for more: pi2 new plan "
+            f"--model {document} --store {folder} --device host -o {folder / PLAN} {found.help}"
+        )
+        message = f"no plan of {folder.name} fits this machine: {found.message}"
+        raise UserError.of("P026", message, help=help_text, notes=found.notes) from None
+    write_atomically(folder / PLAN, text.encode())
+
+
+def find_converted(path: str) -> PulledModel | None:
+    """The model that was made from the checkpoint at the absolute ``path``, changed or not."""
+    for model in list_models():
+        if isinstance(model.source, LocalSource) and model.source.path == path:
+            return model
+    return None
+
+
+def choose_name(path: Path, source: LocalSource) -> str:
+    """A name that no other model has: the file's, or with a few letters more."""
+    place = path.resolve()
+    stem = place.stem if has_gguf_suffix(place) else place.name
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", _SPLIT.sub("", stem)).strip(".-")[:80] or "model"
+    if not (find_models_folder() / name).exists():
+        return name
+    return f"{name}-{hashlib.sha256(os.fsencode(source.path)).hexdigest()[:8]}"
+
+
+def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -> None:
+    """Convert the checkpoint at ``path``, and say so."""
+    from pi2.cli.commands import ProgressBar
+    from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
+
+    again = ", which has changed," if replace else ""
+    click.echo(f"{path}{again} is converted once, into {find_models_folder() / name}", err=True)
+    try:
+        with ProgressBar() as progress:
+            given = None if source.tokenizer is None else Path(source.tokenizer)
+            checkpoint = use_tokenizer(open_checkpoint(path), given)
+            make_model(
+                checkpoint,
+                source,
+                find_models_folder() / name,
+                progress,
+                title=name,
+                origin=show_path(Path(path.name)),
+                replace=replace,
+            )
+    except UserError as error:
+        found = error.diagnostics[0]
+        if found.code != "P523":
+            raise
+        help_text = (
+            f"free disk space, or set {VARIABLE} to a folder with room that you may write to"
+        )
+        raise UserError([dataclasses.replace(found, help=help_text)]) from None
+    click.echo(f"`pi2 run {name}` runs it from now on, too; `pi2 remove {name}`", err=True)
+
+
+def make_model(
+    checkpoint: Checkpoint,
+    source: Source | LocalSource,
+    output: Path,
+    progress: Progress,
+    *,
+    title: str,
+    origin: str,
+    quantization: Literal["int4", "int8", "fp16"] | None = None,
+    replace: bool,
+) -> Path:
+    """Make the store ``output``, with a model document called ``title`` and a plan for this
+    machine; returns the plan's path, which may not exist."""
+    from pi2.cli.convert import choose_precision, write_notes
+    from pi2.importing.convert import convert_checkpoint
+    from pi2.importing.new_model import describe_checkpoint, make_id
+    from pi2.importing.requirements import describe_other_parts
+    from pi2.pulled_models import PLAN, RECORD
+
+    document = describe_checkpoint(checkpoint, make_id(title)).model
+    # Many checkpoints do not say what they are called.
+    document = document.model_copy(update={"name": title[:120]})
+    precision = quantization
+    if precision is None and document.quantization.ffn not in ("mxfp4", "ternary"):
+        precision = find_precision(checkpoint)
+    if precision is not None:
+        document = choose_precision(document, precision)
+    notes, refusal = write_notes(checkpoint, document, origin)
+    notes[RECORD] = source.write()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError.of(
+            "P764",
+            f"cannot make {output.parent}: {error.strerror}",
+            help=f"set {VARIABLE} to a folder that you may write to",
+        ) from None
+    manifest = convert_checkpoint(
+        checkpoint, document, output, notes=notes, replace=replace, progress=progress
+    )
+    size_mib = sum(entry.bytes for entry in manifest.files) / MIB
+    kind = document.quantization.ffn
+    click.echo(f"{output}: {origin} as {kind}, {size_mib:.1f} MiB", err=True)
+    for line in describe_other_parts(checkpoint):
+        click.echo(line, err=True)
+    if PLAN not in notes:
+        click.echo(f"no plan was written for this machine: {refusal}", err=True)
+    return output / PLAN
+
+
+def find_precision(checkpoint: Checkpoint) -> Literal["int4", "int8", "fp16"] | None:
+    """The precision nearest to that of a GGUF file, whose user has chosen one already; None for
+    other checkpoints."""
+    from math import prod
+
+    from pi2.importing.gguf_checkpoint import GgufCheckpoint
+
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return None
+    matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
+    weights = sum(prod(tensor.shape) for tensor in matrices)
+    bits = 8 * sum(tensor.size_bytes for tensor in matrices) / max(1, weights)
+    if bits < 5:
+        return "int4"
+    return "int8" if bits < 9 else "fp16"
+
 
 MANIFEST = "manifest.json"
 HUB = "hf:"
@@ -104,7 +303,7 @@ def _find_pulled(reference: str) -> PulledModel:
     if sys.stdin.isatty() and sys.stderr.isatty():
         question = f"{reference} is not on this machine: fetch and convert it?"
         if click.confirm(question, default=True, err=True):
-            from pi2.cli.pull import fetch_model
+            from pi2.cli.models import fetch_model
 
             return fetch_model(reference)
     raise UserError.of(

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import Subcommands
-from pi2.cli.outputs import check_output, force_option, refer, write_checked
-from pi2.cli.suggestions import suggest_devices, suggest_models
+from pi2.cli.commands import Subcommands, in_help
+from pi2.cli.options import (
+    check_output,
+    force_option,
+    make_folder,
+    refer,
+    suggest_devices,
+    suggest_models,
+    write_checked,
+)
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +27,43 @@ if TYPE_CHECKING:
     from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
 
-GROUP = "Author"
+
+SUFFIX = ".model.toml"
+
+
+@in_help("More commands", "Write the model document of a checkpoint.")
+@click.group("model", cls=Subcommands)
+def model_command() -> None:
+    """Write model documents."""
+
+
+@model_command.command("new")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Output file, NAME.model.toml.  [default: MODEL.model.toml in this folder]",
+)
+@force_option
+def new(checkpoint: Path, output: Path | None, force: bool) -> None:
+    """Write the model document of CHECKPOINT: a Hugging Face folder, GGUF file or MLC-LLM folder.
+
+    It is derived from the checkpoint's configuration or metadata, and every number is checked
+    against the tensors.
+    """
+    from pi2.importing.new_model import describe_checkpoint
+    from pi2.sharing.fetching import write_atomically
+
+    name = None if output is None else check_output(output, "model", force)
+    made = describe_checkpoint(checkpoint, name)
+    path = output or Path(f"{made.model.id}{SUFFIX}")
+    check_output(path, "model", force)
+    make_folder(path)
+    write_atomically(path, made.text.encode())
+    click.echo(f"{path}: written; `pi2 show {path}` shows every value", err=True)
+
 
 _SHAPE = {
     "layers": "Transformer blocks.",
@@ -34,8 +77,9 @@ _SHAPE = {
 }
 
 
+@in_help("Author", "Write a valid starter document: a device, model or plan.")
 @click.group("new", cls=Subcommands)
-def command() -> None:
+def new_command() -> None:
     """Write a valid starter document: a device, model or plan.
 
     On a terminal, missing values are asked for; elsewhere they are an error.  The document passes
@@ -49,7 +93,7 @@ def _output(function: Callable[..., None]) -> Callable[..., None]:
     return click.option("-o", "--output", type=click.Path(path_type=Path), help=text)(function)
 
 
-@command.command("plan")
+@new_command.command("plan")
 @click.option(
     "--device",
     metavar="DEVICE",
@@ -86,7 +130,7 @@ def new_plan(
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.quantities import parse_size
-    from pi2.planning.documents import read_document
+    from pi2.planning.wish import read_document
 
     device = _ask("--device", device, "Device", default="host", known=_list_shipped("device"))
     model = _ask("--model", model, "Model", default="pi2-demo", known=_list_shipped("model"))
@@ -109,7 +153,7 @@ def new_plan(
     _write(path, draft_plan(wish, device_report.document, model_report.document))
 
 
-@command.command("device")
+@new_command.command("device")
 @click.argument("name", required=False)
 @click.option(
     "--like",
@@ -120,7 +164,7 @@ def new_plan(
 def new_device(name: str | None, like: str | None, output: Path | None, force: bool) -> None:
     """Write the device NAME, describing this machine or starting from another device."""
     from pi2.plan.authoring.drafting import draft_device, draft_like
-    from pi2.planning.documents import read_document
+    from pi2.planning.wish import read_document
 
     name = _ask("NAME", name, "Name of the device, such as acme-12")
     path = _choose_output(output, f"{name}.device.toml", "device", force)
@@ -131,7 +175,7 @@ def new_device(name: str | None, like: str | None, output: Path | None, force: b
         _write(path, draft_device(_take_name(path), _look_at_machine()))
 
 
-@command.command("model")
+@new_command.command("model")
 @click.argument("name", required=False)
 @click.option("--like", shell_complete=suggest_models, help="Start from this model.")
 @click.option(
@@ -152,7 +196,7 @@ def new_model(
 ) -> None:
     """Write the model NAME from a checkpoint, another model, or its dimensions."""
     from pi2.plan.authoring.drafting import draft_like, draft_model
-    from pi2.planning.documents import read_document
+    from pi2.planning.wish import read_document
 
     name = _ask("NAME", name, "Name of the model, such as acme-7b")
     path = _choose_output(output, f"{name}.model.toml", "model", force)
@@ -233,7 +277,7 @@ def _take_name(path: Path) -> str:
 
 
 def _look_at_machine() -> MachineFacts:
-    from pi2.machine.machine import detect_machine
+    from pi2.machine import detect_machine
     from pi2.machine.storage import inspect_storage
     from pi2.plan.authoring.drafting import MachineFacts
 

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.outputs import check_output, force_option, refer, refer_path, write_checked
-from pi2.cli.suggestions import suggest_devices, suggest_models
+from pi2.cli.commands import in_help
+from pi2.cli.options import (
+    check_output,
+    force_option,
+    refer,
+    refer_path,
+    suggest_devices,
+    suggest_models,
+    write_checked,
+)
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +28,6 @@ if TYPE_CHECKING:
     from pi2.planning.planner import PlannedPlan
     from pi2.planning.wish import Objective, Wish
 
-GROUP = "Plan"
 
 SUFFIX = ".plan.toml"
 POINTS = 9
@@ -28,6 +35,7 @@ POINTS = 9
 MOST_SEQUENCES = 64
 
 
+@in_help("Plan", "Find the fastest plan for a memory limit, or one for a speed.")
 @click.command("plan")
 @click.option(
     "--device",
@@ -109,7 +117,7 @@ MOST_SEQUENCES = 64
     type=click.Path(path_type=Path, dir_okay=False),
     help="Plot the curve of --pareto (needs the extra `plot`).",
 )
-def command(
+def plan_command(
     device: str,
     model: str,
     memory: str | None,
@@ -153,9 +161,9 @@ def command(
             raise click.UsageError("--pareto is for one --batch")
         _show_pareto(replace(wish, batch=batches[0]), plot)
         return
+    from pi2.planning.comparison import choose_thresholds
     from pi2.planning.planner import plan
     from pi2.planning.text import describe_choices, write_batches
-    from pi2.planning.thresholds import choose_thresholds
 
     found = [choose_thresholds(plan(replace(wish, batch=number))) for number in batches]
     for planned in found:
@@ -200,8 +208,7 @@ def _make_wish(
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.quantities import parse_size
-    from pi2.planning.documents import read_document
-    from pi2.planning.wish import Wish
+    from pi2.planning.wish import Wish, read_document
 
     device_document = read_document(device, "device").document
     model_document = read_document(model, "model").document
@@ -304,7 +311,7 @@ def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Pat
 
 def _show_pareto(wish: Wish, plot: Path | None) -> None:
     """The fastest plans for several memories, as a table and as a picture."""
-    from pi2.planning.pareto import draw_curve, write_table
+    from pi2.planning.comparison import draw_curve, write_table
     from pi2.planning.planner import trace_pareto
     from pi2.planning.speed import find_device_memory
 

@@ -1,4 +1,4 @@
-"""Measure this machine and write a device file."""
+"""Measure this machine, and build bundles for others."""
 
 from __future__ import annotations
 
@@ -8,15 +8,90 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.outputs import check_output, force_option, write_checked
+from pi2.cli.commands import in_help
+from pi2.cli.options import ChosenPlan, check_output, force_option, take_plan, write_checked
 
 if TYPE_CHECKING:
-    from pi2.phone.target import Triple
+    from pi2.phone.contents import Triple
     from pi2.plan.documents.device import Device
 
-GROUP = "Plan"
+
+TARGETS = ("aarch64-linux-gnu", "aarch64-linux-android", "x86_64-linux-gnu")
 
 
+@in_help("More commands", "Build a bundle that runs a plan without TVM.")
+@click.command("build")
+@click.option(
+    "--target",
+    type=click.Choice(TARGETS),
+    default=TARGETS[0],
+    show_default=True,
+    help="Machine that the bundle is for.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder of the bundle, a new one.",
+)
+@click.option("--without-store", is_flag=True, help="Leave the weights out.")
+@click.option("--without-probe", is_flag=True, help="Leave out the kernels that --probe times.")
+@click.option("--copy-store", is_flag=True, help="Copy the weights instead of linking them.")
+@click.option(
+    "--features",
+    metavar="LIST",
+    help="Processor features, such as neon,dotprod,i8mm.  [default: the device's]",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1, max=1024),
+    help="Compute threads.  [default: the plan's, or the device's cores]",
+)
+@take_plan(locked=True)
+def build_command(
+    plan: ChosenPlan,
+    target: str,
+    output: Path,
+    without_store: bool,
+    without_probe: bool,
+    copy_store: bool,
+    features: str | None,
+    threads: int | None,
+) -> None:
+    """Build a bundle of PLAN: kernels, weights, and a runtime for Python and numpy alone.
+
+    It runs on machines without TVM, such as phones with Termux: copy the folder there, then
+    `./run.sh --prompt TEXT`.
+    """
+    from pi2.cli.commands import ProgressBar
+    from pi2.phone.building import build_bundle
+    from pi2.phone.contents import Wish, parse_features
+    from pi2.plan.documents.quantities import approximate_bytes
+
+    if without_store and copy_store:
+        raise click.UsageError("--without-store and --copy-store exclude each other")
+    triple = next(item for item in TARGETS if item == target)
+    names = None if features is None else [name.strip() for name in features.split(",")]
+    wish = Wish(
+        triple=triple,  # type: ignore[arg-type] # the choices are the names
+        features=None if names is None else parse_features(names, triple),  # type: ignore[arg-type]
+        threads=threads,
+        probe=not without_probe,
+    )
+    mode = "none" if without_store else "copy" if copy_store else "link"
+    with ProgressBar() as progress:
+        built = build_bundle(plan.resolved, wish, output, mode, progress)  # type: ignore[arg-type]
+    unit = built.plan.device.units[built.plan.sparse_unit]
+    click.echo(
+        f"{built.folder}: {approximate_bytes(built.own_bytes)}"
+        f" and a store of {approximate_bytes(built.store_bytes)},"
+        f" for {target} with {', '.join(unit.features or ())},"
+        f" {built.plan.plan.threads.compute} threads"
+    )
+
+
+@in_help("Plan", "Measure this machine and write a device file.")
 @click.command("probe")
 @click.option(
     "-o",
@@ -48,7 +123,7 @@ GROUP = "Plan"
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=4, show_default=True, help="Its threads."
 )
-def command(
+def probe_command(
     output: Path | None,
     other: str | None,
     disk: Path | None,
@@ -69,9 +144,15 @@ def command(
     With --rpc, kernels of another machine are timed instead, such as a phone's; its flash is
     measured there, by a bundle's `python -m pi2_phone --probe`.
     """
-    from pi2.cli.progress import ProgressBar
-    from pi2.probing.comparison import compare_devices, write_rows
-    from pi2.probing.document import NOISY, describe_unsteady, make_device, write_device
+    from pi2.cli.commands import ProgressBar
+    from pi2.probing.document import (
+        NOISY,
+        compare_devices,
+        describe_unsteady,
+        make_device,
+        write_device,
+        write_rows,
+    )
     from pi2.probing.probe import measure_machine
 
     if output is None and other is None:
@@ -115,11 +196,10 @@ def _probe_remote(
     threads: int,
 ) -> None:
     """Measure another machine's kernels and write its device file."""
-    from pi2.cli.progress import ProgressBar
-    from pi2.phone.target import ARCHITECTURES, USUAL_FEATURES, parse_features
+    from pi2.cli.commands import ProgressBar
+    from pi2.phone.contents import ARCHITECTURES, USUAL_FEATURES, parse_features
     from pi2.probing.document import write_device
-    from pi2.probing.remote import RemoteMachine, measure_remote
-    from pi2.probing.remote_document import make_remote_device
+    from pi2.probing.remote import RemoteMachine, make_remote_device, measure_remote
 
     host, _, port = rpc.rpartition(":")
     if not host or not port.isdigit():
@@ -168,7 +248,7 @@ def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:
 
 def _read_device(reference: str) -> Device:
     from pi2.plan.documents.device import Device
-    from pi2.planning.documents import read_document
+    from pi2.planning.wish import read_document
 
     document = read_document(reference, "device").document
     assert isinstance(document, Device)

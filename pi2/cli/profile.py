@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pi2.cli.commands import Subcommands
-from pi2.cli.suggestions import suggest_devices
+from pi2.cli.commands import Subcommands, in_help
+from pi2.cli.options import suggest_devices
 
 if TYPE_CHECKING:
     from pi2.sharing.lock import Source
     from pi2.sharing.project import Outcome, Project
 
-GROUP = "More commands"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@in_help("More commands", "Fetch, lock, verify and publish device descriptions.")
 @click.group("profile", cls=Subcommands)
-def command() -> None:
+def profile_command() -> None:
     """Fetch, lock, verify and publish device descriptions.
 
     References look like gh:owner/repo//devices/acme-12.device.toml@v1, git+https:…, git+file:…,
@@ -44,7 +44,7 @@ def _as_json(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
 
 
-@command.command("add")
+@profile_command.command("add")
 @click.argument("references", nargs=-1, metavar="[REFERENCE]...")
 @_offline
 @_locked
@@ -66,7 +66,7 @@ def add(references: tuple[str, ...], offline: bool, locked: bool) -> None:
             click.echo(f'use it: {key} = "{first.reference}"')
 
 
-@command.command("update")
+@profile_command.command("update")
 @click.argument("references", nargs=-1, metavar="[REFERENCE]...")
 @click.option(
     "--accept-moved-tags", is_flag=True, help=("Accept tags that now point to another commit.")
@@ -84,12 +84,12 @@ def update(
     _print_outcomes(project.update(references, accept_moved=accept_moved_tags), project)
 
 
-@command.command("list")
+@profile_command.command("list")
 @_as_json
 def list_sources(as_json: bool) -> None:
     """List the entries of pi2.lock and where their files are."""
     from pi2.diagnostics import UserError
-    from pi2.sharing.agreement import find_copy
+    from pi2.sharing.lock import find_copy
 
     project = _open_project()
     lock = project.read_lock()
@@ -110,7 +110,7 @@ def list_sources(as_json: bool) -> None:
         click.echo("nothing is locked here", err=True)
 
 
-@command.command("verify")
+@profile_command.command("verify")
 @_offline
 @_as_json
 def verify(offline: bool, as_json: bool) -> int:
@@ -144,7 +144,7 @@ def verify(offline: bool, as_json: bool) -> int:
     return 1 if bad else 0
 
 
-@command.command("show")
+@profile_command.command("show")
 @click.argument("profile", shell_complete=suggest_devices)
 @_as_json
 def show(profile: str, as_json: bool) -> None:
@@ -155,12 +155,12 @@ def show(profile: str, as_json: bool) -> None:
     click.echo(json.dumps(found, indent=2) if as_json else write_description(found), nl=as_json)
 
 
-@command.command("search")
+@profile_command.command("search")
 @click.argument("words", nargs=-1, metavar="[WORD]...")
 @_as_json
 def search(words: tuple[str, ...], as_json: bool) -> None:
     """List shipped devices that match every WORD."""
-    from pi2.sharing.catalogue import search_profiles
+    from pi2.sharing.description import search_profiles
 
     rows = search_profiles(words)
     if as_json:
@@ -173,7 +173,7 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
         click.echo("nothing found", err=True)
 
 
-@command.command("publish")
+@profile_command.command("publish")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--into",
@@ -192,7 +192,7 @@ def publish(file: Path, into: Path, commit: bool, replace: bool) -> None:
     devices/ID.device.toml in a clone.  Prints its SHA-256 and the next steps.
     """
     from pi2.plan.toml.source import display_path
-    from pi2.sharing.publishing import prepare_profile, write_profile
+    from pi2.sharing.description import prepare_profile, write_profile
 
     prepared = prepare_profile(file)
     for line in prepared.stripped:
@@ -205,8 +205,8 @@ def publish(file: Path, into: Path, commit: bool, replace: bool) -> None:
 
 
 def _open_project(*, offline: bool = False, locked: bool = False) -> Project:
+    from pi2.sharing.fetching import read_settings
     from pi2.sharing.project import Project
-    from pi2.sharing.settings import read_settings
 
     return Project(folder=Path.cwd(), settings=read_settings(), offline=offline, locked=locked)
 

@@ -4,25 +4,115 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi2.cli.commands import in_help, write_text
 from pi2.cli.hints import find_hint
 from pi2.cli.options import ChosenPlan, take_plan
-from pi2.cli.terminal_text import write_text
 from pi2.diagnostics import UserError
+from pi2.logging import get_logger
 
 if TYPE_CHECKING:
     from pi2.engine.generation import GenerationResult
     from pi2.engine.loaded_model import LoadedModel
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
 
-GROUP = "Run"
+
+PASSED_ON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
+def run_mlc(
+    resolved: ResolvedPlan,
+    folder: Path | None,
+    prompt: str | Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Generate text with the folder's weights, or those that the plan's ``store`` names where it
+    names the backend; UserError P686-P689."""
+    from pi2.backends.mlc.backend import open_text
+    from pi2.backends.units import TextRequest
+
+    if options["ignore_eos"]:
+        raise UserError.of("P687", "MLC-LLM's interface has no --ignore-eos")
+    settings = resolved.plan
+    request = TextRequest(
+        folder=resolved.store_path if folder is None else folder,
+        model=resolved.model,
+        unit=resolved.device.units[resolved.sparse_unit] if folder is None else None,
+        context=settings.kv.context,
+        chunk=settings.prefill.chunk,
+    )
+    with closing(open_text(request)) as engine:
+        begun, first, pieces = time.monotonic(), None, []
+        for piece in engine.generate(
+            prompt, settings.sampling, max_tokens=options["max_tokens"], stop=options["stop"]
+        ):
+            first = time.monotonic() if first is None else first
+            pieces.append(piece)
+            if not as_json:
+                write_text(piece)
+        ended, finished = time.monotonic(), engine.finished
+    assert finished is not None
+    rate = None
+    if first is not None and finished.tokens and finished.tokens > 1 and ended > first:
+        rate = (finished.tokens - 1) / (ended - first)
+    facts = {
+        "engine": "mlc_llm",
+        "text": "".join(pieces),
+        "finish_reason": finished.reason,
+        "prompt_tokens": finished.prompt_tokens,
+        "tokens": finished.tokens,
+        "load_s": round(engine.load_s, 4),
+        "ttft_s": None if first is None else round(first - begun, 4),
+        "decode_tokens_s": None if rate is None else round(rate, 4),
+        "plan_digest": resolved.digest,
+    }
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    waited = "-" if first is None else f"{(first - begun) * 1e3:.0f} ms"
+    speed = "-" if rate is None else f"{rate:.1f} tokens/s"
+    click.echo()
+    click.echo(
+        f"MLC-LLM: load {engine.load_s:.2f} s · first token {waited} · decode {speed}"
+        f" ({finished.tokens} tokens, {finished.reason}) · its memory is its own, no budget of the"
+        f" plan's holds · plan {resolved.digest[:12]}",
+        err=True,
+    )
+
+
+def choose_sampling(options: Mapping[str, Any]) -> dict[str, object]:
+    """Return the values of the plan that a run's options replace."""
+    return {f"sampling.{name}": options[name] for name in PASSED_ON if options[name] is not None}
+
+
+def log_plan(model: LoadedModel) -> None:
+    """Say how memory and neurons are divided."""
+    log = get_logger(plan_digest=model.plan.digest[:12])
+    sizes = dict(model.plan.plan.memory.segments)
+    for name, need in model.plan.needs.items():
+        log.debug("segment", segment=name, size_bytes=sizes[name], needed_bytes=need.bytes)
+    for number, layer in enumerate(model.plan.layers):
+        log.debug("layer", layer=number, split=dict(layer.split), hot_neurons=layer.hot_neurons)
+
+
+def log_counters(model: LoadedModel) -> None:
+    """Say what the neuron cache and the reads did since the model was loaded."""
+    log = get_logger(plan_digest=model.plan.digest[:12])
+    log.debug("counters", io_engine=model.io_engine, **asdict(model.stats))
+
+
+@in_help("Run", "Generate text from a plan.")
 @click.command("run")
 @click.option(
     "-p", "--prompt", "prompts", multiple=True, help="Prompt; repeat for several sequences."
@@ -89,7 +179,7 @@ GROUP = "Run"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @take_plan(locked=True, tokenizer=True, has_files=True)
-def command(
+def run_command(
     plan: ChosenPlan,
     prompts: tuple[str, ...],
     prompt_file: Path | None,
@@ -112,9 +202,7 @@ def command(
     --best-of draws several texts after one prompt, which is read once for those that have a place,
     and prints the one whose tokens have the highest mean log probability.
     """
-    from pi2.cli.details import log_counters, log_plan
-    from pi2.cli.mlc_text import choose_sampling, run_mlc
-    from pi2.cli.progress import ProgressBar
+    from pi2.cli.commands import ProgressBar
     from pi2.engine.run_report import describe_run, summarise_run
 
     alone = not prompts and prompt_file is None and list_file is None
@@ -164,7 +252,7 @@ def command(
 
 def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
     """Say how the run's speed compares with what its probed device promises."""
-    from pi2.planning.promise import LEAST_TOKENS, describe_promise, find_promise
+    from pi2.planning.comparison import LEAST_TOKENS, describe_promise, find_promise
 
     tokens, speed = len(result.token_ids), result.decode_tokens_s
     if model.is_dry or tokens < LEAST_TOKENS or speed is None:
@@ -176,8 +264,7 @@ def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
 
 def run_batch(plan: ChosenPlan, texts: list[str], as_json: bool, options: dict[str, Any]) -> None:
     """Continue several prompts."""
-    from pi2.cli.details import log_counters, log_plan
-    from pi2.cli.progress import ProgressBar
+    from pi2.cli.commands import ProgressBar
     from pi2.engine.run_report import describe_batch, summarise_batch
 
     with ProgressBar() as progress:
@@ -209,8 +296,7 @@ def run_best_of(
 ) -> None:
     """Draw several texts after one prompt, and print the best; UserError P604 where all of them
     would be the same."""
-    from pi2.cli.details import log_counters, log_plan
-    from pi2.cli.progress import ProgressBar
+    from pi2.cli.commands import ProgressBar
     from pi2.engine.run_report import describe_batch, summarise_batch
 
     with ProgressBar() as progress:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import Subcommands
+from pi2.cli.commands import Subcommands, in_help
 from pi2.cli.options import add_json_option
 from pi2.diagnostics import UserError
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pi2.statistics.ordering import Kind
     from pi2.store.manifest import Manifest
 
-GROUP = "More commands"
 
 MIB = 1024 * 1024
 
@@ -36,12 +35,13 @@ take_store = click.argument(
 )
 
 
+@in_help("More commands", "Inspect, verify, reorder or repack a store.")
 @click.group("store", cls=Subcommands)
-def command() -> None:
+def store_command() -> None:
     """Inspect, verify, reorder or repack a store."""
 
 
-@command.command("info")
+@store_command.command("info")
 @take_store
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as one JSON object.")
 def show_info(path: Path, as_json: bool) -> None:
@@ -58,7 +58,7 @@ def show_info(path: Path, as_json: bool) -> None:
             print_tables(path, store.manifest)
 
 
-@command.command("verify")
+@store_command.command("verify")
 @take_store
 @add_json_option
 def verify(path: Path, as_json: bool) -> int:
@@ -66,9 +66,9 @@ def verify(path: Path, as_json: bool) -> int:
 
     Exits with 0 if all files match, 1 with one finding per damaged file, 2 if there is no store.
     """
+    from pi2.cli.commands import ProgressBar
     from pi2.cli.main import wants_colour
-    from pi2.cli.progress import ProgressBar
-    from pi2.diagnostics import render
+    from pi2.diagnostics import texts
     from pi2.store.manifest import read_manifest
     from pi2.store.verification import verify_store
 
@@ -85,7 +85,9 @@ def verify(path: Path, as_json: bool) -> int:
         ]
         click.echo(json.dumps({"path": str(path), "findings": bad}, indent=2))
     elif findings:
-        click.echo(render.full(findings, colour=wants_colour(sys.stdout), sources={}), nl=False)
+        click.echo(
+            texts.render_full(findings, colour=wants_colour(sys.stdout), sources={}), nl=False
+        )
     else:
         manifest = read_manifest(path)
         size_mib = sum(entry.bytes for entry in manifest.files) / MIB
@@ -93,7 +95,7 @@ def verify(path: Path, as_json: bool) -> int:
     return 1 if findings else 0
 
 
-@command.command("reorder")
+@store_command.command("reorder")
 @take_store
 @click.option(
     "--by",
@@ -140,7 +142,7 @@ def reorder(
     Results do not change.  Disk space for a second store is needed; the old store is kept until the
     new one is complete.  After Ctrl-C the same command resumes.
     """
-    from pi2.cli.progress import ProgressBar
+    from pi2.cli.commands import ProgressBar
     from pi2.statistics.ordering import choose_orders
     from pi2.store.reordering import reorder_store
 
@@ -152,7 +154,7 @@ def reorder(
     click.echo(f"{output or path}: {len(orders)} layers in order of {kind}", err=True)
 
 
-@command.command("repack")
+@store_command.command("repack")
 @take_store
 @click.option(
     "--stride", metavar="SIZE", help="Distance from one neuron to the next, such as '8 KiB'."
@@ -190,7 +192,7 @@ def repack(
     do not change.  Disk space for a second store is needed; the old store is kept until the new one
     is complete.  After Ctrl-C the same command resumes.
     """
-    from pi2.cli.progress import ProgressBar
+    from pi2.cli.commands import ProgressBar
     from pi2.store.reordering import repack_store
 
     if stride is None and scales is None:

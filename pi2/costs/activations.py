@@ -8,17 +8,88 @@ all inputs by a common amount (Laplace), so that some tokens activate more neuro
 among them, relatively more of the rare ones: those that are not in memory.
 
 Neurons are taken together in classes of equal hotness, hottest first.
+
+Which missing neurons are read where a plan states a share of scores that may be left out.
+
+A score is taken to be normal with the neuron's own mean, as activations are
+(`pi2.costs.activations`); a neuron is named where its score is above 0, and its mass is that
+score.  The limit is the one below which the missing neurons have the stated share of all mass
+(`pi2.memory.read_sieve` finds it while a model runs).
+
+Hit chances of the cold neurons' cache, least recently used first to go.
+
+In a large LRU cache everything that was used within the last T tokens is present and nothing else,
+where T makes the expected number of present neurons equal the capacity (Che's approximation: its
+error is far below a percent for thousands of entries; a test counts a real LRU cache).  A neuron's
+uses form a chain with memory: experts and neurons repeat from one token to the next somewhat more
+often than chance.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 
 from pi2.arrays import F64
+
+_NORMAL = NormalDist()
+_MOST_LIMIT = 16.0
+"""Limit, in standard deviations of a score, from which nothing is read."""
+_STEPS = 40
+_LEAST_CHANCE = 1e-12
+
+
+def find_read_chances(chances: F64, missing: F64, share: float) -> F64:
+    """Return the chance of each class [n] that a neuron that is named and missing is read.
+
+    ``chances`` [n]: that a neuron is named; ``missing`` [n]: part of a class that is missing when
+    it is named; ``share``: part of the mass of all named neurons that may be left out.
+    """
+    if share <= 0.0:
+        return np.ones_like(chances)
+    chances = np.clip(chances, _LEAST_CHANCE, 1.0 - _LEAST_CHANCE)
+    means = _find_means(chances.tobytes())
+    density = _compute_density(means)
+    allowance = share * float((density + means * chances).sum())
+    low, high = 0.0, _MOST_LIMIT
+    for _ in range(_STEPS):
+        limit = (low + high) / 2.0
+        above = _compute_normal(means - limit)
+        # The mean of a score between 0 and the limit, times its chance to be there.
+        mass = means * (chances - above) + density - _compute_density(means - limit)
+        low, high = (low, limit) if float((missing * mass).sum()) > allowance else (limit, high)
+    return np.asarray(np.clip(_compute_normal(means - low) / chances, 0.0, 1.0))
+
+
+@lru_cache(maxsize=64)
+def _find_means(chances: bytes) -> F64:
+    """Return the mean scores [n] of neurons that are named with ``chances`` (float64 [n])."""
+    found = np.array([_NORMAL.inv_cdf(chance) for chance in np.frombuffer(chances).tolist()])
+    found.flags.writeable = False
+    return found
+
+
+def _compute_normal(values: F64) -> F64:
+    """The normal distribution function [n], absolute error below 1e-7.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17.
+    """
+    size = np.abs(values)
+    t = 1.0 / (1.0 + 0.2316419 * size)
+    series = np.zeros_like(t)
+    for factor in (1.330274429, -1.821255978, 1.781477937, -0.356563782, 0.319381530):
+        series = (series + factor) * t
+    tail = _compute_density(values) * series
+    return np.asarray(np.where(values >= 0.0, 1.0 - tail, tail))
+
+
+def _compute_density(values: F64) -> F64:
+    return np.asarray(np.exp(-0.5 * values * values) / np.sqrt(2.0 * np.pi))
+
 
 CLASSES = 128
 """Classes of equal hotness that a layer is divided into."""
@@ -28,7 +99,6 @@ MOST_SHIFT = 6.0
 """Standard deviations that a token shifts its neurons at most."""
 LEAST_ACTIVE = 1e-6
 """Share of neurons below which no law of their means can be told from another."""
-_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,3 +313,216 @@ def _compute_cdf(values: F64) -> F64:
     from math import erf, sqrt
 
     return np.array([0.5 * (1.0 + erf(value / sqrt(2.0))) for value in values.tolist()])
+
+
+_LONGEST = 1 << 20
+"""Tokens after which a neuron counts as never evicted."""
+
+
+@lru_cache(maxsize=256)
+def compute_hit_chances(
+    hotness: Hotness,
+    hot_share: float,
+    cold_share: float,
+    chosen: float,
+    token_correlation: float,
+    expert_correlation: float,
+) -> F64:
+    """Chance per class [CLASSES] that an active cold neuron is in the cache.
+
+    ``cold_share``: capacity as a share of all neurons of the layer.  ``chosen``: chance of an
+    expert to compute a token, 1 without experts.
+    """
+    cold = 1.0 - weigh_hot(hot_share)
+    absent = float(cold.mean())
+    if cold_share <= 0.0 or absent <= 0.0:
+        return np.zeros(CLASSES)
+    if cold_share >= absent:
+        return np.ones(CLASSES)
+    chain = _Chain(hotness.compute_chances(), chosen, token_correlation, expert_correlation)
+
+    def occupy(age: float) -> float:
+        return float((chain.find_present(age) * cold).mean())
+
+    low, high = 0.0, 1.0
+    while occupy(high) < cold_share and high < _LONGEST:
+        low, high = high, high * 2
+    for _ in range(30):
+        middle = (low + high) / 2
+        if occupy(middle) < cold_share:
+            low = middle
+        else:
+            high = middle
+    hits = 1.0 - chain.find_unused((low + high) / 2)
+    hits.flags.writeable = False
+    return hits
+
+
+class _Chain:
+    """A neuron's uses, backwards in time from one of them.
+
+    States of a token further back, none of which used the neuron: the expert was idle since the
+    use (0), it ran without the neuron (1), it is idle but ran without the neuron later (2).
+    """
+
+    def __init__(
+        self, chances: F64, chosen: float, token_correlation: float, expert_correlation: float
+    ) -> None:
+        self._used = chances * chosen
+        stays_on = chosen + expert_correlation * (1.0 - chosen)
+        turns_on = chosen * (1.0 - expert_correlation)
+        again = chances + token_correlation * (1.0 - chances)
+        anew = chances * (1.0 - token_correlation)
+        self._first = np.zeros((CLASSES, 3))
+        self._first[:, 0] = 1.0 - stays_on
+        self._first[:, 1] = stays_on * (1.0 - again)
+        step = np.zeros((CLASSES, 3, 3))
+        step[:, 0, 0] = 1.0 - turns_on
+        step[:, 0, 1] = turns_on * (1.0 - again)
+        step[:, 1, 1] = stays_on * (1.0 - anew)
+        step[:, 1, 2] = 1.0 - stays_on
+        step[:, 2, 1] = turns_on * (1.0 - anew)
+        step[:, 2, 2] = 1.0 - turns_on
+        # Powers of two of the step and sums of its powers: any age in a few products.
+        self._powers = [step]
+        self._sums = [np.broadcast_to(np.eye(3), step.shape).copy()]
+
+    def find_unused(self, age: float) -> F64:
+        """Chance [CLASSES] that none of the ``age`` tokens before a use was a use."""
+        if age <= 1.0:
+            return np.asarray(1.0 - age * (1.0 - self._first.sum(axis=1)))
+        whole = int(age)
+        before = self._walk(whole - 1)
+        after = np.einsum("cs,cst->ct", before, self._powers[0])
+        share = age - whole
+        return np.asarray(before.sum(axis=1) * (1.0 - share) + after.sum(axis=1) * share)
+
+    def find_present(self, age: float) -> F64:
+        """Share of the time [CLASSES] in which the last use is at most ``age`` tokens ago."""
+        whole = int(age)
+        total = min(age, 1.0) * np.ones(CLASSES)
+        if whole >= 1:
+            total += self._sum_walks(whole - 1)
+            total += (age - whole) * self._walk(whole - 1).sum(axis=1)
+        return np.minimum(self._used * total, 1.0)
+
+    def _walk(self, steps: int) -> F64:
+        """The first state after ``steps`` more steps."""
+        state, bit = self._first, 0
+        while steps:
+            self._grow(bit)
+            if steps & 1:
+                state = np.einsum("cs,cst->ct", state, self._powers[bit])
+            steps, bit = steps >> 1, bit + 1
+        return state
+
+    def _sum_walks(self, count: int) -> F64:
+        """Sum of the chances of the first ``count`` states."""
+        total, state, bit = np.zeros(CLASSES), self._first, 0
+        while count:
+            self._grow(bit)
+            if count & 1:
+                total += np.einsum("cs,cst->ct", state, self._sums[bit]).sum(axis=1)
+                state = np.einsum("cs,cst->ct", state, self._powers[bit])
+            count, bit = count >> 1, bit + 1
+        return total
+
+    def _grow(self, bit: int) -> None:
+        while len(self._powers) <= bit:
+            power = self._powers[-1]
+            self._sums.append(self._sums[-1] + np.einsum("cst,ctu->csu", power, self._sums[-1]))
+            self._powers.append(np.einsum("cst,ctu->csu", power, power))
+
+
+COUNTS_FILE = "activations.parquet"
+_RARE = 4
+"""Counts up to which chance decides what was counted."""
+_ENOUGH = 30
+"""Neurons with a count from which their number is known well enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedHotness(Hotness):
+    """Chances of each class as counted over many tokens."""
+
+    chances: tuple[float, ...]
+    """Chances of the [CLASSES] classes, hottest first."""
+
+    def compute_chances(self, shift: float = 0.0) -> F64:
+        """The counted chances: they are means over tokens already, whatever ``shift`` is."""
+        del shift
+        return np.array(self.chances)
+
+
+def read_counts(store: Path, layers: int, neurons: int) -> F64 | None:
+    """Share of tokens that activate each neuron [layers, neurons], hottest first; None where the
+    store has no such file, or not for this model."""
+    path = store / COUNTS_FILE
+    if not path.is_file():
+        return None
+    return _read_counts(path, path.stat().st_mtime_ns, layers, neurons)
+
+
+@lru_cache(maxsize=4)
+def _read_counts(path: Path, _changed: int, layers: int, neurons: int) -> F64 | None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, columns=["layer", "neuron", "count"])
+        tokens = int((table.schema.metadata or {}).get(b"tokens", b"0"))
+        places = np.asarray(table["layer"]).astype(np.int64) * neurons
+        places += np.asarray(table["neuron"])
+        counts = np.zeros(layers * neurons)
+        counts[places] = np.asarray(table["count"])
+    except (OSError, ValueError, KeyError, IndexError, pa.ArrowException):
+        return None
+    if tokens <= 0:
+        return None
+    rows = counts.reshape(layers, neurons)
+    shares = np.minimum(np.stack([_expect_counts(row) for row in rows]) / tokens, 1.0)
+    shares.sort(axis=1)
+    return np.asarray(shares[:, ::-1])
+
+
+def _expect_counts(counts: F64) -> F64:
+    """What as many other tokens are expected to count for neurons with these counts [neurons].
+
+    Neurons that a sample never saw are used, too, and those that it saw once are used less: Good
+    and Turing's estimate, (c + 1) N(c + 1) / N(c), where N(c) neurons have the count c.
+    """
+    expected = counts.copy()
+    sizes = np.bincount(counts.astype(np.int64), minlength=_RARE + 2)
+    last = 0.0
+    for count in range(_RARE + 1):
+        if min(sizes[count], sizes[count + 1]) < _ENOUGH:
+            break
+        last = max(last, float((count + 1) * sizes[count + 1] / sizes[count]))
+        expected[counts == count] = min(last, count + 1.0)
+    return expected
+
+
+def make_counted(shares: F64, named: float) -> CountedHotness:
+    """The distribution of a layer whose neurons are active for ``shares`` [neurons] of the tokens
+    while the engine computes the share ``named`` of them.
+
+    A predictor names more than what is active: as if every neuron's threshold were lower by the
+    same amount, so that rare ones gain most.
+    """
+    size = len(shares) // CLASSES
+    classes = shares[: size * CLASSES].reshape(CLASSES, size).mean(axis=1)
+    active = float(classes.mean())
+    safe = np.clip(classes, 1e-4, 1.0 - 1e-4)
+    inputs = np.array([_NORMAL.inv_cdf(chance) for chance in safe.tolist()])
+    low, high = -4.0, 4.0
+    for _ in range(40):
+        shift = (low + high) / 2
+        low, high = (shift, high) if _name(inputs, shift).mean() < named else (low, shift)
+    chances = _name(inputs, (low + high) / 2) if named > active else classes * (named / active)
+    return CountedHotness(
+        active=float(chances.mean()), spread=0.0, chances=tuple(np.minimum(chances, 1.0).tolist())
+    )
+
+
+def _name(inputs: F64, shift: float) -> F64:
+    return np.array([_NORMAL.cdf(value + shift) for value in inputs.tolist()])

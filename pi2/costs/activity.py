@@ -19,24 +19,25 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import F64
+from pi2.caches import read_regular
 from pi2.costs.activations import (
     CLASSES,
     Hotness,
+    compute_hit_chances,
+    find_read_chances,
     find_spread,
+    make_counted,
     measure_skew,
+    read_counts,
     unite_chances,
     unite_chosen,
     unite_hotness,
     weigh_hot,
     weigh_shifts,
 )
-from pi2.costs.cache import compute_hit_chances
 from pi2.costs.constants import Constants
-from pi2.costs.counted import make_counted, read_counts
-from pi2.costs.worth_reading import find_read_chances
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.thresholds import Thresholds
-from pi2.regular_file import read_regular
 
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
 LOOK_AHEAD_MODES: frozenset[PredictorMode] = frozenset(("low-rank", "router"))
@@ -49,7 +50,7 @@ _CHURN = 0.5
 for about a token, whether or not it will be used again.  Counted with `NeuronCache`
 (tests/unit/test_planning_activity.py)."""
 _MEMORY_TOKENS = 64.0 / log(2.0)
-"""Tokens that the counts of ``lfu`` remember: their half-life is `pi2.memory.frequency`'s."""
+"""Tokens that the counts of ``lfu`` remember: their half-life is `pi2.memory.policy`'s."""
 ABSENT = 0.8
 """Chance of a neuron near one that is missing not to be in the cache either.  Requests counted with
 `NeuronCache` ask for 0.55 to 0.95."""

@@ -2,6 +2,16 @@
 
 There is one description.  Documents are read here and in the modules that it calls, and nowhere
 else; who predicts works with rates, sizes, settings and layers only.
+
+Rates of a unit that has the whole model in its own memory, as a GPU's that computes alone.
+
+The unit takes the processor's place in the description: attention, predictors, neurons and head
+read its memory, nothing is looked up, and Python waits for one submission a token.  What a step
+takes is the bytes that it reads at the rate of the unit's memory, and a fixed time for every
+kernel: a chain of small kernels, recorded once and replayed.
+
+Prompts have no rate: what device documents state is the arithmetic of matrix units, which pi2's
+kernels do not use.
 """
 
 from __future__ import annotations
@@ -18,18 +28,134 @@ from pi2.costs.activity import (
     describe_routing,
     describe_target_activity,
 )
-from pi2.costs.assumptions import list_assumptions, list_dense_units, list_used_units
-from pi2.costs.constants import Constants
-from pi2.costs.figures import Figure
+from pi2.costs.constants import Constants, Figure
+from pi2.costs.kernel_times import Linear
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
-from pi2.costs.rates import Rates, read_rates
+from pi2.costs.rates import MISSING_FIGURE, Rates, read_rates
 from pi2.costs.settings import POSITION, Settings, read_settings, share_cold
 from pi2.costs.sizes import Sizes, measure_sizes
 from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
-from pi2.costs.whole_rates import read_whole_rates
+from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_read_rows
+from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.model import Model
+
+
+def list_dense_units(resolved: ResolvedPlan) -> list[str]:
+    """Units that compute neurons densely in steps of ``decode.batch`` sequences, as they come in
+    the layers."""
+    batch = resolved.plan.decode.batch
+    return list(
+        dict.fromkeys(
+            layer.dense.unit
+            for layer in resolved.layers
+            if layer.dense is not None and layer.find_dense_share(batch) > 0.0
+        )
+    )
+
+
+def list_used_units(resolved: ResolvedPlan) -> list[str]:
+    """Units beside the processor that compute anything: neurons, rows of projections, prompts."""
+    rows, prompts = resolved.divided_rows, resolved.plan.prefill.unit
+    others = [] if rows is None else [rows.unit]
+    others += [] if prompts in (None, resolved.sparse_unit) else [str(prompts)]
+    return list(dict.fromkeys((*list_dense_units(resolved), *others)))
+
+
+def list_assumptions(resolved: ResolvedPlan, known: str | None) -> tuple[str, ...]:
+    """A sentence for each difference between predictions and the engine; ``known``: the unit beside
+    the processor whose rates are known."""
+    sparse, prompts = resolved.sparse_unit, resolved.plan.prefill.unit
+    units = list_dense_units(resolved)
+    found = []
+    if prompts not in (None, sparse, known):
+        found.append(f"{sparse} computes prompts; {prompts} does in pi2's engine")
+    rows = resolved.divided_rows
+    if rows is not None and rows.unit != known:
+        found.append(f"{sparse} computes all projections; {rows.unit} has rows of them in the plan")
+    if units and prompts is None and not resolved.device.units[units[0]].memory:
+        found.append(
+            f"{sparse} computes whole prompts; in pi2's engine {units[0]} computes the neurons "
+            "that it keeps"
+        )
+    return tuple(found)
+
+
+ATTENTION_KERNELS = 6
+"""Norm, projections of queries, keys and values, keeping keys, scores, mixing, output."""
+FFN_KERNELS = 3
+"""Activations of all neurons, sums of parts, and their join."""
+NAMED_KERNELS = 4
+"""The same for neurons that a predictor names, and the list of their places."""
+ROUTER_KERNELS = 8
+"""Scores, softmax, choice, weights, their sum and scale, gathering, and adding up."""
+LAST_KERNELS = 2
+"""Norm and head; with the embedding, three a token."""
+
+
+def read_whole_rates(device: Device, name: str, constants: Constants | None = None) -> Rates:
+    """Collect what the device states of the unit ``name``; ``UserError`` P351 without the rate of
+    its memory."""
+    constants = constants or Constants()
+    unit = device.units[name]
+    bytes_s, figures, source = _find_memory_rate(device, name, unit, constants)
+    is_metal = unit.architecture == "metal"
+    kernel_s = constants.metal_kernel_s if is_metal else constants.recorded_kernel_s
+    linear = Linear(call_s=kernel_s, bytes_s=bytes_s)
+    gather = Linear(
+        call_s=NAMED_KERNELS * kernel_s, bytes_s=constants.whole_gather_efficiency * bytes_s
+    )
+    return Rates(
+        measured=False,
+        whole_unit=name,
+        cores=1,
+        bandwidth_bytes_s=bytes_s,
+        multiply=Linear(call_s=LAST_KERNELS * kernel_s, bytes_s=bytes_s),
+        project=Linear(call_s=ATTENTION_KERNELS * kernel_s, bytes_s=bytes_s),
+        attend=Linear(call_s=0.0, bytes_s=bytes_s),
+        predict=linear,
+        gather=gather,
+        gate=linear,
+        open=gather,
+        norm_s=kernel_s,
+        route_s=ROUTER_KERNELS * kernel_s,
+        token_s=constants.submit_s + kernel_s,
+        shared_bytes_s=bytes_s,
+        power_w=None if unit.power is None else float(unit.power.value),
+        both_w=None if unit.power is None else float(unit.power.value),
+        sources={f"{name} bandwidth": source},
+        figures=tuple(figures),
+        constants=constants,
+    )
+
+
+def _find_memory_rate(
+    device: Device, name: str, unit: Unit, constants: Constants
+) -> tuple[float, list[Figure], str]:
+    """Bytes per second that the unit reads of its memory, or of main memory where it has none."""
+    own, where = unit.memory, f"units.{name}.memory"
+    measured = own.read_bandwidth if own is not None else unit.read_bandwidth
+    peak = own.peak_bandwidth if own is not None else device.memory.peak_bandwidth
+    if measured is not None:
+        figure = Figure(
+            name=f"{where}.read_bandwidth" if own is not None else f"units.{name}.read_bandwidth",
+            status=measured.status,
+            source=measured.source,
+        )
+        return float(measured.value), [figure], f"{measured.status}: {measured.source}"
+    if peak is None:
+        raise UserError.of(
+            MISSING_FIGURE,
+            f"the device {device.id!r} has no figure {where}.read_bandwidth",
+            help="measure it with `pi2 probe`, or state its peak_bandwidth, from which it is "
+            "estimated",
+        )
+    share = constants.dense_of_peak if own is None else constants.card_of_peak
+    origin = f"{share:.0%} of its memory's peak"
+    figure = Figure(name=f"{where}.peak_bandwidth", status="estimated", source=origin)
+    return share * float(peak.value), [figure], f"estimated: {origin}"
+
 
 Activity = tuple[tuple[LayerActivity, ...], str]
 """Activity of every layer, and its source."""

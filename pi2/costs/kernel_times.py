@@ -13,8 +13,7 @@ from typing import get_args
 
 from pi2.costs.constants import Constants
 from pi2.plan.documents.device import KernelFigure, KernelName, Unit
-from pi2.plan.documents.plan_memory import KvType
-from pi2.plan.documents.plan_running import ActivationType
+from pi2.plan.documents.plan import ActivationType, KvType
 
 _FEW_CORES = 16
 """Cores that meet as quickly as a few."""

@@ -1,7 +1,7 @@
 """How a prompt goes through the layers: what is computed, what is read, and what hides what.
 
 pi2's engine keeps what is hot and streams the rest of a layer in pieces of a staging buffer's size
-(`pi2.costs.stream`).  Engines of devices that pi2 has no kernels for are taken to do what
+(`pi2.costs.settings`).  Engines of devices that pi2 has no kernels for are taken to do what
 PowerInfer-2 does: all of a layer is read, in order, while the layer before is computed; its
 published prompts take as long as that.
 """
@@ -14,9 +14,8 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from pi2.costs.rates import Rates, check_flash, find_stream_overlap
-from pi2.costs.settings import list_dense_graphs
+from pi2.costs.settings import Stream, find_stream, list_dense_graphs
 from pi2.costs.sizes import Sizes
-from pi2.costs.stream import Stream, find_stream
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.arithmetic.units import pad_tokens

@@ -11,14 +11,11 @@ from dataclasses import dataclass, field, replace
 from math import inf, isinf
 from typing import Any, get_args
 
-from pi2.costs.constants import Constants
-from pi2.costs.figures import Figure
-from pi2.costs.flash import Flash, keep_core, list_bursts, list_points
+from pi2.costs.constants import Constants, Figure, Flash, keep_core, list_bursts, list_points
 from pi2.costs.kernel_times import KernelTimes, Linear
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.device import ComputeFigure, Device, Unit
-from pi2.plan.documents.plan_memory import KvType
-from pi2.plan.documents.plan_running import ActivationType
+from pi2.plan.documents.plan import ActivationType, KvType
 
 MISSING_FIGURE = "P351"
 _ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0
@@ -107,7 +104,7 @@ class Rates:
     flash: Flash | None = None
     whole_unit: str | None = None
     """The GPU or NPU that has the whole model, and whose rates these are
-    (`pi2.costs.whole_rates`); None where the processor computes."""
+    (`pi2.costs.description`); None where the processor computes."""
     overlap: float = 1.0
     """Part of reading that computing with all cores can hide."""
     power_w: float | None = None

@@ -14,8 +14,8 @@ from math import inf, log
 from typing import Literal
 
 from pi2.costs.activity import MergedReads
-from pi2.costs.flash import Flash, FlashPoint
-from pi2.costs.stored import find_touched_bytes
+from pi2.costs.constants import Flash, FlashPoint
+from pi2.costs.sizes import find_touched_bytes
 
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()

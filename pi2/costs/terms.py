@@ -2,7 +2,7 @@
 
 The planner puts expected numbers of neurons into the terms and adds them up
 (`pi2.costs.cost_layer`); the simulator draws numbers for every token and plays the steps
-(`pi2.simulate.layer_run`).
+(`pi2.simulate.layer`).
 """
 
 from __future__ import annotations

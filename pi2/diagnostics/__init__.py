@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pi2.diagnostics.diagnostic import Diagnostic, Severity, Span
-from pi2.diagnostics.errors import UserError
+from pi2.diagnostics.diagnostic import Diagnostic, Severity, Span, UserError
 
 __all__ = ["Diagnostic", "Severity", "Span", "UserError"]

@@ -1,23 +1,26 @@
-"""Output formats of diagnostics: one ``render_*.py`` module each, found by being here.
+"""Output formats of diagnostics: functions ``render_NAME``, imported when they are asked for.
 
-A module has ``render(diagnostics, *, colour, sources, find_page) -> str``; the text ends with a
-newline unless it is empty.  ``find_page`` looks up what there is to say about a code.
+Each is a `Renderer`; its text ends with a newline unless it is empty.  ``find_page`` looks up what
+there is to say about a code.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import pi2.diagnostics
 from pi2.diagnostics.diagnostic import Diagnostic
 
 if TYPE_CHECKING:
-    from pi2.diagnostics.page import FindPage
+    from pi2.diagnostics.texts import FindPage
 
-_PREFIX = "render_"
+_TEXTS, _REPORTS = "pi2.diagnostics.texts", "pi2.diagnostics.reports"
+_HOMES = {
+    **dict.fromkeys(("concise", "full", "json"), _TEXTS),
+    **dict.fromkeys(("github", "gitlab", "junit", "sarif"), _REPORTS),
+}
+"""Modules of the formats by their names."""
 
 
 class Renderer(Protocol):
@@ -35,12 +38,11 @@ class Renderer(Protocol):
 
 def list_formats() -> list[str]:
     """Names of the formats."""
-    found = pkgutil.iter_modules(pi2.diagnostics.__path__)
-    return [item.name.removeprefix(_PREFIX) for item in found if item.name.startswith(_PREFIX)]
+    return sorted(_HOMES)
 
 
 def find_renderer(name: str) -> Renderer:
     """Renderer of the format ``name``."""
-    module = importlib.import_module(f"pi2.diagnostics.{_PREFIX}{name}")
-    renderer: Renderer = module.render
+    module = importlib.import_module(_HOMES[name])
+    renderer: Renderer = getattr(module, f"render_{name}")
     return renderer

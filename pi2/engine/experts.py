@@ -1,12 +1,148 @@
-"""Which neurons of a layer belong to which expert of a mixture."""
+"""Which neurons of a layer belong to which expert of a mixture.
+
+Less than exact routing, where the plan asks for it: fewer experts are read than were chosen.
+
+Four dials of the table ``[experts]``, in this order:
+
+1. ``prefer_cached`` adds a part of the spread of a token's scores to the scores of experts that are
+   in memory, so that where the router is nearly indifferent, they take the place of others (the
+   idea of cache-conditional routing, arXiv 2412.00099).  The best ``keep_best`` stay.
+2. ``least_weight``: experts that are not in memory, and whose share of the token's weight is
+   smaller, are left out.
+3. ``read_best``: so many of the token's best experts are read where they are missing, in some
+   layers fewer than in others; the others compute where they are in memory.
+4. ``most_reads``: of what is then missing, no more experts than that are read, those with the
+   largest weights.
+
+The weights of the experts that compute are the router's, scaled to the sum that they had; or, where
+``renormalise`` is false, what was left out is missing from it.  Prompts are computed as the router
+says, and so are layers without a router: what stands for experts there is one FFN.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.arrays import I32, Bits
+from pi2.arrays import F32, I32, I64, Bits
+from pi2.backends.arithmetic import Router, make_routers, read_rows
+from pi2.backends.protocol import Tensor
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan_units import Experts
+
+
+@dataclass(slots=True)
+class DialCounters:
+    """Routing weight of generated tokens, summed over layers and tokens."""
+
+    weight: float = 0.0
+    replaced: float = 0.0
+    """Of experts in whose place others have computed."""
+    left_out: float = 0.0
+    """Of experts in whose place nothing has."""
+
+
+class RoutingDials:
+    """Changes the routes of single tokens."""
+
+    def __init__(self, experts: Experts, model: Model, routers: Sequence[Router] | None) -> None:
+        """``routers``: those of all layers, where other experts are preferred."""
+        assert model.moe is not None
+        self._settings = experts
+        self._moe = model.moe
+        self._routed = frozenset(filter(model.has_router, range(model.shape.layers)))
+        self._routers = routers
+        self._read_best = experts.list_read_best(model.shape.layers)
+
+    def apply(
+        self,
+        layer: int,
+        inputs: F32,
+        routes: F32,
+        there: Bits,
+        counters: DialCounters,
+        *,
+        begun: int = 0,
+    ) -> None:
+        """Change ``routes`` [T, experts and shared experts] of tokens whose router reads ``inputs``
+        [T, hidden], where ``there`` [experts and shared experts] says which are in memory, and
+        ``begun`` how many of these are being read for it.
+        """
+        if layer not in self._routed:
+            return
+        router = None if self._routers is None else self._routers[layer]
+        own, there = routes[:, : self._moe.experts], there[: self._moe.experts]
+        for token, row in enumerate(own):
+            before = row.copy()
+            total = float(row.sum())
+            if router is not None:
+                scores = router.score(inputs[token : token + 1])[0]
+                self._prefer(row, scores, there, router.expert_scale)
+            replaced = float(before[row == 0].sum())
+            gone = self._list_left_out(layer, row, there, begun)
+            counters.weight += total
+            counters.replaced += replaced
+            counters.left_out += self._leave_out(row, gone)
+
+    def _prefer(self, row: F32, scores: F32, there: Bits, factors: F32 | None) -> None:
+        """Let experts that are ``there`` take the places of others with nearly their scores;
+        ``factors`` [1, experts] of the experts' weights, where the model has them."""
+        chosen = np.flatnonzero(row)
+        count, keep = len(chosen), min(self._settings.keep_best, len(chosen))
+        spread = float(scores.max() - scores.min())
+        wanted = scores + np.float32(self._settings.prefer_cached * spread) * there
+        wanted[np.argsort(-scores, kind="stable")[:keep]] = np.inf
+        better = np.argsort(-wanted, kind="stable")[:count]
+        if self._moe.router == "softmax":
+            shares = np.exp(scores - scores.max())
+        else:
+            shares = 1 / (1 + np.exp(-scores))
+        own = np.ones_like(row) if factors is None else factors[0]
+        total = (row[chosen] / own[chosen]).sum()
+        scale = total / shares[better if self._moe.normalise_weights else chosen].sum()
+        row[:] = 0
+        row[better] = shares[better] * scale * own[better]
+
+    def _list_left_out(self, layer: int, row: F32, there: Bits, begun: int) -> I64:
+        """Experts that are missing and not worth a read."""
+        settings, total = self._settings, float(row.sum())
+        missing = (row != 0) & ~there
+        gone = missing & (row < settings.least_weight * total)
+        order = np.argsort(-row, kind="stable")
+        read_best = self._read_best[layer]
+        if read_best is not None:
+            later = order[read_best:]
+            gone[later] |= missing[later]
+        if settings.most_reads is not None:
+            left = order[(missing & ~gone)[order]]
+            gone[left[max(0, settings.most_reads - begun) :]] = True
+        return np.flatnonzero(gone)
+
+    def _leave_out(self, row: F32, gone: I64) -> float:
+        """Leave out the experts ``gone``, but not all that a token has; return their weight."""
+        settings, total = self._settings, float(row.sum())
+        if len(gone) == np.count_nonzero(row):
+            # Something has to compute: the best of them.
+            gone = gone[gone != row.argmax()]
+        weight = float(row[gone].sum())
+        row[gone] = 0
+        if settings.renormalise and weight:
+            row *= np.float32(total / (total - weight))
+        return weight
+
+
+def make_dials(
+    experts: Experts, model: Model, tensors: Mapping[str, Tensor]
+) -> RoutingDials | None:
+    """The dials of a plan; None where routing is exact."""
+    if model.moe is None or not experts.is_lossy:
+        return None
+    routers = None
+    if experts.prefer_cached:
+        routers = make_routers(model, lambda name: read_rows(tensors[name]))
+    return RoutingDials(experts, model, routers)
 
 
 class ExpertNeurons:

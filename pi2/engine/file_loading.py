@@ -22,7 +22,7 @@ from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget
 from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, load_ranges
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.selectors import list_cores
+from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress
 from pi2.weights.file_plan import PIECE_BYTES
 from pi2.weights.gguf_weights import FileTensor, GgufWeights

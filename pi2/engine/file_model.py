@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
+from pi2.backends.blocks.instructions import FindWeight, Weight
 from pi2.backends.blocks.model import PANEL_ROWS, BlockModel
-from pi2.backends.blocks.weights import FindWeight, Weight
-from pi2.backends.observer import ExecutorObserver
+from pi2.backends.executor import ExecutorObserver
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, WeightStream
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 
@@ -102,7 +102,7 @@ class _Work:
 
 
 class FileModel:
-    """`pi2.backends.whole_model.WholeModel` over a file's tensors.  One calling thread."""
+    """`pi2.backends.units.WholeModel` over a file's tensors.  One calling thread."""
 
     def __init__(
         self,

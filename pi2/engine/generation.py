@@ -2,12 +2,349 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from threading import Event, Thread
+from typing import Literal
 
-from pi2.engine.answer import GenerationRequest, SequenceResult
-from pi2.engine.scheduler import Scheduler, Ticket
-from pi2.engine.statistics import RunStatistics
+import numpy as np
+
+from pi2.arrays import F32, I32
+from pi2.backends.protocol import RowDivider
+from pi2.backends.units import FixedShapes
+from pi2.engine.answer import GenerationRequest, Piece, SequenceResult
+from pi2.engine.forward import Forward
+from pi2.engine.parts import Parts
+from pi2.engine.scheduler import Rounds, Scheduler, Ticket, tell_nobody
+from pi2.engine.speculation import Speculation
+from pi2.engine.statistics import RunStatistics, SpeculationCounters, UnitUse, divide
+from pi2.engine.waves import NeuronCounters
+from pi2.engine.whole_forward import WholeForward
+
+_PATIENCE_S = 60.0
+"""The thread looks by itself after this time whether there is something to do."""
+
+
+class Driver:
+    """Does rounds as long as there is something to do."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._wake = Event()
+        self._ending = False
+        self._thread: Thread | None = None
+        scheduler.wake = self._wake.set
+
+    def start(self) -> None:
+        """Do it in a thread of its own."""
+        self._thread = Thread(target=self.run, name="pi2-driver", daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Do it in the calling thread until `end` is called."""
+        while not self._ending:
+            self._wake.clear()
+            while not self._ending and self._scheduler.drive():
+                pass
+            if not self._ending:
+                self._wake.wait(_PATIENCE_S)
+
+    def submit(self, *tickets: Ticket) -> None:
+        """Put requests into the line; UserError P615 if the model is closed."""
+        self._scheduler.submit(*tickets)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Say that nobody wants a request any more."""
+        ticket.cancel()
+        self._wake.set()
+
+    def end(self) -> None:
+        """End the thread after the round that is under way."""
+        self._ending = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+async def stream_pieces(
+    driver: Driver, ticket: Ticket, *, submitted: bool = False
+) -> AsyncGenerator[Piece, None]:
+    """Put ``ticket`` into the line, unless it is ``submitted``, and give its pieces as they are
+    made.
+
+    Whoever stops iterating gives the request up.  Raises what the request fails with.
+    """
+    import asyncio  # with TLS it takes 4 MiB, which runs that only generate do without
+
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+
+    def notify() -> None:
+        try:
+            loop.call_soon_threadsafe(ready.set)
+        except RuntimeError:  # the loop has ended: nobody waits any more
+            ticket.cancel()
+
+    ticket.notify = notify
+    if submitted:
+        # Something may have come before there was anybody to tell.
+        ready.set()
+    else:
+        driver.submit(ticket)
+    try:
+        while True:
+            await ready.wait()
+            ready.clear()
+            ended = ticket.ended
+            while ticket.pieces:
+                yield ticket.pieces.popleft()
+            if ended:
+                break
+    finally:
+        # What was called knows the ticket: both would stay until somebody looks for garbage.
+        ticket.notify = tell_nobody
+        if not ticket.ended:
+            driver.cancel(ticket)
+    if ticket.error is not None:
+        raise ticket.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """All sequences, finished."""
+
+    sequences: tuple[SequenceResult, ...]
+    """In the order of their prompts.  The times of each include what was done for others
+    meanwhile."""
+    rounds: Rounds
+    """Prompts that were read and steps that were done, by the number of sequences in each."""
+    statistics: RunStatistics
+    """Counters of all of them."""
+
+    @property
+    def prefill_tokens_s(self) -> float | None:
+        """Prompt tokens per second."""
+        return divide(self.rounds.prompt_tokens, self.rounds.prefill_s)
+
+    @property
+    def decode_tokens_s(self) -> float | None:
+        """Tokens per second of all sequences together, while none read its prompt."""
+        return divide(self.rounds.stepped_tokens, self.rounds.steps_s)
+
+    @property
+    def mean_sequences(self) -> float | None:
+        """Sequences in a step, on average."""
+        return divide(self.rounds.stepped_sequences, self.rounds.steps)
+
+    @property
+    def best(self) -> int | None:
+        """Number of the sequence with the highest mean log probability; None where nobody asked
+        for them."""
+        values = [item.mean_log_probability for item in self.sequences]
+        known = [(value, -number) for number, value in enumerate(values) if value is not None]
+        return -max(known)[1] if known else None
+
+
+class BatchGeneration(Iterator[tuple[int, str]]):
+    """Iterate over it for pieces of text as they are made, each with the number of its prompt;
+    ``result`` is there when all have ended."""
+
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        scheduler: Scheduler,
+        read_statistics: Callable[[], RunStatistics],
+        progress: Callable[[float], None],
+    ) -> None:
+        """``progress`` is told the share of each prompt that is done, one prompt after the
+        other."""
+        self._tickets = [Ticket(request, progress=progress) for request in requests]
+        self._scheduler = scheduler
+        self._read_statistics = read_statistics
+        self.finished: dict[int, SequenceResult] = {}
+        """Sequences that have ended so far, by the number of their prompts."""
+        self._result: BatchResult | None = None
+        self._pieces = self._generate()
+
+    def __iter__(self) -> BatchGeneration:
+        return self
+
+    def __next__(self) -> tuple[int, str]:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Give up what has not ended: the places are free for others."""
+        self._pieces.close()
+
+    @property
+    def result(self) -> BatchResult:
+        """The result; what is still to be generated is generated first."""
+        for _ in self:
+            pass
+        assert self._result is not None, "the generation was interrupted"
+        return self._result
+
+    def _generate(self) -> Generator[tuple[int, str], None, None]:
+        statistics, rounds = self._read_statistics(), self._scheduler.rounds
+        try:
+            self._scheduler.submit(*self._tickets)
+            waiting = dict(enumerate(self._tickets))
+            while waiting:
+                self._scheduler.wait(list(waiting.values()))
+                for number, ticket in list(waiting.items()):
+                    if ticket.ended:
+                        del waiting[number]
+                        if ticket.error is not None:
+                            raise ticket.error
+                        assert ticket.result is not None
+                        self.finished[number] = ticket.result
+                    while ticket.pieces:
+                        if text := ticket.pieces.popleft().text:
+                            yield number, text
+        finally:
+            for ticket in self._tickets:
+                ticket.cancel()
+        self._result = self._describe(
+            self._read_statistics() - statistics, self._scheduler.rounds - rounds
+        )
+
+    def _describe(self, statistics: RunStatistics, rounds: Rounds) -> BatchResult:
+        return BatchResult(
+            sequences=tuple(self.finished[number] for number in range(len(self._tickets))),
+            rounds=rounds,
+            statistics=statistics,
+        )
+
+
+def iterate_prefill_logits(
+    parts: Parts, scheduler: Scheduler, ids: I32
+) -> Generator[F32, None, None]:
+    """Logits [n, vocab] after ``ids`` [tokens], chunk by chunk, every neuron computed."""
+    chunk = parts.resolved.plan.prefill.chunk
+    with scheduler.borrow_place() as place:
+        for start in range(0, len(ids), chunk):
+            piece = ids[start : start + chunk]
+            with scheduler.exclude():
+                found = parts.forward.prefill(piece, all_logits=True, end=len(ids), sequence=place)
+            yield found
+
+
+def iterate_decode_logits(
+    parts: Parts, scheduler: Scheduler, ids: I32
+) -> Generator[F32, None, None]:
+    """Logits [1, vocab] after each of ``ids`` [tokens], with the plan's predictor."""
+    with scheduler.borrow_place() as place:
+        for token in ids.tolist():
+            with scheduler.exclude():
+                found = parts.forward.step([token], [place]).copy()
+            yield found
+
+
+def find_hidden_reader(parts: Parts) -> Forward | WholeForward | None:
+    """What gives hidden states: a dry run has no numbers, and a GPU that has the model as a whole
+    gives logits only."""
+    if isinstance(parts.forward, WholeForward):
+        return parts.forward if parts.forward.shows_hidden else None
+    if parts.store is None or not isinstance(parts.forward, Forward):
+        return None
+    return parts.forward if isinstance(parts.executor, RowDivider) else None
+
+
+def embed_tokens(
+    parts: Parts,
+    forward: Forward | WholeForward,
+    scheduler: Scheduler,
+    ids: Sequence[int],
+    pooling: Literal["mean", "last"],
+) -> F32:
+    """The mean of what the head would read after ``ids``, or the last of it: [hidden], length 1."""
+    tokens, chunk = np.array(ids, np.int32), parts.resolved.plan.prefill.chunk
+    width = parts.resolved.model.shape.hidden
+    total = np.zeros(width, np.float64)
+    with scheduler.borrow_place() as place:
+        for start in range(0, len(tokens), chunk):
+            with scheduler.exclude():
+                found = forward.read_hidden(
+                    tokens[start : start + chunk], end=len(tokens), sequence=place
+                )
+            hidden = found[:, :width].astype(np.float64)
+            total = total + hidden.sum(axis=0) if pooling == "mean" else hidden[-1]
+    length = float(np.linalg.norm(total))
+    return (total / length if length else total).astype(np.float32)
+
+
+def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
+    """Counters since loading; those of guessed tokens are in ``speculation``, if there is one."""
+    if isinstance(parts.forward, WholeForward):
+        return _count_whole(parts, parts.forward.counters, speculation)
+    reader = parts.reader
+    counters, size = parts.cache.counters, parts.cache.granule
+    feed_forward = parts.feed_forward
+    neurons = feed_forward.counters
+    sieve = feed_forward.sieve
+    weights = feed_forward.dial_counters
+    return RunStatistics(
+        predicted_neurons=neurons.predicted,
+        active_neurons=neurons.active,
+        possible_neurons=neurons.possible,
+        dense_neurons=feed_forward.shares.computed,
+        cache_hits=size * sum(layer.hits for layer in counters),
+        cache_misses=size * sum(layer.misses for layer in counters),
+        cache_skips=size * sum(layer.skips for layer in counters),
+        cache_evictions=size * sum(layer.evictions for layer in counters),
+        flash_read_bytes=reader.read_bytes,
+        waited_s=reader.waited_s + feed_forward.waited_s,
+        routed_experts=neurons.routed,
+        foreseen_experts=neurons.foreseen,
+        tokens_without_ahead=neurons.without_ahead,
+        expert_weight=weights.weight,
+        replaced_weight=weights.replaced,
+        left_out_weight=weights.left_out,
+        score_mass=0.0 if sieve is None else sieve.mass,
+        left_out_mass=0.0 if sieve is None else sieve.left_out,
+        gate_reads=reader.gate_reads,
+        flash_saved_bytes=reader.saved_bytes,
+        speculation=SpeculationCounters() if speculation is None else speculation.counters,
+    )
+
+
+def _count_whole(
+    parts: Parts, neurons: NeuronCounters, speculation: Speculation | None
+) -> RunStatistics:
+    """Counters of a model that is computed as a whole, which does not say what neurons were
+    active."""
+    return RunStatistics(
+        predicted_neurons=neurons.predicted,
+        active_neurons=None,
+        possible_neurons=neurons.possible,
+        cache_hits=0,
+        cache_misses=0,
+        cache_skips=0,
+        cache_evictions=0,
+        flash_read_bytes=parts.reader.read_bytes,
+        waited_s=getattr(parts.whole, "waited_s", 0.0),
+        speculation=SpeculationCounters() if speculation is None else speculation.counters,
+    )
+
+
+def describe_unit_counters(parts: Parts) -> tuple[UnitUse, ...]:
+    """What each unit beside the sparse one has done since loading."""
+    if parts.layers is None:
+        return ()
+    resolved = parts.resolved
+    return tuple(
+        UnitUse(
+            name=unit.name,
+            owned_share=resolved.find_owned_share(unit.name),
+            computed_neurons=unit.computed,
+            busy_s=unit.unit.busy_s,
+            lost=unit.lost,
+            padding=unit.unit.padding.share if isinstance(unit.unit, FixedShapes) else None,
+            emulated=bool(resolved.device.units[unit.name].emulated),
+        )
+        for unit in parts.feed_forward.shares.units.values()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

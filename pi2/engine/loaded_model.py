@@ -13,30 +13,31 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.engine.answer import Constraint, GenerationRequest
-from pi2.engine.batch import BatchGeneration
-from pi2.engine.chat import Message, make_staying_child, read_chat_template
-from pi2.engine.driver import Driver, stream_pieces
-from pi2.engine.generation import AsyncGeneration, Generation
-from pi2.engine.kept_prefixes import make_kept_prefixes
-from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
-from pi2.engine.parts import Parts
-from pi2.engine.run_counters import count_run, describe_units
-from pi2.engine.sampling import SamplingOptions
-from pi2.engine.scheduler import Scheduler, Ticket
-from pi2.engine.speculating import make_speculation
-from pi2.engine.statistics import RunStatistics, UnitUse
-from pi2.engine.text import TokenDecoder
-from pi2.engine.token_reading import (
+from pi2.engine.answer import Constraint, GenerationRequest, SamplingOptions
+from pi2.engine.generation import (
+    AsyncGeneration,
+    BatchGeneration,
+    Driver,
+    Generation,
+    count_run,
     embed_tokens,
     find_hidden_reader,
     iterate_decode_logits,
     iterate_prefill_logits,
+    stream_pieces,
 )
-from pi2.memory.pressure import Pressure, read_pressure
+from pi2.engine.generation import describe_unit_counters as describe_units
+from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
+from pi2.engine.parts import Parts
+from pi2.engine.prefixes import make_kept_prefixes
+from pi2.engine.scheduler import Scheduler, Ticket
+from pi2.engine.speculation import make_speculation
+from pi2.engine.statistics import RunStatistics, UnitUse
+from pi2.engine.text import Message, TokenDecoder, make_staying_child, read_chat_template
+from pi2.memory.budget import Pressure, read_pressure
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
-from pi2.sandbox.staying import StayingChild
+from pi2.sandbox.child import StayingChild
 from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
 from pi2.store.reader import NeuronStore
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,28 +13,28 @@ import numpy as np
 
 from pi2.arrays import I32, U8, U32, Scales
 from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.caches import open_stream, read_regular
 from pi2.diagnostics import UserError
+from pi2.fit import locate_findings
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, ReadSettings
+from pi2.memory.flash import FlashReader, NullReader, ReadSettings
 from pi2.memory.granules import SingleNeurons
-from pi2.memory.null_reader import NullReader
-from pi2.plan.arithmetic.requests import choose_request_bytes, count_requests_in_flight
+from pi2.plan.arithmetic.costs import choose_request_bytes, count_requests_in_flight
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part, view_scales
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
-from pi2.plan.weights.tensor_names import LAYER_EMBEDDING
+from pi2.plan.weights.projections import LAYER_EMBEDDING
 from pi2.progress import Progress
-from pi2.regular_file import open_stream, read_regular
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
-from pi2.store.dense_reader import place_scales, place_tensors
-from pi2.store.embedding_rows import EmbeddingRows
-from pi2.store.file_read import FileRead
+from pi2.store.agreement import find_bundle_misfits
+from pi2.store.file_read import EmbeddingRows, FileRead, place_scales, place_tensors
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
+from pi2.store.verification import HashCheck
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -297,3 +298,39 @@ def load_gates(
             if request.gate_biases is not None:
                 request.gate_biases[layer][rows] = slice_bias(piece, layout, 0)
         progress("loading gates", (layer + 1) / len(cache.hot_slots))
+
+
+def open_store(resolved: ResolvedPlan, cleanup: ExitStack) -> tuple[NeuronStore, Tokenizer]:
+    """Open the plan's neuron store, to be closed by ``cleanup``, and read its tokenizer."""
+    store = NeuronStore.open(resolved.store_path, model=resolved.model)
+    cleanup.callback(store.close)
+    check_bundles(resolved, store)
+    return store, read_tokenizer(store.tokenizer_path)
+
+
+def begin_hashes(
+    resolved: ResolvedPlan, store: NeuronStore, cleanup: ExitStack
+) -> HashCheck | None:
+    """Begin to compare the store's other files with their hashes, where the plan wants it, while
+    the rest is loaded; to be closed by ``cleanup``."""
+    if resolved.plan.io.verify == "never":
+        return None
+    hashes = HashCheck(
+        store.path,
+        store.manifest,
+        reader_compares=not (resolved.has_whole_unit or keeps_mapped(resolved)),
+    )
+    cleanup.callback(hashes.close)
+    return hashes
+
+
+def is_by_hotness(store: NeuronStore | None) -> bool:
+    """Whether stored order says which neurons are used often."""
+    return store is not None and store.manifest.order != "index"
+
+
+def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
+    """UserError P520 if the store's bundles do not lie as the plan says."""
+    found = list(find_bundle_misfits(resolved, store.manifest.bundle))
+    if found:
+        raise UserError(locate_findings(found, resolved.path), exit_code=2)

@@ -27,9 +27,8 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import I32, U8
-from pi2.memory.flash import FlashReader
+from pi2.memory.flash import FlashReader, NullReader
 from pi2.memory.granules import SingleNeurons
-from pi2.memory.null_reader import NullReader
 from pi2.memory.policy import ABSENT
 
 PieceOrder = Literal["any", "stored", "spread"]

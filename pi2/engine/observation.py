@@ -14,11 +14,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Bits
-from pi2.backends.observer import ExecutorObserver
+from pi2.backends.executor import ExecutorObserver
 from pi2.backends.protocol import BuildRequest, Executor, InputReader
-from pi2.backends.reference import neurons
+from pi2.backends.reference import operators
 from pi2.diagnostics import UserError
 from pi2.plan.weights.bundles import join_scales, slice_experts
+
+
+class ShareObserver:
+    """Is told by the shares that it observes, in the thread that drives them; does nothing itself.
+
+    Times are of `time.perf_counter`.
+    """
+
+    def note_work(self, unit: str, name: str, start_s: float, end_s: float) -> None:
+        """A unit has computed something; it is told when the job is finished."""
+
+    def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
+        """The caller has waited for a unit, which had work of ``layer``, or of the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,6 @@ def compute_activations(
 ) -> F32:
     """Activations [T, n] of the neurons of ``bundles`` [n, .], as ``request.whole_bundle`` says,
     for ``inputs`` [T, hidden] and ``cutoffs`` [T, 1] of gates, where the layer has them."""
-    return neurons.compute_activations(
+    return operators.compute_activations(
         request.model, request.whole_bundle, inputs, bundles, cutoffs=cutoffs
     )

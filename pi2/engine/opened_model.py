@@ -7,24 +7,256 @@ more than the following ones wherever its budget is larger than a compiler.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from pi2.arrays import I32, U8
 from pi2.backends.host import HostLoops, load_host_loops
-from pi2.backends.protocol import BuildRequest, ExecutorBackend
+from pi2.backends.protocol import BuildRequest, Executor, ExecutorBackend, RowDivider, Tensor
+from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
-from pi2.engine.build_request import make_request
-from pi2.engine.opened_store import open_store
+from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows, WholeRows
+from pi2.engine.loading import allocate_gate_rows, begin_dense, begin_scales, open_store
 from pi2.fit import find_plan_misfits
+from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
+from pi2.memory.budget import Budget
+from pi2.memory.bulk_load import Batch
+from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.backends import find_backend, find_executor_backend, find_preparer
-from pi2.progress import Progress
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_chunks
+from pi2.plan.arithmetic.units import describe_unit, list_matrices, list_wanted, name_head
+from pi2.plan.documents.backends import (
+    find_backend,
+    find_executor_backend,
+    find_preparer,
+    find_unit_backend,
+)
+from pi2.plan.documents.plan_units import list_cores
+from pi2.progress import Progress, ignore_progress
+from pi2.store.file_read import EmbeddingRows
 from pi2.store.reader import NeuronStore
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+def describe_build(
+    resolved: ResolvedPlan,
+    machine: Machine,
+    store: NeuronStore | None,
+    rows: Sequence[EmbeddingRows],
+    grouped: list[I32] | None,
+    budget: Budget,
+    batch: Batch,
+    progress: Progress,
+) -> BuildRequest:
+    """Gather what the backend needs, whose dense weights and scales ``batch`` reads; ``grouped``:
+    a mixture's neurons, expert by expert."""
+    mode = resolved.plan.decode.predictor
+    tensors: Mapping[str, Tensor] = {}
+    scales = None
+    if store is not None:
+        tensors = begin_dense(resolved, store, rows, budget, batch)
+        scales = begin_scales(resolved, store, budget, batch)
+    gate_rows = gate_biases = None
+    if mode == "gate" and store is not None:
+        gate_rows = {layer: allocate_gate_rows(resolved, budget) for layer in resolved.named_layers}
+        if resolved.bundle.biases:
+            size = 4 * resolved.model.layer_neurons
+            gate_biases = [
+                budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
+            ]
+    request = make_request(resolved, machine, tensors)
+    return replace(
+        request,
+        gate_rows=gate_rows,
+        scales=scales,
+        gate_biases=gate_biases,
+        expert_neurons=None if mode == "none" or store is None else grouped,
+        allocate=budget.allocate,
+        progress=progress,
+    )
+
+
+def make_request(
+    resolved: ResolvedPlan, machine: Machine, tensors: Mapping[str, Tensor]
+) -> BuildRequest:
+    """Everything that a plan and a machine say of a build: all but what memory is given out for,
+    so that kernels are compiled for it.
+
+    With ``decode.predictor = "gate"`` it has gate rows of no layer.
+    """
+    unit = resolved.device.units[resolved.sparse_unit]
+    features = unit.features if unit.features is not None else machine.features
+    bound = tuple(list_cores(resolved.plan.threads.cores or ""))
+    cores = len(bound) or sum(cluster.cores for cluster in unit.clusters) or machine.cores
+    return BuildRequest(
+        model=resolved.model,
+        tensors=tensors,
+        bundle=resolved.bundle,
+        neurons=resolved.model.layer_neurons,
+        chunk=resolved.plan.prefill.chunk,
+        chunks=count_chunks(resolved),
+        context=resolved.plan.kv.context,
+        sequences=resolved.plan.decode.batch,
+        step_tokens=resolved.plan.decode.step_tokens,
+        kv_type=resolved.plan.kv.type,
+        token_type=resolved.plan.decode.activations,
+        step_type=resolved.plan.decode.batch_activations,
+        chunk_type=resolved.plan.prefill.activations,
+        looks_ahead=resolved.plan.decode.look_ahead != "none",
+        passes=resolved.plan.decode.passes,
+        gate_rows={} if resolved.plan.decode.predictor == "gate" else None,
+        scales=None,
+        gate_biases=None,
+        limits=None if resolved.thresholds is None else resolved.thresholds.limits,
+        expert_limits=None if resolved.thresholds is None else resolved.thresholds.expert_limits,
+        expert_neurons=None,
+        rows=resolved.divided_rows,
+        threads=resolved.plan.threads.compute or cores,
+        features=frozenset(features),
+        architecture=unit.architecture or machine.architecture,
+        allocate=_refuse_memory,
+        progress=ignore_progress,
+        cores=bound,
+    )
+
+
+def _refuse_memory(segment: str, size: int) -> U8:
+    raise AssertionError(f"{size} bytes of {segment} before there is a budget")
+
+
+def build_shares(
+    resolved: ResolvedPlan,
+    executor: Executor,
+    request: BuildRequest,
+    budget: Budget,
+    progress: Progress,
+    *,
+    alone: bool = False,
+) -> DenseShares:
+    """Make the units that the plan names beside the executor, or none if it shall work ``alone``;
+    UserError P320 where one cannot be had."""
+    units: dict[str, BesideUnit] = {}
+    try:
+        for name in () if alone else resolved.dense_units:
+            settings = resolved.plan.units.get(name)
+            units[name] = BesideUnit(
+                name=name,
+                unit=_build_unit(resolved, name, request, budget, progress),
+                goes_on=settings is not None and settings.on_failure == "cpu",
+                streams=resolved.plan.prefill.unit == name,
+            )
+    except BaseException:
+        for made in units.values():
+            made.unit.close()
+        raise
+    layers = [layer.dense for layer in resolved.layers]
+    neurons = resolved.model.layer_neurons
+    return DenseShares(executor, units, layers, neurons, on_lost=_report_lost)
+
+
+def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> WholeRows:
+    """Return what computes projections and the head."""
+    rows = resolved.divided_rows
+    if rows is None or rows.unit not in shares.units or not isinstance(executor, RowDivider):
+        return WholeRows(executor)
+    return SharedRows(executor, shares.units[rows.unit], rows, name_head(resolved.model))
+
+
+def _cut_matrices(resolved: ResolvedPlan, name: str, request: BuildRequest) -> Mapping[str, Tensor]:
+    """Rows of projections and of the head that a unit has."""
+    rows = resolved.divided_rows
+    if rows is None or rows.unit != name:
+        return {}
+    return {
+        matrix: request.tensors[matrix].take_rows(0, count)
+        for matrix, (count, *_) in list_matrices(resolved.model, rows).items()
+        if matrix in request.tensors
+    }
+
+
+def _build_unit(
+    resolved: ResolvedPlan, name: str, build: BuildRequest, budget: Budget, progress: Progress
+) -> DenseUnit:
+    plan, model = resolved.plan, resolved.model
+    backend = find_unit_backend(resolved.name_backend(name))
+    # The rules of the plan language have seen to it (P265).
+    assert backend is not None, name
+    kept = describe_unit(resolved, name).neurons
+    assert kept is not None, name
+    settings = plan.units.get(name)
+    request = UnitRequest(
+        name=name,
+        unit=resolved.device.units[name],
+        model=model,
+        bundle=resolved.bundle,
+        scales=build.scales,
+        neurons=kept,
+        wanted=list_wanted(resolved, name),
+        graphs=None if settings is None else settings.graphs,
+        matrices=_cut_matrices(resolved, name, build),
+        chunk=count_chunk_tokens(plan),
+        jobs=count_chunks(resolved),
+        stretch=min(model.layer_neurons, STAGED_NEURONS),
+        process="same" if settings is None else settings.process,
+        allocate=partial(budget.allocate, resolved.name_segment(name)),
+        adopt=partial(budget.adopt, resolved.name_segment(name)),
+        count=partial(budget.charge, resolved.name_segment(name)),
+        progress=progress,
+    )
+    try:
+        return backend.build_unit(request)
+    except UnitFailed as error:
+        raise UserError.of(
+            "P320", f"the unit {name!r} cannot be used: {error}", help=error.help
+        ) from None
+
+
+def load_shares(
+    shares: DenseShares,
+    resolved: ResolvedPlan,
+    reader: FlashReader | NullReader,
+    staging: U8,
+    progress: Progress,
+) -> None:
+    """Read the neurons that units own from flash: to where they stay, if the unit offers its
+    memory, else through ``staging`` [2, n, stride].  UserError P614 if a unit fails."""
+    count = len(resolved.layers)
+    for number, layer in enumerate(resolved.layers):
+        if layer.dense is None or layer.dense.unit not in shares.units:
+            continue
+        unit, kept = shares.units[layer.dense.unit], layer.dense.kept
+        try:
+            _load_layer(unit.unit, number, kept, reader, staging)
+        except UnitFailed as error:
+            raise UserError.of("P614", f"the unit {unit.name!r} has failed: {error}") from None
+        progress(f"loading neurons of {unit.name}", (number + 1) / count)
+
+
+def _load_layer(
+    unit: DenseUnit, layer: int, kept: int, reader: FlashReader | NullReader, staging: U8
+) -> None:
+    room = unit.offer_room(layer) if kept else None
+    if room is not None:
+        reader.start_run(layer, 0, room[:kept]).result()
+        unit.keep(layer, 0, room[:kept])
+        return
+    size = staging.shape[1]
+    for first in range(0, kept, size):
+        piece = staging[0, : min(size, kept - first)]
+        reader.start_run(layer, first, piece).result()
+        unit.keep(layer, first, piece)
+
+
+def _report_lost(unit: BesideUnit) -> None:
+    get_logger().warning("the run goes on without a unit", unit=unit.name, reason=unit.lost)
 
 
 @dataclass(frozen=True, slots=True)

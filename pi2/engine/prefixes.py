@@ -1,12 +1,389 @@
-"""Keys and values of prompts that were read before: what the scheduler asks about them."""
+"""Keys and values of prompts that were read before: what the scheduler asks about them.
+
+Keys and values of prompts in files: blocks of tokens, found by the tokens before them.
+
+A block's name is a hash of all tokens up to its end, so that the same beginning has the same names,
+and of whatever else its bytes depend on.  Its file has a checksum; one that is damaged is removed.
+Files that were not used for longest go first when there are too many bytes.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import os
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
-from pi2.arrays import I32
-from pi2.engine.sequences import Sequences
+import numpy as np
+
+from pi2.arrays import F32, I32, U8
+from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, StateKeeper
+from pi2.caches import find_cache_folder
+from pi2.engine.forward import Sequences
+from pi2.engine.parts import Parts
+from pi2.logging import get_logger
+from pi2.plan.arithmetic.sizes import count_chunks
+from pi2.plan.weights.layout import round_up
+
+_MAGIC = b"pi2kept1"
+_HEAD = len(_MAGIC) + 32 + 8 + 1
+_SUFFIX = ".kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What is kept of a block of tokens."""
+
+    context: U8
+    """Keys and values [n]."""
+    state: F32
+    """States after its last token [n]; empty for models without, and where they are not known."""
+    is_exact: bool
+    """Whether it is what any prompt gives that begins with these tokens."""
+
+
+def name_blocks(identity: bytes, ids: Sequence[int], size: int) -> list[str]:
+    """Names of the whole blocks of ``size`` tokens that ``ids`` begin with; ``identity``: what
+    their bytes depend on besides."""
+    names, digest = [], hashlib.sha256(identity).digest()
+    tokens = np.asarray(ids, np.int64)
+    for end in range(size, len(tokens) + 1, size):
+        digest = hashlib.sha256(digest + tokens[end - size : end].tobytes()).digest()
+        names.append(digest.hex())
+    return names
+
+
+class PrefixFiles:
+    """A folder of blocks.  Other processes may use it, too."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """``limit_bytes``: what the files may have together."""
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """Bytes of each, those that were used longest ago first."""
+        self._total = 0
+        self._works = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            entries = [entry for entry in os.scandir(folder) if entry.name.endswith(_SUFFIX)]
+            found = sorted((entry.stat().st_mtime_ns, entry.name) for entry in entries)
+            sizes = {entry.name: entry.stat().st_size for entry in entries}
+        except OSError as error:
+            self._give_up(error)
+            return
+        for _, name in found:
+            self._note(name.removesuffix(_SUFFIX), sizes[name])
+        self._evict()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return self._total
+
+    def count_known(self, names: Sequence[str]) -> int:
+        """How many of ``names`` there are without a gap, from the first."""
+        for number, name in enumerate(names):
+            if name not in self._sizes:
+                return number
+        return len(names)
+
+    def read(self, name: str) -> Block | None:
+        """What is kept under a name; None if it is damaged or gone, and then it is removed."""
+        path = self._path(name)
+        try:
+            data = path.read_bytes()
+            os.utime(path)
+        except OSError:
+            self._remove(name)
+            return None
+        body = memoryview(data)[_HEAD - 9 :]
+        stated = data[len(_MAGIC) : len(_MAGIC) + 32]
+        if data[: len(_MAGIC)] != _MAGIC or hashlib.sha256(body).digest() != stated:
+            get_logger().warning("a damaged prefix is removed", file=path.name)
+            self._remove(name)
+            return None
+        size = int.from_bytes(data[_HEAD - 9 : _HEAD - 1], "little")
+        self._sizes.move_to_end(name)
+        values = np.frombuffer(data, np.uint8, offset=_HEAD)
+        return Block(values[size:], values[:size].view(np.float32), is_exact=data[_HEAD - 1] == 1)
+
+    def write(self, name: str, block: Block) -> None:
+        """Keep a block, unless it is there already."""
+        if name in self._sizes or not self._works:
+            return
+        state = block.state.tobytes()
+        facts = len(state).to_bytes(8, "little") + bytes([block.is_exact])
+        body = facts + state + block.context.tobytes()
+        size = _HEAD - len(facts) + len(body)
+        if size > self._limit_bytes:
+            return
+        head = _MAGIC + hashlib.sha256(body).digest()
+        path = self._path(name)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(head)
+                file.write(body)
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            self._give_up(error)
+            return
+        self._note(name, size)
+        self._evict()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{_SUFFIX}"
+
+    def _note(self, name: str, size: int) -> None:
+        self._sizes[name] = size
+        self._total += size
+
+    def _remove(self, name: str) -> None:
+        self._total -= self._sizes.pop(name, 0)
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            self._give_up(error)
+
+    def _evict(self) -> None:
+        while self._total > self._limit_bytes:
+            self._remove(next(iter(self._sizes)))
+
+    def _give_up(self, error: OSError) -> None:
+        """Go on without writing: prompts are read instead."""
+        if self._works:
+            get_logger().warning("prefixes are not kept in files", reason=str(error.strerror))
+        self._works = False
+
+
+@dataclass(slots=True)
+class _Place:
+    """What a sequence's place has."""
+
+    ids: list[int] = field(default_factory=list)
+    """Tokens whose keys and values are there."""
+    exact: int = 0
+    """Tokens of these, from the first, that were read as in any prompt that begins with them."""
+    saved: int = 0
+    """Blocks that are in files."""
+    used_at: float = 0.0
+
+
+class KeptPrefixes:
+    """Knows what is in the places of sequences, and in files."""
+
+    def __init__(
+        self,
+        forward: Sequences,
+        keeper: ContextKeeper,
+        *,
+        block: int,
+        identity: bytes,
+        goes_on_from_answers: bool,
+        states: StateKeeper | None = None,
+        files: PrefixFiles | None = None,
+    ) -> None:
+        """``block``: tokens that are kept as one, a multiple of ``CONTEXT_BLOCK``: a chunk of a
+        prompt, or with ``states`` as many as are read before one can be kept; ``identity``: what
+        keys and values depend on beside tokens; ``goes_on_from_answers``: whether what is not exact
+        is used; ``states``: copies the states of a model that has some."""
+        assert block % CONTEXT_BLOCK == 0
+        self._forward = forward
+        self._keeper = keeper
+        self._block = block
+        self._identity = identity
+        self._from_answers = goes_on_from_answers
+        self._states = states
+        self._files = files
+        self._places = [_Place() for _ in forward.positions]
+
+    def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
+        """See `pi2.engine.prefixes.Prefixes`."""
+        ids = list(prompt_ids)
+        most = len(ids) - 1
+        usable = [self._count_usable(place, ids, most) for place in range(len(self._places))]
+        sources = free if self._states is not None else range(len(self._places))
+        source = max(sources, key=lambda place: (usable[place], place in free))
+        reused = usable[source]
+        if self._files is not None:
+            names = self._name(ids[:most])
+            known = self._files.count_known(names)
+            if known * self._block > reused:
+                target = self._find_oldest(free)
+                return target, self._load(target, names[:known], ids)
+        target = self._choose_target(free, source, reused)
+        kept = self._places[source]
+        self._forward.go_on_from(target, reused)
+        if target != source:
+            self._copy(source, target, reused)
+        exact, saved = min(kept.exact, reused), min(kept.saved, reused // self._block)
+        self._places[target] = _Place(ids[:reused], exact, saved, time.monotonic())
+        return target, reused
+
+    def choose_empty(self, free: Sequence[int]) -> int:
+        """See `pi2.engine.prefixes.Prefixes`."""
+        place = self._find_oldest(free)
+        self._forward.reset(place)
+        self.forget(place)
+        return place
+
+    def note_copy(self, source: int, target: int) -> None:
+        """See `pi2.engine.prefixes.Prefixes`."""
+        kept = self._places[source]
+        self._places[target] = replace(kept, ids=list(kept.ids), used_at=time.monotonic())
+
+    def note_prompt(self, place: int, ids: I32) -> None:
+        """See `pi2.engine.prefixes.Prefixes`."""
+        kept = self._places[place]
+        if kept.exact == len(kept.ids):
+            kept.exact = len(ids)
+        kept.ids = ids.tolist()
+        self._save(place)
+
+    def note_token(self, place: int, token: int) -> None:
+        """See `pi2.engine.prefixes.Prefixes`."""
+        self._places[place].ids.append(token)
+
+    def note_end(self, place: int) -> None:
+        """See `pi2.engine.prefixes.Prefixes`."""
+        kept = self._places[place]
+        # What failed or was given up may have been read by some layers only.
+        del kept.ids[self._forward.positions[place] :]
+        kept.exact = min(kept.exact, len(kept.ids))
+        kept.used_at = time.monotonic()
+        self._save(place)
+
+    def forget(self, place: int) -> None:
+        """See `pi2.engine.prefixes.Prefixes`."""
+        self._places[place] = _Place()
+
+    def close(self) -> None:
+        """See `pi2.engine.prefixes.Prefixes`."""
+
+    def _name(self, ids: Sequence[int]) -> list[str]:
+        return name_blocks(self._identity, ids, self._block)
+
+    def _count_usable(self, place: int, ids: list[int], most: int) -> int:
+        """Tokens of a prompt that a place has and that may be gone on from."""
+        kept = self._places[place]
+        common = _count_common(kept.ids, ids[:most])
+        if self._states is not None:
+            # A state is that after the last token, and no other.
+            whole = common == len(kept.ids)
+            exact = kept.exact == common and common % self._block == 0
+            return common if whole and (exact or self._from_answers) else 0
+        if self._from_answers and common > kept.exact:
+            return common
+        return min(common, kept.exact) // self._block * self._block
+
+    def _find_oldest(self, free: Sequence[int]) -> int:
+        """An empty place, or the one that was not used for longest."""
+        return min(
+            free, key=lambda place: (bool(self._places[place].ids), self._places[place].used_at)
+        )
+
+    def _choose_target(self, free: Sequence[int], source: int, reused: int) -> int:
+        """The place itself where most of it is used, or nothing can be copied; else the one that
+        was not used for longest, so that the others can still be gone on from."""
+        if reused and source in free:
+            if self._states is not None or 2 * reused >= len(self._places[source].ids):
+                return source
+        return self._find_oldest(free)
+
+    def _copy(self, source: int, target: int, count: int) -> None:
+        end = round_up(count, CONTEXT_BLOCK)
+        for first in range(0, end, self._block):
+            last = min(end, first + self._block)
+            kept = self._keeper.read_context(source, first, last)
+            self._keeper.put_context(target, first, last, kept)
+
+    def _load(self, target: int, names: Sequence[str], ids: list[int]) -> int:
+        """Bring blocks out of files to a place; return the tokens that it has then."""
+        assert self._files is not None
+        self._forward.go_on_from(target, len(names) * self._block)
+        done, state, is_exact = 0, None, True
+        for number, name in enumerate(names):
+            block = self._files.read(name)
+            if block is None or not (block.is_exact or self._from_answers):
+                break
+            first = number * self._block
+            self._keeper.put_context(target, first, first + self._block, block.context)
+            is_exact = is_exact and block.is_exact
+            if self._states is None or len(block.state):
+                done, state = number + 1, block.state
+        if self._states is not None and state is not None:
+            self._states.put_state(target, state)
+        count = done * self._block
+        self._forward.go_on_from(target, count)
+        exact = count if is_exact else 0
+        self._places[target] = _Place(ids[:count], exact, done, time.monotonic())
+        return count
+
+    def _save(self, place: int) -> None:
+        """Put whole blocks that are not in files into files."""
+        kept = self._places[place]
+        count = len(kept.ids) if self._from_answers else kept.exact
+        if self._files is None or count // self._block <= kept.saved:
+            return
+        names = self._name(kept.ids[:count])
+        for number in range(kept.saved, len(names)):
+            first, end = number * self._block, (number + 1) * self._block
+            state: F32 = np.zeros(0, np.float32)
+            if self._states is not None and end == len(kept.ids):
+                state = self._states.read_state(place)
+            context = self._keeper.read_context(place, first, end)
+            self._files.write(names[number], Block(context, state, is_exact=end <= kept.exact))
+        kept.saved = len(names)
+
+
+def _count_common(first: list[int], second: list[int]) -> int:
+    """Tokens that both begin with."""
+    most = min(len(first), len(second))
+    if first[:most] == second[:most]:
+        return most
+    return next(number for number in range(most) if first[number] != second[number])
+
+
+def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
+    """What a plan's ``[serve]`` asks for; None where nothing is to be kept, or nothing can be: a
+    GPU that has the whole model does not give its keys and values out."""
+    resolved = parts.resolved
+    plan = resolved.plan
+    if parts.store is None or plan.serve.prefixes == "none":
+        return None
+    executor: object = parts.whole if parts.layers is None else parts.executor
+    if not isinstance(executor, ContextKeeper):
+        return None
+    states = None
+    # A file's tokens are rounded otherwise where a prompt is cut, as in llama.cpp.
+    size = plan.prefill.chunk if resolved.file is None else CONTEXT_BLOCK
+    if resolved.model.state_layers:
+        if not isinstance(executor, StateKeeper):
+            return None
+        states = executor
+        size *= count_chunks(resolved)
+    identity = hashlib.sha256(resolved.digest.encode())
+    identity.update(parts.store.identity)
+    files = None
+    if plan.serve.prefix_cache is not None:
+        folder = find_cache_folder("prefixes") / identity.hexdigest()[:32]
+        files = PrefixFiles(folder, plan.serve.prefix_cache)
+    return KeptPrefixes(
+        parts.forward,
+        executor,
+        block=math.lcm(size, CONTEXT_BLOCK),
+        identity=identity.digest(),
+        goes_on_from_answers=plan.serve.prefixes == "answers",
+        states=states,
+        files=files,
+    )
 
 
 class Prefixes(Protocol):

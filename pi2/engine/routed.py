@@ -13,10 +13,17 @@ Looking ahead is to read what the router would choose: the next layer's on this 
 this layer's before its attention.  A drive that has nothing to do when a layer's FFN begins reads
 for the layer after the next one, too: layers miss many experts or none, and evenly the drive would
 keep up.  What looking ahead gets wrong is read when the routing is known.
+
+Whether looking ahead pays, as tokens show: for a while some look ahead and some do not.
+
+Guesses that are wrong cost reads, and where the drive is the bottleneck, time; those that are right
+let it work while others compute.  Which of both is more depends on the drive, the model and what
+is in memory, so it is measured while the model runs.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -27,15 +34,108 @@ import numpy as np
 
 from pi2.arrays import I32, I64, Bits
 from pi2.backends.protocol import InputReader, PartAdder
-from pi2.engine.experts import count_common, unite_experts
+from pi2.engine.experts import DialCounters, RoutingDials, count_common, unite_experts
 from pi2.engine.feed_forward import FeedForward
-from pi2.engine.neuron_parts import NeuronParts
-from pi2.engine.read_ahead import ReadAhead
-from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.waves import Wave
 from pi2.memory.granules import PARTS, count_part_neurons
-from pi2.memory.naming import unite_named
-from pi2.memory.policy import ABSENT
+from pi2.memory.policy import ABSENT, unite_named
+
+FIRST_TOKENS = 32
+"""Before that many the cache is not yet as it will be."""
+TRIAL_TOKENS = 8
+"""Tokens with, and as many without, whose times are compared."""
+AGAIN_TOKENS = 256
+"""After so many it is tried again."""
+GAIN = 0.02
+"""Share of a token's time that not looking ahead must save."""
+
+
+class ReadAhead:
+    """Decides token by token."""
+
+    def __init__(self, *, is_measured: bool = True) -> None:
+        """``is_measured``: whether times decide; else every token looks ahead."""
+        self.is_on = True
+        self._is_measured = is_measured
+        self._until = FIRST_TOKENS
+        self._times: dict[bool, list[float]] = {True: [], False: []}
+        self._is_trial = False
+        self.idle_tokens = 0
+        """Tokens that have not looked ahead because it did not pay."""
+
+    def end_token(self, seconds: float) -> None:
+        """Take note of what a token took."""
+        if not self._is_measured:
+            return
+        if self._is_trial:
+            self._times[self.is_on].append(seconds)
+        elif not self.is_on:
+            self.idle_tokens += 1
+        self._until -= 1
+        if self._until:
+            return
+        if not self._is_trial:
+            self._is_trial, self.is_on, self._until = True, True, TRIAL_TOKENS
+        elif self.is_on:
+            self.is_on, self._until = False, TRIAL_TOKENS
+        else:
+            on, off = (statistics.median(self._times[state]) for state in (True, False))
+            self.is_on = off > (1 - GAIN) * on
+            self._is_trial, self._until = False, AGAIN_TOKENS
+            self._times = {True: [], False: []}
+
+
+class NeuronParts:
+    """Stored indices [n] (ascending) in parts of ``size`` each but for the last one; those that
+    have been computed are dropped."""
+
+    def __init__(self, indices: I32, size: int) -> None:
+        self.indices = indices
+        """Of the parts that are left."""
+        self.size = size
+        self._bounds = [*range(0, len(indices), size), len(indices)]
+        self.is_even = True
+        """Whether none has been cut in two."""
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def take(self, number: int) -> I32:
+        """The part ``number`` of those that are left."""
+        return self.indices[self._bounds[number] : self._bounds[number + 1]]
+
+    def join(self, numbers: Sequence[int]) -> I32:
+        """The parts ``numbers`` (ascending, at least one), one after the other."""
+        first, last = numbers[0], numbers[-1]
+        if last - first == len(numbers) - 1:
+            return self.indices[self._bounds[first] : self._bounds[last + 1]]
+        return np.concatenate([self.take(number) for number in numbers])
+
+    def count_before(self, some: I32) -> list[int]:
+        """How many of ``some`` [m] (ascending) come before each part."""
+        before: list[int] = some.searchsorted(self.indices.take(self._bounds[:-1])).tolist()
+        return before
+
+    def find_any(self, marks: Bits, count: int) -> list[bool]:
+        """Whether any neuron of each of the first ``count`` parts is marked: ``marks``
+        [neurons]."""
+        end = self._bounds[count]
+        own = marks.take(self.indices[:end])
+        found: list[bool] = np.logical_or.reduceat(own, self._bounds[:count]).tolist()
+        return found
+
+    def cut(self) -> None:
+        """Cut the first part in two, of more than one neuron."""
+        half = self._bounds[1] // 2
+        assert half, "a part of one neuron"
+        self._bounds.insert(1, half)
+        self.is_even = False
+
+    def drop(self, count: int) -> None:
+        """Drop the first ``count`` parts."""
+        start = self._bounds[count]
+        self.indices = self.indices[start:]
+        self._bounds = [bound - start for bound in self._bounds[count:]]
 
 
 class RoutedFeedForward(FeedForward):

@@ -2,18 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pi2.engine.answer import SequenceResult
-from pi2.engine.batch import BatchResult
-from pi2.engine.generation import GenerationResult
+from pi2.engine.generation import BatchResult, GenerationResult
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.speculation_report import describe_speculation, summarise_speculation
-from pi2.engine.statistics import RunStatistics, divide, read_peak_rss_bytes
-from pi2.engine.unit_report import describe_units, name_unit, summarise_units
-from pi2.plan.documents.plan_running import Decode
+from pi2.engine.statistics import RunStatistics, SpeculationCounters, divide, read_peak_rss_bytes
+from pi2.plan.documents.plan import Decode
 from pi2.plan.documents.quantities import approximate_bytes
+
+
+def describe_units(model: LoadedModel) -> dict[str, dict[str, Any]]:
+    """What the sparse unit, which is the first, and those beside it have done since loading; empty
+    where there is one unit."""
+    from pi2.engine.statistics import divide
+
+    units, predicted = model.units, model.stats.predicted_neurons
+    if not units:
+        return {}
+    # Without a predictor the sparse unit computes everything that is left, and counts nothing.
+    counted = predicted + sum(unit.computed_neurons for unit in units) if predicted else 0
+    owned = sum(unit.owned_share for unit in units)
+    found: dict[str, dict[str, Any]] = {
+        model.plan.sparse_unit: {
+            "owned_share": round(1.0 - owned, 4),
+            "computed_share": _round(divide(predicted, counted)),
+            "busy_s": None,
+            "lost": None,
+            "padding": None,
+            "emulated": False,
+        }
+    }
+    for unit in units:
+        found[unit.name] = {
+            "owned_share": round(unit.owned_share, 4),
+            "computed_share": _round(divide(unit.computed_neurons, counted)),
+            "busy_s": round(unit.busy_s, 4),
+            "lost": unit.lost,
+            "padding": _round(unit.padding),
+            "emulated": unit.emulated,
+        }
+    return found
+
+
+def summarise_units(units: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """What `describe_units` found, in a line, and a line for each unit that was lost."""
+    if not units:
+        return
+    parts = []
+    for name, unit in units.items():
+        shown = name_unit(name, emulated=bool(unit.get("emulated")))
+        text = f"{shown} owns {unit['owned_share']:.0%} of the neurons"
+        if unit["computed_share"] is not None:
+            text += f" and computed {unit['computed_share']:.0%} of those computed"
+        if unit["busy_s"] is not None:
+            text += f", busy {unit['busy_s']:.2f} s"
+        if unit.get("padding") is not None:
+            text += f", {unit['padding']:.0%} of its work was padding"
+        parts.append(text)
+    yield f"units: {' · '.join(parts)}"
+    for name, unit in units.items():
+        if unit["lost"] is not None:
+            yield f"note: the unit {name} was lost, the run went on without it: {unit['lost']}"
+
+
+def name_unit(name: str, *, emulated: bool) -> str:
+    """A unit's name as summaries show it."""
+    return f"{name} (emulated)" if emulated else name
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def describe_speculation(
+    model: LoadedModel, counters: SpeculationCounters
+) -> dict[str, Any] | None:
+    """Everything that is known, for machines; None where the plan guesses nothing."""
+    if model.scheduler.speculation is None:
+        return None
+    return {
+        "drafts": counters.drafts,
+        "draft_tokens": counters.draft_tokens,
+        "accepted_tokens": counters.accepted_tokens,
+        "accepted_by_position": list(counters.accepted_by_position),
+        "drafted_steps": counters.drafted_steps,
+        "drafted_tokens": counters.drafted_tokens,
+        "drafted_bytes_per_token": _int(divide(counters.drafted_bytes, counters.drafted_tokens)),
+        "drafted_flash_bytes_per_token": _int(
+            divide(counters.drafted_flash_bytes, counters.drafted_tokens)
+        ),
+        "plain_tokens": counters.plain_tokens,
+        "plain_bytes_per_token": _int(divide(counters.plain_bytes, counters.plain_tokens)),
+        "plain_flash_bytes_per_token": _int(
+            divide(counters.plain_flash_bytes, counters.plain_tokens)
+        ),
+    }
+
+
+def summarise_speculation(found: dict[str, Any]) -> str:
+    """A line for people."""
+    drafted, plain = found["drafted_bytes_per_token"], found["plain_bytes_per_token"]
+    if not found["draft_tokens"]:
+        return "speculation: nothing was guessed"
+    share = found["accepted_tokens"] / found["draft_tokens"]
+    line = (
+        f"speculation: {found['draft_tokens']} tokens guessed, {share:.1%} of them kept · "
+        f"{found['drafted_tokens'] / found['drafted_steps']:.2f} tokens a step, "
+        f"{approximate_bytes(drafted)} touched for each, "
+        f"{approximate_bytes(found['drafted_flash_bytes_per_token'])} of it on flash"
+    )
+    if plain is not None:
+        line += (
+            f"; without guesses {approximate_bytes(plain)}, "
+            f"{approximate_bytes(found['plain_flash_bytes_per_token'])} of it on flash "
+            f"({found['plain_tokens']} tokens)"
+        )
+    return line
+
+
+def _int(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
 
 DISK_SHARE = 0.25
 """Share of a run's time that waits for reads from which on the disk bounds it."""

@@ -4,17 +4,334 @@ A step takes the last token of a sequence and the guesses that follow it through
 Its logits are those that the tokens have one by one, so the answer draws from them as ever, one
 after the other with the same random numbers: the first token that differs from its guess ends the
 step's use, and what was guessed after it is taken back.
+
+Whether guessing tokens pays, by what steps with and without guesses touch and take.
+
+Tokens that are verified together touch more neurons than one does, and only those that are kept
+count.  How many that are depends on the text, so it is measured while the model runs.  Bytes do
+not depend on what else the machine does; seconds show what bytes do not.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from pi2.arrays import I64
+from pi2.backends.protocol import StateKeeper
 from pi2.engine.answer import Answer
-from pi2.engine.drafting import Drafter
-from pi2.engine.payback import Payback, Touched
-from pi2.engine.speculation_counters import SpeculationCounters
+from pi2.engine.feed_forward import FeedForward
+from pi2.engine.forward import Forward, Sequences
+from pi2.engine.parts import Parts
+from pi2.engine.statistics import SpeculationCounters
+from pi2.engine.whole_forward import WholeForward
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.units import count_kv_token_bytes
+from pi2.plan.weights.layout import vector_bytes
+from pi2.plan.weights.projections import EMBEDDING
+from pi2.store.tensors import list_tensors
+
+MOST_CANDIDATES = 8
+"""Earlier places of the last tokens that are compared, the latest first."""
+MOST_COMMON = 32
+"""Tokens before such a place that are compared, at most."""
+
+
+class Drafter(Protocol):
+    """Guesses tokens.  One caller at a time."""
+
+    def propose(self, place: int, ids: I64, most: int) -> list[int]:
+        """Guess up to ``most`` tokens that follow ``ids`` [n], those of the sequence in ``place``:
+        its prompt, and what was drawn so far, of which the last one has not been through the
+        model."""
+
+    def forget(self, place: int) -> None:
+        """Take notice that another sequence will have ``place``."""
+
+
+class _Index:
+    """Where the tokens of a sequence stand."""
+
+    def __init__(self) -> None:
+        self.ends: dict[tuple[int, ...], list[int]] = {}
+        """Ends of the places of every few tokens that follow each other."""
+        self.next = 0
+        """First end that is not in it."""
+
+
+class PromptLookup:
+    """Guesses what came after the last tokens where they stood before."""
+
+    def __init__(self, match: int) -> None:
+        """``match``: last tokens that must have come before."""
+        self._match = match
+        self._indexes: dict[int, _Index] = {}
+
+    def propose(self, place: int, ids: I64, most: int) -> list[int]:
+        """See `Drafter`.  Of several earlier places, the one that has most tokens before it in
+        common counts, and of equally good ones the latest."""
+        index, match = self._indexes.setdefault(place, _Index()), self._match
+        first = max(match, index.next)
+        tail = ids[first - match :].tolist()
+        # What ends with the last token has nothing after it.
+        for end in range(first, len(ids)):
+            last = end - first + match
+            index.ends.setdefault(tuple(tail[last - match : last]), []).append(end)
+        index.next = len(ids)
+        ends = index.ends.get(tuple(ids[-match:].tolist()), [])
+        latest = ends[: -MOST_CANDIDATES - 1 : -1]
+        best = max(latest, key=lambda end: _count_common(ids, end), default=len(ids))
+        found: list[int] = ids[best : best + most].tolist()
+        return found
+
+    def forget(self, place: int) -> None:
+        """See `Drafter`."""
+        self._indexes.pop(place, None)
+
+
+def _count_common(ids: I64, end: int) -> int:
+    """Tokens before ``end`` that are those at the end of ``ids``."""
+    count = min(end, MOST_COMMON)
+    differ = np.flatnonzero(ids[end - count : end] != ids[len(ids) - count :])
+    return count - 1 - int(differ[-1]) if len(differ) else count
+
+
+class PlanDrafts:
+    """Guesses the likeliest tokens of another model, which reads what the first one has."""
+
+    def __init__(self, forward: Sequences, context: int) -> None:
+        """``forward``: the other model's; it has a place for each that may be guessed for.
+        ``context``: tokens that its places have room for."""
+        self._forward = forward
+        self._context = context
+        self._known: list[I64] = [np.empty(0, np.int64) for _ in forward.positions]
+        """Tokens that it has in each place."""
+
+    def propose(self, place: int, ids: I64, most: int) -> list[int]:
+        """See `pi2.engine.speculation.Drafter`; nothing for places or contexts that it has not."""
+        if place >= len(self._known) or len(ids) - 1 + most > self._context:
+            return []
+        self._catch_up(place, ids)
+        found = [int(ids[-1])]
+        for _ in range(most):
+            logits = self._forward.step(found[-1:], [place])[0]
+            found.append(int(logits.argmax()))
+        self._known[place] = np.concatenate([ids, np.array(found[1:-1], np.int64)])
+        return found[1:]
+
+    def _catch_up(self, place: int, ids: I64) -> None:
+        """Let the other model read all but the last token."""
+        known = self._known[place]
+        count = min(len(known), len(ids) - 1)
+        differ = np.flatnonzero(known[:count] != ids[:count])
+        common = int(differ[0]) if len(differ) else count
+        self._forward.go_on_from(place, common)
+        if common < len(ids) - 1:
+            missing = ids[common:-1].astype(np.int32)
+            self._forward.prefill(missing, end=len(ids) - 1, sequence=place)
+
+    def forget(self, place: int) -> None:
+        """See `pi2.engine.speculation.Drafter`."""
+        if place < len(self._known):
+            self._known[place] = np.empty(0, np.int64)
+            self._forward.reset(place)
+
+
+class ResidentDrafts:
+    """Guesses the likeliest token after the other, as the model does that reads nothing."""
+
+    def __init__(self, forward: Sequences, feed_forward: FeedForward) -> None:
+        self._forward = forward
+        self._feed_forward = feed_forward
+
+    def propose(self, place: int, ids: I64, most: int) -> list[int]:
+        """See `pi2.engine.speculation.Drafter`; the place is left as it was."""
+        forward, found = self._forward, [int(ids[-1])]
+        position = forward.positions[place]
+        forward.mark(place)
+        with self._feed_forward.leave_out_missing():
+            for _ in range(most):
+                logits = forward.step(found[-1:], [place])[0]
+                found.append(int(logits.argmax()))
+        forward.take_back(place, position)
+        return found[1:]
+
+    def forget(self, place: int) -> None:
+        """See `pi2.engine.speculation.Drafter`."""
+
+
+WINDOW_STEPS = 16
+"""Last steps that are compared."""
+PLAIN_STEPS = 4
+"""Steps without guesses before the first guess."""
+TRIAL_STEPS = 8
+"""Steps with guesses before it is decided."""
+REFRESH_STEPS = 24
+"""After so many steps with guesses in a row, one goes without: contexts grow."""
+FIRST_REST = 32
+"""Steps that rest when it did not pay; twice as many each time that it does not again."""
+LONGEST_REST = 512
+GAIN = 0.05
+"""Share of bytes and of seconds that guessing must save to be taken up again; it is given up where
+it saves nothing."""
+FLASH_WEIGHT = 10
+"""Bytes in memory that count as much as one from flash: drives give a tenth of what memory gives,
+or less.  Guesses of what is in memory touch more there, so that less is read."""
+
+
+class Touched(NamedTuple):
+    """Bytes that steps have touched."""
+
+    memory: int
+    flash: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in all: what comes from flash is touched there and in memory."""
+        return self.memory + self.flash
+
+    @property
+    def weight(self) -> int:
+        """What steps are compared by."""
+        return self.memory + FLASH_WEIGHT * self.flash
+
+
+@dataclass(slots=True)
+class _Window:
+    """The last steps of a kind."""
+
+    steps: deque[tuple[int, Touched, float]] = field(
+        default_factory=lambda: deque(maxlen=WINDOW_STEPS)
+    )
+    """Tokens that were kept, bytes that were touched, seconds."""
+
+    def find_weight(self) -> float:
+        """Weight of the bytes for each token that was kept."""
+        return sum(step[1].weight for step in self.steps) / max(1, self._count())
+
+    def find_seconds(self) -> float:
+        """Seconds for each; a few steps that the machine has disturbed do not count."""
+        median = statistics.median(step[2] for step in self.steps)
+        return median * len(self.steps) / max(1, self._count())
+
+    def _count(self) -> int:
+        return sum(step[0] for step in self.steps)
+
+
+class Payback:
+    """Decides for steps of as many sequences as there are."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        """Whether steps may have guesses."""
+        self._plain = _Window()
+        self._drafted = _Window()
+        self._is_tried = False
+        """Whether it is on to see whether it pays again."""
+        self._in_row = 0
+        """Steps with guesses since the last one without."""
+        self._resting = 0
+        """Steps that are still to rest."""
+        self._rest = FIRST_REST
+
+    def wants_draft(self) -> bool:
+        """Whether the next step should have guesses, if there are any."""
+        if not self.is_on or len(self._plain.steps) < PLAIN_STEPS:
+            return False
+        return self._in_row < REFRESH_STEPS
+
+    def note(self, *, drafted: bool, tokens: int, touched: Touched, seconds: float) -> None:
+        """Take note of a step: of ``tokens`` that were kept."""
+        window = self._drafted if drafted else self._plain
+        window.steps.append((tokens, touched, seconds))
+        if drafted:
+            self._in_row += 1
+            self._decide()
+            return
+        self._in_row = 0
+        if not self.is_on:
+            self._resting -= 1
+            if self._resting <= 0:
+                self.is_on = self._is_tried = True
+                self._drafted = _Window()
+
+    def _decide(self) -> None:
+        if len(self._drafted.steps) < TRIAL_STEPS:
+            return
+        most = 1 - GAIN if self._is_tried else 1.0
+        if (
+            self._drafted.find_weight() < most * self._plain.find_weight()
+            and self._drafted.find_seconds() < most * self._plain.find_seconds()
+        ):
+            self._is_tried, self._rest = False, FIRST_REST
+            return
+        self.is_on, self._resting = False, self._rest
+        self._rest = min(2 * self._rest, LONGEST_REST)
+
+
+class StepBytes:
+    """Counts what the steps of a model that is computed layer by layer touch.
+
+    Every step reads the dense weights and predictors once, neurons that any of its tokens uses
+    once, and keys and values for each token; what comes from flash is counted there, too.
+    """
+
+    def __init__(self, parts: Parts, forward: Forward) -> None:
+        self._forward = forward
+        self._counters = parts.feed_forward.counters
+        self._reader = parts.reader
+        self._neuron_bytes = parts.resolved.bundle.neuron_bytes
+        self._dense_bytes = count_dense_bytes(parts.resolved)
+        model, kind = parts.resolved.model, parts.resolved.plan.kv.type
+        self._context_bytes = model.shape.layers * count_kv_token_bytes(model, kind)
+
+    def count(self) -> Touched:
+        """Bytes of all steps so far; also of prompts, what was read from flash."""
+        forward = self._forward
+        memory = forward.steps * self._dense_bytes
+        memory += forward.attended_tokens * self._context_bytes
+        memory += self._counters.touched * self._neuron_bytes
+        return Touched(memory, self._reader.read_bytes)
+
+
+class FileStepBytes:
+    """The same of a GGUF file that is run as it is: a step reads every matrix once."""
+
+    def __init__(self, parts: Parts, forward: WholeForward) -> None:
+        assert parts.resolved.file is not None
+        self._forward = forward
+        self._reader = parts.reader
+        self._weight_bytes = parts.resolved.file.matrix_bytes
+        model = parts.resolved.model
+        self._context_bytes = model.shape.layers * count_kv_token_bytes(model, "fp16")
+
+    def count(self) -> Touched:
+        """Bytes of all steps so far; also of prompts, what was read."""
+        memory = self._forward.steps * self._weight_bytes
+        memory += self._forward.attended_tokens * self._context_bytes
+        return Touched(memory, self._reader.read_bytes)
+
+
+def count_dense_bytes(resolved: ResolvedPlan) -> int:
+    """Bytes of what every step reads whatever its tokens are: all but neurons and the embedding."""
+    model = resolved.model
+    predictor = model.predictor if resolved.plan.decode.predictor == "low-rank" else None
+    ranks = None if predictor is None else [predictor.rank] * model.shape.layers
+    total = sum(
+        tensor.rows * (tensor.row_weight_bytes + tensor.row_scale_bytes)
+        for tensor in list_tensors(model, ranks)
+        if tensor.name != EMBEDDING or model.tied_head
+    )
+    if resolved.plan.decode.predictor == "gate":
+        row = vector_bytes(resolved.bundle.hidden, resolved.bundle.precision)
+        total += len(resolved.named_layers) * model.layer_neurons * row
+    return total
 
 
 class Speculation:
@@ -109,3 +426,45 @@ class Speculation:
         """Take notice that a place's sequence has ended."""
         self._lengths.pop(place, None)
         self._drafter.forget(place)
+
+
+def make_speculation(parts: Parts) -> Speculation | None:
+    """Make what guesses tokens; None where the plan wants none, or states cannot be copied."""
+    plan, forward = parts.resolved.plan, parts.forward
+    settings = plan.decode.speculation
+    if settings is None:
+        return None
+    if isinstance(forward, WholeForward) and parts.resolved.file is not None:
+        return Speculation(
+            PromptLookup(settings.match),
+            tokens=settings.tokens,
+            step_tokens=plan.decode.step_tokens,
+            count_bytes=FileStepBytes(parts, forward).count,
+            always=settings.when == "always",
+        )
+    if not isinstance(forward, Forward):
+        return None
+    if parts.resolved.model.state_layers and not isinstance(parts.executor, StateKeeper):
+        return None
+    drafter: Drafter = PromptLookup(settings.match)
+    if settings.drafts == "resident":
+        drafter = ResidentDrafts(forward, parts.feed_forward)
+    count = StepBytes(parts, forward).count
+    if settings.drafts == "plan":
+        if parts.draft is None or not isinstance(parts.draft.forward, Forward):
+            return None
+        drafter = PlanDrafts(parts.draft.forward, parts.draft.resolved.plan.kv.context)
+        count = partial(_add_counts, count, StepBytes(parts.draft, parts.draft.forward).count)
+    return Speculation(
+        drafter,
+        tokens=settings.tokens,
+        step_tokens=plan.decode.step_tokens,
+        count_bytes=count,
+        always=settings.when == "always",
+    )
+
+
+def _add_counts(own: Callable[[], Touched], other: Callable[[], Touched]) -> Touched:
+    """What both models have touched."""
+    mine, theirs = own(), other()
+    return Touched(mine.memory + theirs.memory, mine.flash + theirs.flash)

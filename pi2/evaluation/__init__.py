@@ -1,1 +1,428 @@
 """How well a plan's model predicts text: perplexity, agreement with the dense model, recall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from pi2.arrays import F32, F64, I64
+from pi2.backends.protocol import BuildRequest, Executor
+from pi2.diagnostics import UserError
+from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.observation import DenseObserver
+from pi2.orchestrator import load
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.progress import Progress, ignore_progress
+from pi2.sandbox.tokenizer import encode_text
+from pi2.statistics.prediction import LayerRecall, RecallCounter, can_compare
+from pi2.statistics.texts import Window, encode_windows
+
+Mode = Literal["prefill", "decode"]
+
+_ROWS = 16
+"""Tokens whose logits are widened to float64 together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a run said of the scored tokens of all windows, in order."""
+
+    losses: F64
+    """Negative log-likelihood of every scored token, in nats [tokens]."""
+    choices: I64
+    """The most likely token in its place [tokens]."""
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity: exp of the mean loss."""
+        return float(np.exp(self.losses.mean()))
+
+
+def join_scores(pieces: Sequence[Scores]) -> Scores:
+    """The scores of all windows of several runs."""
+    return Scores(
+        np.concatenate([piece.losses for piece in pieces]),
+        np.concatenate([piece.choices for piece in pieces]),
+    )
+
+
+def score_windows(
+    model: LoadedModel,
+    windows: Sequence[Window],
+    mode: Mode,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Scores:
+    """Score ``windows`` densely (``prefill``) or as a generation does (``decode``)."""
+    losses, choices = [], []
+    for number, window in enumerate(windows):
+        tokens = np.array(window.tokens, np.int64)
+        done = 0
+        # The last token has nothing to predict.
+        for logits in model.iterate_logits(window.tokens[:-1], mode=mode):
+            skipped = max(0, window.first_scored - 1 - done)
+            targets = tokens[done + 1 : done + 1 + len(logits)]
+            done += len(logits)
+            for start in range(skipped, len(logits), _ROWS):
+                rows = slice(start, start + _ROWS)
+                losses.append(compute_losses(logits[rows], targets[rows]))
+                choices.append(logits[rows].argmax(-1))
+        progress((number + 1) / len(windows))
+    return Scores(np.concatenate(losses), np.concatenate(choices))
+
+
+def compute_losses(logits: F32, targets: I64) -> F64:
+    """Negative log-likelihoods [n], in nats, of ``targets`` [n] under ``logits`` [n, vocab]."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max(axis=-1, keepdims=True)
+    norm = np.log(np.exp(scores).sum(axis=-1))
+    return np.asarray(norm - scores[np.arange(len(targets)), targets])
+
+
+PEER = "llama.cpp"
+"""An entry of ``against``: the same file, computed by another engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One way of running over the text."""
+
+    name: str
+    """``dense``, the plan's predictor or method of sparsity, or what it was compared with."""
+    backend: str
+    predictor: str
+    """``none`` is dense."""
+    digest: str
+    """SHA-256 of the plan as it was run."""
+    perplexity: float
+    """exp of the mean loss of a token."""
+    bits_per_byte: float
+    agreement: float
+    """Share of tokens for which it finds the same token most likely as the dense run."""
+    loss_change: float
+    """Mean loss less that of the dense run, in nats."""
+    loss_change_error: float
+    """Standard error of ``loss_change``, token by token."""
+    predicted: float | None
+    """Share of neurons that were computed; None where all were."""
+    active: float | None
+    """Share of neurons with a non-zero activation among all, if only some were computed."""
+    replaced: float | None = None
+    """Share of a mixture's routing weight whose experts were replaced by others in memory; None
+    where routing is exact."""
+    left_out: float | None = None
+    """Share whose experts were left out."""
+    scores_left_out: float | None = None
+    """Share of the predictor's scores of neurons that were missing and not worth a read; None where
+    the plan reads all of them."""
+    saved_bytes_token: float | None = None
+    """Bytes of neurons that were not in memory and not read, because their gates were closed."""
+    divergence: float | None = None
+    """Mean KL divergence from another engine's distributions on the same file, in nats."""
+    read_bytes_token: float | None = None
+    """Bytes of neurons read per token, if only some were computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """All runs of a plan over a text."""
+
+    plan: str
+    model: str
+    digest: str
+    tokens: int
+    """Number of scored tokens."""
+    bytes: int
+    """Number of UTF-8 bytes of their text."""
+    windows: int
+    context: int
+    """Length of the longest window in tokens."""
+    runs: tuple[Run, ...]
+    layers: tuple[LayerRecall, ...]
+    """Predictors by layer, on the inputs of the dense run; empty without low-rank predictors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The text, as the first model that was loaded cut it."""
+
+    texts: Sequence[str]
+    ids: Sequence[list[int]]
+    """Tokens of each text."""
+    windows: list[Window]
+    scored_bytes: int
+    dense: Scores
+
+
+def evaluate_plan(
+    plan: Path,
+    texts: Sequence[str],
+    *,
+    overrides: Mapping[str, object] | None = None,
+    context: int | None = None,
+    stride: int | None = None,
+    windows: int | None = None,
+    against: Sequence[str] = (),
+    with_layers: bool = True,
+    progress: Progress = ignore_progress,
+) -> Evaluation:
+    """Run ``plan`` densely, and with its predictor if it has one, over ``texts``.
+
+    ``against`` adds runs: ``reference`` (dense, the reference backend), ``gate`` or ``low-rank``
+    (the plan with that predictor), ``llama.cpp`` (on the same GGUF file), or the path of another
+    plan with the same tokenizer, such as one whose store has another quantisation.  ``with_layers``
+    also compares low-rank predictors with what neurons do.  Raises `UserError` as loading does,
+    P660 and P661 for the text, P663 for a plan that cannot be compared.
+    """
+    settings = dict(overrides or {})
+    counter: RecallCounter | None = None
+
+    def observe(executor: Executor, request: BuildRequest) -> DenseObserver | None:
+        nonlocal counter
+        if not with_layers or not can_compare(request):
+            return None
+        counter = RecallCounter(request)
+        return DenseObserver(executor, request, counter)
+
+    with load(plan, set=settings, progress=progress, make_observer=observe) as model:
+        cut = encode_windows(model, texts, context=context, stride=stride, count=windows)
+        if counter is not None:
+            counter.threshold = model.plan.plan.decode.threshold
+        dense = score_windows(model, cut, "prefill", lambda share: progress("dense", share))
+        ids = [encode_text(model.tokenizer, text) for text in texts]
+        text = _Text(texts, ids, cut, _count_bytes(model, cut), dense)
+        runs = [_describe(model, "dense", "none", dense, text)]
+        if counter is not None:
+            model._parts.executor.observe(None)
+        if PEER in against:
+            runs.append(_run_peer(model, text, progress))
+        predictor = model.plan.plan.decode.predictor
+        if predictor != "none":
+            runs.append(_run(model, _name_run(model), "decode", text, progress))
+        digest, model_id = model.plan.digest, model.plan.model.id
+        kinds = list(model.plan.plan.backends)
+    for item in against:
+        if item == PEER:
+            continue
+        runs += _compare(plan, settings, kinds, item, text, progress)
+    return Evaluation(
+        plan=str(plan),
+        model=model_id,
+        digest=digest,
+        tokens=len(dense.losses),
+        bytes=text.scored_bytes,
+        windows=len(cut),
+        context=max(len(window.tokens) for window in cut),
+        runs=tuple(runs),
+        layers=tuple(counter.describe_layers()) if counter is not None else (),
+    )
+
+
+def _run_peer(model: LoadedModel, text: _Text, progress: Progress) -> Run:
+    """The run of llama.cpp on the same file."""
+    from pi2.evaluation.peer import score_beside
+
+    scores, divergence = score_beside(model, text.windows, lambda share: progress(PEER, share))
+    found = _describe(model, PEER, "none", scores, text)
+    return replace(found, backend=PEER, divergence=divergence)
+
+
+def _name_run(model: LoadedModel) -> str:
+    """The plan's predictor, or the method by which gates are cut."""
+    plan = model.plan.plan
+    cut = model.plan.thresholds is not None and plan.decode.predictor == "gate"
+    return plan.sparsity.method if cut and plan.sparsity is not None else plan.decode.predictor
+
+
+def _compare(
+    plan: Path,
+    settings: Mapping[str, object],
+    kinds: Sequence[str],
+    item: str,
+    text: _Text,
+    progress: Progress,
+) -> list[Run]:
+    """The runs of one entry of ``against``."""
+    if item == "reference":
+        backends = {f"backends.{kind}": "reference" for kind in kinds}
+        with load(plan, set={**settings, **backends}, progress=progress) as model:
+            return [_run(model, "reference", "prefill", text, progress)]
+    if item in ("gate", "low-rank"):
+        with load(plan, set={**settings, "decode.predictor": item}, progress=progress) as model:
+            return [_run(model, item, "decode", text, progress)]
+    other = Path(item)
+    if not other.exists():
+        raise UserError.of(
+            "P663",
+            f"cannot compare with {item!r}",
+            help="use reference, gate, low-rank, or the path of another plan",
+        )
+    with load(other, progress=progress) as model:
+        _check_tokens(model, text, other)
+        runs = [_run(model, other.name, "prefill", text, progress)]
+        predictor = model.plan.plan.decode.predictor
+        if predictor != "none":
+            name = f"{other.name}, {_name_run(model)}"
+            runs.append(_run(model, name, "decode", text, progress))
+        return runs
+
+
+def _check_tokens(model: LoadedModel, text: _Text, path: Path) -> None:
+    """Another plan's windows must be the same, token by token."""
+    context = max(len(window.tokens) for window in text.windows)
+    same = model.plan.plan.kv.context >= context and all(
+        encode_text(model.tokenizer, piece) == ids
+        for piece, ids in zip(text.texts, text.ids, strict=True)
+    )
+    if not same:
+        raise UserError.of(
+            "P663",
+            f"{path} cuts the text into other tokens, or holds fewer than {context} of them",
+            help="compare plans of models with the same tokenizer, and give a smaller --context",
+        )
+
+
+def _run(model: LoadedModel, name: str, mode: Mode, text: _Text, progress: Progress) -> Run:
+    before = model.stats
+    scores = score_windows(model, text.windows, mode, lambda share: progress(name, share))
+    counted = model.stats - before
+    predictor = model.plan.plan.decode.predictor if mode == "decode" else "none"
+    shares = (counted.predicted_share, counted.active_share)
+    found = _describe(model, name, predictor, scores, text, shares)
+    if mode == "prefill":
+        return found
+    tokens = sum(len(window.tokens) - 1 for window in text.windows)
+    return replace(
+        found,
+        replaced=counted.replaced_share,
+        left_out=counted.left_out_share,
+        scores_left_out=counted.left_out_mass_share,
+        saved_bytes_token=counted.flash_saved_bytes / tokens,
+        read_bytes_token=counted.flash_read_bytes / tokens,
+    )
+
+
+def _describe(
+    model: LoadedModel,
+    name: str,
+    predictor: str,
+    scores: Scores,
+    text: _Text,
+    shares: tuple[float | None, float | None] = (None, None),
+) -> Run:
+    change = scores.losses - text.dense.losses
+    return Run(
+        name=name,
+        backend=", ".join(dict.fromkeys(model.plan.plan.backends.values())),
+        predictor=predictor,
+        digest=model.plan.digest,
+        perplexity=scores.perplexity,
+        bits_per_byte=float(scores.losses.sum() / np.log(2) / text.scored_bytes),
+        agreement=float((scores.choices == text.dense.choices).mean()),
+        loss_change=float(change.mean()),
+        loss_change_error=float(change.std() / np.sqrt(len(change))),
+        predicted=shares[0],
+        active=shares[1],
+    )
+
+
+def _count_bytes(model: LoadedModel, windows: Sequence[Window]) -> int:
+    """UTF-8 bytes of the scored tokens' text."""
+    texts = model.tokenizer.decode_batch(
+        [list(window.tokens[window.first_scored :]) for window in windows]
+    )
+    return max(1, sum(len(text.encode()) for text in texts))
+
+
+def describe_evaluation(evaluation: Evaluation) -> dict[str, Any]:
+    """Everything, for programs; shares are fractions."""
+    found = asdict(evaluation)
+    found["runs"] = [dict(run) for run in found["runs"]]
+    found["layers"] = [dict(layer) for layer in found["layers"]]
+    return found
+
+
+def write_markdown(evaluation: Evaluation) -> str:
+    """The evaluation for people: a table of runs and, with predictors, one of layers."""
+    lines = [
+        f"{evaluation.tokens} tokens ({evaluation.bytes} bytes) in {evaluation.windows} "
+        f"window{'s' if evaluation.windows != 1 else ''} of "
+        f"at most {evaluation.context}; model {evaluation.model}, plan {evaluation.digest[:12]}",
+        "",
+        "| run | backend | predictor | perplexity | bits per byte | change | same top token "
+        "| neurons computed | active |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(_write_run(run) for run in evaluation.runs),
+    ]
+    lines += _describe_reads(evaluation)
+    if evaluation.layers:
+        lines += [
+            "",
+            "Neurons of the dense run, and what the predictors say of them:",
+            "",
+            "| layer | active | predicted | recall |",
+            "|---|---|---|---|",
+        ]
+        rows = [(layer.active, layer.predicted, layer.recall) for layer in evaluation.layers]
+        for number, row in enumerate(rows):
+            lines.append(_write_row(str(number), row))
+        known = [recall for _, _, recall in rows if recall is not None]
+        mean = (
+            sum(row[0] for row in rows) / len(rows),
+            sum(row[1] for row in rows) / len(rows),
+            sum(known) / len(known) if known else None,
+        )
+        lines.append(_write_row("mean", mean))
+    return "\n".join(lines)
+
+
+def _describe_reads(evaluation: Evaluation) -> list[str]:
+    """What runs have left out or replaced so that less is read, and what they have read."""
+    lines = []
+    for run in evaluation.runs:
+        if run.divergence is not None:
+            lines.append(f"{run.name}: mean KL divergence {run.divergence:.5f} nats")
+        if run.read_bytes_token is None:
+            continue
+        read = approximate_bytes(round(run.read_bytes_token))
+        if run.saved_bytes_token:
+            saved = approximate_bytes(round(run.saved_bytes_token))
+            lines.append(
+                f"{run.name}: {saved} of neurons with closed gates not read, {read} read per token"
+            )
+        if run.scores_left_out is not None:
+            lines.append(
+                f"{run.name}: {run.scores_left_out:.2%} of the predictor's scores left out instead "
+                f"of read; {read} read per token"
+            )
+        if run.replaced is None or run.left_out is None:
+            continue
+        lines.append(
+            f"{run.name}: {run.replaced:.1%} of the experts' weight replaced by experts in memory, "
+            f"{run.left_out:.1%} left out; {read} read per token"
+        )
+    return ["", *lines] if lines else []
+
+
+def _write_run(run: Run) -> str:
+    change = "-"
+    if run.name != "dense":
+        # The change of the mean loss in nats is, to first order, that of the perplexity in percent.
+        change = f"{run.loss_change:+z.2%} ± {run.loss_change_error:.2%}"
+    computed = "100 %" if run.predicted is None else _percent(run.predicted)
+    return (
+        f"| {run.name} | {run.backend} | {run.predictor} | {run.perplexity:.3f} | "
+        f"{run.bits_per_byte:.4f} | {change} | {_percent(run.agreement)} | {computed} | "
+        f"{_percent(run.active)} |"
+    )
+
+
+def _write_row(name: str, row: tuple[float, float, float | None]) -> str:
+    return f"| {name} | {' | '.join(_percent(share) for share in row)} |"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share * 100:.1f} %"

@@ -1,23 +1,350 @@
-"""What quantisation costs: perplexity by a checkpoint's weights, and by those of its store."""
+"""What quantisation costs: perplexity by a checkpoint's weights, and by those of its store.
+
+Scores text by weights that need not fit into memory, in float32: layer by layer, all windows.
+
+It is the reference backend with its weights read where they are needed, once for all windows:
+memory is a layer's attention, some neurons and a block of the head, each in float32, whatever the
+model's size.  Work is two operations for every weight and token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from pi2.arrays import F32, I32, I64, U8
+from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.reference.executor import ReferenceExecutor
+from pi2.backends.reference.operators import activate, cap, enter_layers, weigh_activations
+from pi2.backends.reference.states import ChunkState, begin_chunk
 from pi2.diagnostics import UserError
 from pi2.engine.loading import read_tokenizer
-from pi2.evaluation.layerwise import score_layerwise
-from pi2.evaluation.weights import CheckpointWeights, StoreWeights
-from pi2.importing.checkpoint import open_checkpoint
+from pi2.evaluation import Scores
+from pi2.importing.checkpoint import Checkpoint, open_checkpoint
+from pi2.importing.convert import pad_columns
+from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors
+from pi2.importing.rows import Rows
+from pi2.importing.state_rows import find_state_rows, read_state_vector
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
+from pi2.plan.weights.projections import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    HEAD_BIAS,
+    LAYER_EMBEDDING,
+    is_state_kind,
+)
+from pi2.plan.weights.rounding import dequantize
 from pi2.progress import Progress, ignore_progress
 from pi2.sandbox.tokenizer import encode_text
 from pi2.statistics.texts import Window, cut_windows
 from pi2.store.reader import NeuronStore
+from pi2.store.tensors import list_tensors
+
+PIECE_NEURONS = 4096
+"""Neurons whose weights are widened together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeuronPiece:
+    """Some neurons of a layer; all arrays float32."""
+
+    rows: tuple[F32, ...]
+    """Gate (where there is one) and up: what the input meets, [n, hidden] each."""
+    down: F32
+    """What an activation adds, [n, hidden]."""
+    biases: tuple[F32, ...]
+    """Biases of ``rows`` [n] each; empty where the model has none."""
+    experts: I32 | None
+    """Expert of every neuron [n], in a mixture."""
+
+
+class Weights(Protocol):
+    """Source of weights."""
+
+    def read(self, name: str, rows: slice | I64 | None = None) -> F32:
+        """Rows [n, length] of a dense tensor, by default all."""
+
+    def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
+        """All neurons of a layer."""
+
+
+class StoreWeights:
+    """What is left of the weights in a neuron store."""
+
+    def __init__(self, store: NeuronStore) -> None:
+        self._store = store
+
+    def read(self, name: str, rows: slice | I64 | None = None) -> F32:
+        tensor = self._store.tensors[name]
+        wanted = slice(None) if rows is None else rows
+        weights = tensor.weights[wanted]
+        if tensor.precision is None:
+            return np.asarray(weights, np.float32)
+        scales = None if tensor.scales is None else tensor.scales[wanted]
+        return dequantize(weights.view(np.uint8), scales, tensor.length, tensor.precision)
+
+    def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
+        layout, stored = self._store.bundle.inline, self._store.layers[layer]
+        for start in range(0, stored.neurons, PIECE_NEURONS):
+            bundles = stored.read_inline(slice(start, start + PIECE_NEURONS))
+            inputs = range(len(layout.parts) - 1)
+            down = unpack_part(bundles, layout, len(layout.parts) - 1)
+            if layout.factor_offset is not None:
+                down = down * slice_factors(bundles, layout)[:, None]
+            yield NeuronPiece(
+                rows=tuple(unpack_part(bundles, layout, index) for index in inputs),
+                down=down,
+                biases=tuple(slice_bias(bundles, layout, index) for index in inputs)
+                if layout.biases
+                else (),
+                experts=None if layout.expert_offset is None else slice_experts(bundles, layout),
+            )
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint that was checked, as they are; zeros fill up vectors as in a
+    store."""
+
+    def __init__(self, checkpoint: Checkpoint, model: Model) -> None:
+        self._checkpoint = checkpoint
+        self._model = model
+        self._stored = {tensor.name: tensor for tensor in list_tensors(model, None)}
+
+    def read(self, name: str, rows: slice | I64 | None = None) -> F32:
+        stored = self._stored[name]
+        values = pad_columns(self._read(name, rows), stored.length)
+        missing = 0 if rows is not None else stored.rows - len(values)
+        return np.pad(values, ((0, missing), (0, 0))) if missing else values
+
+    def _read(self, name: str, rows: slice | I64 | None) -> F32:
+        parts = name.split(".")
+        kind, layer = (parts[2], int(parts[1])) if len(parts) == 3 else (name, 0)
+        tensors, model = self._checkpoint.tensors, self._model
+        if is_state_kind(kind) and self._stored[name].precision == "fp32":
+            return read_state_vector(tensors, model, kind, layer)[0]
+        find = find_state_rows if is_state_kind(kind) else find_dense_rows
+        sources = find(tensors, model, kind, layer)
+        if len(sources[0].tensor.shape) == 1:
+            offset = self._model.norm.weight_offset if name.endswith("_norm") else 0.0
+            return np.concatenate([source.read() for source in sources])[None] + np.float32(offset)
+        if rows is None:
+            return np.concatenate([source.read() for source in sources])
+        assert len(sources) == 1
+        if isinstance(rows, slice):
+            return sources[0].read(rows.start, rows.stop)
+        return np.concatenate([sources[0].read(row, row + 1) for row in rows.tolist()])
+
+    def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
+        layout = self._model.lay_out_bundle()
+        names = [str(part.name) for part in layout.parts]
+        for expert in range(self._model.expert_count):
+            sources = [self._find(name, layer, expert) for name in names]
+            biases = [
+                self._find(f"{bias.name}_bias", layer, expert).read() for bias in layout.biases
+            ]
+            down = sources[-1].read_turned()
+            factors = None
+            if layout.factor_offset is not None:
+                factors = read_factors(self._checkpoint.tensors, self._model, layer)
+            for start in range(0, sources[0].count, PIECE_NEURONS):
+                stop = min(start + PIECE_NEURONS, sources[0].count)
+                owners = np.full(stop - start, expert, np.int32)
+                columns = sources[-1].tensor.widen(down[start:stop])
+                if factors is not None:
+                    columns = columns * factors[start:stop, None]
+                yield NeuronPiece(
+                    rows=tuple(
+                        pad_columns(source.read(start, stop), layout.hidden)
+                        for source in sources[:-1]
+                    ),
+                    down=pad_columns(columns, layout.hidden),
+                    biases=tuple(bias[start:stop] for bias in biases),
+                    experts=None if self._model.moe is None else owners,
+                )
+
+    def _find(self, key: str, layer: int, expert: int) -> Rows:
+        return find_ffn_rows(self._checkpoint.tensors, self._model, key, layer, expert)
+
+
+_BLOCK = 8192
+"""Rows of the head that are widened together."""
+
+
+def score_layerwise(
+    weights: Weights,
+    model: Model,
+    windows: Sequence[Window],
+    progress: Callable[[float], None] = lambda share: None,
+) -> Scores:
+    """Score ``windows``; neurons are computed densely."""
+    context = max(len(window.tokens) for window in windows)
+    executor = _LayerExecutor(weights, model, context)
+    states = [executor.start(np.array(window.tokens[:-1], np.int64)) for window in windows]
+    layers = model.shape.layers
+    for layer in range(layers):
+        executor.forget()
+        for state in states:
+            executor.begin_layer(layer, state)
+        for piece in weights.list_neurons(layer):
+            for state in states:
+                executor.add_piece(piece, state)
+        for state in states:
+            executor.end_layer(layer, state)
+        progress((layer + 1) / (layers + 1))
+    executor.forget()
+    inputs = np.concatenate(
+        [
+            executor.finish(state)[window.first_scored - 1 :]
+            for state, window in zip(states, windows, strict=True)
+        ]
+    )
+    targets = np.concatenate(
+        [np.array(window.tokens[window.first_scored :], np.int64) for window in windows]
+    )
+    scores = _score_head(weights, model, inputs, targets)
+    progress(1.0)
+    return scores
+
+
+def _score_head(weights: Weights, model: Model, inputs: F32, targets: I64) -> Scores:
+    """Losses of ``targets`` [n] after normalised ``inputs`` [n, hidden], by blocks of the head."""
+    name, vocab = (EMBEDDING if model.tied_head else HEAD), model.shape.vocab
+    count, bias = len(inputs), weights.read(HEAD_BIAS)[0] if model.head_bias else None
+    best = np.full(count, -np.inf)
+    choices = np.zeros(count, np.int64)
+    sums, wanted = np.zeros(count), np.zeros(count)
+    for start in range(0, vocab, _BLOCK):
+        head = weights.read(name, slice(start, min(start + _BLOCK, vocab)))
+        scores = inputs @ head.T + (0.0 if bias is None else bias[start : start + len(head)])
+        logits = cap(scores * np.float32(model.multipliers.logits), model.logit_softcap).astype(
+            np.float64
+        )
+        top = logits.argmax(axis=1)
+        value = logits[np.arange(count), top]
+        choices = np.where(value > best, start + top, choices)
+        higher = np.maximum(best, value)
+        sums = sums * np.exp(best - higher) + np.exp(logits - higher[:, None]).sum(axis=1)
+        best = higher
+        inside = (targets >= start) & (targets < start + len(head))
+        wanted[inside] = logits[inside, targets[inside] - start]
+    return Scores(np.log(sums) + best - wanted, choices)
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What a window has between two steps of the executor."""
+
+    chunk: ChunkState
+    kept: U8 | None = None
+    """Keys and values, where later layers read those of an earlier one."""
+
+
+class _LayerExecutor(ReferenceExecutor):
+    """The reference executor for one layer of many windows after the other."""
+
+    def __init__(self, weights: Weights, model: Model, context: int) -> None:
+        self._weights = weights
+        self._tensors = _LazyTensors(weights)
+        super().__init__(
+            BuildRequest(
+                model=model,
+                tensors=self._tensors,
+                bundle=model.lay_out_bundle(),
+                neurons=model.layer_neurons,
+                chunk=context,
+                context=context,
+                gate_rows=None,
+                threads=1,
+                features=frozenset(),
+                architecture="",
+                allocate=lambda segment, size: np.zeros(size, np.uint8),
+                progress=ignore_progress,
+            )
+        )
+
+    def forget(self) -> None:
+        """Drop the tensors of the layer that is done."""
+        self._tensors.clear()
+
+    def start(self, tokens: I64) -> State:
+        """The embeddings of a window."""
+        x = enter_layers(self._model, self._weights.read(EMBEDDING, tokens))
+        _, added, streams = self._none
+        if self._model.layer_embedding is not None:
+            added = self._layer_inputs.make(self._weights.read(LAYER_EMBEDDING, tokens), x)
+        if self._model.altup is not None:
+            streams = self._altup.make(x)
+        return State(chunk=begin_chunk(x, added, streams))
+
+    def begin_layer(self, layer: int, state: State) -> None:
+        """Attention, and what the FFN begins with."""
+        self._now = state.chunk
+        length = len(state.chunk.x)
+        if state.kept is not None:
+            self.put_context(0, 0, length, state.kept)
+        self.expect(length)
+        self.attend(layer, 0)
+        if self._model.attention.kv_shared_layers > 0:
+            state.kept = self.read_context(0, 0, length)
+        self.begin_ffn(layer)
+
+    def add_piece(self, piece: NeuronPiece, state: State) -> None:
+        """Add some neurons to the FFN's sum."""
+        chunk = state.chunk
+        values = [chunk.v @ rows.T for rows in piece.rows]
+        if piece.biases:
+            values = [value + bias for value, bias in zip(values, piece.biases, strict=True)]
+        if piece.experts is None:
+            up = values[1] if len(values) > 1 else None
+            active = activate(self._model, values[0], up, chunk.cutoffs)
+        else:
+            active = weigh_activations(self._model, values, chunk.routes[:, piece.experts])
+        chunk.squares += np.square(active).sum(axis=1)
+        chunk.y += active @ piece.down
+
+    def end_layer(self, layer: int, state: State) -> None:
+        """Add the FFN's sum to x."""
+        self._now = state.chunk
+        self.end_ffn(layer)
+
+    def finish(self, state: State) -> F32:
+        """What the head reads [tokens, hidden]."""
+        chunk = state.chunk
+        return self._dense.normalize(self.join_streams(chunk.x, chunk.streams), FINAL_NORM)
+
+
+class _LazyTensors(Mapping[str, Tensor]):
+    """Tensors in float32, read when they are first asked for."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._known: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._known:
+            values = self._weights.read(name)
+            rows, length = values.shape
+            self._known[name] = Tensor(
+                name=name, rows=rows, length=length, precision=None, weights=values
+            )
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        """Forget all windows."""
+        self._known.clear()
+
 
 WINDOWS = 8
 CONTEXT = 256
@@ -55,7 +382,7 @@ def measure_conversion(
 ) -> ConversionCost:
     """Score ``texts`` by both weights, every neuron computed, activations in float32.
 
-    Memory does not grow with the model's layers (`pi2.evaluation.layerwise`).  Raises `UserError`
+    Memory does not grow with the model's layers (`pi2.evaluation.conversion`).  Raises `UserError`
     P660 if the text has fewer than two tokens, and as opening checkpoint and store does.
     """
     with NeuronStore.open(store, model=model) as opened:

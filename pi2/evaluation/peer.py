@@ -13,7 +13,7 @@ import numpy as np
 from pi2.arrays import F32, F64
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.evaluation.scores import Scores, compute_losses
+from pi2.evaluation import Scores, compute_losses
 from pi2.statistics.texts import Window
 
 

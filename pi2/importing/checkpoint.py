@@ -7,22 +7,56 @@ configuration and names of tensors are those of transformers.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pi2.caches import check_regular, has_gguf_suffix, read_regular
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.importing.blocks import list_beginnings, rename_tensors
 from pi2.importing.decoded_tensor import MOST_EXPERTS
-from pi2.importing.places import check_place, read_place
 from pi2.importing.quantized import decode_weights
-from pi2.importing.safetensors_file import SourceTensor, list_safetensors
-from pi2.importing.shards import Shards, StreamedTensor, list_streamed
-from pi2.importing.text_parts import unwrap_config
+from pi2.importing.safetensors_file import (
+    Shards,
+    SourceTensor,
+    StreamedTensor,
+    list_safetensors,
+    list_streamed,
+)
+from pi2.importing.text_parts import list_beginnings, rename_tensors, unwrap_config
 from pi2.plan.documents.model import Model
-from pi2.regular_file import has_gguf_suffix, read_regular
+
+_BLOBS, _SNAPSHOTS = "blobs", "snapshots"
+"""Folders of a repository in the hub's cache: ``snapshots/REVISION/NAME`` links to ``blobs``."""
+
+
+def check_place(folder: Path, file: Path) -> os.stat_result:
+    """What the system knows of ``file``, which is in the checkpoint ``folder``.
+
+    `UserError` P538 if symbolic links lead out of the folder, but for those of the hub's cache;
+    `OSError` if it is no regular file, or cannot be looked at.
+    """
+    home = folder.resolve()
+    places = [home]
+    if home.parent.name == _SNAPSHOTS:
+        places.append(home.parent.parent / _BLOBS)
+    target = file.resolve()
+    if not any(target.is_relative_to(place) for place in places):
+        raise UserError.of(
+            "P538",
+            f"{file} is a link out of the checkpoint, to {target}",
+            help="copy the file to where the link is: what lies outside of the folder is not read",
+        )
+    return check_regular(file)
+
+
+def read_place(folder: Path, file: Path) -> bytes:
+    """Contents of ``file`` in the checkpoint ``folder``; raises as `check_place`."""
+    check_place(folder, file)
+    return read_regular(file)
+
 
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 """Weight files that are a whole checkpoint; safetensors files are preferred."""
@@ -81,7 +115,7 @@ class Checkpoint:
         pieces = self.read_file(SENTENCE_PIECE) if found is None else None
         if pieces is None:
             return found
-        from pi2.importing.sentence_piece import convert_sentence_piece, parse_config
+        from pi2.importing.gguf_tokenizer import convert_sentence_piece, parse_config
 
         config = parse_config(self.read_file("tokenizer_config.json"))
         return convert_sentence_piece(self.folder / SENTENCE_PIECE, pieces, config)
@@ -170,7 +204,7 @@ def use_tokenizer(checkpoint: Opened, path: Path | None) -> Opened:
     except OSError as error:
         raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
     if file.suffix == ".model":
-        from pi2.importing.sentence_piece import convert_sentence_piece, parse_config
+        from pi2.importing.gguf_tokenizer import convert_sentence_piece, parse_config
 
         said = parse_config(checkpoint.read_file("tokenizer_config.json"))
         content = convert_sentence_piece(file, content, said)
@@ -323,7 +357,7 @@ def check_weights(folder: Path, file: Path) -> None:
 def list_tensors(file: Path) -> Mapping[str, SourceTensor]:
     """Tensors of a weight file by name; raises as the reader of its format does."""
     if file.suffix in PICKLED:
-        from pi2.importing.torch_file import list_torch_file
+        from pi2.importing.safetensors_file import list_torch_file
 
         return list_torch_file(file)
     return list_safetensors(file)

@@ -4,27 +4,313 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
-from pi2.arrays import I32
-from pi2.importing.activations import (
-    count_bands,
-    group_experts,
-    order_neurons,
-    read_counts,
-)
+from pi2.arrays import I32, I64
+from pi2.caches import check_regular, read_regular
+from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint
-from pi2.importing.quantizers.quantizer import Quantizer
+from pi2.importing.quantizers import Quantizer
+from pi2.plan.documents.common import Sampling
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import ScalesPlace
-from pi2.store.identity import describe_weights
-from pi2.store.manifest import Order
-from pi2.store.neuron_groups import keep_groups
+from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
+from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG, Order
+from pi2.store.reader import NeuronStore
+from pi2.store.tensors import DenseTensor, describe_weights, identify_weights
+from pi2.store.writer import keep_groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What can be converted when one more file is there."""
+
+    file: Path | None
+    """The file that comes; None for what lies in no file, such as zeros."""
+    layers: tuple[int, ...]
+    """Layers whose neurons lie in this file and in those before it."""
+    tensors: tuple[DenseTensor, ...]
+    done: tuple[Path, ...]
+    """Files that no later step needs."""
+
+
+def plan_steps(
+    files: Sequence[Path],
+    layers: Mapping[int, set[Path]],
+    tensors: Sequence[tuple[DenseTensor, set[Path]]],
+) -> list[Step]:
+    """A step for each of the ``files``, in their order, that what is left to convert needs.
+
+    ``layers`` and ``tensors``: what is left, with the files that each needs.
+    """
+    place = {file: number for number, file in enumerate(files)}
+
+    def find_last(needed: set[Path]) -> int:
+        return max((place[file] for file in needed if file in place), default=-1)
+
+    last_use: dict[Path, int] = {}
+    for needed in [*layers.values(), *(needed for _, needed in tensors)]:
+        last = find_last(needed)
+        for file in needed & place.keys():
+            last_use[file] = max(last_use.get(file, 0), last)
+    return [
+        Step(
+            file=file,
+            layers=tuple(n for n, needed in layers.items() if find_last(needed) == number),
+            tensors=tuple(item for item, needed in tensors if find_last(needed) == number),
+            done=tuple(other for other, last in last_use.items() if last == number),
+        )
+        for number, file in enumerate([None, *files], -1)
+        if file in last_use or file is None
+    ]
+
+
+def find_most_bytes(steps: Sequence[Step], sizes: Mapping[Path, int]) -> int:
+    """Most bytes of files that are there at the same time."""
+    held, most = 0, 0
+    for step in steps:
+        held += 0 if step.file is None else sizes[step.file]
+        most = max(most, held)
+        held -= sum(sizes[file] for file in step.done)
+    return most
+
+
+MODEL_NOTE, WEIGHTS_NOTE = "pi2.model", "pi2.weights"
+"""Keys beside the columns of counts: the model's name, and what tells its weights from others'."""
+EXPERT_BANDS = 32
+"""Bands of a layer within which the neurons of an expert lie together."""
+
+
+def note_identity(store: NeuronStore) -> dict[str, str]:
+    """What files of counts say of the store that they were counted with."""
+    return {
+        MODEL_NOTE: store.manifest.model.id,
+        WEIGHTS_NOTE: identify_weights(store.tensors),
+    }
+
+
+def read_counts(path: Path, layers: int, neurons: int) -> I64:
+    """Read a Parquet file with the columns layer, neuron, count: int64 [layers, neurons].
+
+    Raises `UserError` P540 if it is not such a file, or not of this model.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = ("layer", "neuron", "count")
+    try:
+        check_regular(path)
+        table = pq.read_table(path, columns=list(columns))
+        if any(table.column(name).null_count for name in columns):
+            raise ValueError("a value is missing")
+        layer, neuron, count = (table.column(name).cast(pa.int64()).to_numpy() for name in columns)
+    except FileNotFoundError:
+        raise UserError.of(
+            "P540",
+            f"no activation counts at {path}",
+            help="record them: `pi2 activations PLAN --text FILE -o STATS`",
+        ) from None
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise _bad_counts(path, reason) from None
+    if len(layer) != layers * neurons:
+        problem = f"{len(layer)} rows, not one for each of {layers} layers x {neurons} neurons"
+        raise _bad_counts(path, problem)
+    inside = (layer >= 0) & (layer < layers) & (neuron >= 0) & (neuron < neurons)
+    if not inside.all():
+        raise _bad_counts(path, f"a layer or neuron outside of {layers} x {neurons}")
+    place = layer * neurons + neuron
+    if len(np.unique(place)) != len(place):
+        raise _bad_counts(path, "a neuron that is listed twice")
+    if (count < 0).any():
+        raise _bad_counts(path, "a negative count")
+    counts = np.empty(layers * neurons, np.int64)
+    counts[place] = count
+    return counts.reshape(layers, neurons)
+
+
+def order_neurons(counts: I64) -> I32:
+    """Stored order int32 [layers, neurons]: most active first, equals as in the checkpoint."""
+    return np.argsort(-counts, axis=1, kind="stable").astype(np.int32)
+
+
+def check_experts(model: Model) -> None:
+    """`UserError` P524 if there is no order by expert of the neurons of ``model``."""
+    if model.moe is None:
+        raise UserError.of(
+            "P524",
+            f"{model.id!r} is not a mixture of experts: it has no order by expert",
+            help="leave the neurons in the order of hotness",
+        )
+
+
+def count_bands(model: Model) -> int:
+    """Bands of hotness in the order by expert: without predictors experts are needed as a whole,
+    and each lies in one stretch."""
+    return EXPERT_BANDS if model.predictor is not None else 1
+
+
+def group_experts(order: I32, ffn: int, bands: int = EXPERT_BANDS) -> I32:
+    """The stored order [neurons] of a mixture's layer by expert, from that by hotness.
+
+    In equal ``bands`` of hotness every expert's neurons (of the checkpoint: its number
+    times ``ffn`` and what follows) lie together, the most active first.  So what is hot comes first
+    to within a band, whatever a plan has room for, and what a token of few experts misses lies
+    closer together.  In one band the experts that are used most come first.
+    """
+    owners = order // ffn
+    if bands == 1:
+        places = np.bincount(owners, weights=np.arange(len(order)))
+        rank = np.argsort(np.argsort(places, kind="stable"), kind="stable")
+        return order[np.argsort(rank[owners], kind="stable")]
+    band = np.arange(len(order), dtype=np.int64) * bands // len(order)
+    return order[np.lexsort((owners, band))]
+
+
+def _bad_counts(path: Path, problem: str) -> UserError:
+    return UserError.of(
+        "P540",
+        f"{path} does not have the activation counts of this model: {problem}",
+        help="give a Parquet file with the columns layer, neuron and count",
+    )
+
+
+def read_extra_files(
+    source: Checkpoint,
+    model: Model,
+    activations: Path | None,
+    extras: Mapping[str, Path],
+) -> dict[str, bytes]:
+    """Contents of the small files that go into the store, by their path in it."""
+    name = model.tokenizer.file
+    if name != Path(name).name:
+        raise UserError.of(
+            "P543",
+            f"tokenizer.file is {name!r}: the tokenizer lies in the store's own folder",
+            help='set tokenizer.file = "tokenizer.json" in the model document',
+        )
+    optional = {
+        TOKENIZER_CONFIG: source.read_file(TOKENIZER_CONFIG),
+        CHAT_TEMPLATE: source.read_template(),
+    }
+    contents = {path: content for path, content in optional.items() if content is not None}
+    for label, template in source.list_templates().items():
+        contents[f"chat_template.{label}.jinja"] = template
+    paths = dict(extras)
+    if activations is not None:
+        paths["activations.parquet"] = activations
+    for path, file in paths.items():
+        contents[path] = _read_bytes(file)
+    if name not in contents:
+        found = source.read_tokenizer()
+        if found is None:
+            raise UserError.of(
+                "P543",
+                f"there is no {source.folder / name}",
+                help="put the model's tokenizer.json or tokenizer.model there, or give it with "
+                "--tokenizer",
+            )
+        contents[name] = found
+    file = source.folder / name if source.given_tokenizer is None else source.given_tokenizer[0]
+    _check_tokenizer(file, contents[name], model)
+    return contents
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return read_regular(file)
+    except OSError as error:
+        raise UserError.of("P543", f"cannot read {file}: {error.strerror}") from None
+
+
+def keep_old_notes(output: Path, notes: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The notes, and what stands in their place now, if it is something else."""
+    kept = dict(notes)
+    for path, content in notes.items():
+        try:
+            old = read_regular(output / path)
+        except OSError:
+            continue
+        if old != content:
+            kept[f"{path}.old"] = old
+    return kept
+
+
+def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:
+    """The tokenizer must work, and may not make tokens that the model lacks."""
+    try:
+        size = try_tokenizer(content).size
+    except TokenizerRefused as error:
+        raise UserError.of(
+            "P543",
+            f"cannot use the tokenizer {file}: {error}",
+            help="give another tokenizer.json with --tokenizer",
+        ) from None
+    if size > model.shape.vocab:
+        raise UserError.of(
+            "P543",
+            f"the tokenizer {file} has {size} tokens, the model only {model.shape.vocab}",
+            help="give the tokenizer that belongs to the model",
+        )
+
+
+FILE = "generation_config.json"
+_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_OF_GGUF = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""What metadata of GGUF files calls them."""
+
+
+def read_sampling(checkpoint: Checkpoint) -> Sampling | None:
+    """The sampling that the checkpoint's authors recommend; None where they recommend none, or say
+    it in a way that no plan can.
+
+    A temperature and its like do not count where ``do_sample`` is false.  Where it is absent they
+    do, as in vLLM, if the temperature is among them.
+    """
+    content = checkpoint.read_file(FILE)
+    if content is None:
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    is_drawn = found.get("do_sample")
+    if is_drawn is not True and (is_drawn is not None or found.get("temperature") is None):
+        return None
+    given: dict[str, Any] = {"temperature": 1.0}
+    given |= {key: found[key] for key in _KEYS if found.get(key) is not None}
+    for key in given:
+        if key != "top_k" and type(given[key]) is int:
+            given[key] = float(given[key])
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # how some write that all tokens count
+    try:
+        return Sampling.model_validate(given)
+    except ValidationError:
+        return None
+
+
+def make_generation_config(metadata: Mapping[str, Any]) -> bytes | None:
+    """``generation_config.json`` of a GGUF file's metadata; None if they recommend nothing."""
+    given = {name: metadata[key] for key, name in _OF_GGUF.items() if key in metadata}
+    # Numbers of single precision have more digits than people have written.
+    rounded = {key: round(v, 6) if isinstance(v, float) else v for key, v in given.items()}
+    return json.dumps({"do_sample": True, **rounded}).encode() if rounded else None
 
 
 def choose_order(model: Model, activations: Path | None) -> I32:

@@ -25,26 +25,24 @@ from pi2.importing.conversion_job import (
     describe_file,
     describe_files,
     describe_job,
+    find_most_bytes,
+    keep_old_notes,
     name_order,
+    plan_steps,
+    read_extra_files,
 )
-from pi2.importing.dense_rows import find_dense_rows
-from pi2.importing.expert_matrices import ExpertMatrices, is_by_expert
-from pi2.importing.ffn_rows import find_ffn_rows, read_factors
-from pi2.importing.powerinfer_predictors import list_predictor_files
-from pi2.importing.predictors import LayerPredictor, find_predictors
-from pi2.importing.quantizers.quantizer import Quantizer
+from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors
+from pi2.importing.predictors import LayerPredictor, find_predictors, list_predictor_files
+from pi2.importing.quantizers import Quantizer
 from pi2.importing.requirements import check_checkpoint
-from pi2.importing.rows import Rows, fill_name
-from pi2.importing.safetensors_file import SourceTensor
-from pi2.importing.shards import Shards, list_files
-from pi2.importing.small_files import keep_old_notes, read_extra_files
+from pi2.importing.rows import ExpertMatrices, Rows, fill_name, is_by_expert
+from pi2.importing.safetensors_file import Shards, SourceTensor, list_files
 from pi2.importing.state_rows import find_state_rows, list_vector_sources, read_state_vector
-from pi2.importing.steps import find_most_bytes, plan_steps
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import assemble_bundles
 from pi2.plan.weights.layout import GROUP, BundleLayout, Part, ScalesPlace, round_up
+from pi2.plan.weights.projections import is_state_kind
 from pi2.plan.weights.rounding import dequantize, quantize
-from pi2.plan.weights.tensor_names import is_state_kind
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision

@@ -2,21 +2,240 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F32, Raw
-from pi2.importing.cutoffs import find_cutoff
-from pi2.importing.ffn_rows import find_ffn_rows, name_part
-from pi2.importing.rows import Rows, fill_name, find_rows
+from pi2.arrays import F32, F64, I64, Raw
+from pi2.importing.rows import (
+    Rows,
+    fill_name,
+    find_rows,
+    make_ones,
+    make_same,
+    make_zeros,
+    take_expert,
+    turn_tensor,
+)
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.importing.virtual_tensor import make_ones, make_same, make_zeros
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.cutoffs import GATE_CUTOFF
-from pi2.plan.weights.projections import list_side_matrices
-from pi2.plan.weights.tensor_names import STREAM_IN, STREAM_OUT, split_mixer_kind
+from pi2.plan.weights.projections import (
+    GATE_CUTOFF,
+    STREAM_IN,
+    STREAM_OUT,
+    has_remainders,
+    list_cutoff_matrices,
+    list_side_matrices,
+    split_mixer_kind,
+)
+
+FFN_KEYS = frozenset({"gate", "up", "down", "gate_bias", "up_bias", "down_bias"})
+"""Keys of ``model.tensors`` that name parts of an FFN."""
+
+
+def is_stacked(model: Model, pattern: str) -> bool:
+    """Whether a name of the FFN is that of a tensor of all experts."""
+    return model.moe is not None and "{expert}" not in pattern
+
+
+def name_ffn_source(model: Model, key: str) -> str:
+    """Key of ``model.tensors`` that names the tensor with the part ``key`` of an FFN."""
+    names = model.tensors
+    if key in ("gate", "up") and names.fused_gate_up is not None:
+        return "fused_gate_up"
+    if key in ("gate_bias", "up_bias") and names.fused_gate_up_bias is not None:
+        return "fused_gate_up_bias"
+    return key
+
+
+def find_ffn_rows(
+    tensors: Mapping[str, SourceTensor], model: Model, key: str, layer: int, expert: int
+) -> Rows:
+    """Rows of a part of an FFN, one of `FFN_KEYS`, in a checkpoint that was checked; of ``down``
+    the columns."""
+    ffn, moe, names = model.shape.ffn, model.moe, model.tensors
+    if layer in model.ffn.absent_layers or (
+        moe is not None and moe.latent is not None and not model.has_router(layer)
+    ):
+        return Rows(tensor=_make_zeros(model, key, ffn))
+    if moe is not None and not model.has_router(layer):
+        total = moe.find_dense_width(layer, ffn)
+        source, first = name_part(names.fused_dense, f"dense_{key}", model, total)
+        tensor = tensors[fill_name(source, layer)]
+        return _take_part(tensor, model, key, total, expert, first)
+    if moe is not None and expert >= moe.experts + moe.shared_experts:
+        return Rows(tensor=_make_zeros(model, key, ffn))
+    if moe is not None and expert >= moe.experts:
+        total = moe.shared_ffn or moe.shared_experts * ffn
+        source, first = name_part(names.fused_shared, f"shared_{key}", model, total)
+        tensor = tensors[fill_name(source, layer)]
+        return _take_part(tensor, model, key, total, expert - moe.experts, first)
+    chosen = name_ffn_source(model, key)
+    pattern = getattr(names, chosen)
+    tensor = tensors[fill_name(pattern, layer, expert)]
+    is_turned = names.experts_turned and not key.endswith("bias")
+    if is_stacked(model, pattern):
+        tensor = take_expert(tensor, expert)
+    if moe is not None and is_turned:
+        tensor = turn_tensor(tensor)
+    return Rows(tensor=tensor, index=_choose_fused(model, key, chosen))
+
+
+def read_factors(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> F32:
+    """Weights of the norm of a layer's activations, float32 [neurons]."""
+    tensor = tensors[fill_name(model.tensors.ffn_sub_norm, layer)]
+    return tensor.read() + np.float32(model.norm.weight_offset)
+
+
+def _choose_fused(model: Model, key: str, source: str) -> I64 | None:
+    """Rows of gates or ups in a tensor that has both; None where it has nothing else."""
+    if source == key:
+        return None
+    ffn, is_up = model.shape.ffn, key.startswith("up")
+    if model.tensors.gate_up_order == "neighbours":
+        return np.arange(ffn) * 2 + is_up
+    return np.arange(ffn) + ffn * is_up
+
+
+def name_part(fused: str | None, name: str, model: Model, total: int) -> tuple[str, int]:
+    """Name of the tensor with a part of an FFN of ``total`` neurons, the key ``name`` of
+    ``model.tensors`` if gates and ups are not ``fused``; and the part's first row in it."""
+    if fused is None or name.endswith("_down"):
+        return str(getattr(model.tensors, name)), 0
+    return fused, total if name.endswith("_up") else 0
+
+
+def _take_part(
+    tensor: SourceTensor, model: Model, key: str, total: int, part: int, first: int = 0
+) -> Rows:
+    """Rows of the ``part``-th `shape.ffn` neurons of ``total``, the first of which has row
+    ``first``; zeros where there are not so many."""
+    ffn = model.shape.ffn
+    index = np.arange(min(part * ffn, total), min((part + 1) * ffn, total))
+    if not len(index):
+        return Rows(tensor=_make_zeros(model, key, ffn))
+    return Rows(tensor=tensor, index=index + first, missing=ffn - len(index))
+
+
+def _make_zeros(model: Model, key: str, count: int) -> SourceTensor:
+    hidden = model.neuron_width
+    if key.endswith("_bias"):
+        return make_zeros(hidden if key == "down_bias" else count)
+    return make_zeros(hidden, count) if key == "down" else make_zeros(count, hidden)
+
+
+_BLOCK = 4096
+"""Gates that are in memory at once."""
+
+
+class CutoffMaker:
+    """Makes the matrix when it is first asked for; several threads may ask."""
+
+    def __init__(self, gates: Rows, deviations: float, has_remainders: bool) -> None:
+        """``deviations``: how many of them the cutoff is above the mean of ``gates``.
+        ``has_remainders``: whether rows follow that have what fp16 leaves of the first."""
+        self._gates = gates
+        self._deviations = deviations
+        self._has_remainders = has_remainders
+        self._made: F32 | None = None
+        self._lock = threading.Lock()
+
+    def make(self) -> F32:
+        """The mean gate row, and rows whose products with an input are, as a vector, as long as
+        the deviations: float32 [1 + min(n, hidden), hidden], or twice as many rows."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._compute()
+            return self._made
+
+    def _compute(self) -> F32:
+        count = self._gates.count
+        mean, factor = _factor_products(self._gates)
+        scale = abs(self._deviations) / math.sqrt(count)
+        matrix = np.concatenate([mean[None], scale * factor])
+        if self._has_remainders:
+            matrix = np.concatenate([matrix, matrix - matrix.astype(np.float16)])
+        return matrix.astype(np.float32)
+
+
+def _factor_products(gates: Rows) -> tuple[F64, F64]:
+    """The mean [hidden] of ``gates``, and a matrix F [min(n, hidden), hidden] of which the product
+    F^T F is that of what is left of them without their mean.
+
+    The Cholesky factor of that product, summed up in float64, takes a small part of the time of a
+    QR decomposition, and is no less exact for the length of F u: the error of the product is some
+    1e-13 of its norm, and what is stored of F is float32 at best (docs/converting.md).
+    """
+    blocks = _list_blocks(gates.count)
+    shift = gates.read(*blocks[0]).mean(axis=0, dtype=np.float64)
+    if gates.count <= len(shift):
+        return _factor_rows(gates)
+    # About a point near the mean, products lose nothing when the mean is taken off.
+    sums = np.zeros(len(shift))
+    products = np.zeros((len(shift), len(shift)))
+    for block in blocks:
+        rows = gates.read(*block) - shift
+        sums += rows.sum(axis=0)
+        products += rows.T @ rows
+    rest = sums / gates.count
+    products -= gates.count * np.outer(rest, rest)
+    try:
+        factor: F64 = np.linalg.cholesky(products).astype(np.float64, copy=False)
+        return shift + rest, factor.T
+    except np.linalg.LinAlgError:
+        # Some input adds nothing to any gate, or the same to all.
+        return _factor_rows(gates)
+
+
+def _factor_rows(gates: Rows) -> tuple[F64, F64]:
+    """The same by QR decomposition, whatever the rank."""
+    blocks = _list_blocks(gates.count)
+    sums = [gates.read(*block).sum(axis=0, dtype=np.float64) for block in blocks]
+    mean: F64 = np.sum(sums, axis=0) / gates.count
+    factor = np.zeros((0, len(mean)))
+    for block in blocks:
+        # The triangle of all blocks so far, and the next block, have the triangle of both.
+        both = np.concatenate([factor, gates.read(*block) - mean])
+        # Types know results with both factors only.
+        triangle: Any = np.linalg.qr(both, "r")
+        factor = triangle
+    return mean, factor
+
+
+def _list_blocks(count: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CutoffTensor(SourceTensor):
+    maker: CutoffMaker
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return self.maker.make()[start:stop]
+
+    def widen(self, raw: Raw) -> F32:
+        return raw.astype(np.float32, copy=False)
+
+
+def find_cutoff(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> SourceTensor:
+    """The matrix of a layer whose gates have a cutoff."""
+    gates, deviations = find_ffn_rows(tensors, model, "gate", layer, 0), model.find_cutoff(layer)
+    assert deviations is not None
+    rows, _ = list_cutoff_matrices(model)[layer]
+    return _CutoffTensor(
+        file=gates.tensor.file,
+        name=gates.tensor.name,
+        dtype="F32",
+        shape=(rows, model.shape.hidden),
+        offset=0,
+        size_bytes=gates.size_bytes,
+        maker=CutoffMaker(gates, deviations, has_remainders(model)),
+    )
+
 
 _FUSED = {
     "qkv": ("query", "key", "value"),

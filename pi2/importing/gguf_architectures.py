@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from pi2.caches import show_path
 from pi2.importing.config import SPLIT_EXPERTS
-from pi2.importing.gguf_architecture import Architecture
-from pi2.importing.gguf_bitnet import read_bitnet
 from pi2.importing.gguf_decoders import (
+    Metadata,
+    complete_latent,
     complete_llama,
     complete_opt,
     read_cohere,
+    read_decoder,
     read_falcon,
     read_gpt_oss,
     read_llama,
@@ -20,14 +24,24 @@ from pi2.importing.gguf_decoders import (
     read_olmo2,
     read_opt,
 )
-from pi2.importing.gguf_gemma import read_gemma2, read_gemma3
-from pi2.importing.gguf_gemma3n import complete_gemma3n, read_gemma3n
-from pi2.importing.gguf_gemma4 import complete_gemma4, read_gemma4, scale_gemma4
-from pi2.importing.gguf_granite import read_granite, read_granite_hybrid
-from pi2.importing.gguf_latent import complete_latent
-from pi2.importing.gguf_llama4 import read_llama4
+from pi2.importing.gguf_families import (
+    complete_gemma3n,
+    complete_gemma4,
+    join_blocks,
+    read_bitnet,
+    read_gemma2,
+    read_gemma3,
+    read_gemma3n,
+    read_gemma4,
+    read_granite,
+    read_granite_hybrid,
+    read_llama4,
+    read_nemotron_hybrid,
+    scale_gemma4,
+)
 from pi2.importing.gguf_names import (
     BITNET,
+    DECODER,
     ERNIE_MIXTURE,
     FALCON,
     FALCON_40B,
@@ -60,8 +74,77 @@ from pi2.importing.gguf_names import (
     STARCODER2,
     Names,
 )
-from pi2.importing.gguf_nemotron import join_blocks, read_nemotron_hybrid
-from pi2.importing.gguf_states import list_kinds, read_lfm2, read_qwen_hybrid
+from pi2.importing.gguf_states import Scale, list_kinds, read_lfm2, read_qwen_hybrid, scale_llama3
+from pi2.importing.gguf_tokenizer import find_marks
+from pi2.importing.safetensors_file import SourceTensor
+
+Read = Callable[[Metadata, dict[str, Any], str], dict[str, Any]]
+"""Returns the keys that a family adds to a configuration, which has those of all families; the text
+is the activation of its FFNs.  Raises `UserError` P532 as `Metadata.read`."""
+Complete = Callable[[dict[str, Any], dict[str, SourceTensor]], None]
+"""Adds to a configuration what the tensors of a file tell, which are there by their names in the
+original, and may give them others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A family as GGUF files know it."""
+
+    model_type: str
+    """The family's name in ``config.json``."""
+    names: Names = field(default_factory=lambda: DECODER)
+    activation: str = "silu"
+    """Activation of the models of this family, which their files do not state."""
+    permutes: bool = False
+    """Whether rows of queries and keys are in the order of pairs that follow each other."""
+    norm_offset: float = 0.0
+    """Number that the file has added to the weights of norms."""
+    tiles_values: bool = False
+    """Whether value heads that share a key head are apart (`pi2.importing.gguf_states`)."""
+    settings: dict[str, object] = field(default_factory=dict)
+    """Further keys of the configuration, which files of this family do not state."""
+    read: Read = read_decoder
+    """What reads the configuration of this family."""
+    complete: Complete | None = None
+    """What adds that of it which tensors tell."""
+    scale: Scale = scale_llama3
+    """What says how divisors of frequencies scale positions."""
+
+
+def make_config(
+    metadata: Metadata, architecture: Architecture, *, vocab: int, tied: bool, sparse: bool
+) -> dict[str, Any]:
+    """The configuration.  ``vocab``: rows of the embedding table; ``tied``: there is no head;
+    ``sparse``: the file has predictors, so that its model computes ReLU."""
+    read, count = metadata.read, metadata.read_count
+    layers = count("{arch}.block_count")
+    later = read("{arch}.nextn_predict_layers", int, 0)
+    if 0 < later < layers:
+        layers -= later  # they draft, and are no part of the model
+    else:
+        later = 0
+    config: dict[str, Any] = {
+        "model_type": architecture.model_type,
+        "_name_or_path": read("general.name", str, show_path(Path(metadata.file.stem))),
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": later,
+        "hidden_size": count("{arch}.embedding_length"),
+        "num_attention_heads": count("{arch}.attention.head_count"),
+        "vocab_size": vocab,
+        "max_position_embeddings": count("{arch}.context_length"),
+        "tie_word_embeddings": tied,
+        **_read_tokens(metadata, vocab),
+    }
+    activation = "relu" if sparse else architecture.activation
+    # A setting of the family says what its files do not.
+    return config | architecture.read(metadata, config, activation) | architecture.settings
+
+
+def _read_tokens(metadata: Metadata, vocab: int) -> dict[str, Any]:
+    marks = find_marks(metadata.file, metadata.values, vocab)
+    begin = {} if marks.begin is None else {"bos_token_id": marks.begin}
+    return {"eos_token_id": list(marks.ends), **begin}
+
 
 ARCHITECTURES = {
     "llama": Architecture(

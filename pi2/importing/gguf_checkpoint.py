@@ -20,25 +20,36 @@ import numpy as np
 from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
-from pi2.importing.decoded_tensor import refuse_shape
-from pi2.importing.generation_config import make_generation_config
-from pi2.importing.gguf_architecture import Architecture
+from pi2.importing.conversion_job import make_generation_config
+from pi2.importing.decoded_tensor import PackedTensor, refuse_shape
 from pi2.importing.gguf_architectures import (
     ARCHITECTURES,
+    Architecture,
     choose_names,
     find_place,
+    make_config,
     name_in_file,
 )
-from pi2.importing.gguf_blocks import BlockType, check_block, decode_blocks, take_blocks
-from pi2.importing.gguf_config import make_config
-from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
-from pi2.importing.gguf_metadata import Metadata
+from pi2.importing.gguf_decoders import Metadata
+from pi2.importing.gguf_file import (
+    BlockType,
+    GgufEntry,
+    GgufFile,
+    check_block,
+    decode_blocks,
+    read_gguf,
+    take_blocks,
+)
 from pi2.importing.gguf_names import Names
-from pi2.importing.gguf_positions import POSITIONS, scale_positions
 from pi2.importing.gguf_statements import find_unread
-from pi2.importing.gguf_states import read_delta_heads, restore_mamba, restore_state
+from pi2.importing.gguf_states import (
+    POSITIONS,
+    read_delta_heads,
+    restore_mamba,
+    restore_state,
+    scale_positions,
+)
 from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
-from pi2.importing.packed_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision

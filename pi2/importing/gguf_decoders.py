@@ -1,16 +1,263 @@
 """What GGUF files of decoders state, under the names of configurations; and families that state
-little else."""
+little else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from pi2.importing.config import FUSED_ORDER, ROTATED_SHARE, TURN_FACTOR
-from pi2.importing.gguf_latent import read_latent, read_score_factor
-from pi2.importing.gguf_metadata import Metadata
-from pi2.importing.gguf_mixtures import read_experts
+import numpy as np
+
+from pi2.arrays import F32
+from pi2.diagnostics import UserError
+from pi2.importing.config import FUSED_ORDER, NORMALISED_EXPERTS, ROTATED_SHARE, TURN_FACTOR
+from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded, refuse_shape
 from pi2.importing.safetensors_file import SourceTensor
+
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+class Metadata:
+    """Metadata whose values are checked as they are read."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self.values = values
+        self.used = set[str]()
+        """Keys whose values somebody asked for."""
+        self.architecture: str = self.read("general.architecture", str)
+
+    def read(self, key: str, kind: type[object], default: Any = None) -> Any:
+        """Value of ``key``; ``{arch}`` in it stands for the architecture.
+
+        `UserError` P532 if it is missing without default, or of another type; a number for every
+        layer counts as one number if they are all equal.
+        """
+        key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
+        value: Any = self._take(key)
+        if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
+            if key.endswith((".head_count_kv", ".feed_forward_length")) and value.any():
+                # Layers that keep a state have no keys, and blocks that mix tokens no FFN.
+                value = value[value != 0]
+            if not (value == value[0]).all():
+                raise self.refuse(f"{key} differs between layers, which pi2 cannot compute")
+            value = value[0].item()
+        if value is None:
+            if default is None:
+                raise self.refuse(f"it does not state {key}")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise self.refuse(f"{key} is {value!r}, expected {kind.__name__}")
+        if isinstance(value, float):
+            if not abs(value) <= _MOST_FLOAT32:
+                raise self.refuse(f"{key} is {value!r}")
+            # Files have 32 bits of what people wrote in decimals: 1e-5 and not 9.99999975e-6.
+            value = float(str(np.float32(value)))
+        return value
+
+    def read_count(self, key: str, default: int | None = None) -> int:
+        """A whole number of 1 or more; raises as `read` does."""
+        count: int = self.read(key, int, default)
+        if count < 1:
+            name = key.replace("{arch}", self.architecture)
+            raise self.refuse(f"{name} is {count}, expected 1 or more")
+        return count
+
+    def read_counts(self, key: str, layers: int) -> list[int]:
+        """A whole number of 1 or more for each of ``layers`` layers, of which a file states one or
+        all; raises as `read_flags` and `read_count` do."""
+        value = self._take(key.replace("{arch}", self.architecture))
+        if not isinstance(value, np.ndarray | list):
+            return [self.read_count(key)] * layers
+        counts = np.asarray(value)
+        is_whole = counts.ndim == 1 and counts.dtype.kind in "iu" and len(counts) >= layers
+        if not is_whole or not (counts[:layers] >= 1).all():
+            raise self.refuse(f"{key} is no list of {layers} numbers of 1 or more")
+        return [int(count) for count in counts[:layers]]
+
+    def read_flags(self, key: str, layers: int) -> list[bool] | None:
+        """One flag for each of ``layers`` layers; None where ``key`` is not stated, or is no list.
+
+        `UserError` P532 for a list of another length, or of text.
+        """
+        value = self._take(key.replace("{arch}", self.architecture))
+        if not isinstance(value, np.ndarray | list):
+            return None
+        if len(value) < layers:
+            raise self.refuse(f"{key} is a list of {len(value)}, expected one of {layers}")
+        if np.asarray(value[:layers]).dtype.kind not in "biu":
+            raise self.refuse(f"{key} is a list of {value[0]!r} and the like, expected flags")
+        return [bool(flag) for flag in value[:layers]]
+
+    def read_numbers(self, key: str, layers: int) -> list[float] | None:
+        """One number for each of ``layers`` layers; None where ``key`` is not stated.
+
+        `UserError` P532 for what is no list of numbers, or one of another length.
+        """
+        if not self.has(key):
+            return None
+        value = self._take(key.replace("{arch}", self.architecture))
+        numbers = np.asarray(value)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iuf" or len(numbers) < layers:
+            raise self.refuse(f"{key} is not a list of {layers} numbers")
+        return [float(number) for number in numbers[:layers]]
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` is stated."""
+        return key.replace("{arch}", self.architecture) in self.values
+
+    def _take(self, key: str) -> Any:
+        self.used.add(key)
+        return self.values.get(key)
+
+    def refuse(self, problem: str) -> UserError:
+        return UserError.of(
+            "P532",
+            f"cannot read {self.file}: {problem}",
+            help="export the file again, or convert the original checkpoint",
+        )
+
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "expert_count": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
+    "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+    "leading_dense_block_count": (
+        "first_k_dense_replace",
+        "moe_layer_start_index",
+        "num_dense_layers",
+    ),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_weights_norm": ("norm_topk_prob", NORMALISED_EXPERTS),
+}
+"""What families call the number that a file states under a key."""
+_ABSENT: dict[str, int | float | bool] = {
+    "expert_shared_count": 0,
+    "leading_dense_block_count": 0,
+    "interleave_moe_layer_step": 1,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "expert_weights_scale": 1.0,
+    "expert_weights_norm": False,
+}
+"""What counts where a file does not state a key."""
+
+
+def read_experts(metadata: Metadata, ffn: int) -> dict[str, Any]:
+    """Numbers and sizes of experts; ``ffn``: the size of dense layers.
+
+    Raises `UserError` P532 as `Metadata.read`.
+    """
+    read = metadata.read
+    config: dict[str, Any] = {}
+    for key, names in _NAMES.items():
+        default = _ABSENT.get(key)
+        kind = int if default is None else type(default)
+        value = read(f"{{arch}}.{key}", kind, default)
+        config |= dict.fromkeys(names, value)
+    shared = read("{arch}.expert_shared_feed_forward_length", int, 0)
+    return config | {
+        "moe_intermediate_size": read("{arch}.expert_feed_forward_length", int, ffn),
+        "shared_expert_intermediate_size": shared,
+        "shared_intermediate_size": shared,
+    }
+
+
+_KEYS, _VALUES, _JOINED = (f".self_attn.{name}_proj.weight" for name in ("k_b", "v_b", "kv_b"))
+
+
+def read_latent(metadata: Metadata, rotated: int) -> dict[str, Any]:
+    """Sizes of latent attention; ``rotated``: elements of a key that positions turn.
+
+    Raises `UserError` P532 as `Metadata.read`.
+    """
+    read = metadata.read
+    # Where keys are kept as a whole, the newer keys are not there.
+    key = read("{arch}.attention.key_length_mla", int, 0)
+    key = key or metadata.read_count("{arch}.attention.key_length")
+    value = read("{arch}.attention.value_length_mla", int, 0)
+    value = value or metadata.read_count("{arch}.attention.value_length")
+    rank = read("{arch}.attention.q_lora_rank", int, 0)
+    return {
+        "kv_lora_rank": metadata.read_count("{arch}.attention.kv_lora_rank"),
+        "q_lora_rank": rank or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+    }
+
+
+def read_score_factor(metadata: Metadata) -> dict[str, Any]:
+    """What scaled positions multiply scores with; files have a tenth of it, and not what sines and
+    cosines are multiplied with, which DeepSeek's configurations make 1."""
+    if not metadata.has("{arch}.rope.scaling.yarn_log_multiplier"):
+        return {}
+    tenth = metadata.read("{arch}.rope.scaling.yarn_log_multiplier", float)
+    return dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JoinedHeads(DecodedTensor):
+    """The matrix of keys and values [heads (plain + value), rank]."""
+
+    keys: SourceTensor
+    """Those of one head after the other, turned [heads rank, plain]."""
+    values: SourceTensor
+    """Those of one head after the other [heads value, rank]."""
+
+    def decode(self, start: int, stop: int) -> F32:
+        plain, rank = self.keys.shape[1], self.shape[1]
+        heads = self.keys.shape[0] // rank
+        each, value = self.shape[0] // heads, self.values.shape[0] // heads
+        first, last = start // each, -(-stop // each)
+        joined = np.empty((last - first, each, rank), np.float32)
+        turned = self.keys.read(first * rank, last * rank).reshape(-1, rank, plain)
+        joined[:, :plain] = turned.swapaxes(1, 2)
+        joined[:, plain:] = self.values.read(first * value, last * value).reshape(-1, value, rank)
+        return joined.reshape(-1, rank)[start - first * each : stop - first * each]
+
+
+def join_heads(tensors: dict[str, SourceTensor]) -> None:
+    """Put the matrices of keys and values together that ``tensors`` have apart.
+
+    Raises `UserError` P534 for shapes that do not belong together; where one of two is missing, the
+    joined one is, which is said later.
+    """
+    for name in [name for name in tensors if name.endswith(_KEYS)]:
+        keys, values = tensors[name], tensors.get(name.replace(_KEYS, _VALUES))
+        if values is None:
+            continue
+        if len(keys.shape) != 3:
+            raise refuse_shape(keys, (0, *values.shape[1:]))
+        heads, rank, plain = keys.shape
+        value = values.shape[1] if len(values.shape) == 3 else 0
+        if values.shape != (heads, value, rank):
+            raise refuse_shape(values, (heads, value, rank))
+        del tensors[name], tensors[name.replace(_KEYS, _VALUES)]
+        joined = name.replace(_KEYS, _JOINED)
+        tensors[joined] = _JoinedHeads(
+            **describe_decoded(joined, (heads * (plain + value), rank), keys, values),
+            keys=replace(keys, shape=(heads * rank, plain)),
+            values=replace(values, shape=(heads * value, rank)),
+        )
+
+
+def complete_latent(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
+    """Put matrices together, and state how experts are chosen.  Raises as `join_heads`."""
+    join_heads(tensors)
+    # Files of GLM 4.7 Flash do not say how they route; only sigmoids have this bias.
+    if any(name.endswith(".e_score_correction_bias") for name in tensors):
+        config["model_type"] = "deepseek_v3"
+    elif config.get("n_group", 1) > 1:
+        config["topk_method"] = "group_limited_greedy"
 
 
 def read_decoder(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pi2.importing.gguf_bitnet import BITNET_NAMES
-from pi2.importing.gguf_gemma3n import GEMMA3N_NAMES
-from pi2.importing.gguf_gemma4 import GEMMA4_NAMES
-from pi2.importing.gguf_llama4 import LLAMA4_NAMES
-from pi2.importing.gguf_nemotron import NEMOTRON_HYBRID_NAMES
+from pi2.importing.gguf_families import (
+    BITNET_NAMES,
+    GEMMA3N_NAMES,
+    GEMMA4_NAMES,
+    LLAMA4_NAMES,
+    NEMOTRON_HYBRID_NAMES,
+)
 from pi2.importing.gguf_states import MAMBA_NAMES, STATE_NAMES
 
 _LAYER = "model.layers.{layer}"

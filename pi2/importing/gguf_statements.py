@@ -14,7 +14,7 @@ import numpy as np
 
 from pi2.diagnostics import Diagnostic
 from pi2.importing.config import ACTIVATIONS
-from pi2.importing.gguf_metadata import Metadata
+from pi2.importing.gguf_decoders import Metadata
 from pi2.plan.documents.model import Model
 
 _HARMLESS = frozenset(

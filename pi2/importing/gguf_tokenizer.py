@@ -10,18 +10,105 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
 from pi2.importing.text_cuts import CUTS, Cut, write_expression
-from pi2.importing.token_marks import BYTE, CONTROL, OWN, UNKNOWN, TokenMarks, read_marks
 from pi2.sandbox.tokenizer import TokenizerRefused, call_library
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+ORDINARY, UNKNOWN, CONTROL, OWN, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Kinds of tokens: ``tokenizer.ggml.token_type``."""
+
+_ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>"),
+        *("[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
+        *("<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+    )
+)
+"""Texts of tokens that end an answer."""
+_ROLES: Mapping[str, tuple[str, ...]] = {
+    "fim_pre": (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
+        *("<|code_prefix|>", "<|prefix|>"),
+    ),
+    "fim_suf": (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
+        *("<|code_suffix|>", "<|suffix|>"),
+    ),
+    "fim_mid": (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
+        *("<|code_middle|>", "<|middle|>"),
+    ),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Tokens of code that is filled in, by their keys in a file; a key goes before a text."""
+_OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+_DEFAULTS = {"llama": {"bos": 1, "eos": 2}, "t5": {"eos": 1}}
+"""Begin and end tokens where a file names none, by its kind of tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMarks:
+    """What the tokens of a file are for."""
+
+    kinds: tuple[int, ...]
+    """The kind of each token."""
+    begin: int | None
+    ends: tuple[int, ...]
+    """Tokens after which an answer is over, the file's own end token first."""
+
+
+def read_marks(
+    metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+) -> TokenMarks:
+    """The marks among ``tokens`` of the ``kinds`` that the file states."""
+    numbers = {text: number for number, text in enumerate(tokens)}
+    found = list(kinds)
+
+    def read(role: str) -> int | None:
+        default = _DEFAULTS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
+        for name in (role, _OLD_KEYS.get(role, role)):
+            number = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+            if type(number) is int and 0 <= number < len(tokens):
+                return number
+        return None
+
+    named = [read(role) for role in ("eos", "eot", "eom")]
+    ends = {number: None for number in named if number is not None}
+    for role, texts in _ROLES.items():
+        number = read(role)
+        if number is None:
+            number = next((numbers[text] for text in texts if text in numbers), None)
+            if number is not None:
+                found[number] = CONTROL
+        if number is not None and role in ("fim_pad", "fim_rep", "fim_sep"):
+            ends[number] = None
+    for number in sorted(numbers[text] for text in _ENDS & numbers.keys()):
+        found[number] = CONTROL
+        ends[number] = None
+    known = {tokens[number] for number in ends}
+    calls = known & {"<|call|>", "<|calls|>"}
+    if "<|end|>" in known and calls and known & {"<|return|>", "<|flush|>"}:
+        # gpt-oss and Solar end each message with it, and the answer with others.
+        ends.pop(numbers["<|end|>"])
+    if "</s>" in known and known & {"<|tool_response>", "<|plamo:eos|>"}:
+        found[numbers["</s>"]] = ORDINARY
+        ends.pop(numbers["</s>"])
+    return TokenMarks(tuple(found), read("bos"), tuple(ends))
+
 
 _SPACE = "\u2581"
 """The character that SentencePiece writes for a space."""
@@ -351,3 +438,125 @@ def _refuse(file: Path, problem: str) -> UserError:
     return UserError.of(
         "P543", f"no tokenizer can be made from {file}: {problem}", help=_HELP, file=str(file)
     )
+
+
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_BYTE_PAIRS = 2
+"""Kind of a model that merges pairs; 1 is one of which the likeliest division counts."""
+_ORDINARY, _CONTROL, _OWN = 1, 3, 4
+_MOST_VARINT_BYTES = 10
+
+Value = int | float | bytes
+
+
+def convert_sentence_piece(file: Path, content: bytes, config: Mapping[str, Any]) -> bytes:
+    """``content`` of ``file`` as ``tokenizer.json``; ``config`` is ``tokenizer_config.json``.
+
+    `UserError` P543 if it is no such file, or of a kind that is unknown.
+    """
+    try:
+        metadata = _describe(content, config)
+    except (ValueError, struct.error, UnicodeDecodeError, IndexError) as error:
+        raise UserError.of(
+            "P543",
+            f"cannot read the tokenizer {file}: {error}",
+            help="give the model's tokenizer.json with --tokenizer",
+        ) from None
+    return make_tokenizer(file, metadata)
+
+
+def _describe(content: bytes, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata that `make_tokenizer` reads, by the names that GGUF files have for it."""
+    pieces, trainer, normalizer = [], {}, {}
+    for field, value in _read_fields(content):
+        if field == _PIECES:
+            pieces.append(dict(_read_fields(_expect_bytes(value))))
+        elif field == _TRAINER:
+            trainer = dict(_read_fields(_expect_bytes(value)))
+        elif field == _NORMALIZER:
+            normalizer = dict(_read_fields(_expect_bytes(value)))
+    if not pieces or not trainer or not normalizer:
+        raise ValueError("it is cut off")
+    tokens = [_expect_bytes(piece[1]).decode() for piece in pieces]
+    scores = [float(piece.get(2, 0.0)) for piece in pieces]
+    kinds = [int(piece.get(3, _ORDINARY)) for piece in pieces]
+    kind = trainer.get(3, 1)
+    if kind not in (1, _BYTE_PAIRS):
+        raise ValueError(f"its kind of model, {kind!r}, is unknown")
+    for token, special in _list_added(config, len(tokens)):
+        tokens.append(token)
+        scores.append(0.0)
+        kinds.append(_CONTROL if special else _OWN)
+    begin = trainer.get(41, 1)
+    return {
+        "tokenizer.ggml.model": "llama" if kind == _BYTE_PAIRS else "t5",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.precompiled_charsmap": normalizer.get(2, b""),
+        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
+        "tokenizer.ggml.remove_extra_whitespaces": bool(normalizer.get(4, 1)),
+        "tokenizer.ggml.bos_token_id": begin,
+        "tokenizer.ggml.add_bos_token": bool(config.get("add_bos_token", kind == _BYTE_PAIRS)),
+    }
+
+
+def _list_added(config: Mapping[str, Any], count: int) -> Iterator[tuple[str, bool]]:
+    """Tokens after the first ``count``, and whether they are special."""
+    stated = config.get("added_tokens_decoder")
+    added = stated if isinstance(stated, dict) else {}
+    while isinstance(token := added.get(str(count)), dict):
+        yield str(token.get("content", "")), token.get("special") is True
+        count += 1
+
+
+def _read_fields(content: bytes) -> Iterator[tuple[int, Value]]:
+    """Numbers and values of a message's fields; `ValueError` if it is none."""
+    place = 0
+    while place < len(content):
+        key, place = _read_varint(content, place)
+        field, kind = key >> 3, key & 7
+        if kind == 0:
+            value, place = _read_varint(content, place)
+            yield field, value
+            continue
+        if kind == 2:
+            size, place = _read_varint(content, place)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            raise ValueError("it is no SentencePiece model")
+        part = content[place : place + size]
+        if len(part) != size:
+            raise ValueError("it is cut off")
+        place += size
+        yield field, struct.unpack("<f", part)[0] if kind == 5 else part
+
+
+def _read_varint(content: bytes, place: int) -> tuple[int, int]:
+    number = 0
+    for shift in range(_MOST_VARINT_BYTES):
+        if place >= len(content):
+            raise ValueError("it is cut off")
+        byte = content[place]
+        place += 1
+        number |= (byte & 127) << (7 * shift)
+        if byte < 128:
+            return number, place
+    raise ValueError("it is no SentencePiece model")
+
+
+def _expect_bytes(value: Value) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("it is no SentencePiece model")
+    return value
+
+
+def parse_config(content: bytes | None) -> dict[str, Any]:
+    """Values of ``tokenizer_config.json``; empty if there is none, or if it is broken, which is
+    said elsewhere."""
+    try:
+        values = json.loads(content or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

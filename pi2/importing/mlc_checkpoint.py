@@ -7,17 +7,277 @@ and experts of a layer lie one after another.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from pi2.arrays import F16, F32, I8, U8, Raw
+from pi2.caches import open_stream
 from pi2.diagnostics import UserError
-from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, read_json
-from pi2.importing.mlc_shards import Record, list_records
-from pi2.importing.mlc_tensor import PLAIN, MlcTensor
+from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, check_place, read_json
+from pi2.importing.decoded_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.weights.rounding import pack_codes
+
+STORAGE = {
+    "float16": "<f2",
+    "float32": "<f4",
+    "bfloat16": "<u2",
+    "uint32": "<u4",
+    "uint16": "<u2",
+    "uint8": "|u1",
+    "int8": "|i1",
+    "int32": "<i4",
+}
+"""Names that numpy has for the list's types."""
+_READ_BYTES = 2**22
+
+
+class Shard:
+    """A file of tensors; it is compared with its MD5 sum when it is first read."""
+
+    def __init__(self, file: Path, size_bytes: int, md5: str | None) -> None:
+        self.file = file
+        self.size_bytes = size_bytes
+        self._md5 = md5
+        self._lock = threading.Lock()
+
+    def check(self, tensor: str) -> None:
+        """`UserError` P532, naming ``tensor``, if the file is not what the list says."""
+        with self._lock:
+            if self._md5 is None:
+                return
+            digest = hashlib.md5(usedforsecurity=False)
+            try:
+                with open_stream(self.file) as file:
+                    while piece := file.read(_READ_BYTES):
+                        digest.update(piece)
+            except OSError as error:
+                raise _bad_file(self.file, error.strerror or str(error)) from None
+            if digest.hexdigest() != self._md5:
+                raise _bad_file(
+                    self.file, f"its MD5 sum is not the listed one; it holds tensor {tensor!r}"
+                )
+            self._md5 = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A tensor of the list and the place of its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Type of the tensor as the list states it."""
+    storage: str
+    """The type that is in the file: ``bfloat16`` where float32 was shortened."""
+    shard: Shard
+    offset: int
+    size_bytes: int
+
+
+def list_records(folder: Path, index: Path) -> dict[str, Record]:
+    """Tensors of all shards by name; raises as `pi2.importing.mlc_checkpoint.open_mlc`."""
+    shards = read_json(index).get("records")
+    if not isinstance(shards, list) or not shards:
+        raise _bad_file(index, "it has no records")
+    found: dict[str, Record] = {}
+    for number, entry in enumerate(shards):
+        shard = _open_shard(folder, index, number, entry)
+        end, before = 0, ""
+        records = [_read_record(index, shard, record) for record in entry["records"]]
+        for record in sorted(records, key=lambda record: record.offset):
+            if record.name in found:
+                raise UserError.of("P536", f"{index} has tensor {record.name!r} twice")
+            if record.offset < end:
+                raise _bad_file(
+                    index, f"the tensors {before!r} and {record.name!r} overlap in {shard.file}"
+                )
+            end, before = record.offset + record.size_bytes, record.name
+            if end > shard.size_bytes:
+                raise _bad_file(
+                    shard.file,
+                    f"it is cut: {shard.size_bytes} bytes, but tensor {before!r} ends at {end}",
+                )
+            found[record.name] = record
+    return found
+
+
+def _open_shard(folder: Path, index: Path, number: int, entry: Any) -> Shard:
+    try:
+        name, size, inner = entry["dataPath"], entry["nbytes"], entry["records"]
+        kind, md5 = entry.get("format", "raw-shard"), entry.get("md5sum")
+        fits = isinstance(name, str) and type(size) is int and isinstance(inner, list)
+        if not fits or kind != "raw-shard" or not isinstance(md5, str | None):
+            raise TypeError
+    except (KeyError, TypeError, AttributeError):
+        raise _bad_file(index, f"the entry of shard {number} is malformed") from None
+    if name != Path(name).name or name in ("", ".", ".."):
+        raise UserError.of(
+            "P538",
+            f"the list puts tensors into {name!r}, which is not a file name",
+            help="shards must lie in the folder itself",
+            file=str(index),
+        )
+    tensor = _name_first(inner)
+    file = folder / name
+    try:
+        found = check_place(folder, file).st_size
+    except FileNotFoundError:
+        raise UserError.of(
+            "P533",
+            f"there is no {file}, which should hold tensor {tensor!r}",
+            help="download the folder again",
+        ) from None
+    except OSError as error:
+        raise _bad_file(file, error.strerror or str(error)) from None
+    if found != size:
+        problem = "it is cut" if found < size else "it is not the listed file"
+        raise _bad_file(file, f"{problem}: {found} bytes, not {size}; it holds tensor {tensor!r}")
+    return Shard(file, size, md5)
+
+
+def _read_record(index: Path, shard: Shard, entry: Any) -> Record:
+    try:
+        name, shape, dtype = entry["name"], entry["shape"], entry["dtype"]
+        size, offset, kind = entry["nbytes"], entry["byteOffset"], entry.get("format", "raw")
+        numbers = [*shape, size, offset]
+        if not isinstance(name, str) or not all(type(number) is int for number in numbers):
+            raise TypeError
+    except (KeyError, TypeError, AttributeError):
+        label = _name_first([entry])
+        problem = f"the entry of tensor {label!r} in {shard.file.name} is malformed"
+        raise _bad_file(index, problem) from None
+    storage = "bfloat16" if kind == "f32-to-bf16" and dtype == "float32" else dtype
+    if storage not in STORAGE:
+        raise UserError.of(
+            "P535",
+            f"tensor {name!r} in {shard.file} has the type {dtype}",
+            help=f"convert it to one of {', '.join(STORAGE)}",
+        )
+    if not shape or min(numbers) < 0:
+        raise _bad_file(index, f"tensor {name!r} has a negative size, or none")
+    if math.prod(shape) * np.dtype(STORAGE[storage]).itemsize != size:
+        raise _bad_file(index, f"tensor {name!r} has not the bytes that its shape needs")
+    return Record(
+        name=name,
+        shape=tuple(shape),
+        dtype=dtype,
+        storage=storage,
+        shard=shard,
+        offset=offset,
+        size_bytes=size,
+    )
+
+
+def _name_first(records: list[Any]) -> str:
+    """Name of the first tensor of a list that may be malformed."""
+    first = records[0] if records else None
+    return str(first.get("name", "?")) if isinstance(first, dict) else "?"
+
+
+def _bad_file(path: Path, problem: str) -> UserError:
+    return UserError.of(
+        "P532", f"cannot read {path}: {problem}", help="download or export the folder again"
+    )
+
+
+PLAIN = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}
+"""What safetensors files call the types."""
+_ZERO = 7
+"""The nibble that stands for 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlcTensor(PackedTensor):
+    """A tensor; ``name`` is what MLC-LLM calls it, that of the nibbles if it is quantised."""
+
+    shard: Shard
+    scales: Record | None
+    scales_skip: int = 0
+    """Bytes of scales before those of the first row."""
+
+    def take_rows(self, first: int, count: int) -> MlcTensor:
+        """The tensor that ``count`` rows from ``first`` on make."""
+        columns = math.prod(self.shape[1:])
+        skip = 0 if self.scales is None else first * columns // GROUP * self._scale_bytes()
+        weights = first * columns // 2
+        if self.scales is None:
+            weights = first * columns * np.dtype(self.check_type()).itemsize
+        return replace(
+            self,
+            shape=(count, *self.shape[1:]),
+            offset=self.offset + weights,
+            scales_skip=self.scales_skip + skip,
+            size_bytes=self.size_bytes * count // max(1, self.shape[0]),
+        )
+
+    def check_type(self) -> str:
+        return SourceTensor.check_type(self) if self.scales is None else "|u1"
+
+    def _read_stored(self, start: int, stop: int) -> Raw:
+        self.shard.check(self.name)
+        columns, count = math.prod(self.shape[1:]), stop - start
+        if self.scales is None:
+            storage = self.check_type()
+            skip = start * columns * np.dtype(storage).itemsize
+            flat = self.read_flat(self.offset + skip, count * columns, storage)
+            return flat.reshape(count, *self.shape[1:])
+        self.scales.shard.check(self.scales.name)
+        weight_bytes, scale_bytes = columns // 2, columns // GROUP * self._scale_bytes()
+        rows = np.empty((count, weight_bytes + scale_bytes), np.uint8)
+        words = self.read_flat(self.offset + start * weight_bytes, count * weight_bytes, "|u1")
+        rows[:, :weight_bytes] = words.reshape(count, weight_bytes)
+        beside = replace(self, file=self.scales.shard.file, name=self.scales.name)
+        skip = self.scales.offset + self.scales_skip + start * scale_bytes
+        scales = beside.read_flat(skip, count * scale_bytes, "|u1")
+        rows[:, weight_bytes:] = scales.reshape(count, scale_bytes)
+        return rows
+
+    def _decode(self, raw: U8) -> F32:
+        codes, scales = self._split(raw)
+        count, length = codes.shape
+        values = codes.reshape(count, length // GROUP, GROUP).astype(np.float32)
+        values *= scales.astype(np.float32)[:, :, None]
+        if scales.dtype == np.float16:
+            # A product of two fp16 numbers is exact in fp32: rounded once, as in fp16.
+            with np.errstate(over="ignore"):
+                values = values.astype(np.float16).astype(np.float32)
+        return values.reshape(count, length)
+
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        if self.scales is None or precision != "int4" or raw.dtype != np.uint8:
+            return None
+        codes, scales = self._split(raw.view(np.uint8))
+        if scales.dtype != np.float16 or codes.max() > _ZERO or not np.isfinite(scales).all():
+            return None
+        return pack_codes(codes, precision), scales.astype(np.float16, copy=False)
+
+    def _scale_bytes(self) -> int:
+        assert self.scales is not None
+        return np.dtype(STORAGE[self.scales.dtype]).itemsize
+
+    def _split(self, raw: U8) -> tuple[I8, npt.NDArray[np.float16 | np.float32]]:
+        """Codes int8 [n, length] and scales [n, length / 32] of rows of bytes."""
+        assert self.scales is not None
+        weight_bytes = math.prod(self.shape[1:]) // 2
+        nibbles = raw[:, :weight_bytes]
+        codes = np.empty((len(raw), weight_bytes, 2), np.int8)
+        codes[:, :, 0] = nibbles & np.uint8(15)
+        codes[:, :, 1] = nibbles >> np.uint8(4)
+        codes -= np.int8(_ZERO)
+        scales = np.ascontiguousarray(raw[:, weight_bytes:]).view(STORAGE[self.scales.dtype])
+        return codes.reshape(len(raw), -1), scales
+
 
 INDEXES = ("tensor-cache.json", "ndarray-cache.json")
 QUANTIZED = frozenset({"q4f16_1", "q4f32_1"})

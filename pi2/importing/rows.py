@@ -1,21 +1,220 @@
 """Which rows of a checkpoint's tensors become which tensor of the store, and in which order.
 
 A checkpoint may keep query, key and value (or gate and up) in one tensor, and pairs of elements
-that are rotated together elsewhere than a store does (`pi2.plan.weights.tensor_names`).  Here both
+that are rotated together elsewhere than a store does (`pi2.plan.weights.projections`).  Here both
 are numbers of rows, so that weights are still read and quantised piece by piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F32, I64, Raw
+from pi2.arrays import F16, F32, I32, I64, U8, Raw
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.importing.virtual_tensor import fill_heads
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.layout import Precision
+
+_KEPT_EXPERTS = 2 * (os.cpu_count() or 1) + 2
+"""Experts that pieces which are packed at the same time may need."""
+
+
+class ExpertMatrices:
+    """Reads an expert's matrices when the first of its neurons is packed, and forgets those that
+    were not asked for lately; several threads may ask."""
+
+    def __init__(self, read: Callable[[int], list[Raw]]) -> None:
+        self._read = read
+        self._kept: OrderedDict[int, Future[list[Raw]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getitem__(self, expert: int) -> list[Raw]:
+        """Matrices of ``expert``; raises what reading them raises."""
+        with self._lock:
+            found = self._kept.get(expert)
+            is_mine = found is None
+            if found is None:
+                found = self._kept[expert] = Future()
+            self._kept.move_to_end(expert)
+            while len(self._kept) > _KEPT_EXPERTS:
+                self._kept.popitem(last=False)
+        if is_mine:
+            try:
+                found.set_result(self._read(expert))
+            except BaseException as error:
+                found.set_exception(error)
+        return found.result()
+
+
+def is_by_expert(order: I32, neurons: int) -> bool:
+    """Whether the neurons of an expert, ``neurons`` of each, follow each other in ``order``."""
+    owners = order // neurons
+    return bool((owners[1:] >= owners[:-1]).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTensor(SourceTensor):
+    """What a tensor of all experts, [experts, ...], has of one of them; ``offset`` means nothing
+    here."""
+
+    whole: SourceTensor
+    expert: int
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        found: Raw = self.whole.read_raw(self.expert, self.expert + 1)[0]
+        return found[start:stop]
+
+    def widen(self, raw: Raw) -> F32:
+        return self.whole.widen(raw)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.whole.is_mxfp4
+
+
+def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
+    """The part of ``expert`` of a tensor of all experts."""
+    return ExpertTensor(
+        file=whole.file,
+        name=f"{whole.name}[{expert}]",
+        dtype=whole.dtype,
+        shape=whole.shape[1:],
+        offset=0,
+        size_bytes=whole.size_bytes // whole.shape[0],
+        whole=whole,
+        expert=expert,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedTensor(SourceTensor):
+    """A matrix that the file has turned; ``offset`` means nothing here."""
+
+    stored: SourceTensor
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return self.stored.read_turned()[start:stop]
+
+    def read_turned(self) -> Raw:
+        return self.stored.read_raw()
+
+    def widen(self, raw: Raw) -> F32:
+        return self.stored.widen(raw)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.stored.is_mxfp4
+
+
+def turn_tensor(stored: SourceTensor) -> SourceTensor:
+    """The transpose of a matrix."""
+    return TurnedTensor(
+        file=stored.file,
+        name=stored.name,
+        dtype=stored.dtype,
+        shape=stored.shape[::-1],
+        offset=0,
+        size_bytes=stored.size_bytes,
+        stored=stored,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsTensor(SourceTensor):
+    """Rows or columns of heads, each of which zeros follow; ``offset`` means nothing here."""
+
+    stored: SourceTensor
+    heads: int
+    by_columns: bool
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        """Rows ``start`` to ``stop`` in float32."""
+        axis = 1 if self.by_columns else 0
+        count, size = self.stored.shape[axis] // self.heads, self.shape[axis] // self.heads
+        if self.by_columns:
+            rows = self.stored.read(start, stop).reshape((-1, self.heads, count))
+            filled = np.zeros((len(rows), self.heads, size), np.float32)
+            filled[..., :count] = rows
+            return filled.reshape((len(rows), -1))
+        places = np.arange(self.shape[0])[start:stop]
+        found = np.zeros((len(places), *self.shape[1:]), np.float32)
+        is_there = places % size < count
+        if is_there.any():
+            wanted = places[is_there] // size * count + places[is_there] % size
+            first = int(wanted[0])
+            rows = self.stored.read(first, int(wanted[-1]) + 1)
+            found[is_there] = rows[wanted - first]
+        return found
+
+
+def fill_heads(
+    stored: SourceTensor, heads: int, size: int, *, by_columns: bool = False
+) -> SourceTensor:
+    """A tensor of ``heads``, of which each has as many rows, or columns, filled up with zeros to
+    ``size`` of them."""
+    shape = (stored.shape[0], heads * size) if by_columns else (heads * size, *stored.shape[1:])
+    return HeadsTensor(
+        file=stored.file,
+        name=stored.name,
+        dtype="F32",
+        shape=shape,
+        offset=0,
+        size_bytes=stored.size_bytes,
+        stored=stored,
+        heads=heads,
+        by_columns=by_columns,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroTensor(SourceTensor):
+    """Zeros, which no file has; ``offset`` means nothing here."""
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        return np.zeros((len(range(self.shape[0])[start:stop]), *self.shape[1:]), np.float16)
+
+    def read_turned(self) -> Raw:
+        return np.zeros(self.shape[::-1], np.float16)
+
+    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameTensor(SourceTensor):
+    """A vector of one number, which no file has; ``offset`` means nothing here."""
+
+    number: float
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        count = len(range(self.shape[0])[start:stop])
+        return np.full(count, self.number, np.float32)
+
+
+def make_same(length: int, number: float) -> SourceTensor:
+    """A vector of one number."""
+    file, shape = Path(), (length,)
+    return SameTensor(
+        file=file, name="same", dtype="F32", shape=shape, offset=0, size_bytes=0, number=number
+    )
+
+
+def make_ones(length: int) -> SourceTensor:
+    """A vector of ones."""
+    return make_same(length, 1.0)
+
+
+def make_zeros(*shape: int) -> SourceTensor:
+    """Zeros of a shape."""
+    return ZeroTensor(file=Path(), name="zeros", dtype="F16", shape=shape, offset=0, size_bytes=0)
+
 
 _QKV = ("query", "key", "value")
 
@@ -99,7 +298,7 @@ def name_source(model: Model, key: str) -> tuple[str, str]:
 
 def find_rows(tensors: Mapping[str, SourceTensor], model: Model, key: str, layer: int = 0) -> Rows:
     """Rows of ``key`` (a key of ``model.tensors``) in a checkpoint that was checked; those of FFNs
-    are found by `pi2.importing.ffn_rows`."""
+    are found by `pi2.importing.dense_rows`."""
     source, pattern = name_source(model, key)
     if key == "value" and model.shares_key_rows(layer):
         pattern = model.tensors.key

@@ -7,20 +7,26 @@ its errors name neither file nor tensor.  Format: 8 bytes little-endian header s
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
+import pickle
+import re
 import struct
-from dataclasses import dataclass
+import warnings
+import zipfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pi2.arrays import F16, F32, U8, Raw
+from pi2.caches import check_regular, open_stream
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Precision
-from pi2.regular_file import open_stream
 
 _STORAGE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -211,3 +217,167 @@ def _bad_file(path: Path, problem: str) -> UserError:
     return UserError.of(
         "P532", f"cannot read {path}: {problem}", help="download or export the checkpoint again"
     )
+
+
+_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchTensor(SourceTensor):
+    """A tensor of a PyTorch file, mapped into memory; ``offset`` means nothing here."""
+
+    values: Any
+    """torch.Tensor."""
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        """Rows ``start`` to ``stop``, as `SourceTensor.read_raw` returns them."""
+        self.check_type()
+        import torch
+
+        values = self.values if self.shape else self.values.reshape(1)
+        rows = values[start:stop].contiguous()
+        if rows.dtype == torch.bfloat16:
+            found: Raw = rows.view(torch.int16).numpy().view(np.uint16)
+            return found
+        plain: Raw = rows.numpy()
+        return plain
+
+
+def has_torch() -> bool:
+    """Whether torch is installed."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def list_torch_file(path: Path) -> Mapping[str, SourceTensor]:
+    """Tensors of ``path`` by name; `UserError` P531 without torch, P532 if it cannot be read, P545
+    if it holds more than tensors."""
+    if not has_torch():
+        raise UserError.of(
+            "P531",
+            f"{path} is a PyTorch file, and torch is not installed",
+            help="install torch, or save the model as safetensors",
+        )
+    import torch
+
+    try:
+        # Files of old versions are no archives, and cannot be mapped.
+        check_regular(path)
+        mapped = zipfile.is_zipfile(path)
+        with warnings.catch_warnings():
+            # torch warns of pickles that it then refuses.
+            warnings.simplefilter("ignore")
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        named = _find_name(str(error))
+        raise UserError.of(
+            "P545",
+            f"{path} holds more than tensors{named}; nothing of it was run",
+            help="save the model as safetensors, on a machine where you trust the file",
+        ) from None
+    except FileNotFoundError:
+        raise _bad_file(path, "No such file or directory") from None
+    except Exception as error:  # torch raises RuntimeError, EOFError, OSError and more
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise _bad_file(path, reason) from None
+    if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
+        found = found["state_dict"]
+    if not isinstance(found, dict):
+        raise _bad_file(path, "it is not a table of tensors")
+    return {
+        str(name): _describe(path, str(name), values)
+        for name, values in found.items()
+        if isinstance(values, torch.Tensor)
+    }
+
+
+def _find_name(explanation: str) -> str:
+    """Say which function a file would have had called, where torch's explanation names it."""
+    found = re.search(r"GLOBAL ([\w.]{1,100})", explanation)
+    return f": it names {found[1]}" if found else ""
+
+
+def _describe(path: Path, name: str, values: Any) -> TorchTensor:
+    kind = str(values.dtype).removeprefix("torch.")
+    return TorchTensor(
+        file=path,
+        name=name,
+        dtype=_NAMES.get(kind, kind),
+        shape=tuple(values.shape),
+        offset=0,
+        size_bytes=values.numel() * values.element_size(),
+        values=values.detach(),
+    )
+
+
+_SMALL_BYTES = 2**20
+"""Most bytes that are read from where the file comes from, without fetching all of it."""
+
+
+class Shards(Protocol):
+    """Where the weight files of a checkpoint come from; `UserError` P761-P764 if they do not."""
+
+    def read_header(self, file: Path) -> tuple[bytes, int]:
+        """The first 8 bytes and the header of a safetensors file, and the whole file's size."""
+
+    def read_bytes(self, file: Path, offset: int, count: int) -> bytes:
+        """``count`` bytes of a file, without fetching the others."""
+
+    def reserve(self, needed: Collection[Path], most_bytes: int) -> None:
+        """Drop all files but those that are ``needed``, and see that there is room for
+        ``most_bytes``, the most that will be there at a time."""
+
+    def bring(self, file: Path) -> None:
+        """Let the file be there as a whole."""
+
+    def drop(self, file: Path) -> None:
+        """Delete the file: nothing needs it any more."""
+
+    def measure(self, file: Path) -> int:
+        """Bytes of the file."""
+
+    def describe(self, file: Path) -> list[str | int]:
+        """What is equal where the contents of the file are equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedTensor(SourceTensor):
+    """A tensor of a file that may not be there yet."""
+
+    shards: Shards
+
+    def read_flat(self, offset: int, count: int, storage: str) -> Raw:
+        size_bytes = count * np.dtype(storage).itemsize
+        if size_bytes <= _SMALL_BYTES and not self.file.exists():
+            return np.frombuffer(self.shards.read_bytes(self.file, offset, size_bytes), storage)
+        self.shards.bring(self.file)
+        # A zero-argument super() does not work in classes with slots.
+        return SourceTensor.read_flat(self, offset, count, storage)
+
+
+def list_streamed(file: Path, shards: Shards) -> dict[str, SourceTensor]:
+    """Tensors of a safetensors file that may not be there, by name.
+
+    Raises `UserError` as `parse_safetensors` and `Shards.read_header` do.
+    """
+    header, size = shards.read_header(file)
+    return {
+        name: StreamedTensor(
+            **{field.name: getattr(tensor, field.name) for field in fields(tensor)}, shards=shards
+        )
+        for name, tensor in parse_safetensors(file, header, size).items()
+    }
+
+
+def list_files(part: object) -> set[Path]:
+    """Files in which a tensor lies, and all those that it is made of; ``part`` may also be rows of
+    tensors, a predictor, or a list of such."""
+    found = {part.file} if isinstance(part, SourceTensor) else set()
+    if is_dataclass(part) and not isinstance(part, type):
+        for field in fields(part):
+            found |= list_files(getattr(part, field.name))
+    elif isinstance(part, Mapping):
+        found |= list_files(list(part.values()))
+    elif isinstance(part, list | tuple):
+        for item in part:
+            found |= list_files(item)
+    return found

@@ -14,8 +14,8 @@ from pi2.importing.gguf_states import RateLogarithms
 from pi2.importing.rows import Rows, fill_name
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.projections import split_mixer_kind
 from pi2.plan.weights.states import StateShape, describe_state
-from pi2.plan.weights.tensor_names import split_mixer_kind
 
 _PART_NORMS = ("state_step_norm", "state_key_norm", "state_query_norm")
 """Weights that are one tensor of a store, one after the other."""

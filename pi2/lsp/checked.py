@@ -1,25 +1,104 @@
-"""A document as an editor has it, checked."""
+"""A document as an editor has it, checked.
+
+Quick fixes: what the help of a finding says to write, as changes of the text.
+
+Helps are written for people, in a few turns of phrase: ``write KEY = VALUE``, ``write VALUE``,
+``did you mean `NAME`?``, ``lower KEY to VALUE``, ``for example `KEY = VALUE` ``.  A phrase becomes
+a fix only where the place that it speaks of is in the text and of the kind that it speaks of.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.diagnostics.ignores import ProjectSettings, read_project, sift
-from pi2.lsp.place import contains
+from pi2.diagnostics.baseline import ProjectSettings, read_project, sift
+from pi2.plan.arithmetic.costs import list_costs
+from pi2.plan.authoring.explanation import FieldDoc, describe_field, write_chain
 from pi2.plan.checking.check import Report
-from pi2.plan.reading.references import Located, UnknownName, locate_document
-from pi2.plan.toml.paths import KeyPath
+from pi2.plan.composing.trees import trace_value
+from pi2.plan.reading.references import DOCUMENTS, Located, UnknownName, locate_document
 from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.spans import SpanIndex, index_spans
+from pi2.plan.toml.text import KeyPath, format_path, write_text
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.agreement import list_store_findings
 from pi2.weights.file_reading import check_document
+
+Encoding = Literal["utf-8", "utf-16", "utf-32"]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines of a text, with columns counted as an editor counts them."""
+
+    text: str
+    encoding: Encoding
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines without their ends."""
+        return self.text.split("\n")
+
+    def find_offset(self, line: int, column: int) -> int:
+        """Offset of a place of the protocol, both counted from 0; the nearest there is."""
+        lines = self.lines
+        if line >= len(lines):
+            return len(self.text)
+        before = sum(len(item) + 1 for item in lines[:line])
+        units = 0
+        for number, char in enumerate(lines[line]):
+            if units >= column:
+                return before + number
+            units += count_units(char, self.encoding)
+        return before + len(lines[line])
+
+    def count_column(self, line: int, characters: int) -> int:
+        """Column of the protocol that stands behind so many characters of a line."""
+        lines = self.lines
+        text = lines[line] if line < len(lines) else ""
+        return sum(count_units(char, self.encoding) for char in text[:characters])
+
+    def convert_span(self, span: Span) -> tuple[int, int, int, int]:
+        """First line and column and last line and column, from 0, of a span; that of a whole file
+        is its first line."""
+        if span.is_whole_file:
+            return 0, 0, 0, self.count_column(0, len(self.lines[0]))
+        return (
+            span.line - 1,
+            self.count_column(span.line - 1, span.column - 1),
+            span.end_line - 1,
+            self.count_column(span.end_line - 1, span.end_column - 1),
+        )
+
+    def convert_offset(self, offset: int) -> tuple[int, int]:
+        """Line and column of the protocol at an offset."""
+        before = self.text[:offset]
+        line = before.count("\n")
+        return line, self.count_column(line, len(before) - before.rfind("\n") - 1)
+
+
+def count_units(char: str, encoding: Encoding) -> int:
+    """Units that a character takes in the editor's encoding."""
+    if encoding == "utf-32":
+        return 1
+    if encoding == "utf-16":
+        return 2 if ord(char) > 0xFFFF else 1
+    return len(char.encode("utf-8", errors="surrogatepass"))
+
+
+def contains(span: Span, line: int, column: int) -> bool:
+    """Whether a place, counted from 1 in characters, lies in or at the end of ``span``."""
+    start, end = (span.line, span.column), (span.end_line, span.end_column)
+    return not span.is_whole_file and start <= (line, column) <= end
+
 
 MAX_CHARACTERS, MAX_COLUMNS = 200_000, 4_000
 """Longer texts and lines get findings, and no help: they come from programs."""
@@ -146,3 +225,168 @@ def _read_project(folder: Path) -> ProjectSettings:
         return read_project(folder)
     except UserError:
         return ProjectSettings()
+
+
+def explain_place(checked: Checked, line: int, column: int) -> tuple[Span, str] | None:
+    """Markdown about the key or value at a place, counted from 1, and its span."""
+    kind = checked.kind
+    found = checked.find_path(line, column)
+    if kind is None or found is None:
+        return None
+    path, span = found
+    doc = describe_field(DOCUMENTS[kind], path)
+    if doc is None:
+        return None
+    parts = [f"**`{format_path(path)}`** — {doc.text}", _write_values(doc)]
+    origins = list(_write_origins(checked, path))
+    if origins:
+        parts.append("\n".join(["Set by:", *origins]))
+    resolved = checked.report.resolved
+    costs = [] if resolved is None else list(list_costs(resolved, path))
+    if costs and kind == "plan":
+        parts.append("\n".join(f"- {cost.text}" for cost in costs))
+    return span, "\n\n".join(parts)
+
+
+def _write_values(doc: FieldDoc) -> str:
+    words = [doc.values]
+    if doc.default is not None:
+        words.append(f"default `{doc.default}`")
+    elif doc.is_required:
+        words.append("required")
+    if doc.examples:
+        words.append("for example " + ", ".join(f"`{item}`" for item in doc.examples))
+    return "; ".join(words)
+
+
+def _write_origins(checked: Checked, path: KeyPath) -> Iterator[str]:
+    """Every file that says something about the value, the strongest first."""
+    source = checked.source
+    if source is None:
+        return
+    folder = f"{checked.path.parent}/"
+    for text in write_chain(trace_value(source, path)):
+        yield f"- {text.removeprefix(folder)}"
+
+
+MANIFEST = "manifest.json"
+
+
+def find_definition(checked: Checked, line: int, column: int) -> tuple[Path, Span] | None:
+    """File and place that the name at a place, counted from 1, stands for."""
+    found = checked.find_path(line, column)
+    kind = checked.kind
+    if found is None or kind is None:
+        return None
+    path = found[0]
+    if path[:1] == ("extends",):
+        return _find_document(checked, path, kind)
+    if kind != "plan":
+        return None
+    if path in (("device",), ("model",)):
+        return _find_document(checked, path, "device" if path == ("device",) else "model")
+    if path == ("store",):
+        text = checked.read_text(path)
+        target = checked.path.parent / (text or "") / MANIFEST
+        return (target, Span.of_file(str(target))) if text and target.is_file() else None
+    if path[-2:-1] == ("split",):
+        return _find_unit(checked, str(path[-1]))
+    return None
+
+
+def _find_document(checked: Checked, path: KeyPath, kind: Kind) -> tuple[Path, Span] | None:
+    located = checked.find_document(path, kind)
+    return None if located is None else (located.path, Span.of_file(str(located.path)))
+
+
+def _find_unit(checked: Checked, name: str) -> tuple[Path, Span] | None:
+    device = checked.report.files.get("device")
+    if device is None or not device.spans.has(("units", name)):
+        return None
+    span = device.spans.find_value(("units", name))
+    if span.file == device.name:
+        return device.path, span
+    path = Path(span.file)
+    return (path, span) if path.is_file() else None
+
+
+_VALUE = r"""(?P<value>"[^"]*"|true|false|[0-9]+(?:\.[0-9]+)?(?![\w.]))"""
+_KEYED = re.compile(rf"\bwrite (?P<key>[\w-]+) = {_VALUE}")
+_BARE = re.compile(rf"\bwrite {_VALUE}")
+_MEANT = re.compile(r"""did you mean (?:`(?P<name>[^`]+)`|(?P<value>"[^"]+"))\?""")
+_CHANGED = re.compile(
+    r"\b(?:raise|lower) (?:the )?(?P<key>[\w-]+) to (?P<amount>[0-9.]*[0-9](?: [A-Za-z]+)?)"
+)
+_MISSING = re.compile(r"for example `(?P<line>[\w-]+ = [^`]+)`")
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One change that a finding suggests."""
+
+    title: str
+    span: Span
+    """What is replaced; without width, where something is put in."""
+    text: str
+
+
+def list_fixes(checked: Checked, span: Span, item: Diagnostic) -> Iterator[Fix]:
+    """Changes that the help of ``item``, which stands at ``span`` of the text, suggests."""
+    if item.help is None or span.is_whole_file or span.line != span.end_line:
+        return
+    old = _read(checked, span)
+    for match in _MEANT.finditer(item.help):
+        name = match["value"] or match["name"]
+        if match["value"] is None and old[:1] in ('"', "'"):
+            name = write_text(name)
+        yield Fix(f"Write {name}", span, name)
+    if _is_value(old):
+        for match in _KEYED.finditer(item.help):
+            if (item.path or "").rpartition(".")[2] == match["key"]:
+                yield Fix(f"Write {match['key']} = {match['value']}", span, match["value"])
+        for match in _BARE.finditer(item.help):
+            yield Fix(f"Write {match['value']}", span, match["value"])
+    for match in _CHANGED.finditer(item.help):
+        place = _find_key(checked, item, match["key"])
+        if place is not None:
+            path, other = place
+            quoted = _read(checked, other)[:1] in ('"', "'")
+            value = write_text(match["amount"]) if quoted else match["amount"]
+            yield Fix(f"Write {format_path(path)} = {value}", other, value)
+    line = checked.text.split("\n")[span.line - 1]
+    missing = _MISSING.search(item.help)
+    if item.code == "P102" and missing is not None and line.lstrip().startswith("["):
+        end = len(line) + 1
+        below = Span(span.file, span.line, end, span.line, end)
+        yield Fix(f"Add {missing['line']}", below, f"\n{missing['line']}")
+
+
+def _read(checked: Checked, span: Span) -> str:
+    """The text at a span of one line."""
+    line = checked.text.split("\n")[span.line - 1]
+    return line[span.column - 1 : span.end_column - 1]
+
+
+def _is_value(text: str) -> bool:
+    """Whether a text is a TOML value, or a number with a unit but no quotes, which was meant as
+    one; not a key or a header."""
+    if text[:1] in ("[", "{") or "=" in text:
+        return False
+    if text[:1].isdigit():
+        return True
+    try:
+        tomli.loads(f"value = {text}")
+    except ValueError:
+        return False
+    return True
+
+
+def _find_key(checked: Checked, item: Diagnostic, key: str) -> tuple[KeyPath, Span] | None:
+    """The only value of this text that is called ``key``, in the table that a finding is about."""
+    table = (item.path or "").partition(".")[0]
+    found = [
+        (path, span)
+        for path, span in checked.spans.values.items()
+        if path and path[-1] == key and path[0] == table and span.line == span.end_line
+    ]
+    return found[0] if len(found) == 1 else None

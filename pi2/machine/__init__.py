@@ -2,11 +2,52 @@
 
 from __future__ import annotations
 
-from pi2.machine.affinity import bind_calling_thread, list_allowed_cores
-from pi2.machine.cpu import Cpu, CpuCores, detect_cpu
-from pi2.machine.machine import Machine, detect_machine
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pi2.machine.cpu import Cpu, CpuCores, bind_calling_thread, detect_cpu, list_allowed_cores
 from pi2.machine.memory import Memory, detect_memory
 from pi2.machine.storage import Storage, inspect_storage
+
+if TYPE_CHECKING:
+    from pi2.plan.documents.device import IsaFeature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a plan is held against before it runs."""
+
+    system: str
+    """Operating system and its release, for example ``Linux 6.1.0``."""
+    cpu: Cpu
+    memory: Memory
+
+    @property
+    def architecture(self) -> str:
+        """Instruction set: ``x86-64``, ``aarch64`` or another."""
+        return self.cpu.architecture
+
+    @property
+    def features(self) -> frozenset[IsaFeature]:
+        """CPU features that every core has."""
+        return self.cpu.features
+
+    @property
+    def cores(self) -> int:
+        """Cores that this process may use."""
+        return self.cpu.cores
+
+
+def detect_machine(root: Path = Path("/")) -> Machine:
+    """Look at this machine; ``root`` holds ``proc`` and ``sys`` (tests give another one)."""
+    return Machine(
+        system=f"{platform.system()} {platform.release()}".strip(),
+        cpu=detect_cpu(root),
+        memory=detect_memory(root),
+    )
+
 
 __all__ = [
     "Cpu",

@@ -2,19 +2,63 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pi2.machine.cgroups import find_cpu_quota, read_int, read_text
-from pi2.machine.hwcaps import read_hwcaps
+from pi2.machine.memory import find_cpu_quota, read_int, read_text
 from pi2.tile_permission import permit_tiles
 
 if TYPE_CHECKING:
     from pi2.plan.documents.device import IsaFeature
+
+
+_HWCAP, _HWCAP2 = 16, 26
+"""Entries of the vector (AT_HWCAP, AT_HWCAP2)."""
+_BITS: Mapping[int, Mapping[int, IsaFeature]] = {
+    _HWCAP: {1: "neon", 10: "fp16", 20: "dotprod", 22: "sve"},
+    _HWCAP2: {13: "i8mm"},
+}
+
+
+def read_hwcaps() -> frozenset[IsaFeature] | None:
+    """Features of every core; None where the C library does not tell."""
+    try:
+        ask = ctypes.CDLL(None).getauxval
+    except (OSError, AttributeError):
+        return None
+    ask.argtypes, ask.restype = [ctypes.c_ulong], ctypes.c_ulong
+    words = {entry: int(ask(entry)) for entry in _BITS}
+    return name_features(words) if words[_HWCAP] else None
+
+
+def name_features(words: Mapping[int, int]) -> frozenset[IsaFeature]:
+    """Features by the entries of the vector."""
+    return frozenset(
+        name
+        for entry, names in _BITS.items()
+        for bit, name in names.items()
+        if words.get(entry, 0) >> bit & 1
+    )
+
+
+def list_allowed_cores() -> list[int]:
+    """Return the cores that the calling thread may use; empty where threads cannot be bound."""
+    ask = getattr(os, "sched_getaffinity", None)
+    try:
+        return [] if ask is None else sorted(ask(0))
+    except OSError:  # a sandbox that forbids the question
+        return []
+
+
+def bind_calling_thread(cores: Iterable[int]) -> None:
+    """Let the calling thread run on ``cores`` only; threads that it starts inherit them."""
+    os.sched_setaffinity(0, cores)
+
 
 _ARCHITECTURES: Mapping[str, str] = {
     "x86_64": "x86-64",

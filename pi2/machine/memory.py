@@ -1,12 +1,111 @@
-"""Main memory: how much there is and how much this process may have."""
+"""Main memory: how much there is and how much this process may have.
+
+Limits that a container or a service manager sets: Linux control groups, versions 1 and 2.
+
+A group's limit holds for everything below it, so the smallest limit on the way from this process's
+group to the root counts.  Inside a container the path that ``/proc/self/cgroup`` states may not
+exist, because the container sees its own group as the root; groups that are not there set no limit.
+Source: Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst of the Linux kernel.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pi2.machine.cgroups import find_memory_limits, read_text
+_UNLIMITED_BYTES = 1 << 60
+"""Version 1 writes "no limit" as a number near 2**63."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """A group's limit on memory and what the group uses of it."""
+
+    limit_bytes: int
+    used_bytes: int
+    """In use and not reclaimable at once: file pages that nobody has touched lately are left
+    out."""
+
+
+def read_text(path: Path) -> str | None:
+    """Text of a file of ``/proc`` or ``/sys``; None where it is missing or unreadable."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def read_int(path: Path) -> int | None:
+    """The whole number that is all of a file; None where there is none."""
+    text = read_text(path)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return None
+
+
+def find_cpu_quota(root: Path) -> float | None:
+    """Cores' worth of time that this process may use; None where nothing limits it."""
+    quotas = []
+    for group in list_groups(root, "cpu"):
+        maximum = (read_text(group / "cpu.max") or "").split()
+        if len(maximum) == 2 and maximum[0].isdigit() and int(maximum[1]) > 0:
+            quotas.append(int(maximum[0]) / int(maximum[1]))
+        quota_us = read_int(group / "cpu.cfs_quota_us")
+        period_us = read_int(group / "cpu.cfs_period_us")
+        if quota_us is not None and quota_us > 0 and period_us:
+            quotas.append(quota_us / period_us)
+    return min(quotas, default=None)
+
+
+def find_memory_limits(root: Path) -> list[MemoryLimit]:
+    """All limits on this process's memory, its own group first."""
+    limits = []
+    for group in list_groups(root, "memory"):
+        for limit_name, usage_name, idle_key in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit_bytes = read_int(group / limit_name)
+            if limit_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
+                continue
+            used_bytes = read_int(group / usage_name) or 0
+            idle_bytes = _read_statistic(group / "memory.stat", idle_key)
+            limits.append(
+                MemoryLimit(limit_bytes=limit_bytes, used_bytes=max(0, used_bytes - idle_bytes))
+            )
+    return limits
+
+
+def list_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's groups for ``controller``, its own first, then their parents."""
+    base = root / "sys/fs/cgroup"
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if number == "0" and not controllers:
+            mounts = [base, base / "unified"]
+        elif controller in controllers.split(","):
+            mounts = [base / controller, base / controllers]
+        else:
+            continue
+        parts = [part for part in name.split("/") if part not in ("", ".", "..")]
+        for mount in dict.fromkeys(mounts):
+            for count in range(len(parts), -1, -1):
+                group = mount.joinpath(*parts[:count])
+                if group.is_dir():
+                    yield group
+
+
+def _read_statistic(path: Path, key: str) -> int:
+    """A value of a file of ``key value`` lines; 0 where it is missing."""
+    for line in (read_text(path) or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key and value.strip().isdigit():
+            return int(value)
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

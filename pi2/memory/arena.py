@@ -1,21 +1,120 @@
 """What a plan's segments for neurons become: the arena, the cache over it, what the context lends,
-and the staging buffers."""
+and the staging buffers.
+
+Memory of the context that no token has needed yet, lent to the cache of cold neurons.
+
+Keys and values take their whole segment only when the context is full.  Until then cold neurons
+lie in what is left; the ones that are needed least go as tokens come, a step at a time, and the
+room is theirs again when a new sequence begins.  What stays in memory is never read again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from pi2.arrays import I32, U8
 from pi2.diagnostics import UserError
-from pi2.memory.budget import Budget
+from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
-from pi2.memory.context import describe_context
-from pi2.memory.frequency import expect_uses
 from pi2.memory.granules import choose_granule
-from pi2.memory.lending import ContextLoan
+from pi2.memory.policy import expect_uses
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_staged_neurons
+from pi2.plan.weights.projections import list_kept_vectors
+
+MEAN_TOKENS = 256
+"""Tokens of context that a mean token is taken to have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextMemory:
+    """What keys and values take."""
+
+    total_bytes: int
+    """Bytes of full contexts of all sequences."""
+    context: int
+    """Tokens of all sequences."""
+    runs: int
+    """Stretches that tokens fill one after the other: the last page of each is partly used."""
+
+    def count_unused(self, tokens: int) -> int:
+        """Bytes that no token has touched while there are at most ``tokens``."""
+        used = -(-self.total_bytes * tokens // self.context) + self.runs * PAGE
+        return max(0, self.total_bytes - used)
+
+
+def describe_context(resolved: ResolvedPlan) -> ContextMemory:
+    """What keys and values take of their segment."""
+    runs = 0
+    for view, layers in resolved.model.list_views():
+        kinds, vectors, _ = list_kept_vectors(view)
+        runs += kinds * layers * vectors
+    # Scales lie apart from what they belong to.
+    runs *= 2 if resolved.plan.kv.type == "int8" else 1
+    return ContextMemory(
+        total_bytes=resolved.needs.kv.bytes,
+        context=resolved.plan.decode.batch * resolved.plan.kv.context,
+        runs=resolved.plan.decode.batch * runs,
+    )
+
+
+def count_lent_bytes(resolved: ResolvedPlan, tokens: int = MEAN_TOKENS) -> int:
+    """Bytes that cold neurons borrow of contexts while each has ``tokens``; 0 where the plan does
+    not lend them, or nothing is put into the cache."""
+    if not resolved.plan.kv.lend or resolved.plan.decode.predictor == "none":
+        return 0
+    each = min(tokens, resolved.plan.kv.context)
+    return describe_context(resolved).count_unused(resolved.plan.decode.batch * each)
+
+
+STEP_TOKENS = 64
+"""The cache gives memory back for so many tokens at once."""
+
+
+class ContextLoan:
+    """Makes the cold cache larger and smaller as the context demands."""
+
+    def __init__(
+        self,
+        cache: NeuronCache,
+        memory: ContextMemory,
+        *,
+        cold_slots: int,
+        release: Callable[[], None],
+        never_wanted: int = 0,
+    ) -> None:
+        """``cold_slots`` that the cache has for itself; ``release`` lets the system have what keys
+        and values take; ``never_wanted``: neurons that nobody ever looks for in the cache, because
+        units keep them."""
+        self._cache = cache
+        self._memory = memory
+        self._cold_slots = cold_slots
+        self._release = release
+        self._never_wanted = never_wanted
+        self._claimed = 0
+
+    def count_slots(self, tokens: int) -> int:
+        """Cold slots while there are at most ``tokens``."""
+        cache = self._cache
+        absent = cache.absent_capacity - self._never_wanted
+        lent = self._memory.count_unused(tokens) // int(cache.arena.shape[1])
+        return min(absent, self._cold_slots + lent)
+
+    def claim(self, tokens: int) -> None:
+        """Make room for the keys and values of ``tokens`` in all; nothing may be held."""
+        if tokens > self._claimed:
+            steps = -(-tokens // STEP_TOKENS) * STEP_TOKENS
+            self._claimed = min(steps, self._memory.context)
+            self._cache.resize_cold(self.count_slots(self._claimed))
+
+    def begin(self) -> None:
+        """Begin anew: keys and values of all sequences are forgotten."""
+        if self._claimed:
+            self._claimed = 0
+            self._release()
+            self._cache.resize_cold(self.count_slots(0))
 
 
 def allocate_cache(

@@ -2,16 +2,117 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
-from pi2.memory.locking import lock_regions, unlock_region
 from pi2.plan.documents.quantities import compare_bytes
+
+_ON_FAULT = 1
+"""MLOCK_ONFAULT: pages are locked when they are touched, and take no memory before."""
+
+
+def lock_regions(regions: Sequence[tuple[int, int]]) -> str | None:
+    """Lock regions, address and bytes each; return why that cannot be, and lock none then."""
+    for number, (address, size) in enumerate(regions):
+        problem = _lock(address, size)
+        if problem is not None:
+            for locked in regions[:number]:
+                unlock_region(*locked)
+            return problem
+    return None
+
+
+def unlock_region(address: int, size: int) -> None:
+    """Let the system take the pages of a region; nothing happens to one that is not locked."""
+    library = _load_library()
+    if library is not None:
+        library.munlock(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+
+def _load_library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        library.mlock, library.munlock  # noqa: B018 - not every system has them
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def _lock(address: int, size: int) -> str | None:
+    library = _load_library()
+    if library is None:
+        return "this system has no mlock"
+    place, length = ctypes.c_void_p(address), ctypes.c_size_t(size)
+    code = errno.ENOSYS
+    if hasattr(library, "mlock2"):
+        code = 0 if library.mlock2(place, length, _ON_FAULT) == 0 else ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL):
+        code = 0 if library.mlock(place, length) == 0 else ctypes.get_errno()
+    if code == 0:
+        return None
+    if code in (errno.ENOMEM, errno.EPERM, errno.EAGAIN):
+        return f"{os.strerror(code)}: the limit of locked memory (ulimit -l) is lower"
+    return os.strerror(code)
+
+
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressure:
+    """What is known at a moment."""
+
+    major_faults: int | None
+    """Pages so far that had to be read from a file, or from swap."""
+    swapped_bytes: int | None
+    """Memory of this process in swap now; on phones that is compressed memory (zram)."""
+    locked_bytes: int | None
+    """Memory that cannot be taken."""
+
+
+def read_pressure(root: Path = Path("/")) -> Pressure:
+    """Ask the system; ``root`` has ``proc``."""
+    sizes = _read_sizes(root / "proc/self/status")
+    return Pressure(
+        major_faults=_count_major_faults(),
+        swapped_bytes=sizes.get("VmSwap"),
+        locked_bytes=sizes.get("VmLck"),
+    )
+
+
+def _count_major_faults() -> int | None:
+    try:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    except (ImportError, OSError):
+        return None
+
+
+def _read_sizes(path: Path) -> dict[str, int]:
+    """Sizes of ``/proc/self/status``, in bytes."""
+    try:
+        text = path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return {}
+    sizes = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[0].isdigit() and words[1] == "kB":
+            sizes[name] = int(words[0]) * KIB
+    return sizes
+
 
 PAGE = 4096
 HUGE_BYTES: Mapping[str, int] = {"cold": 64 << 20, "attention": 4 << 20, "predictor": 4 << 20}

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.memory.frequency import LeastFrequentlyUsed
-from pi2.memory.policy import ABSENT, PolicyName, carry_over, make_policy
+from pi2.memory.policy import ABSENT, LeastFrequentlyUsed, PolicyName, carry_over, make_policy
 
 if TYPE_CHECKING:
     from pi2.backends.host.contract import HostLoops

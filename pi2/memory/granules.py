@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import I32, U8
-from pi2.backends.stretches import expand_stretches
+from pi2.backends.arithmetic import expand_stretches
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import ABSENT
 from pi2.plan.arithmetic.sizes import MOST_GRANULE_BYTES

@@ -12,10 +12,290 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from pi2.arrays import I32, I64
-from pi2.memory.requests import ReadBatch
+import numpy as np
+
+from pi2.arrays import I32, I64, Bits
+
+if TYPE_CHECKING:
+    from pi2.backends.host.contract import HostLoops
+
+
+Content = Literal["neurons", "gates", "rest"]
+"""Whole neurons; the gates of those that are read alone; up and down of these."""
+
+PENDING = -(2**62)
+"""Result of a read that is not over."""
+PAGE_BYTES = 4096
+MOST_BUNDLES = 16
+"""In one read: more would keep a single queue of the drive busy while others are idle."""
+
+
+@dataclass(slots=True, eq=False)
+class ReadBatch:
+    """Reads of one file that are issued together: n requests for b bundles.  Not frozen: one is
+    made per layer and token.
+
+    A request fills several places of the memory, one after the other (``struct iovec`` of C).
+    """
+
+    file: int
+    """Number of the file, from 0."""
+    vectors: I64
+    """Address and bytes of every place, [v, 2]."""
+    firsts: I32
+    """First place of each request, [n]."""
+    counts: I32
+    """Places of each request, [n]."""
+    offsets: I64
+    """Byte of the file at which each begins, [n]."""
+    sizes: I64
+    """Bytes of each, [n]."""
+    requests: I32
+    """Request that reads each bundle, [b]; the first of several."""
+    results: I64
+    """Bytes read, below 0 after a failure, PENDING before the end, [n]."""
+
+    parts: tuple[slice, ...] = ()
+    """Requests that are issued and waited for together; empty: all of them."""
+    content: Content = "neurons"
+    """What is read of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merging:
+    """What may become one read."""
+
+    gap: int = 0
+    """Most bundles between two wanted ones that are read and thrown away."""
+    scratch: int = 0
+    """Address of a bundle's room for what is thrown away."""
+
+
+def make_batch(
+    file: int,
+    indices: I32,
+    slots: I32,
+    *,
+    address: int,
+    base: int,
+    stride: int,
+    merging: Merging | None = None,
+    loops: HostLoops | None = None,
+) -> ReadBatch:
+    """Plan reads of the bundles ``indices`` [b] (ascending) into ``slots`` [b], of which slot 0 is
+    at ``address``; ``loops`` do it in compiled code, unless gaps are read across.
+
+    Bundle i lies at byte ``base + i stride``.
+    """
+    merging = merging or Merging()
+    if loops is not None and not merging.gap:
+        arrays = loops.plan_reads(
+            indices,
+            slots,
+            most=MOST_BUNDLES,
+            base=base,
+            stride=stride,
+            address=address,
+            pending=PENDING,
+        )
+        return ReadBatch(file, *arrays)
+    count, addresses = len(indices), find_addresses(slots, address, stride)
+    # Whether a bundle begins a request: far from the one before it, or after MOST_BUNDLES.
+    begins = np.ones(count, bool)
+    np.greater(indices[1:] - indices[:-1], merging.gap + 1, out=begins[1:])
+    starts, counts = _measure_runs(begins)
+    if len(starts) < count and (merging.gap or counts.max() > MOST_BUNDLES):
+        place = indices - indices.take(starts).repeat(counts)
+        begins[1:] |= np.diff(place // MOST_BUNDLES) > 0
+        if merging.gap:
+            return _make_merged(file, indices, addresses, begins, base, stride, merging)
+        starts, counts = _measure_runs(begins)
+    vectors = np.empty((count, 2), np.int64)
+    vectors[:, 0] = addresses
+    vectors[:, 1] = stride
+    number = len(starts)
+    return ReadBatch(
+        file=file,
+        vectors=vectors,
+        firsts=starts.astype(np.int32),
+        counts=counts.astype(np.int32),
+        offsets=np.multiply(indices.take(starts), stride, dtype=np.int64) + base,
+        sizes=counts * stride,
+        requests=np.arange(number, dtype=np.int32).repeat(counts),
+        results=np.full(number, PENDING, np.int64),
+    )
+
+
+class GranuleReads:
+    """Plans reads of granules, each in equal requests, the first ones first.
+
+    What all of them have in common is made once, for as many as were ever read together.
+    """
+
+    def __init__(self, *, address: int, size: int, request_bytes: int) -> None:
+        """Granules have ``size`` bytes, requests about ``request_bytes``; slot 0 is at
+        ``address``."""
+        each = max(1, round(size / request_bytes))
+        step = -(-size // each // PAGE_BYTES) * PAGE_BYTES
+        self._size = size
+        self._starts = np.arange(0, size, step, dtype=np.int64)
+        self._each = len(self._starts)
+        self._targets = self._starts + address
+        self._make_room(16)
+
+    def _make_room(self, granules: int) -> None:
+        number = granules * self._each
+        bounds = range(0, number, self._each)
+        own = np.diff(self._starts, append=self._size)
+        self._granules = granules
+        self._firsts = np.arange(number, dtype=np.int32)
+        self._counts = np.ones(number, np.int32)
+        self._sizes: I64 = np.tile(own, granules)
+        self._requests = np.arange(0, number, self._each, dtype=np.int32)
+        self._parts = tuple(slice(first, first + self._each) for first in bounds)
+        self._clusters = tuple(slice(number, number + 1) for number in range(granules))
+
+    def plan(
+        self, file: int, indices: I32, slots: I32, base: int
+    ) -> tuple[tuple[slice, ...], ReadBatch]:
+        """Plan reads of the granules ``indices`` [b] into ``slots`` [b]; granule 0 lies at byte
+        ``base``.  Returns clusters of one granule each, and the reads."""
+        granules = len(indices)
+        if granules > self._granules:
+            self._make_room(2 * granules)
+        number = granules * self._each
+        vectors = np.empty((granules, self._each, 2), np.int64)
+        places = np.multiply(slots, self._size, dtype=np.int64)
+        np.add(places[:, None], self._targets, out=vectors[:, :, 0])
+        vectors[:, :, 1] = self._sizes[: self._each]
+        offsets = np.multiply(indices, self._size, dtype=np.int64)
+        offsets += base
+        batch = ReadBatch(
+            file=file,
+            vectors=vectors.reshape(number, 2),
+            firsts=self._firsts[:number],
+            counts=self._counts[:number],
+            offsets=np.add(offsets[:, None], self._starts).reshape(-1),
+            sizes=self._sizes[:number],
+            requests=self._requests[:granules],
+            results=np.full(number, PENDING, np.int64),
+            parts=self._parts[:granules],
+        )
+        return self._clusters[:granules], batch
+
+
+def find_addresses(slots: I32, address: int, stride: int) -> I64:
+    """Return where ``slots`` [n] begin, of which slot 0 is at ``address``."""
+    addresses: I64 = np.multiply(slots, stride, dtype=np.int64)
+    addresses += address
+    return addresses
+
+
+def _measure_runs(begins: Bits) -> tuple[I64, I64]:
+    """Where runs begin, and how long they are, by whether a bundle [b] begins one."""
+    (starts,) = begins.nonzero()
+    ends = np.empty_like(starts)
+    ends[:-1] = starts[1:]
+    ends[-1:] = len(begins)
+    return starts, ends - starts
+
+
+def _make_merged(
+    file: int,
+    indices: I32,
+    addresses: I64,
+    begins: Bits,
+    base: int,
+    stride: int,
+    merging: Merging,
+) -> ReadBatch:
+    """Plan reads that take bundles between two wanted ones along: these go to the scratch."""
+    skipped = np.zeros(len(indices), np.int64)
+    skipped[1:] = np.where(begins[1:], 0, np.diff(indices) - 1)
+    places = np.arange(len(indices)) + np.cumsum(skipped)
+    total = int(places[-1]) + 1
+    vectors = np.empty((total, 2), np.int64)
+    vectors[:, 0] = merging.scratch
+    vectors[places, 0] = addresses
+    vectors[:, 1] = stride
+    starts = np.flatnonzero(begins)
+    firsts = places[starts].astype(np.int32)
+    counts = np.diff(firsts, append=np.int32(total)).astype(np.int32)
+    return ReadBatch(
+        file=file,
+        vectors=vectors,
+        firsts=firsts,
+        counts=counts,
+        offsets=indices[starts].astype(np.int64) * stride + base,
+        sizes=counts.astype(np.int64) * stride,
+        requests=(np.cumsum(begins) - 1).astype(np.int32),
+        results=np.full(len(starts), PENDING, np.int64),
+    )
+
+
+def keep_gates(batch: ReadBatch, gate_bytes: int, whole: Bits) -> tuple[ReadBatch, Bits]:
+    """Let a request for one bundle read its first ``gate_bytes`` only; return whether each [b] is
+    read so.
+
+    Neighbours, which share a request, are read whole, and so is what ``whole`` [b] says.
+    """
+    gates = (batch.counts == 1)[batch.requests] & ~whole
+    requests = batch.requests[gates]
+    batch.vectors[batch.firsts[requests], 1] = gate_bytes
+    batch.sizes[requests] = gate_bytes
+    return replace(batch, content="gates"), gates
+
+
+def make_rest(
+    file: int, indices: I32, addresses: I64, *, base: int, stride: int, gate_bytes: int
+) -> ReadBatch:
+    """Plan reads of what follows the first ``gate_bytes`` of the bundles ``indices`` [b]
+    (ascending), whose beginnings lie at ``addresses`` [b]: one request each."""
+    count, size = len(indices), stride - gate_bytes
+    return ReadBatch(
+        file=file,
+        vectors=np.stack([addresses + gate_bytes, np.full(count, size, np.int64)], axis=1),
+        firsts=np.arange(count, dtype=np.int32),
+        counts=np.ones(count, np.int32),
+        offsets=indices.astype(np.int64) * stride + (base + gate_bytes),
+        sizes=np.full(count, size, np.int64),
+        requests=np.arange(count, dtype=np.int32),
+        results=np.full(count, PENDING, np.int64),
+        parts=(slice(0, count),),
+        content="rest",
+    )
+
+
+def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:
+    """Divide ``count`` neurons evenly into clusters of at least ``size``, ``most`` at most."""
+    number = max(1, min(count // size, most))
+    if number == 1:
+        return (slice(0, count),)
+    bounds = [count * step // number for step in range(number + 1)]
+    return tuple(slice(start, stop) for start, stop in pairwise(bounds))
+
+
+def divide_requests(
+    clusters: Sequence[slice], requests: I32
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Move the ends of ``clusters`` to where requests begin; return them, and their requests.
+
+    ``requests`` [n] is the request of each neuron, ascending.
+    """
+    if len(clusters) == 1:
+        return tuple(clusters), (slice(0, int(requests[-1]) + 1),)
+    heads = requests.take([cluster.start for cluster in clusters])
+    bounds = [*dict.fromkeys(requests.searchsorted(heads).tolist()), len(requests)]
+    parts = [*dict.fromkeys(heads.tolist()), int(requests[-1]) + 1]
+    return (
+        tuple(slice(start, stop) for start, stop in pairwise(bounds)),
+        tuple(slice(start, stop) for start, stop in pairwise(parts)),
+    )
+
 
 EngineName = Literal["pread", "io_uring"]
 

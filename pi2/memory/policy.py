@@ -3,15 +3,40 @@
 Every policy is vectorised: a request of n neurons costs a few array operations, no Python loop
 per neuron.  ``cache`` calls ``touch`` and then, for what is missing, ``replace``; nothing that was
 touched in a request is replaced in the same request.
+
+The policy ``lfu``: what is used least often goes; old uses count less and less.
+
+Every neuron of the model has a count, in memory or not, so that one that was evicted is known when
+it comes back.  Counts fade exponentially with the uses of all neurons; instead of making all of
+them smaller, the weight of a new use grows.  To start with, counts are those that a neuron's place
+in a store ordered by hotness makes likely.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
+
+if TYPE_CHECKING:
+    from pi2.backends.host.contract import FoundNeurons, HostLoops
+    from pi2.memory.read_sieve import ReadLimits
+
+
+def unite_named(lists: Sequence[I32], neurons: int, loops: HostLoops | None) -> tuple[I32, I64]:
+    """Return the neurons, ascending, that any of at most 64 ``lists`` has, and for each of all
+    ``neurons`` a number whose bit k says whether list k has it."""
+    named = np.empty(neurons, np.int64)
+    if loops is not None:
+        return loops.unite_named(lists, named), named
+    named[:] = 0
+    for number, own in enumerate(lists):
+        named[own] |= np.left_shift(np.int64(1), number)
+    return np.flatnonzero(named).astype(np.int32), named
+
 
 ABSENT = -1
 
@@ -63,9 +88,366 @@ def make_policy(name: PolicyName, capacity: int, keys: int, expected: F32 | None
     ``expected`` [keys]: how often each is expected to be used per token, where that is known.
     """
     # Imported here, because the policies share the types above.
-    from pi2.memory.frequency import LeastFrequentlyUsed
-    from pi2.memory.recency import LeastRecentlyUsed
 
     if name == "lru":
         return LeastRecentlyUsed(capacity)
     return LeastFrequentlyUsed(capacity, keys, expected)
+
+
+class LeastRecentlyUsed:
+    """LRU over ``capacity`` slots without a linked list.
+
+    Every use appends (slot, time) to a queue; an entry counts only while its time is the slot's
+    last.  So each slot has exactly one valid entry, a batch of uses is one append, and a batch of
+    evictions takes the first valid entries.  The queue is compacted when it is full; all is O(1)
+    per use, amortised, and free of Python loops.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity >= 0
+        self._start(np.arange(capacity, dtype=np.int32))
+
+    def _start(self, order: I32) -> None:
+        """Begin with all slots in ``order``, the next to go first."""
+        capacity = len(order)
+        length = max(4 * capacity, 1024)
+        self._slots = np.zeros(length, np.int32)
+        self._times = np.zeros(length, np.int64)
+        self._last_use = np.zeros(capacity, np.int64)
+        self._last_use[order] = np.arange(capacity) - capacity
+        self._slots[:capacity] = order
+        self._times[:capacity] = np.arange(capacity) - capacity
+        self._first_time = -capacity
+        self._head, self._tail = 0, capacity
+        self._clock = 0
+
+    def adopt(self, keys: I64, order: I32) -> None:
+        """See `pi2.memory.policy.Policy`."""
+        self._start(order)
+
+    def touch(self, slots: I32, keys: I64) -> None:
+        """See `pi2.memory.policy.Policy`."""
+        self._clock += 1
+        self._append(slots)
+
+    def _append(self, slots: I32) -> None:
+        count = len(slots)
+        if count == 0:
+            return
+        if self._tail + count > len(self._slots):
+            self._compact()
+        self._last_use[slots] = self._clock
+        self._slots[self._tail : self._tail + count] = slots
+        self._times[self._tail : self._tail + count] = self._clock
+        self._tail += count
+
+    def replace(self, keys: I64, held: Bits) -> I32:
+        """Return the least recently used slots and make them the most recently used."""
+        count = len(keys)
+        taken = np.empty(0, np.int32)
+        kept: list[I32] = []
+        while len(taken) < count:
+            assert self._head < self._tail, "more slots are wanted than may be given away"
+            window = slice(self._head, min(self._head + 2 * count + 64, self._tail))
+            slots, times = self._slots[window], self._times[window]
+            valid = np.flatnonzero(self._last_use[slots] == times)
+            free = valid[~held[slots[valid]]][: count - len(taken)]
+            done = int(free[-1]) + 1 if len(taken) + len(free) == count else len(slots)
+            taken = np.concatenate([taken, slots[free]])
+            passed = slots[valid[valid < done]]
+            kept.append(passed[held[passed]])
+            self._head += done
+        # What is held is in use: it goes to the end of the queue.
+        self._append(np.concatenate([*kept, taken]) if kept else taken)
+        return taken
+
+    def drop(self, slots: I32) -> None:
+        """Put ``slots`` at the head of the queue."""
+        first = self._head - len(slots)
+        if first >= 0:
+            # Where others were taken from.  Times before all others, and no two alike.
+            self._first_time -= len(slots)
+            times = np.arange(self._first_time, self._first_time + len(slots))
+            self._slots[first : self._head], self._times[first : self._head] = slots, times
+            self._last_use[slots] = times
+            self._head = first
+            return
+        order = self.list_order()
+        dropped = np.zeros(len(self._last_use), bool)
+        dropped[slots] = True
+        self._start(np.concatenate([slots, order[~dropped[order]]]).astype(np.int32))
+
+    def renumber(self, source: I32, keys: I64) -> None:
+        """See `pi2.memory.policy.Policy`."""
+        new_of_old = np.full(len(self._last_use), ABSENT, np.int32)
+        known = np.flatnonzero(source != ABSENT).astype(np.int32)
+        new_of_old[source[known]] = known
+        moved = new_of_old[self.list_order()]
+        empty = np.flatnonzero(source == ABSENT).astype(np.int32)
+        self._start(np.concatenate([empty, moved[moved != ABSENT]]))
+
+    def list_order(self) -> I32:
+        """See `pi2.memory.policy.Policy`."""
+        self._compact()
+        return self._slots[: self._tail].copy()
+
+    def _compact(self) -> None:
+        slots = self._slots[self._head : self._tail]
+        times = self._times[self._head : self._tail]
+        valid = self._last_use[slots] == times
+        count = int(np.count_nonzero(valid))
+        self._slots[:count], self._times[:count] = slots[valid], times[valid]
+        self._head, self._tail = 0, count
+
+
+_HALF_LIFE_TOKENS = 64.0
+"""Tokens after which a use counts half, where a token uses the expected number of neurons."""
+_PRIOR_TOKENS = 16.0
+"""How many tokens the expectation is worth."""
+_UNKNOWN_USE = 0.1
+"""Share of the neurons that a token uses, where nothing is known."""
+_CANDIDATES = 64
+"""One slot of so many is a candidate for the next evictions."""
+_FEW_CANDIDATES = 16
+"""Candidates of a cache of some hundred slots, as one of whole experts, which would make a list for
+every read otherwise; one slot of as many at most, since what comes in while a list is used is
+passed over however rarely it is used."""
+_SAMPLE = 4096
+"""Slots, at least, whose scores tell what a low one is."""
+_MOST_WEIGHT = 1e6
+_TRIFLE = 1e-3
+_EMPTY = -1.0
+"""Score of a slot without a neuron: it goes first."""
+_NO_SLOTS = np.empty(0, np.int32)
+_STEEPNESS = 0.6
+"""Exponent of the power law of activations over stored places: that of a layer in which 26 to 43 %
+of the neurons make 80 % of the activations."""
+
+
+def expect_uses(layers: int, neurons: int, *, share: float = _UNKNOWN_USE) -> F32:
+    """Uses per token [layers, neurons] of neurons stored by hotness, where a token uses ``share``
+    of them."""
+    places = ((np.arange(neurons) + 0.5) / neurons) ** -_STEEPNESS
+    uses = np.minimum(places * (share / places.mean()), 1.0)
+    return np.tile(uses.astype(np.float32), (layers, 1))
+
+
+class LeastFrequentlyUsed:
+    """LFU with ageing over ``capacity`` slots for ``keys`` neurons.
+
+    To find the least of all counts for every request would cost too much: a list of the slots with
+    the lowest counts is made now and then, lowest first, and requests take from it those that have
+    not been used since.
+    """
+
+    def __init__(self, capacity: int, keys: int, expected: F32 | None = None) -> None:
+        """``expected`` [keys]: uses of each neuron per token."""
+        if expected is None:
+            expected = np.zeros(0, np.float32)
+        uses_per_token = float(expected.sum()) or _UNKNOWN_USE * keys
+        self._growth = np.log(2.0) / (_HALF_LIFE_TOKENS * max(uses_per_token, 1.0))
+        self._counts = np.zeros(keys, np.float32)
+        self._counts[: len(expected)] = expected * np.float32(_PRIOR_TOKENS)
+        self._weight = 1.0
+        self._scores = np.full(capacity, _EMPTY, np.float32)
+        """Counts of what is in the slots."""
+        self._used_at = np.zeros(capacity, np.int64)
+        self._clock = 1
+        self._candidates = np.empty(0, np.int32)
+        self._listed_at = 0
+
+    def adopt(self, keys: I64, order: I32) -> None:
+        """See `pi2.memory.policy.Policy`."""
+        full = keys != ABSENT
+        self._scores = np.full(len(keys), _EMPTY, np.float32)
+        self._scores[full] = self._counts[keys[full]]
+        # Neurons that are expected alike go in order.
+        self._scores[order] += np.arange(len(order)) * np.float32(_TRIFLE / max(1, len(order)))
+        self._candidates = np.empty(0, np.int32)
+
+    def touch(self, slots: I32, keys: I64) -> None:
+        """See `pi2.memory.policy.Policy`."""
+        self._clock += 1
+        self._scores[slots] = self._count(keys)
+        self._used_at[slots] = self._clock
+        self._let_weight_grow(len(slots))
+
+    def _count(self, keys: I64) -> F32:
+        """Count a use of ``keys`` [n]; return their counts [n]."""
+        counts = self._counts.take(keys)
+        counts += np.float32(self._weight)
+        self._counts[keys] = counts
+        return counts
+
+    def _let_weight_grow(self, uses: int) -> None:
+        """Let what comes count more than the last ``uses``."""
+        self._weight *= 1.0 + self._growth * uses
+        if self._weight > _MOST_WEIGHT:
+            scale = np.float32(1.0 / self._weight)
+            self._counts *= scale
+            self._scores[self._scores > 0] *= scale
+            self._weight = 1.0
+
+    def replace(self, keys: I64, held: Bits) -> I32:
+        """Return the slots with the lowest counts."""
+        count, counts = len(keys), self._count(keys)
+        taken = self._take(count, held)
+        self._scores[taken] = counts[: len(taken)]
+        if len(taken) < count:
+            self._list_candidates(count - len(taken), held)
+            others = self._take(count - len(taken), held)
+            self._scores[others] = counts[len(taken) :]
+            taken = np.concatenate([taken, others])
+        self._let_weight_grow(count)
+        return taken
+
+    def find(
+        self,
+        loops: HostLoops,
+        row: I32,
+        indices: I32,
+        held: Bits,
+        slot_of: I32,
+        owner: I64,
+        *,
+        room: int,
+        hot: slice,
+        hot_slot: int,
+        first_key: int,
+        first_cold: int,
+        marks: F32 | None = None,
+        limits: ReadLimits | None = None,
+    ) -> FoundNeurons:
+        """Find ``indices`` [n] (ascending) of the layer ``row`` [neurons], and give slots to those
+        that are missing, as ``touch`` and ``replace`` do; see `HostLoops.find_neurons`."""
+        self._clock += 1
+        found = loops.find_neurons(
+            row,
+            indices,
+            self._candidates,
+            held,
+            room=room,
+            hot=hot,
+            hot_slot=hot_slot,
+            first_key=first_key,
+            first_cold=first_cold,
+            clock=self._clock,
+            listed_at=self._listed_at,
+            weight=self._weight,
+            growth=self._growth,
+            marks=marks,
+            limits=limits,
+            slot_of=slot_of,
+            owner=owner,
+            counts=self._counts,
+            scores=self._scores,
+            used_at=self._used_at,
+        )
+        self._let_weight_grow(found.present - found.hot)
+        if not found.missing:
+            return found
+        self._candidates = self._candidates[found.seen :]
+        left = found.left
+        if found.placed < found.missing:
+            count, placed = len(found.lists) // 4, found.placed
+            missing, slots, cold = (
+                found.lists[start + placed : start + found.missing]
+                for start in (count, 2 * count, 3 * count + found.present - found.hot)
+            )
+            left += self._place(loops, missing, cold, held, slot_of, owner, first_key, first_cold)
+            np.add(cold, np.int32(first_cold), out=slots)
+        self._let_weight_grow(found.missing)
+        return found._replace(placed=found.missing, left=left)
+
+    def _place(
+        self,
+        loops: HostLoops,
+        missing: I32,
+        given: I32,
+        held: Bits,
+        slot_of: I32,
+        owner: I64,
+        first_key: int,
+        first_cold: int,
+    ) -> int:
+        """Give cold slots, ``given`` [m], to ``missing`` [m], of new lists of candidates; return
+        how many neurons left."""
+        placed = evicted = 0
+        while placed < len(missing):
+            self._list_candidates(len(missing) - placed, held)
+            more, seen, left = loops.place_neurons(
+                missing[placed:],
+                self._candidates,
+                held,
+                given[placed:],
+                first_key=first_key,
+                first_cold=first_cold,
+                clock=self._clock,
+                listed_at=self._listed_at,
+                weight=self._weight,
+                slot_of=slot_of,
+                owner=owner,
+                counts=self._counts,
+                scores=self._scores,
+                used_at=self._used_at,
+            )
+            self._candidates = self._candidates[seen:]
+            placed += more
+            evicted += left
+        return evicted
+
+    def _take(self, count: int, held: Bits) -> I32:
+        """Take up to ``count`` slots from the list."""
+        parts = []
+        while count and len(self._candidates):
+            window = self._candidates[: 2 * count + 16]
+            unused = self._used_at.take(window) <= self._listed_at
+            (fit,) = np.greater(unused, held.take(window)).nonzero()
+            fit = fit[:count]
+            done = len(window) if len(fit) < count else int(fit[-1]) + 1
+            self._candidates = self._candidates[done:]
+            parts.append(window.take(fit))
+            count -= len(fit)
+        taken: I32 = parts[0] if len(parts) == 1 else np.concatenate([_NO_SLOTS, *parts])
+        self._used_at[taken] = self._clock
+        return taken
+
+    def _list_candidates(self, least: int, held: Bits) -> None:
+        """List the slots with the lowest counts, at least ``least`` that may be given away."""
+        scores = self._scores
+        few = min(_FEW_CANDIDATES, len(scores) // _FEW_CANDIDATES)
+        size = max(least, few, len(scores) // _CANDIDATES)
+        # Where they end need not be known exactly: some of the slots tell.
+        sample = scores[:: max(1, len(scores) // _SAMPLE)]
+        while True:
+            is_all = size >= len(scores)
+            place = -(-min(size, len(scores)) * len(sample) // max(1, len(scores))) - 1
+            limit = np.inf if is_all else np.partition(sample, place)[place]
+            lowest = (scores <= limit).nonzero()[0].astype(np.int32)
+            unused = self._used_at.take(lowest) < self._clock
+            lowest = lowest.compress(np.greater(unused, held.take(lowest)))
+            if len(lowest) >= least:
+                break
+            assert not is_all, "more slots are wanted than may be given away"
+            size *= 4
+        self._candidates = lowest.take(np.argsort(scores.take(lowest), kind="stable"))
+        self._listed_at = self._clock
+
+    def drop(self, slots: I32) -> None:
+        """See `pi2.memory.policy.Policy`."""
+        self._scores[slots] = _EMPTY
+        self._used_at[slots] = 0
+        others = self._candidates[~np.isin(self._candidates, slots)]
+        self._candidates = np.concatenate([slots, others])
+
+    def list_order(self) -> I32:
+        """See `pi2.memory.policy.Policy`."""
+        return np.argsort(self._scores, kind="stable").astype(np.int32)
+
+    def renumber(self, source: I32, keys: I64) -> None:
+        """See `pi2.memory.policy.Policy`."""
+        full = keys != ABSENT
+        self._scores = np.full(len(source), _EMPTY, np.float32)
+        self._scores[full] = self._counts[keys[full]]
+        self._used_at = carry_over(self._used_at, source, 0)
+        self._candidates = np.empty(0, np.int32)

@@ -17,8 +17,8 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
+from pi2.memory.bundle_files import ReadObserver
 from pi2.memory.io_engine import EngineName
-from pi2.memory.observer import ReadObserver
 from pi2.plan.weights.layout import round_up
 
 BLOCK = 4096

@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Literal
 
@@ -21,27 +22,94 @@ import numpy as np
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.cpu.specification import make_spec
-from pi2.backends.host.spec import HostSpec, choose_checks
+from pi2.backends.hexagon.backend import describe_sizes
+from pi2.backends.hexagon.library import PROGRAM, describe_library, write_library
+from pi2.backends.hexagon.specification import HexagonSpec
+from pi2.backends.host.contract import HostSpec, choose_checks
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
-from pi2.engine.build_request import make_request
+from pi2.engine.opened_model import make_request
 from pi2.machine import detect_machine
-from pi2.phone.contents import PACKAGES, list_code
-from pi2.phone.documents import PLAN, write_resolved
-from pi2.phone.integrity import STORE, write_index
-from pi2.phone.licences import write_notes
-from pi2.phone.npu import list_npus, write_npu
+from pi2.phone.contents import PACKAGES, Wish, aim_plan, list_code
+from pi2.phone.documents import PLAN, STORE, write_index, write_resolved
 from pi2.phone.replacements.libraries import INDEX as KERNELS
 from pi2.phone.replacements.libraries import Spec, describe_spec
 from pi2.phone.runtime.probing import list_recipes
-from pi2.phone.target import Wish, aim_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress
 from pi2.store.agreement import find_store_misfits
 from pi2.store.manifest import MANIFEST
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import list_tensors
+
+
+def write_notes(room: Path, resolved: ResolvedPlan) -> None:
+    """Write the licences of pi2 and of the compiled code, and what the model says of its own."""
+    folder = room / "licences"
+    folder.mkdir()
+    names = []
+    for name in ("LICENSE", "NOTICE"):
+        text = _find_licence(name)
+        if text is not None:
+            (folder / f"pi2-{name}").write_text(text, encoding="utf-8")
+            names.append(f"pi2-{name}")
+    model = resolved.model
+    lines = [
+        f"pi2, the programs and the kernels: Apache-2.0 ({', '.join(names) or 'no file found'}).",
+        "The kernels were compiled by Apache TVM with LLVM; nothing of either is in this folder.",
+        f"The weights of {model.id}: {model.licence or 'the model document states no licence'}.",
+        "",
+    ]
+    (folder / "README.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _find_licence(name: str) -> str | None:
+    """Text of a file of pi2's own, from where it was installed or is developed."""
+    beside = Path(__file__).resolve().parents[2] / name
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    try:
+        files = distribution("pi2").files or ()
+    except PackageNotFoundError:
+        return None
+    found = [file for file in files if file.name == name]
+    return found[0].read_text(encoding="utf-8") if found else None
+
+
+FOLDER = "hexagon"
+SOURCES = ("build.sh", "host.c", "pi2_npu.idl", "protocol.h", "skel.c")
+"""What is built with the vendor's SDK, of the backend's folder ``dsp``."""
+
+
+def describe_npu(resolved: ResolvedPlan, unit: str) -> HexagonSpec:
+    """Return what the library of an NPU of the plan is compiled from."""
+    return describe_library(
+        describe_sizes(describe_unit(resolved, unit)), resolved.device.units[unit]
+    )
+
+
+def list_npus(resolved: ResolvedPlan) -> Sequence[str]:
+    """Return the units of the plan whose libraries `write_npu` writes."""
+    return [unit for unit in resolved.dense_units if resolved.name_backend(unit) == "hexagon"]
+
+
+def write_npu(
+    room: Path, resolved: ResolvedPlan, unit: str, progress: Progress
+) -> tuple[HexagonSpec, Path]:
+    """Write an NPU's folder; return its specification and the program that a run starts.
+
+    UserError P650 and P651 where the library cannot be compiled.
+    """
+    folder, spec = room / FOLDER / unit, describe_npu(resolved, unit)
+    write_library(spec, folder, progress)
+    package = import_module("pi2.backends.hexagon")
+    for name in SOURCES:
+        shutil.copyfile(Path(package.__path__[0]) / "dsp" / name, folder / name)
+    (folder / "build.sh").chmod(0o755)
+    return spec, folder / PROGRAM
+
 
 StoreMode = Literal["link", "copy", "none"]
 """Hard links where the file system has them, copies, or no store at all."""

@@ -6,13 +6,98 @@ Written where the bundle is built, with pydantic; read where it runs, with its s
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pi2.caches import check_regular
+from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
+from pi2.store.files import hash_file
+
+FORMAT = "pi2-bundle"
+FORMAT_VERSION = 1
+INDEX = "bundle.json"
+STORE = "store"
+"""The neuron store's folder in a bundle; it has a manifest and checks of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """What a bundle says of itself."""
+
+    folder: Path
+    target: str
+    """The machine that its kernels are for, such as ``aarch64-linux-gnu``."""
+    files: Mapping[str, tuple[int, str]]
+    """Bytes and SHA-256 of every file but this list and the store's, by path."""
+
+
+def write_index(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the list of all files below ``folder``, and some ``facts``."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != INDEX and not name.startswith(f"{STORE}/"):
+            files[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    index = {"format": FORMAT, "format_version": FORMAT_VERSION, **facts, "files": files}
+    text = json.dumps(index, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """Read the list; UserError P671 if there is none, or it is damaged."""
+    file = folder / INDEX
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT or found["format_version"] > FORMAT_VERSION:
+            raise ValueError(f"it is no {FORMAT} of version {FORMAT_VERSION}")
+        files = {
+            str(name): (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in found["files"].items()
+        }
+        return Bundle(folder=folder, target=str(found["target"]), files=files)
+    except OSError as error:
+        problem = error.strerror or "it cannot be read"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = str(error)
+    raise UserError.of(
+        "P671",
+        f"{folder} is not a bundle: {INDEX}: {problem}",
+        help="give the folder that `pi2 build` has written",
+    )
+
+
+def check_bundle(bundle: Bundle, *, hashed: bool) -> None:
+    """Compare files with the list, sizes or contents (``hashed``); UserError P672 with all that
+    differ."""
+    findings = []
+    for name, (size, digest) in bundle.files.items():
+        path = bundle.folder / name
+        problem = None
+        try:
+            if check_regular(path).st_size != size:
+                problem = f"it has not {size} bytes"
+            elif hashed and hash_file(path) != digest:
+                problem = "its contents have changed: the SHA-256 differs"
+        except OSError as error:
+            problem = error.strerror or "it cannot be read"
+        if problem is not None:
+            findings.append(
+                Diagnostic(
+                    code="P672",
+                    message=f"{name}: {problem}",
+                    help="build the bundle again, or copy it again as a whole",
+                    span=Span.of_file(str(path)),
+                )
+            )
+    if findings:
+        raise UserError(findings, exit_code=2)
+
 
 PLAN = "plan.json"
 """File of a bundle."""

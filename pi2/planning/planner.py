@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pi2.costs.cost import Cost, cost_resolved
+from pi2.costs.description import read_whole_rates
 from pi2.costs.rates import Rates, check_flash, check_power, read_rates
-from pi2.costs.stored import StoredLayout, read_stored
-from pi2.costs.whole_rates import read_whole_rates
+from pi2.costs.sizes import StoredLayout, read_stored
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.fitting import (
     MIB,
@@ -23,7 +23,7 @@ from pi2.plan.arithmetic.fitting import (
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.authoring.drafting import choose_backends
-from pi2.plan.documents.plan_running import PredictorMode
+from pi2.plan.documents.plan import PredictorMode
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
@@ -33,20 +33,21 @@ from pi2.plan.documents.quantities import (
     write_least,
 )
 from pi2.plan.weights.layout import round_up
-from pi2.planning.bundle_layout import (
+from pi2.planning.problem import Problem, list_predictors, pose_problem, with_wish
+from pi2.planning.program import Goal, Program, Solution
+from pi2.planning.refinement import (
     REWRITE_GAIN,
+    Decision,
     LayoutDecision,
     LayoutOption,
     list_bundles,
+    list_whole,
+    list_whole_plans,
     needs_rewriting,
+    refine_values,
 )
-from pi2.planning.problem import Problem, list_predictors, pose_problem, with_wish
-from pi2.planning.program import Goal, Program, Solution
-from pi2.planning.refinement import Decision, list_whole, refine_values
-from pi2.planning.resolving import make_plan_values, resolve_values
 from pi2.planning.speed import check_device_memory, reach_speed
-from pi2.planning.whole_unit import list_whole_plans
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, make_plan_values, resolve_values
 
 _LEAST_DENSE = 0.02
 """Share of a layer that a unit is given which does not compute more for waiting for flash."""

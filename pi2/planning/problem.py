@@ -22,21 +22,18 @@ from pi2.costs.description import Activity
 from pi2.costs.rates import Rates, find_stream_rate
 from pi2.costs.reads import IoChoice, list_io_choices
 from pi2.costs.settings import POSITION, LookAhead, Settings, count_run
-from pi2.costs.sizes import Sizes, measure_sizes
-from pi2.costs.stored import find_range_bytes, read_stored
+from pi2.costs.sizes import Sizes, find_range_bytes, measure_sizes, read_stored
 from pi2.costs.terms import time_head, time_row
-from pi2.memory.context import describe_context
-from pi2.plan.arithmetic.fitting import MIB
-from pi2.plan.arithmetic.prompt_chunks import SHORT_CHUNK, list_chunks
+from pi2.memory.arena import describe_context
+from pi2.plan.arithmetic.costs import SHORT_CHUNK, list_chunks
+from pi2.plan.arithmetic.fitting import MIB, count_runtime
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan_memory import KvType
+from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.planning.resolving import make_plan_values, resolve_values
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, make_plan_values, resolve_values
 
 GROUPS = 8
 """Layers whose activity is alike share their settings, in so many groups at most."""

@@ -3,6 +3,24 @@
 How many threads compute, with which engine and in how large parts neurons are read: what they cost
 depends on how many neurons are missing, which the program has just found out.  They are changed one
 after the other until no change helps.  What the others would have made is kept: it is the reason.
+
+Plans that give a card with enough memory of its own the whole model, and the CPU nothing.
+
+A unit that shares main memory is not asked: the processor beside it may read the same weights, and
+nobody measured how fast it would be alone.
+
+There is little to choose: everything is in one memory, so that what names a token's neurons and
+the type of keys and values are tried, and the cost model decides.
+
+How a layer's neurons lie in the store: the choices, and what a store has already.
+
+A direct read begins and ends at the device's blocks, so that the distance (stride) is a multiple of
+them.  Flash moves whole pages: neurons that begin anywhere take more pages to read than neurons
+that begin with one, but fewer bytes of memory.  Which is better depends on the device and on what
+the plan waits for; the planner makes a plan for each.
+
+Neurons without their scales may take whole blocks less.  Then the scales of all of them are in
+memory, which is a choice too.
 """
 
 from __future__ import annotations
@@ -14,12 +32,236 @@ from typing import Any
 
 from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.costs.cost import Cost, cost_resolved
-from pi2.plan.arithmetic.fitting import Shortage, fit_plan, write_memory
-from pi2.plan.arithmetic.sizes import find_block_bytes
-from pi2.plan.documents.quantities import round_size
-from pi2.plan.weights.layout import round_up
+from pi2.costs.description import read_whole_rates
+from pi2.costs.sizes import PAGE_BYTES, StoredLayout
+from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.fitting import (
+    MIB,
+    Shortage,
+    add_runtime,
+    fit_plan,
+    round_segment,
+    write_memory,
+)
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, count_unit_needs, find_block_bytes
+from pi2.plan.arithmetic.units import describe_unit
+from pi2.plan.documents.backends import find_whole_backend, list_usual_backends
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType, PredictorMode, Segments
+from pi2.plan.documents.quantities import (
+    approximate_bytes,
+    approximate_number,
+    format_bytes,
+    round_size,
+)
+from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.planning.problem import Problem
-from pi2.planning.resolving import resolve_values
+from pi2.planning.wish import Wish, make_plan_values, resolve_values
+
+_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholePlan:
+    """A plan whose GPU or NPU has the whole model."""
+
+    values: dict[str, Any]
+    resolved: ResolvedPlan
+    cost: Cost
+
+
+def list_whole_plans(
+    wish: Wish, bundle: BundleLayout, predictors: tuple[PredictorMode, ...]
+) -> Iterator[WholePlan]:
+    """Plans within the wish's memories, one for each unit with memory of its own, way to name
+    neurons and type of keys and values; units whose memory's rate nobody states are left out."""
+    types: tuple[KvType, ...] = ("fp16",) if wish.exact else ("fp16", "int8")
+    usual = list_usual_backends()
+    for name, unit in wish.device.units.items():
+        backend = usual.get(unit.kind)
+        if unit.memory is None or unit.emulated or backend is None:
+            continue
+        if find_whole_backend(backend) is None:
+            continue
+        try:
+            rates = read_whole_rates(wish.device, name)
+        except UserError:
+            continue
+        for predictor in predictors:
+            for kv in types:
+                values = make_plan_values(
+                    wish, predictor=predictor, kv=kv, chunk=min(_CHUNK, wish.context), bundle=bundle
+                )
+                values["backends"] = {unit.kind: backend}
+                values["layers"] = {"split": {name: 1.0}, "hot": 1.0}
+                resolved = _fit(wish, name, values)
+                if resolved is None:
+                    continue
+                cost = cost_resolved(resolved, rates, store=wish.store)
+                yield WholePlan(values=values, resolved=resolved, cost=cost)
+
+
+def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
+    """Give the plan's memories the sizes that they need; None where that is more than there is, or
+    where the backend cannot compute the model."""
+    resolved = resolve_values(values, wish.device, wish.model)
+    backend = find_whole_backend(resolved.name_backend(name))
+    assert backend is not None
+    if backend.find_limits(describe_unit(resolved, name)):
+        return None
+    sizes = {key: round_segment(need.bytes) for key, need in resolved.needs.items()}
+    other = sum(sizes.values())
+    budget = add_runtime(wish.model, other, resolved.list_unit_kinds())
+    sizes["runtime"] = (budget - other) // MIB * MIB
+    if wish.memory_bytes is not None and budget > wish.memory_bytes:
+        return None
+    values["memory"] = {
+        "budget": format_bytes(budget),
+        "segments": {key: format_bytes(sizes.get(key, 0)) for key in Segments.model_fields},
+    }
+    need = round_segment(count_unit_needs(resolved)[name].bytes)
+    own = wish.device.units[name].memory
+    limit = wish.unit_memory.get(name, own.capacity if own is not None else None)
+    if limit is None or need > limit:
+        return None
+    values["memory"]["units"] = {name: {"budget": format_bytes(need)}}
+    return resolve_values(values, wish.device, wish.model)
+
+
+MOST_PADDING = 1.25
+"""Distance of whole pages over that of blocks from which it is not worth a plan: small neurons."""
+LEAST_SAVING = 0.2
+"""Part of the distance that has to go with the scales before it is worth a plan.  With a seventh, a
+7B with half of its neurons on flash ran no faster (docs/lab/io.md)."""
+REWRITE_GAIN = 0.02
+"""Share by which a plan must be faster before an existing store is to be rewritten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOption:
+    """The best plan with a distance of neurons."""
+
+    stride: int
+    tokens_s: float
+    memory_bytes: int
+    scales: ScalesPlace = "inline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutDecision:
+    """The distance that was chosen, what others would make, and what the store has."""
+
+    chosen: int
+    used_bytes: int
+    block_bytes: int
+    others: tuple[LayoutOption, ...]
+    stored: StoredLayout | None
+    store: str
+    scales: ScalesPlace = "inline"
+    usual_scales: ScalesPlace = "inline"
+    """Where a store has them that nothing else was asked of."""
+    reads_experts: bool = False
+    """Whether neurons of a mixture are read one by one."""
+
+
+def list_bundles(device: Device, model: Model, stored: StoredLayout | None) -> list[BundleLayout]:
+    """Layouts that the device can read: with scales in the bundles, the smallest first; with
+    resident ones where that makes bundles smaller by `LEAST_SAVING`, or where the store has
+    them."""
+    block = find_block_bytes(device)
+    strides = _list_strides(device, model, stored)
+    used = model.lay_out_bundle(scales="resident").used_bytes
+    apart = set[int]()
+    if round_up(used, block) <= (1.0 - LEAST_SAVING) * strides[0]:
+        apart.add(round_up(used, block))
+    if stored is not None and stored.scales == "resident" and stored.stride % block == 0:
+        apart.add(stored.stride)
+    bundles = [model.lay_out_bundle(stride) for stride in strides]
+    if bundles[0].scales == "resident":
+        # Stores know no other place for them.
+        return bundles
+    return bundles + [model.lay_out_bundle(stride, "resident") for stride in sorted(apart)]
+
+
+def needs_rewriting(bundle: BundleLayout, stored: StoredLayout | None) -> bool:
+    """Whether a store has to be written anew to have this layout: one that does not exist yet can
+    be given any distance, and has its scales in the bundles, but for mxfp4."""
+    if stored is None:
+        return bundle.scales == "resident" and bundle.precision != "mxfp4"
+    return (bundle.stride, bundle.scales) != (stored.stride, stored.scales)
+
+
+def _list_strides(device: Device, model: Model, stored: StoredLayout | None) -> list[int]:
+    """Distances of bundles with their scales that the device can read, the smallest first."""
+    used, block = model.lay_out_bundle().used_bytes, find_block_bytes(device)
+    least = round_up(used, block)
+    found = {least}
+    paged = round_up(used, PAGE_BYTES)
+    if paged % block == 0 and paged <= MOST_PADDING * least:
+        found.add(paged)
+    usual = model.lay_out_bundle().scales
+    has = 0 if stored is None or stored.scales != usual else stored.stride
+    if has >= used and has % block == 0:
+        found.add(has)
+    return sorted(found)
+
+
+def describe_layout(decision: LayoutDecision) -> Iterator[str]:
+    """The choice with its reason, and how a store comes to have it."""
+    chosen, block = decision.chosen, decision.block_bytes
+    stored = decision.stored
+    why = f"the least multiple of the device's {format_bytes(block)} blocks"
+    if chosen % PAGE_BYTES == 0 and block < PAGE_BYTES:
+        why = "whole pages of flash"
+    if stored is not None and (stored.stride, stored.scales) == (chosen, decision.scales):
+        why += ", as in the store"
+    without = "" if decision.scales == "inline" else " Their scales are apart, in memory."
+    yield (
+        f"Bundles: neurons lie {format_bytes(chosen)} apart, {decision.used_bytes} bytes are used: "
+        f"{why}.{without}"
+    )
+    if decision.others:
+        shown = "; ".join(
+            f"{format_bytes(item.stride)} apart{_name_scales(item.scales)} makes "
+            f"{approximate_number(item.tokens_s)} tokens/s in "
+            f"{approximate_bytes(item.memory_bytes)}"
+            for item in decision.others
+        )
+        yield f"The best plan with neurons {shown}."
+    usual = round_up(decision.used_bytes, DEFAULT_BLOCK_BYTES)
+    has = usual if stored is None else stored.stride
+    scales = decision.usual_scales if stored is None else stored.scales
+    if scales != decision.scales:
+        who = "`pi2 convert` leaves scales" if stored is None else "The store has its scales"
+        place = "in the bundles" if scales == "inline" else "in files of their own"
+        yield (
+            f"{who} {place}: `pi2 store repack {decision.store} --scales {decision.scales} "
+            f"--stride '{format_bytes(chosen)}'` changes that."
+        )
+    elif has != chosen:
+        who = "`pi2 convert` puts them" if stored is None else "The store has them"
+        yield (
+            f"{who} {format_bytes(has)} apart: `pi2 store repack {decision.store} --stride "
+            f"'{format_bytes(chosen)}'` changes that."
+        )
+    if stored is not None and stored.order == "index":
+        yield (
+            "The store's neurons lie as in the checkpoint, hot or not: `pi2 store reorder "
+            f"{decision.store} --by hotness --statistics STATS` puts the most active ones first."
+        )
+    if stored is not None and stored.order == "hotness" and decision.reads_experts:
+        yield (
+            "In the store the experts lie mixed: `pi2 store reorder "
+            f"{decision.store} --by expert` puts each expert's neurons together, so that what a "
+            "token misses takes fewer reads."
+        )
+
+
+def _name_scales(scales: ScalesPlace) -> str:
+    return " with scales in memory" if scales == "resident" else ""
+
 
 CLUSTERS = (64, 32, 128, 16, 256)
 """Fewest neurons that are read and computed together; of equal ones the first is taken."""

@@ -2,14 +2,81 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan, Segments
+from pi2.plan.documents.quantities import format_bytes
+from pi2.plan.reading.references import DOCUMENTS, UnknownName, locate_document
 from pi2.plan.reading.thresholds import Thresholds
+from pi2.plan.weights.layout import BundleLayout
+from pi2.sharing.resolver import LockedReferences
+
+if TYPE_CHECKING:
+    from pi2.plan.checking.check import Report
+    from pi2.plan.toml.source import Kind
+
+
+def read_document(reference: str, kind: Kind, folder: Path | None = None) -> Report:
+    """Check the device or model that a reference means; it is sound.
+
+    ``reference``: a path relative to ``folder``, a short name or a locked reference.  Raises
+    `UserError` P015 for a name that nobody knows, P014 for a document of another kind, or with
+    the document's own findings.
+    """
+    folder = folder or Path()
+    resolver = LockedReferences(folder)
+    try:
+        found = locate_document(reference, kind, folder, resolver=resolver)
+    except UnknownName as error:
+        raise UserError.of("P015", str(error), help=error.hint) from None
+    report = check_file(found.path, name=found.name, resolver=resolver, reference=found.reference)
+    if report.document is not None and not isinstance(report.document, DOCUMENTS[kind]):
+        raise UserError.of("P014", f"`{reference}` is no {kind}", help=f"name a *.{kind}.toml")
+    if not report.is_sound or report.document is None:
+        raise report.make_error()
+    return report
+
+
+def make_plan_values(
+    wish: Wish, *, predictor: str, kv: str, chunk: int, bundle: BundleLayout
+) -> dict[str, Any]:
+    """A plan without sizes; UserError P026 for a device without a CPU."""
+    unit = next((name for name, item in wish.device.units.items() if item.kind == "cpu"), None)
+    if unit is None:
+        raise UserError.of(
+            "P026",
+            f"the device {wish.device.id} has no CPU",
+            help="add a unit of the kind cpu to the device",
+        )
+    return {
+        "schema_version": 2,
+        "device": wish.device.id,
+        "model": wish.model.id,
+        "store": f"stores/{wish.model.id}",
+        "memory": {"budget": "1 B", "segments": dict.fromkeys(Segments.model_fields, "0 B")},
+        "bundle": {"stride": format_bytes(bundle.stride)}
+        | ({} if bundle.scales == "inline" else {"scales": bundle.scales}),
+        "layers": {"split": {unit: 1.0}, "hot": 0.0},
+        "prefill": {"chunk": chunk},
+        "decode": {"predictor": predictor, "batch": wish.batch},
+        "kv": {"type": kv, "context": wish.context},
+    }
+
+
+def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
+    """Put a plan's values, its device and its model together."""
+    plan = Plan.model_validate_json(json.dumps(values))
+    return ResolvedPlan(plan=plan, device=device, model=model)
+
 
 Objective = Literal["speed", "memory", "energy"]
 

@@ -1,25 +1,194 @@
 """Fits a layer's predictor: score = outer relu(inner u) + bias, active where score >= 0.
 
-It begins with the best linear guess of that rank (`pi2.predictors.guessing`).  The loss is a
+It begins with the best linear guess of that rank (`pi2.predictors.fitting`).  The loss is a
 cross-entropy in which an active neuron weighs more, by the square root of how rare it is: whole
 balance would name far too many.  Adam with a rate that falls to zero, in small batches: what counts
 is the number of steps, a few thousand, far more than the number of tokens.  Weights are then
 rounded as the store keeps them, and the bias is moved until the wanted share of active neurons
 is found in tokens that were not trained on (as PowerInfer's and TurboSparse's predictors are cut).
+
+A first guess of a predictor: the best linear one of its rank, found without iterating.
+
+Which neurons fire is regressed on the input by least squares, and of the result the ``rank / 2``
+directions of the input are kept that explain most (reduced-rank regression).  A predictor has a
+ReLU between its matrices, so each direction comes twice, once with each sign.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F32, Bits
+from pi2.arrays import F16, F32, I64, U8, Bits
+from pi2.engine.loaded_model import LoadedModel
+from pi2.engine.observation import Routing
+from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import GROUP, Precision, round_up
 from pi2.plan.weights.rounding import dequantize, quantize
-from pi2.predictors.guessing import guess_weights
-from pi2.predictors.samples import LayerSamples
+from pi2.statistics.texts import Window
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSamples:
+    """Tokens of one layer, or of one of its experts, on the disk."""
+
+    inputs: F16
+    """[tokens, hidden], mapped."""
+    packed: U8
+    """[tokens, neurons / 8], mapped: a bit per neuron, in stored order."""
+    neurons: int
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def cut(self, tokens: int) -> LayerSamples:
+        """The first ``tokens`` of them."""
+        return LayerSamples(self.inputs[:tokens], self.packed[:tokens], self.neurons)
+
+    def read(self, tokens: slice | I64) -> tuple[F32, Bits]:
+        """Inputs float32 [n, hidden], and which neurons fired [n, neurons]."""
+        bits = np.unpackbits(self.packed[tokens], axis=1, count=self.neurons)
+        return self.inputs[tokens].astype(np.float32), bits.view(np.bool_)
+
+
+class SampleRecorder:
+    """An observer of FFNs (`pi2.engine.observation`) that keeps everything in ``folder``.
+
+    In a mixture every expert has samples of its own, of the tokens that it computes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._layers: list[list[LayerSamples]] = []
+        self._filled: list[list[int]] = []
+
+    def make_room(self, model: Model, tokens: int) -> None:
+        """Make the files for ``tokens`` tokens; what is never filled takes no disk."""
+        hidden, neurons = model.stored_neuron_width, model.shape.ffn
+        width = -(-neurons // 8)
+        for layer in range(model.shape.layers):
+            experts = []
+            for expert in range(model.expert_count):
+                place = self._folder / f"{layer:03d}-{expert:03d}"
+                inputs = np.memmap(
+                    place.with_suffix(".inputs"), np.float16, "w+", shape=(tokens, hidden)
+                )
+                packed = np.memmap(
+                    place.with_suffix(".active"), np.uint8, "w+", shape=(tokens, width)
+                )
+                experts.append(LayerSamples(inputs, packed, neurons))
+            self._layers.append(experts)
+            self._filled.append([0] * model.expert_count)
+
+    def __call__(
+        self, layer: int, inputs: F32, activations: F32, routing: Routing | None = None
+    ) -> None:
+        active = activations != 0
+        for expert in range(len(self._layers[layer])):
+            if routing is None:
+                self._keep(layer, expert, inputs, active)
+                continue
+            computes = routing.computes[:, expert]
+            mine = active[computes][:, routing.owners == expert]
+            self._keep(layer, expert, inputs[computes], mine)
+
+    def _keep(self, layer: int, expert: int, inputs: F32, active: Bits) -> None:
+        filled = self._filled[layer]
+        rows = slice(filled[expert], filled[expert] + len(inputs))
+        samples = self._layers[layer][expert]
+        samples.inputs[rows] = inputs
+        samples.packed[rows] = np.packbits(active, axis=1)
+        filled[expert] = rows.stop
+
+    def record(
+        self,
+        model: LoadedModel,
+        windows: Sequence[Window],
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> list[list[LayerSamples]]:
+        """Run ``windows`` through ``model``, whose executor this observes; returns the samples of
+        the experts (one without experts) of every layer."""
+        tokens = sum(len(window.tokens) for window in windows)
+        self.make_room(model.plan.model, tokens)
+        for number, window in enumerate(windows):
+            for _ in model.iterate_logits(window.tokens):
+                pass
+            progress((number + 1) / len(windows))
+        return [
+            [samples.cut(filled) for samples, filled in zip(experts, counts, strict=True)]
+            for experts, counts in zip(self._layers, self._filled, strict=True)
+        ]
+
+
+MOST_TOKENS = 65536
+"""More do not change the guess."""
+_PIECE = 4096
+_RIDGE = 1e-2
+"""Share of the mean variance that is added to every direction's variance."""
+_GAIN = 0.5
+"""Share of the guess to begin with: least squares is surer of itself than the loss allows."""
+_SPARE = 16
+"""Directions beyond those that are wanted, for the search to settle."""
+_ROUNDS = 3
+
+
+def guess_weights(samples: LayerSamples, tokens: int, rank: int, seed: int) -> tuple[F32, F32]:
+    """``inner`` [rank, hidden] and ``outer`` [neurons, rank] from the first ``tokens`` tokens."""
+    covariance, shared, shares = _sum_moments(samples, min(tokens, MOST_TOKENS))
+    hidden = len(covariance)
+    covariance += np.eye(hidden, dtype=np.float32) * (_RIDGE * np.trace(covariance) / hidden)
+    root = np.linalg.cholesky(covariance)
+    # Rare neurons count as much as frequent ones.
+    spread = np.sqrt(np.maximum(shares * (1 - shares), 1e-4))
+    response = np.linalg.solve(root, shared / spread).astype(np.float32)
+    directions, answers = _find_directions(response, rank // 2, seed)
+    inner = np.linalg.solve(root.T, directions).T.astype(np.float32)
+    outer = np.float32(_GAIN) * answers.T
+    return (
+        np.ascontiguousarray(np.concatenate([inner, -inner])),
+        np.ascontiguousarray(np.concatenate([outer, -outer], axis=1)),
+    )
+
+
+def _sum_moments(samples: LayerSamples, tokens: int) -> tuple[F32, F32, F32]:
+    """Means of u u^T [hidden, hidden], of u with what fires [hidden, neurons], and of that."""
+    hidden = samples.inputs.shape[1]
+    covariance = np.zeros((hidden, hidden), np.float32)
+    shared = np.zeros((hidden, samples.neurons), np.float32)
+    fired = np.zeros(samples.neurons, np.float32)
+    for start in range(0, tokens, _PIECE):
+        inputs, active = samples.read(slice(start, min(start + _PIECE, tokens)))
+        covariance += inputs.T @ inputs
+        shared += inputs.T @ active.astype(np.float32)
+        fired += active.sum(axis=0)
+    count = np.float32(tokens)
+    return covariance / count, shared / count, fired / count
+
+
+def _find_directions(response: F32, wanted: int, seed: int) -> tuple[F32, F32]:
+    """The ``wanted`` left directions [hidden, wanted] of ``response`` [hidden, neurons] with the
+    largest singular values, and their answers [wanted, neurons]; by subspace iteration."""
+    hidden = len(response)
+    random = np.random.default_rng(seed)
+    width = min(hidden, wanted + _SPARE)
+    basis = random.standard_normal((hidden, width), np.float32)
+    for _ in range(_ROUNDS):
+        basis, _ = np.linalg.qr(response @ (response.T @ basis))
+    answers = basis.T @ response
+    _, turned = np.linalg.eigh(answers @ answers.T)
+    best = turned[:, ::-1][:, :wanted]
+    directions, kept = basis @ best, best.T @ answers
+    if wanted <= hidden:
+        return directions, kept
+    # More than there are: the rest begins as noise, small beside the others.
+    extra = random.standard_normal((hidden, wanted - width), np.float32)
+    noise = random.standard_normal((wanted - width, response.shape[1]), np.float32)
+    scale = np.float32(0.1 * np.abs(kept).mean())
+    return np.concatenate([directions, extra], axis=1), np.concatenate([kept, scale * noise])
+
 
 STEPS = 4000
 FEWEST_PASSES = 4.0

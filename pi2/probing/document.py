@@ -7,23 +7,209 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel
 
 from pi2.machine import Machine
-from pi2.plan.documents.device import Device, IsaFeature
+from pi2.plan.checking.findings import walk_figures
+from pi2.plan.documents.device import (
+    ComputeFigure,
+    Device,
+    IsaFeature,
+    KernelFigure,
+    RateFigure,
+    ReadFigure,
+    ThreadsFigure,
+)
 from pi2.plan.documents.quantities import (
     HERTZ_UNITS,
     RATE_UNITS_OUT,
+    approximate_number,
     format_bytes,
     format_quantity,
 )
 from pi2.plan.weights.layout import round_up
-from pi2.probing.accelerators import UnitMeasurements
-from pi2.probing.figures import list_readings
-from pi2.probing.probe import Measurements
-from pi2.probing.series import round_digits, summarise
+from pi2.probing.probe import Measurements, UnitMeasurements
 from pi2.probing.storage import ReadSpec
-from pi2.probing.timing import StepFacts, choose_times
+from pi2.probing.timing import StepFacts, choose_times, round_digits, summarise
+
+Measure = Literal["B/s", "s", "GOP/s", "share"]
+
+_SCALES: dict[Measure, tuple[tuple[float, str], ...]] = {
+    "B/s": ((1e9, "GB/s"), (1e6, "MB/s"), (1.0, "B/s")),
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
+    "GOP/s": ((1.0, "GOP/s"),),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A figure and its spread."""
+
+    label: str
+    value: float
+    spread: float
+    """Standard deviation: of a share as it is, of anything else as a part of its value."""
+    measure: Measure
+
+    @property
+    def text(self) -> str:
+        """The figure's value for people."""
+        return write_value(self.value, self.measure)
+
+
+def list_readings(device: Device) -> Iterator[Reading]:
+    """Everything that a second probe measures again."""
+    for path, figure in walk_figures(device):
+        found = _read_value(figure)
+        if found is None:
+            continue
+        value, measure = found
+        place = ".".join(part for part in path if isinstance(part, str))
+        label = f"{place}{_describe_settings(figure)}"
+        yield Reading(label=label, value=value, spread=figure.spread or 0.0, measure=measure)
+        if isinstance(figure, ReadFigure) and figure.overlap is not None:
+            yield Reading(
+                label=f"{label}, hidden by computing",
+                value=figure.overlap,
+                spread=figure.overlap_spread or 0.0,
+                measure="share",
+            )
+    storage = device.storage
+    if storage.latency is not None:
+        yield Reading(
+            label="storage.latency",
+            value=float(storage.latency),
+            spread=storage.latency_spread or 0.0,
+            measure="s",
+        )
+
+
+def write_value(value: float, measure: Measure) -> str:
+    """Four digits with a unit; shares in percent."""
+    if measure == "share":
+        return f"{value:.0%}"
+    scales = _SCALES[measure]
+    size, unit = next((item for item in scales if abs(value) >= item[0]), scales[-1])
+    return f"{approximate_number(value / size, 4)} {unit}"
+
+
+def _read_value(figure: BaseModel) -> tuple[float, Measure] | None:
+    match figure:
+        case KernelFigure():
+            return float(figure.time), "s"
+        case ComputeFigure():
+            return figure.giga_ops, "GOP/s"
+        case ReadFigure():
+            return float(figure.rate), "B/s"
+        case RateFigure():
+            return float(figure.value), "B/s"
+        case _:
+            return None
+
+
+def _describe_settings(figure: BaseModel) -> str:
+    match figure:
+        case KernelFigure():
+            width = "" if figure.width is None else f" width {figure.width}"
+            types = "" if figure.kv == "fp16" else f" kv {figure.kv}"
+            types += "" if figure.activations == "int16" else f" activations {figure.activations}"
+            return f" {figure.kernel} {figure.size}{width}{types}"
+        case ComputeFigure():
+            return f" {figure.precision}"
+        case ReadFigure():
+            parts = [figure.pattern, format_bytes(figure.block)]
+            if figure.range is not None:
+                parts.append(f"within {format_bytes(figure.range)}")
+            if figure.depth is not None:
+                parts.append(f"depth {figure.depth}")
+            if figure.threads is not None:
+                parts.append(f"threads {figure.threads}")
+            if figure.burst is not None:
+                parts.append(f"{figure.burst} at a time")
+            return " " + " ".join(parts)
+        case ThreadsFigure():
+            return f" threads {figure.threads}"
+        case _:
+            return ""
+
+
+TOLERANCE = 0.03
+"""What equal figures may differ by even where no spread was found."""
+WORST_LINES = 12
+"""Figures that differ are listed once more at the end, the worst ones."""
+DEVIATIONS = 2.0
+"""How many standard deviations of the difference count as agreement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A figure of both documents."""
+
+    label: str
+    old: float
+    new: float
+    allowed: float
+    """Difference that the spreads of both explain: of shares as it is, else a part of the value."""
+    measure: Measure = "B/s"
+
+    @property
+    def change(self) -> float:
+        """Difference of the new one from the old one: of shares as it is, else a part of it."""
+        return self.new - self.old if self.measure == "share" else self.new / self.old - 1.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the spreads explain the difference."""
+        return abs(self.change) <= self.allowed
+
+
+def compare_devices(old: Device, new: Device) -> list[Row]:
+    """Rows of the figures that both documents have."""
+    before = {item.label: item for item in list_readings(old)}
+    rows = []
+    for after in list_readings(new):
+        first = before.get(after.label)
+        if first is None or (after.measure != "share" and min(first.value, after.value) <= 0):
+            continue
+        deviation = (first.spread**2 + after.spread**2) ** 0.5
+        rows.append(
+            Row(
+                label=after.label,
+                old=first.value,
+                new=after.value,
+                allowed=TOLERANCE + DEVIATIONS * deviation,
+                measure=after.measure,
+            )
+        )
+    return rows
+
+
+def write_rows(rows: list[Row]) -> list[str]:
+    """A line per figure, then what they mean together."""
+    width = max((len(row.label) for row in rows), default=0)
+    lines = [
+        f"{row.label:{width}}  {write_value(row.old, row.measure):>11}  "
+        f"{write_value(row.new, row.measure):>11}  {row.change:+7.1%}  "
+        f"{'agrees' if row.agrees else 'DIFFERS'} (spreads explain {row.allowed:.1%})"
+        for row in rows
+    ]
+    others = [row for row in rows if not row.agrees]
+    lines.append(f"{len(rows) - len(others)} of {len(rows)} figures agree within their spreads")
+    if others:
+        lines.append(
+            "the machine is noisy, or another one: "
+            + ("this figure differs" if len(others) == 1 else f"these {len(others)} differ")
+            + " by more than both spreads explain"
+        )
+        worst = sorted(others, key=lambda row: -abs(row.change))[:WORST_LINES]
+        lines += [f"  {row.label}: {row.change:+.1%}" for row in worst]
+        if len(others) > len(worst):
+            lines.append(f"  and {len(others) - len(worst)} more")
+    return lines
+
 
 MIB = 1 << 20
 NOISY = 0.1

@@ -14,15 +14,13 @@ import numpy as np
 
 from pi2.arrays import F32, Raw
 from pi2.backends.gpu.devices import Survey, open_device, survey_api
-from pi2.backends.gpu.images import load_kernels
-from pi2.backends.gpu.kernels.signature import Api
-from pi2.backends.gpu.kernels.specification import GpuSpec, ProductKernels
+from pi2.backends.gpu.kernels.specification import Api, GpuSpec, ProductKernels
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.backends.gpu.packing import pack_matrix
+from pi2.backends.gpu.packing import load_kernels, pack_matrix
 from pi2.plan.documents.device import KernelName
 from pi2.plan.weights.layout import matrix_bytes
 from pi2.plan.weights.rounding import dequantize, quantize
-from pi2.probing.series import Key
+from pi2.probing.timing import Key
 from pi2.progress import Progress
 
 WIDTH = 4096

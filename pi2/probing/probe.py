@@ -2,24 +2,309 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from pi2.backends.cpu.specification import make_spec
+from pi2.backends.gpu.devices import Survey
+from pi2.backends.gpu.kernels.specification import Api
+from pi2.backends.gpu.launchers.interface import DeviceFacts
+from pi2.backends.host import load_host_loops
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.protocol import Executor
 from pi2.benchmarks.bandwidth import MeterRecipe
-from pi2.benchmarks.worker import Worker
+from pi2.benchmarks.contestant import Worker
 from pi2.diagnostics import UserError
-from pi2.machine import Machine, Storage, detect_machine, inspect_storage
-from pi2.probing.accelerators import Accelerators, measure_accelerators
-from pi2.probing.kernels import KernelRecipe
-from pi2.probing.model import SMALL
-from pi2.probing.series import Key, is_agreed
-from pi2.probing.storage import ReadSpec, list_overlaps, list_reads, open_sample
-from pi2.probing.timing import StepFacts, keep_possible
-from pi2.progress import Progress
+from pi2.machine import (
+    Machine,
+    Storage,
+    bind_calling_thread,
+    detect_machine,
+    inspect_storage,
+    list_allowed_cores,
+)
+from pi2.plan.documents.backends import find_executor_backend
+from pi2.probing import tokens
+from pi2.probing.steps import EXACT, GATES, USUAL, VARIANTS, Steps, TokenSteps, Variety
+from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
+from pi2.probing.timing import Key, StepFacts, collect_rounds, is_agreed, keep_possible, make_timer
+from pi2.probing.tokens import SMALL
+from pi2.progress import Progress, ignore_progress
+
+if TYPE_CHECKING:
+    from pi2.probing.gpus import UnitStep
+
+
+MEASURED: tuple[Api, ...] = ("cuda", "webgpu", "opencl")
+"""APIs whose devices are measured, best first: a GPU that several find is measured through one."""
+_BY_HAND = "published figures can be stated by hand"
+_NPU_FILES = {
+    "dev/adsprpc-smd": "a Hexagon NPU",
+    "dev/fastrpc-cdsp": "a Hexagon NPU",
+    "dev/accel/accel*": "an NPU",
+}
+_GPU_FILES = {
+    "dev/kgsl-3d0": "an Adreno GPU",
+    "dev/mali*": "a Mali GPU",
+    "proc/driver/nvidia/gpus/*": "an NVIDIA GPU",
+    "dev/dri/renderD*": "a GPU",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitMeasurements:
+    """A unit and the seconds of its steps."""
+
+    facts: DeviceFacts
+    steps: tuple[UnitStep, ...]
+    step_s: dict[Key, list[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerators:
+    """What was measured, and a line about each unit that was not."""
+
+    units: tuple[UnitMeasurements, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Survey:
+    units: list[UnitMeasurements] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def measure_accelerators(
+    progress: Progress,
+    *,
+    rounds: int,
+    root: Path = Path("/"),
+    apis: Sequence[Api] = MEASURED,
+) -> Accelerators:
+    """Measure the devices of ``apis``; ``root``: where to look for device files of others."""
+    survey = _Survey()
+    reasons: list[str] = []
+    for place, api in enumerate(apis):
+        obstacle = _measure_api(survey, api, progress, rounds)
+        if obstacle is not None:
+            reasons.append(obstacle)
+        progress("GPUs", (place + 1) / len(apis))
+    has_gpu = any(not item.facts.is_emulated for item in survey.units)
+    survey.notes += _name_others(root, reasons, has_gpu=has_gpu)
+    return Accelerators(units=tuple(survey.units), notes=tuple(survey.notes))
+
+
+def _measure_api(survey: _Survey, api: Api, progress: Progress, rounds: int) -> str | None:
+    """Measure what an API has and no other API had; return why it has none."""
+    from pi2.probing.gpus import STEPS, GpuRecipe
+
+    number, count = 0, 1
+    while number < count:
+        # A process for each: what one driver does wrong is not the next one's loss.
+        name = f"{api} device {number}"
+        try:
+            with Worker(GpuRecipe(), progress) as bench:
+                found: Survey = bench.call("survey", api)
+                count = len(found.devices)
+                if not found.devices:
+                    return f"{api}: {found.obstacle}" + (f" ({found.help})" if found.help else "")
+                facts = found.devices[number]
+                name = f"{facts.name} ({facts.driver})"
+                known = {item.facts.name for item in survey.units}
+                if facts.is_emulated or facts.name not in known:
+                    step_s: dict[Key, list[float]] = bench.call("measure", api, number, rounds)
+                    survey.units.append(UnitMeasurements(facts=facts, steps=STEPS, step_s=step_s))
+        except (UserError, RuntimeError) as error:
+            survey.notes.append(f"{name} was found, but not measured: {_shorten(error)}")
+        number += 1
+    return None
+
+
+def _shorten(error: UserError | RuntimeError) -> str:
+    """The last line of what went wrong."""
+    if isinstance(error, UserError):
+        return error.diagnostics[0].message
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "unknown"
+
+
+def _name_others(root: Path, reasons: Sequence[str], *, has_gpu: bool) -> Iterator[str]:
+    """Units that show as files of the system and that nothing here measures; ``reasons``: why APIs
+    have no devices."""
+    seen: set[str] = set()
+    for files, known in ((_GPU_FILES, has_gpu), (_NPU_FILES, False)):
+        for pattern, what in files.items():
+            found: list[Any] = sorted(root.glob(pattern))
+            if known or not found or what in seen:
+                continue
+            seen.add(what)
+            why = [*reasons, _BY_HAND] if files is _GPU_FILES else [_BY_HAND]
+            place = found[0].relative_to(root)
+            yield f"{what} was found (/{place}), but not measured: {'; '.join(why)}"
+            if files is _GPU_FILES:
+                break
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRecipe:
+    """Makes a `KernelBench` in a process of its own: its 700 MB are nobody else's memory."""
+
+    threads: int
+    features: frozenset[str]
+    architecture: str
+    sizes: tokens.ProbeShape = tokens.LARGE
+    varieties: tuple[Variety, ...] = (USUAL, GATES, EXACT)
+
+    def __call__(self, progress: Progress) -> KernelBench:
+        return KernelBench(self, progress)
+
+    def list_specs(self) -> list[KernelSpec]:
+        """What its kernels are compiled from."""
+        request = tokens.make_request(
+            tokens.make_model(self.sizes),
+            threads=self.threads,
+            features=self.features,
+            architecture=self.architecture,
+            progress=ignore_progress,
+            filled=False,
+        )
+        return [make_spec(variety.choose_types(request)) for variety in self.varieties]
+
+
+class KernelBench:
+    """Kernels, weights and a neuron cache."""
+
+    def __init__(self, recipe: KernelRecipe, progress: Progress) -> None:
+        backend = find_executor_backend("cpu")
+        assert backend is not None, "the CPU's backend computes models"
+        self._sizes = recipe.sizes
+        self._free = list_allowed_cores()
+        cores = tuple(self._free) if len(self._free) == recipe.threads else ()
+        model = tokens.make_model(recipe.sizes)
+        request = tokens.make_request(
+            model,
+            threads=recipe.threads,
+            features=recipe.features,
+            architecture=recipe.architecture,
+            progress=progress,
+        )
+        # Each thread has a core of its own: else the system puts two on one where others work.
+        request = replace(request, cores=cores)
+        self._bound = cores[:1]
+        self._executor: Executor = backend.build(request)
+        self._loops = load_host_loops(progress, frozenset(recipe.features))
+        used_bytes = request.bundle.used_bytes
+        self._made = Steps(self._executor, self._loops, model, recipe.sizes, used_bytes=used_bytes)
+        self._steps = self._made.list_all()
+        layers = min(recipe.sizes.layers, recipe.sizes.arena_neurons // recipe.sizes.neurons)
+        self._others: list[Executor] = []
+        self._tokens = []
+        for variety in recipe.varieties:
+            executor = self._executor
+            if variety != USUAL:
+                executor = backend.build(variety.apply(request, layers))
+                self._others.append(executor)
+            self._tokens.append(
+                TokenSteps(
+                    executor,
+                    self._made.arena,
+                    model,
+                    recipe.sizes,
+                    variety,
+                    used_bytes=used_bytes,
+                    loops=self._loops,
+                )
+            )
+        self._storage: StorageBench | None = None
+
+    def list_steps(self) -> list[StepFacts]:
+        """What is measured."""
+        listed = [facts for item in self._tokens for facts in item.list_facts()]
+        return listed + [
+            StepFacts(
+                kernel=step.kernel,
+                size=step.size,
+                read_bytes=step.read_bytes,
+                operations=step.operations,
+                width=step.width,
+            )
+            for step in self._steps
+        ]
+
+    def measure(self, rounds: int, keys: Collection[Key] | None = None) -> dict[Key, list[float]]:
+        """Seconds per call of each step, ``rounds`` figures of each; of ``keys`` alone, and what is
+        measured together with them, if they are given."""
+        if self._bound:
+            bind_calling_thread(self._bound)
+        try:
+            return self._measure(rounds, keys)
+        finally:
+            if self._bound:
+                # Threads that read would be bound with it.
+                bind_calling_thread(self._free)
+
+    def _measure(self, rounds: int, keys: Collection[Key] | None) -> dict[Key, list[float]]:
+        wanted = [step for step in self._steps if keys is None or step.key in keys]
+        measures = [(step.key, make_timer(step)) for step in wanted]
+        found = collect_rounds(measures, rounds, ignore_progress, "")
+        for _ in range(rounds):
+            for item in self._tokens:
+                own = {facts.key for facts in item.list_facts()}
+                if keys is not None and own.isdisjoint(keys):
+                    continue
+                for key, seconds in item.measure().items():
+                    found.setdefault(key, []).append(seconds)
+        return found
+
+    def measure_steady(self, pieces: int) -> list[float]:
+        """Seconds that the same work takes, over and over: what differs is the machine's noise."""
+        times = []
+        for piece in range(pieces):
+            start = time.perf_counter()
+            for index in range(VARIANTS):
+                self._made.stir(piece * VARIANTS + index)
+            times.append(time.perf_counter() - start)
+        return times
+
+    def open_storage(self, path: str, size_bytes: int) -> None:
+        """Take the file for the reads that `measure_reads` times."""
+        self._storage = StorageBench(path, size_bytes, self._loops)
+
+    def measure_reads(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
+        """Bytes per second of each kind of reads, ``rounds`` times."""
+        assert self._storage is not None, "open_storage comes first"
+        return self._storage.measure(specs, rounds)
+
+    def measure_latency(self, rounds: int) -> list[float]:
+        """Seconds of one small read in an idle queue."""
+        assert self._storage is not None, "open_storage comes first"
+        return self._storage.measure_latency(rounds)
+
+    def measure_overlap(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
+        """Part of reading that computing hides, and the other way round."""
+        assert self._storage is not None, "open_storage comes first"
+        slots = tokens.choose_slots(256, self._sizes.arena_neurons, VARIANTS)
+        self._made.stir(0)
+        numbers = itertools.cycle(range(VARIANTS))
+        return self._storage.measure_overlap(
+            specs,
+            lambda: self._executor.add_neurons(0, self._made.arena, slots[next(numbers)]),
+            rounds,
+        )
+
+    def close(self) -> None:
+        """Release everything."""
+        if self._storage is not None:
+            self._storage.close()
+        for executor in (self._executor, *self._others):
+            executor.close()
+
 
 MOST_ROUNDS, LEAST_ROUNDS = 5, 2
 """Bounds of the number of rounds over all figures; a figure of a round is the median, or the

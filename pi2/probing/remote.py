@@ -7,11 +7,14 @@ the calls (the engine, flash) is not measured: a bundle's ``--probe`` measures f
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +22,15 @@ import numpy.typing as npt
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.compiler.signature import Parameter
-from pi2.backends.cpu.arrays import measure_arrays
 from pi2.backends.cpu.executor import CpuExecutor
 from pi2.backends.cpu.specification import make_spec
+from pi2.backends.cpu.workspace import measure_arrays
 from pi2.diagnostics import UserError
+from pi2.plan.documents.device import Device, IsaFeature
+from pi2.plan.documents.quantities import format_quantity
 from pi2.plan.weights.layout import matrix_bytes
-from pi2.probing import model as synthetic
-from pi2.probing.series import Key
-from pi2.probing.timing import StepFacts
+from pi2.probing import tokens as synthetic
+from pi2.probing.timing import Key, StepFacts, choose_times, round_digits, summarise
 from pi2.progress import Progress
 
 ROUNDS = 5
@@ -244,3 +248,58 @@ def _describe(
     return StepFacts(
         kernel=kernel, size=size, read_bytes=read_bytes, operations=operations, width=shape.width
     )
+
+
+def make_remote_device(
+    name: str,
+    machine: RemoteMachine,
+    steps: Sequence[StepFacts],
+    step_s: Mapping[Key, Sequence[float]],
+) -> Device:
+    """The device ``name``: its processor and kernels; flash, memory and noise are unknown."""
+    times = choose_times(steps, step_s, inf)
+    kernels = [
+        _describe_step(step, times[step.key], machine) for step in steps if step.key in times
+    ]
+    cpu: dict[str, Any] = {
+        "kind": "cpu",
+        "architecture": machine.architecture,
+        "features": [item for item in get_args(IsaFeature) if item in machine.features],
+        "clusters": [{"id": "cores", "cores": machine.threads}],
+        "kernels": kernels,
+    }
+    best = max((item for item in kernels if item["kernel"] == "dense"), key=lambda i: i["size"])
+    keys = ("giga_ops", "status", "source", "samples", "spread")
+    cpu["compute"] = [{"precision": "int8", **{key: best[key] for key in keys}}]
+    text = f"Kernels measured through RPC with {machine.threads} threads; flash was not measured."
+    values = {
+        "schema_version": 2,
+        "id": name,
+        "name": name,
+        "description": text,
+        "units": {"cpu": cpu},
+    }
+    return Device.model_validate_json(json.dumps(values))
+
+
+def _describe_step(
+    step: StepFacts, seconds: Sequence[float], machine: RemoteMachine
+) -> dict[str, Any]:
+    found = summarise(seconds, "less")
+    version = importlib.metadata.version("pi2")
+    threads = f"{machine.threads} thread" + ("s" if machine.threads > 1 else "")
+    values: dict[str, Any] = {
+        "kernel": step.kernel,
+        "size": step.size,
+        "time": format_quantity(round(found.value * 1e9), {"ns": 1, "us": 1000, "ms": 10**6}),
+        "width": step.width,
+        "status": "measured",
+        "source": f"pi2 probe {version} through RPC: cpu backend, {threads}, int4 weights",
+        "samples": found.samples,
+        "spread": found.spread,
+    }
+    if step.read_bytes is not None:
+        values["bytes"] = f"{step.read_bytes} B"
+    if step.operations is not None:
+        values["giga_ops"] = round_digits(step.operations / found.value / 1e9)
+    return values

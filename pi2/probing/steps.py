@@ -4,18 +4,202 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
-from pi2.backends.experts import route
+from pi2.arrays import U8, Scales
+from pi2.backends.arithmetic import route
 from pi2.backends.host import HostLoops
-from pi2.backends.protocol import Executor
+from pi2.backends.protocol import BuildRequest, Executor
 from pi2.memory.cache import NeuronCache
+from pi2.plan.arithmetic.units import count_kv_token_bytes
+from pi2.plan.documents.device import KernelName
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_experts import Moe
-from pi2.probing import model as synthetic
-from pi2.probing.timing import Step
+from pi2.plan.documents.model_parts import Moe
+from pi2.plan.documents.plan import ActivationType, KvType
+from pi2.plan.weights.layout import matrix_bytes
+from pi2.probing import tokens as synthetic
+from pi2.probing.timing import Key, Step, StepFacts
+from pi2.probing.tokens import NAMED, TokenSample, TokenTimes, TokenWork
+
+SERIES_S, CACHED_S = 0.4, 0.2
+"""Time of a variety's tokens in a round, and of those that take neurons from a cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variety:
+    """Options that an executor is built with."""
+
+    kv: KvType = "fp16"
+    activations: ActivationType = "int16"
+    has_gates: bool = False
+
+    def choose_types(self, request: BuildRequest) -> BuildRequest:
+        """``request`` with this variety's types, and gates of no layer where it has gates: all that
+        kernels depend on."""
+        gates: dict[int, tuple[U8, Scales | None]] | None = {} if self.has_gates else None
+        return replace(request, kv_type=self.kv, token_type=self.activations, gate_rows=gates)
+
+    def apply(self, request: BuildRequest, layers: int) -> BuildRequest:
+        """``request`` with this variety's types and gates; tokens go through the first
+        ``layers`` layers."""
+        chosen = self.choose_types(request)
+        if not self.has_gates:
+            return chosen
+        rows = synthetic.make_gate_rows(request.model, layers)
+        # Only the first layers run; the others' gates are never read.
+        gates = {layer: rows[min(layer, layers - 1)] for layer in range(request.model.shape.layers)}
+        return replace(chosen, gate_rows=gates)
+
+
+USUAL = Variety()
+GATES = Variety(kv="int8", has_gates=True)
+EXACT = Variety(kv="fp32", activations="fp32")
+_SHARES = {USUAL: (1.0, 0.95, 0.5), GATES: (1.0, 0.5)}
+"""Shares of the neurons that stay where the engine's own part is measured; a cache holds the
+others."""
+
+
+class TokenSteps:
+    """Steps of one variety, measured in tokens of ``model``."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        arena: U8,
+        model: Model,
+        sizes: synthetic.ProbeShape,
+        variety: Variety,
+        *,
+        used_bytes: int,
+        loops: HostLoops | None = None,
+    ) -> None:
+        """``arena`` [n, stride]: neurons; ``used_bytes``: of one, without what fills it up;
+        ``loops``: the neuron cache's."""
+        self._model, self._sizes, self._variety = model, sizes, variety
+        self._used_bytes = used_bytes
+        # Not the first token: what a block of keys holds beyond it takes time, too.
+        self._first = sizes.context // 8
+        works = [
+            TokenWork(position=position, named=named)
+            for named in sizes.gathered
+            for position in (self._first, sizes.context)
+        ]
+        named = TokenWork(position=0, named=round(NAMED * model.shape.ffn))
+
+        def make(works: list[TokenWork], hot: float) -> TokenSample:
+            predictor: Literal["gate", "low-rank"] = "gate" if variety.has_gates else "low-rank"
+            return TokenSample(
+                executor,
+                arena,
+                model,
+                predictor=predictor,
+                works=works,
+                hot=hot,
+                loops=loops,
+            )
+
+        self._sample = make(works, 1.0)
+        self._cached = {share: make([named], share) for share in _SHARES.get(variety, ())}
+        self._named = named.named
+
+    def list_facts(self) -> list[StepFacts]:
+        """What is measured."""
+        shape, precision, sizes = self._model.shape, self._model.quantization, self._sizes
+        width, ffn = shape.stored_hidden, shape.ffn
+        query = shape.heads * shape.head_dim
+        qkv = query + 2 * shape.kv_heads * shape.head_dim
+        attention = matrix_bytes(qkv, width, precision.attention)
+        attention += matrix_bytes(width, shape.stored_query, precision.attention)
+        context = sizes.context * count_kv_token_bytes(self._model, self._variety.kv)
+        facts = [
+            self._state("project", qkv + width, attention),
+            self._state("attend", sizes.context, context),
+        ]
+        if self._variety.has_gates:
+            gates = matrix_bytes(ffn, self._model.stored_neuron_width, precision.ffn)
+            facts.append(self._state("predict-gate", ffn, gates))
+            # Gates are known: up and down are read.
+            part = 2 * self._used_bytes // 3
+            facts += [self._state("gather-open", n, n * part) for n in sizes.gathered]
+            found = [sample.count_cached(self._named) for sample in self._cached.values()]
+            return [*facts, *(self._state("find", count) for count in found)]
+        predictor = matrix_bytes(sizes.rank, width, precision.predictor)
+        predictor += matrix_bytes(ffn, sizes.rank, precision.predictor)
+        facts += [
+            self._state("multiply", shape.vocab, matrix_bytes(shape.vocab, width, precision.head)),
+            self._state("predict", ffn, predictor),
+            *(self._state("gather", n, n * self._used_bytes) for n in sizes.gathered),
+        ]
+        if self._variety == USUAL:
+            facts += [
+                self._state("norm", width),
+                self._state("engine", shape.layers),
+                self._state("engine-token", shape.layers),
+            ]
+            facts += [
+                self._state("engine-cached", sample.count_cached(self._named))
+                for share, sample in self._cached.items()
+                if share < 1.0
+            ]
+        return facts
+
+    def _state(self, kernel: KernelName, size: int, read_bytes: int | None = None) -> StepFacts:
+        return StepFacts(
+            kernel=kernel,
+            size=size,
+            read_bytes=read_bytes,
+            operations=None,
+            width=self._sizes.width,
+            kv=self._variety.kv,
+            activations=self._variety.activations,
+        )
+
+    def measure(self) -> dict[Key, float]:
+        """Seconds of every step."""
+        times = self._sample.measure(SERIES_S)
+        cached = {share: item.measure(CACHED_S) for share, item in self._cached.items()}
+        found: dict[Key, float] = {}
+        for facts in self.list_facts():
+            found[facts.key] = self._read(facts, times)
+        for share, sample in self._cached.items():
+            count, own = sample.count_cached(self._named), cached[share]
+            if self._variety.has_gates:
+                found[self._state("find", count).key] = own.average("find")
+            elif share == 1.0:
+                found[self._state("engine", self._model.shape.layers).key] = own.python_s
+            else:
+                # Behind more Python, threads sleep and caches are cold: that belongs to it.
+                later_s = own.average("add_neurons") - cached[1.0].average("add_neurons")
+                found[self._state("engine-cached", count).key] = own.python_s + max(later_s, 0.0)
+        return found
+
+    def _read(self, facts: StepFacts, times: TokenTimes) -> float:
+        context = self._sizes.context
+        early_s = times.average("attend", position=self._first)
+        late_s = times.average("attend", position=context)
+        token_s = max(late_s - early_s, 0.0) / (context - self._first)
+        match facts.kernel:
+            case "project":
+                return max(early_s - self._first * token_s, early_s / 2)
+            case "attend":
+                return context * token_s
+            case "multiply":
+                return times.average("logits")
+            case "predict":
+                return times.average("predict_low_rank")
+            case "predict-gate":
+                return times.average("predict_gate")
+            case "gather" | "gather-open":
+                return times.average("add_neurons", named=facts.size)
+            case "norm":
+                return times.average("begin_ffn") + times.average("end_ffn")
+            case "engine-token":
+                return times.average("embed") + times.average("count_active")
+        return times.python_s
+
 
 TOKENS = (8, 128)
 EXPERTS = 8

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pi2.diagnostics import UserError
+from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.logging import get_logger
 from pi2.serving import ollama_models
 from pi2.serving.calls import Limits
@@ -27,10 +31,99 @@ from pi2.serving.host import Host, ServedPlan
 from pi2.serving.hosts import Hosts
 from pi2.serving.metrics import Metrics
 from pi2.serving.openapi import OPERATIONS, describe_interface
-from pi2.serving.own_names import is_own_name
-from pi2.serving.page import read_page
 from pi2.serving.requests import ClientGone, JsonResponse, Service
-from pi2.serving.state import describe_state
+
+FILE = Path(__file__).with_name("page.html")
+
+
+@cache
+def read_page() -> bytes:
+    """The page."""
+    return FILE.read_bytes()
+
+
+def describe_state(hosts: Iterable[Host]) -> dict[str, Any]:
+    """Counters of all models, as they are now: the page takes differences."""
+    return {
+        "peak_memory_bytes": read_peak_rss_bytes(),
+        "models": [_describe(host) for host in hosts],
+    }
+
+
+def _describe(host: Host) -> dict[str, Any]:
+    if not host.is_loaded:
+        return {"name": host.plan.name, "loaded": False, "waiting": host.waiting}
+    model = host.model
+    plan, scheduler = model.plan.plan, model.scheduler
+    return {
+        "name": host.plan.name,
+        "loaded": True,
+        "plan": model.plan.digest[:12],
+        "context": plan.kv.context,
+        "places": scheduler.places,
+        "running": scheduler.running,
+        "waiting": scheduler.waiting + host.waiting,
+        "context_use": round(scheduler.measure_context_use(), 4),
+        "rounds": scheduler.rounds.describe(),
+        "statistics": asdict(model.stats),
+        "budget_bytes": plan.memory.budget,
+        "segments": dict(plan.memory.segments),
+        "units": [
+            {
+                "name": unit.name,
+                "owned_share": unit.owned_share,
+                "computed_neurons": unit.computed_neurons,
+                "busy_s": unit.busy_s,
+                "lost": unit.lost,
+            }
+            for unit in model.units
+        ],
+        "sparse_unit": model.plan.sparse_unit,
+        "io_engine": model.io_engine,
+        "sampling": dict(plan.sampling),
+    }
+
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+"""What this machine is called by itself."""
+
+
+def list_own_names(
+    address: str, *, has_keys: bool, origins: Iterable[str] = ()
+) -> frozenset[str] | None:
+    """Names that requests to a server at ``address`` may have in ``Host``; None lets all be.
+
+    A server that others reach has names that nobody tells it, and one with keys is safe: a page
+    does not know them.  ``origins``: pages that may ask; their hosts are names of a proxy before
+    the server, too.
+    """
+    if has_keys or not is_loopback(address) or "*" in origins:
+        return None
+    return _LOCAL | {_cut_port(address)} | {_cut_port(item.split("://")[-1]) for item in origins}
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches what listens at ``address``."""
+    if address.lower() == "localhost":
+        return True
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def is_own_name(host: bytes, names: frozenset[str]) -> bool:
+    """Whether the value of a ``Host`` header is one of ``names``, with or without a port."""
+    return _cut_port(host.decode("latin-1")) in names
+
+
+def _cut_port(host: str) -> str:
+    """The name or address alone, as it is compared."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host if host.count(":") > 1 else host.partition(":")[0]
+
 
 Endpoint = Callable[[Request, Service], Awaitable[Response]]
 

@@ -16,9 +16,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pi2.serving.json_text import dump_json_text, find_json_end, keep_text, load_json
-from pi2.serving.literals import Literals, NoCall, NotWhole, write_literal
-from pi2.serving.parameter_types import find_parameter, list_types, name_type, read_value
+from pi2.serving.literals import (
+    Literals,
+    NoCall,
+    NotWhole,
+    dump_json_text,
+    find_json_end,
+    find_parameter,
+    keep_text,
+    list_types,
+    load_json,
+    name_type,
+    read_value,
+    write_literal,
+)
 
 Tools = Mapping[str, Mapping[str, Any]]
 """OpenAI's ``function`` objects by their names."""

@@ -9,6 +9,7 @@ from typing import Any
 from pi2.serving.answer_reader import Fragment
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
+from pi2.serving.completions import describe_chat_scores
 from pi2.serving.conversation import (
     Conversation,
     join_text,
@@ -18,7 +19,7 @@ from pi2.serving.conversation import (
     set_effort,
 )
 from pi2.serving.dialects import Operation, Writer, answer_with
-from pi2.serving.errors import ApiError
+from pi2.serving.errors import DONE, ApiError, write_event
 from pi2.serving.host import Host, describe_fingerprint
 from pi2.serving.openai_schema import ChatMessage, ChatRequest
 from pi2.serving.requests import (
@@ -28,8 +29,6 @@ from pi2.serving.requests import (
     list_stops,
     make_id,
 )
-from pi2.serving.sse import DONE, write_event
-from pi2.serving.token_scores import describe_chat_scores
 
 
 def read_message(message: ChatMessage) -> dict[str, Any]:

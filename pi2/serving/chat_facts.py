@@ -2,17 +2,191 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from pi2.engine.chat import read_chat_template
-from pi2.serving.answer_reader import AnswerReader, MarkedReader
-from pi2.serving.channels import ChannelReader
-from pi2.serving.tool_formats import Format, Pair, find_format, find_pairs, knows_tools
+from pi2.engine.text import read_chat_template
+from pi2.serving.answer_reader import (
+    GROWTH,
+    LONG,
+    AnswerReader,
+    Format,
+    Fragment,
+    Items,
+    MarkedReader,
+    Pair,
+    Part,
+    find_format,
+    find_overlap,
+    find_pairs,
+    knows_tools,
+)
+from pi2.serving.call_patterns import ToolCall, Tools
+from pi2.serving.literals import find_json_end, keep_text, load_json
 
 if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
+
+
+_START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_PARTS: dict[str, Part] = {
+    "analysis": "reasoning",
+    "commentary": "content",
+    "final": "content",
+}
+_TO = re.compile(r"\bto=([^\s<]+)")
+_NAMED = re.compile(r"<\|channel\|>\s*(\w+)")
+_USERS = ("assistant", "user", "all")
+_HEAD = re.compile(r"\s*(?:assistant\b)?\s*(?:to=|<\|channel\|>|<\|constrain\|>|<\|message\|>)")
+"""What the head of a message begins with."""
+_HEADS = ("to=", _CHANNEL, "<|constrain|>", _MESSAGE, _START, *_ENDS)
+_FOLLOWING = (_START, _CHANNEL)
+"""What follows the end of a message."""
+_BETWEEN = {"content": "\n\n", "reasoning": "\n"}
+
+
+class ChannelReader:
+    """Takes text and gives fragments and calls as soon as they are certain."""
+
+    def __init__(self, *, tools: Tools | None = None, prompt: str = "") -> None:
+        """``tools``: what may be called; None leaves calls in the content; ``prompt`` may have
+        written the head of the first message."""
+        self._tools = tools
+        self._held = ""
+        self._head = ""
+        """The head of the message that is open, as it was written."""
+        self._part: Part = "content"
+        self._state: Literal["head", "text", "call"] = "head"
+        self._name = ""
+        self._tried = 0
+        """Length of a long call that was read in vain."""
+        self._said: set[Part] = set()
+        self._is_new = True
+        """Whether the message has given no text yet."""
+        begun = prompt.rpartition(_START)[2] if _START in prompt else ""
+        if _CHANNEL in begun:
+            self.push(begun.removeprefix("assistant"))
+            self._said, self._is_new = set(), True
+
+    def push(self, text: str) -> Items:
+        """Take text; return what is certain."""
+        self._held += text
+        if self._state == "call" and len(self._held) > LONG:
+            tail = self._held[-len(text) - len(_ENDS[-1]) :]
+            if len(self._held) < self._tried * GROWTH and not any(end in tail for end in _ENDS):
+                return []
+            self._tried = len(self._held)
+        return self._go_on(last=False)
+
+    def flush(self) -> Items:
+        """Return what is left at the end."""
+        found = self._go_on(last=True)
+        self._add(found, self._held)
+        self._held = ""
+        return found
+
+    def _go_on(self, *, last: bool) -> Items:
+        found: Items = []
+        steps = {"head": self._read_head, "text": self._read_text, "call": self._read_call}
+        while steps[self._state](found, last):
+            pass
+        return found
+
+    def _read_head(self, found: Items, last: bool) -> bool:
+        text = self._held.lstrip()
+        for mark in (_START, *_ENDS):
+            if text.startswith(mark):
+                self._held = text[len(mark) :]
+                return True
+        at = text.find(_MESSAGE)
+        if _HEAD.match(text) is None:
+            if not last and _is_beginning(text):
+                return False
+            # A text without a head.
+            self._begin("content", "")
+            return bool(text)
+        if at < 0:
+            self._part = "content"
+            return False
+        head = text[: at + len(_MESSAGE)].removeprefix("assistant")
+        self._held = text[at + len(_MESSAGE) :]
+        channel = (_NAMED.findall(head) or [""])[-1]
+        recipient = ([to for to in _TO.findall(head) if to not in _USERS] or [""])[-1]
+        name = recipient.removeprefix("functions.")
+        if recipient and self._tools is not None and (name != recipient or name in self._tools):
+            self._begin("content", head)
+            self._state, self._name = "call", name
+        elif recipient or channel not in _PARTS:
+            # Nobody knows what it is: it is shown as it was written.
+            self._begin("content", "")
+            self._add(found, head)
+        else:
+            self._begin(_PARTS[channel], head)
+        return True
+
+    def _begin(self, part: Part, head: str) -> None:
+        self._part, self._head, self._state, self._is_new = part, head, "text", True
+
+    def _read_text(self, found: Items, last: bool) -> bool:
+        """Give the text up to the mark that ends the message: one that a message follows, or
+        nothing."""
+        start = 0
+        while True:
+            places = [(at, m) for m in _ENDS if (at := self._held.find(m, start)) >= 0]
+            if not places:
+                cut = len(self._held) - find_overlap(self._held, _ENDS)
+                self._add(found, self._held[:cut])
+                self._held = self._held[cut:]
+                return False
+            at, mark = min(places)
+            rest = self._held[at + len(mark) :].lstrip()
+            if rest.startswith(_FOLLOWING) or (last and not rest):
+                self._add(found, self._held[:at])
+                self._held, self._state = rest, "head"
+                return bool(rest)
+            if not last and any(follow.startswith(rest) for follow in _FOLLOWING):
+                self._add(found, self._held[:at])
+                self._held = self._held[at:]
+                return False
+            start = at + len(mark)
+
+    def _read_call(self, found: Items, last: bool) -> bool:
+        """Give the call whose arguments are held."""
+        text = self._held.lstrip()
+        if not text and not last:
+            return False
+        end = find_json_end(text, 0) if text.startswith("{") else -1
+        if end is None and not last:
+            return False
+        value = load_json(text[:end]) if end is not None and end > 0 else None
+        if not isinstance(value, dict) or end is None:
+            head = self._head
+            self._begin("content", "")
+            self._add(found, head)
+            return True
+        found.append(ToolCall(self._name, keep_text(text[:end], value)))
+        self._held, self._state = text[end:].lstrip(), "head"
+        return bool(self._held)
+
+    def _add(self, found: Items, text: str) -> None:
+        if not text:
+            return
+        if self._is_new and self._part in self._said:
+            found.append(Fragment(self._part, _BETWEEN[self._part]))
+        self._is_new = False
+        self._said.add(self._part)
+        found.append(Fragment(self._part, text))
+
+
+def _is_beginning(text: str) -> bool:
+    """Whether a text may go on to be the head of a message, or a mark before it."""
+    if "assistant".startswith(text):
+        return True
+    rest = text.removeprefix("assistant").lstrip()
+    return any(mark.startswith(rest) for mark in _HEADS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Literal
 
 from pi2.diagnostics import UserError
+from pi2.serving.answer_reader import describe_tools
 from pi2.serving.call_patterns import CallForm
 from pi2.serving.errors import ApiError
 from pi2.serving.host import Host
-from pi2.serving.tool_formats import describe_tools
 
 ToolChoice = Literal["auto", "none", "required"]
 

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pi2.serving.calls import Answers, Ask, Collected, Delta, Finished
-from pi2.serving.errors import ApiError
+from pi2.serving.errors import HEADERS, PING, ApiError, write_stream_error
 from pi2.serving.host import Host
 from pi2.serving.requests import (
     JsonResponse,
@@ -26,7 +26,6 @@ from pi2.serving.requests import (
     use_model,
     wait_for_client,
 )
-from pi2.serving.sse import HEADERS, PING, write_stream_error
 
 FIRST_PING_S = 1.0
 """Seconds until a stream without an event says that it goes on."""

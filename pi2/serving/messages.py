@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pi2.serving import request_fields
+from pi2.serving import openai_schema
 from pi2.serving.answer_reader import Fragment
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
@@ -23,9 +23,9 @@ from pi2.serving.conversation import (
     set_effort,
 )
 from pi2.serving.dialects import Operation, Writer, answer_with
+from pi2.serving.errors import write_typed_events
 from pi2.serving.host import Host, list_arguments
-from pi2.serving.openai_schema import Body, Count, Text, TopK
-from pi2.serving.request_fields import Fields, Tolerant, keep_tools
+from pi2.serving.openai_schema import Body, Count, Fields, Text, Tolerant, TopK, keep_tools
 from pi2.serving.requests import (
     JsonResponse,
     Service,
@@ -34,7 +34,6 @@ from pi2.serving.requests import (
     make_id,
     use_model,
 )
-from pi2.serving.sse import write_typed_events
 
 
 class Message(Tolerant):
@@ -76,7 +75,7 @@ class OutputConfig(Tolerant):
 class CountRequest(Body):
     """``/v1/messages/count_tokens``."""
 
-    fields: ClassVar[Fields] = request_fields.COUNTS
+    fields: ClassVar[Fields] = openai_schema.COUNTS
 
     messages: Annotated[list[Message], Field(min_length=1)]
     system: Text | list[dict[str, Any]] | None = None
@@ -90,7 +89,7 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest):
     """``/v1/messages``."""
 
-    fields: ClassVar[Fields] = request_fields.MESSAGES
+    fields: ClassVar[Fields] = openai_schema.MESSAGES
 
     max_tokens: Count
     """0 reads the prompt, which later ones go on from."""

@@ -11,17 +11,16 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pi2.serving import request_fields
+from pi2.serving import openai_schema
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
-from pi2.serving.completions import fill_gap, list_prompts
+from pi2.serving.completions import describe_chat_scores, fill_gap, list_prompts
 from pi2.serving.conversation import ANY_OBJECT, Conversation, make_call, set_effort
 from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.embeddings import embed
-from pi2.serving.errors import ApiError
+from pi2.serving.errors import ApiError, dump_json
 from pi2.serving.host import Host
 from pi2.serving.ollama_models import ModelRequest, has_template, write_time
-from pi2.serving.openai_schema import Seed, Text, Tool, TopK
-from pi2.serving.request_fields import Fields, Tolerant, keep_tools
+from pi2.serving.openai_schema import Fields, Seed, Text, Tolerant, Tool, TopK, keep_tools
 from pi2.serving.requests import (
     JsonResponse,
     Service,
@@ -30,8 +29,6 @@ from pi2.serving.requests import (
     list_stops,
     use_model,
 )
-from pi2.serving.sse import dump_json
-from pi2.serving.token_scores import describe_chat_scores
 
 
 class Function(Tolerant):
@@ -50,7 +47,7 @@ class Call(Tolerant):
 class Message(Tolerant):
     """A message."""
 
-    fields: ClassVar[Fields] = request_fields.OLLAMA_MESSAGE
+    fields: ClassVar[Fields] = openai_schema.OLLAMA_MESSAGE
     place: ClassVar[str] = "messages."
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -63,7 +60,7 @@ class Message(Tolerant):
 class Options(Tolerant):
     """How tokens are drawn."""
 
-    fields: ClassVar[Fields] = request_fields.OLLAMA_OPTIONS
+    fields: ClassVar[Fields] = openai_schema.OLLAMA_OPTIONS
     place: ClassVar[str] = "options."
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None

@@ -12,13 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pi2.diagnostics import UserError
-from pi2.serving import request_fields
+from pi2.serving import openai_schema
 from pi2.serving.completions import can_fill
 from pi2.serving.dialects import Operation
 from pi2.serving.errors import ApiError
 from pi2.serving.host import Host
-from pi2.serving.openai_schema import Text
-from pi2.serving.request_fields import Fields, Tolerant
+from pi2.serving.openai_schema import Fields, Text, Tolerant
 from pi2.serving.requests import JsonResponse, Service, use_model
 from pi2.store.tensors import list_tensors
 
@@ -29,7 +28,7 @@ VERSION = "0.13.0"
 class ModelRequest(Tolerant):
     """A body; what is unknown is ignored, as Ollama does."""
 
-    fields: ClassVar[Fields] = request_fields.OLLAMA
+    fields: ClassVar[Fields] = openai_schema.OLLAMA
 
     model: Text = Field(validation_alias=AliasChoices("model", "name"))
 

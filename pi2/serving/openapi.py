@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic.json_schema import models_json_schema
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pi2.diagnostics import UserError
 from pi2.serving import ollama
 from pi2.serving.chat import CHAT
 from pi2.serving.completions import COMPLETIONS
 from pi2.serving.dialects import Operation
-from pi2.serving.embeddings import EMBEDDINGS
+from pi2.serving.embeddings import DETOKENIZE, EMBEDDINGS, TOKENIZE
 from pi2.serving.messages import COUNT_TOKENS, MESSAGES
 from pi2.serving.ollama_models import SHOW
 from pi2.serving.responses import RESPONSES
-from pi2.serving.tokens import DETOKENIZE, TOKENIZE
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
 
 OPERATIONS: tuple[Operation[Any], ...] = (
     CHAT,
@@ -86,3 +93,141 @@ def describe_interface() -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
+
+
+_KINDS = {operation.path: operation.kind for operation in OPERATIONS}
+"""What paths do, as its conventions call it."""
+_QUIET = ("/", "/health", "/metrics", "/api/state")
+"""What has no span: it is asked for again and again, and says nothing of models."""
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_EXPORTER = "OTEL_TRACES_EXPORTER"
+_ASKED = {
+    "max_tokens": "gen_ai.request.max_tokens",
+    "max_completion_tokens": "gen_ai.request.max_tokens",
+    "max_output_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "seed": "gen_ai.request.seed",
+    "n": "gen_ai.request.choice.count",
+    "stream": "gen_ai.request.stream",
+    "dimensions": "gen_ai.embeddings.dimension.count",
+}
+"""What of a body is told, by its key: numbers alone."""
+_USED = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "first_s": "gen_ai.response.time_to_first_chunk",
+}
+
+
+def make_tracer(environment: Mapping[str, str] | None = None) -> Tracer | None:
+    """What sends spans to where the variables ``OTEL_*`` say; None where they say nothing.
+
+    `UserError` P691 if the extra is missing, or for an exporter or protocol that is not there.
+    """
+    values = os.environ if environment is None else environment
+    exporter = values.get(_EXPORTER, "otlp" if any(values.get(key) for key in _ENDPOINTS) else "")
+    is_off = values.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if is_off or exporter in ("", "none"):
+        return None
+    if exporter not in ("otlp", "console"):
+        raise _refuse(f"{_EXPORTER} is {exporter!r}", "write otlp, console or none")
+    protocol = values.get(
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", values.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
+    )
+    if exporter == "otlp" and protocol not in ("", "http/protobuf"):
+        raise _refuse(f"traces are asked for as {protocol!r}", "write http/protobuf")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import (
+            BatchSpanProcessor,
+            ConsoleSpanExporter,
+            SpanExporter,
+        )
+    except ImportError as error:
+        raise _refuse(
+            f"traces need the extra otel: {error.name} is not installed",
+            "pip install 'pi2[otel]', or set OTEL_TRACES_EXPORTER=none",
+        ) from None
+    # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say comes before the name here.
+    named = Resource.create().attributes.get(SERVICE_NAME, "unknown_service")
+    own = {SERVICE_NAME: "pi2"} if str(named).startswith("unknown_service") else {}
+    provider = TracerProvider(resource=Resource.create(own))
+    made: SpanExporter = ConsoleSpanExporter() if exporter == "console" else OTLPSpanExporter()
+    provider.add_span_processor(BatchSpanProcessor(made))
+    return provider.get_tracer("pi2")
+
+
+def _refuse(problem: str, help: str) -> UserError:
+    return UserError.of("P691", problem, help=help)
+
+
+class Traces:
+    """Writes a span for each request that ``app`` answers."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _QUIET:
+            await self._app(scope, receive, send)
+            return
+        from opentelemetry.propagate import extract
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        pairs = (
+            (name.decode("latin-1"), text.decode("latin-1")) for name, text in scope["headers"]
+        )
+        headers = dict(pairs)
+        state: dict[str, Any] = scope.setdefault("state", {})
+        with self._tracer.start_as_current_span(
+            f"{scope['method']} {scope['path']}", context=extract(headers), kind=SpanKind.SERVER
+        ) as span:
+            span.set_attribute("http.request.method", scope["method"])
+            span.set_attribute("url.path", scope["path"])
+            try:
+                status = await self._answer(scope, receive, send, span)
+            finally:
+                describe_request(span, scope["path"], state)
+            if status >= 500 or state.get("use", {}).get("failed"):
+                span.set_attribute("error.type", str(state.get("use", {}).get("failed", status)))
+                span.set_status(Status(StatusCode.ERROR))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, span: Span) -> int:
+        """The status of the answer."""
+        status = 0
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                span.set_attribute("http.response.status_code", status)
+            await send(message)
+
+        await self._app(scope, receive, note)
+        return status
+
+
+def describe_request(span: Span, path: str, state: Mapping[str, Any]) -> None:
+    """Say what was asked for and used: ``state["asked"]`` and ``state["use"]``."""
+    operation = _KINDS.get(path)
+    used = state.get("use", {})
+    if operation is None:
+        return
+    span.set_attribute("gen_ai.operation.name", operation)
+    span.set_attribute("gen_ai.provider.name", "pi2")
+    if "model" in used:
+        # Of a name that no plan has, nothing is told: it may be anything.
+        span.update_name(f"{operation} {used['model']}")
+        span.set_attribute("gen_ai.request.model", used["model"])
+        span.set_attribute("gen_ai.response.model", used["model"])
+    for values, names in ((state.get("asked", {}), _ASKED), (used, _USED)):
+        for key, name in names.items():
+            if isinstance(values.get(key), int | float):
+                span.set_attribute(name, values[key])

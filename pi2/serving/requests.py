@@ -15,11 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pi2.serving.calls import Limits
-from pi2.serving.errors import ApiError, explain_invalid
+from pi2.serving.errors import ApiError, dump_json, explain_invalid
 from pi2.serving.host import Host, list_arguments
 from pi2.serving.hosts import Hosts
 from pi2.serving.metrics import Metrics
-from pi2.serving.sse import dump_json
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Found = TypeVar("Found")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from pi2.serving import request_fields
+from pi2.serving import openai_schema
 from pi2.serving.answer_reader import Fragment
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
@@ -21,18 +21,19 @@ from pi2.serving.conversation import (
     set_effort,
 )
 from pi2.serving.dialects import Operation, Writer, answer_with
-from pi2.serving.errors import ApiError
+from pi2.serving.errors import ApiError, write_typed_events
 from pi2.serving.host import Host
 from pi2.serving.openai_schema import (
     Body,
     Count,
+    Fields,
     FunctionTool,
     Reasoning,
     Text,
+    Tolerant,
+    keep_tools,
 )
-from pi2.serving.request_fields import Fields, Tolerant, keep_tools
 from pi2.serving.requests import choose_sampling, limit_tokens, make_id
-from pi2.serving.sse import write_typed_events
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
@@ -52,7 +53,7 @@ class TextSettings(Tolerant):
 class ResponsesRequest(Body):
     """A request."""
 
-    fields: ClassVar[Fields] = request_fields.RESPONSES
+    fields: ClassVar[Fields] = openai_schema.RESPONSES
 
     input: Text | list[dict[str, Any]]
     instructions: Text | None = None

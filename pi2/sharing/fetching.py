@@ -2,16 +2,258 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from queue import Empty, Queue
+from threading import Thread
+from typing import NoReturn
+from urllib.parse import unquote, urljoin, urlsplit
 
+from pi2.caches import find_cache_folder
 from pi2.diagnostics import UserError
 from pi2.plan.toml.source import MAX_BYTES
-from pi2.sharing.cache import read_regular
 from pi2.sharing.git import Revision, RevisionKind, read_git_file, resolve_revision
 from pi2.sharing.references import Reference, locate_repository
-from pi2.sharing.settings import Settings
+
+MAX_REDIRECTS = 5
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+def fetch_url(url: str, *, timeout_s: float) -> bytes:
+    """Bytes of the file at ``url``.
+
+    Raises `UserError`: P720 (no answer, or not the file), P721 (too slow), P722 (too large), P723
+    (a redirect to another host), P725 (no such file).
+    """
+    # A thread, because a server that sends a byte now and then keeps within any time of a read.
+    outcome: Queue[bytes | BaseException] = Queue()
+    Thread(target=_report, args=(url, timeout_s, outcome), daemon=True).start()
+    try:
+        found = outcome.get(timeout=timeout_s)
+    except Empty:
+        _refuse_time(url, timeout_s)
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _report(url: str, timeout_s: float, outcome: Queue[bytes | BaseException]) -> None:
+    try:
+        outcome.put(_fetch(url, timeout_s))
+    except BaseException as error:  # the caller raises it
+        outcome.put(error)
+
+
+def _fetch(url: str, timeout_s: float) -> bytes:
+    import httpx2
+
+    limits = httpx2.Timeout(min(10.0, timeout_s))
+    # Uncompressed: what arrives is what is counted.
+    headers = {"User-Agent": "pi2", "Accept-Encoding": "identity"}
+    current = url
+    try:
+        with httpx2.Client(timeout=limits, headers=headers, follow_redirects=False) as client:
+            for _ in range(MAX_REDIRECTS + 1):
+                with client.stream("GET", current) as answer:
+                    if answer.status_code in _REDIRECTS:
+                        current = _follow(url, current, answer.headers.get("Location", ""))
+                        continue
+                    if answer.status_code != 200:
+                        _refuse_status(current, answer.status_code)
+                    length = answer.headers.get("Content-Length", "")
+                    if length.isdecimal() and int(length[:20]) > MAX_BYTES:
+                        _refuse_size(url)
+                    data = bytearray()
+                    for piece in answer.iter_raw():
+                        data += piece
+                        if len(data) > MAX_BYTES:
+                            _refuse_size(url)
+                    return bytes(data)
+    except httpx2.TimeoutException:
+        _refuse_time(url, timeout_s)
+    # A proxy or certificate that the environment names may be at fault too.
+    except (httpx2.HTTPError, httpx2.StreamError, OSError, ValueError) as error:
+        raise UserError.of(
+            "P720",
+            f"{url} cannot be fetched",
+            help="check the address and the network",
+            notes=[f"{type(error).__name__}: {str(error) or 'no reason given'}"],
+        ) from None
+    raise UserError.of("P723", f"{url} redirects more than {MAX_REDIRECTS} times")
+
+
+def _follow(url: str, current: str, location: str) -> str:
+    """Target of a redirect, if it stays with the host."""
+    target = location
+    try:
+        target = urljoin(current, location)
+        here, there = urlsplit(url), urlsplit(target)
+        same = (here.scheme, here.hostname, here.port) == (there.scheme, there.hostname, there.port)
+    except ValueError:
+        same = False
+    if not location or not same:
+        raise UserError.of(
+            "P723",
+            f"{url} redirects to another host: {target[:200]}",
+            help="if that is where the file is now, name it there",
+        )
+    return target
+
+
+def _refuse_status(url: str, status: int) -> NoReturn:
+    code = "P725" if status in (404, 410) else "P720"
+    what = "has no such file" if code == "P725" else "cannot be fetched"
+    raise UserError.of(code, f"{url} {what}: HTTP status {status}", help="check the address")
+
+
+def _refuse_size(url: str) -> NoReturn:
+    message = f"{url} is larger than {MAX_BYTES:,} bytes"
+    raise UserError.of("P722", message, help="documents are small texts")
+
+
+def _refuse_time(url: str, timeout_s: float) -> NoReturn:
+    message = f"{url} did not arrive within {timeout_s:g} seconds"
+    raise UserError.of("P721", message, help="try again later")
+
+
+def hash_bytes(data: bytes) -> str:
+    """SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path``: a reader finds the old file or the new one, never a part.
+
+    Raises `UserError` P003 where the system refuses.
+    """
+    import tempfile
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError.of("P003", f"cannot be written: {reason}", file=str(path)) from None
+
+
+def write_report(path: Path, text: str) -> None:
+    """Write ``text`` to the file that ``path`` leads to, or into the pipe or terminal."""
+    data = text.encode("utf-8", errors="surrogateescape")
+    if os.path.isfile(path) or not os.path.exists(path):
+        write_atomically(Path(os.path.realpath(path)), data)
+        return
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError.of("P003", f"cannot be written: {reason}", file=str(path)) from None
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of files that were fetched."""
+
+    folder: Path
+
+    def find_path(self, sha256: str, name: str) -> Path:
+        """Path of the file in the cache, whether it exists or not."""
+        assert len(sha256) == 64 and "/" not in name, (sha256, name)
+        return self.folder / "blobs" / sha256 / name
+
+    def add(self, data: bytes, name: str) -> Path:
+        """Keep ``data``; a file that is there already stays if it is sound."""
+        path = self.find_path(hash_bytes(data), name)
+        if read_regular(path) != data:
+            write_atomically(path, data)
+        return path
+
+    def read(self, sha256: str, name: str) -> bytes | None:
+        """The bytes with this digest; None where they are not here.
+
+        Raises `UserError` P713 where there are other bytes.
+        """
+        path = self.find_path(sha256, name)
+        data = read_regular(path)
+        if data is not None and hash_bytes(data) != sha256:
+            raise report_tampering(path, sha256)
+        return data
+
+
+def report_tampering(path: Path, sha256: str) -> UserError:
+    """A file whose bytes are not those that were locked."""
+    return UserError.of(
+        "P713",
+        f"{path} is not the file that was locked: its SHA-256 is not {sha256[:12]}…",
+        help=f"delete {path}, then `pi2 profile add` fetches it again",
+        file=str(path),
+    )
+
+
+def read_regular(path: Path) -> bytes | None:
+    """Bytes of a regular file of bearable size; None where there is none, or another thing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        try:
+            return file.read(MAX_BYTES + 1)
+        except OSError:
+            return None
+
+
+GITHUB = "PI2_GITHUB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of one run."""
+
+    cache: Path
+    """Folder of everything that was fetched."""
+    github: str = "https://github.com"
+    """What ``gh:`` stands for; companies have their own."""
+    timeout_s: float = 60.0
+    """Longest time that one file may take to arrive."""
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings of the environment's variables ``PI2_GITHUB`` and ``PI2_CACHE_DIR``.
+
+    Empty variables count as not set.
+    """
+    values = os.environ if environment is None else environment
+    github = values.get(GITHUB) or Settings.github
+    return Settings(
+        cache=find_cache_folder("profiles", values),
+        github=github.rstrip("/"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +321,6 @@ def fetch(place: Place, *, settings: Settings, offline: bool) -> Fetched:
         return Fetched(data=found.data, place=place, commit=found.commit, kind=found.kind)
     if place.is_local:
         return Fetched(data=read_local(Path(unquote(urlsplit(place.url).path))), place=place)
-    from pi2.sharing.web import fetch_url
 
     return Fetched(data=fetch_url(place.url, timeout_s=settings.timeout_s), place=place)
 

@@ -11,19 +11,30 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.checking.check import check_file
 from pi2.plan.reading.references import has_scheme, list_shipped
 from pi2.plan.toml.source import Kind, detect_kind, display_path, read_source
-from pi2.sharing.agreement import (
+from pi2.sharing.fetching import (
+    Cache,
+    Fetched,
+    Place,
+    Settings,
+    ask_revision,
+    fetch,
+    find_place,
+    hash_bytes,
+)
+from pi2.sharing.lock import (
+    Lock,
+    Source,
     check_agreement,
     check_drift,
+    choose_lock,
+    edit_lock,
     find_copy,
+    find_lock,
     name_in_lock,
+    read_lock,
 )
-from pi2.sharing.cache import Cache
-from pi2.sharing.fetching import Fetched, Place, ask_revision, fetch, find_place
-from pi2.sharing.files import hash_bytes
-from pi2.sharing.lock import Lock, Source, choose_lock, edit_lock, find_lock, read_lock
 from pi2.sharing.references import parse_reference
 from pi2.sharing.resolver import LockedReferences, join_reference
-from pi2.sharing.settings import Settings
 
 MAX_SOURCES = 64
 """Most documents that one reference may bring along."""

@@ -14,8 +14,8 @@ from pi2.plan.reading.references import Located, has_scheme
 from pi2.plan.toml.source import Kind, detect_kind, display_path
 
 if TYPE_CHECKING:
+    from pi2.sharing.fetching import Settings
     from pi2.sharing.lock import Lock
-    from pi2.sharing.settings import Settings
 
 
 class LockedReferences:
@@ -60,10 +60,9 @@ class LockedReferences:
         return self._locate(reference, kind)
 
     def _locate(self, reference: str, kind: Kind) -> Located:
-        from pi2.sharing.agreement import check_agreement, check_drift, find_copy
-        from pi2.sharing.cache import Cache
+        from pi2.sharing.fetching import Cache, read_settings
+        from pi2.sharing.lock import check_agreement, check_drift, find_copy
         from pi2.sharing.references import parse_reference
-        from pi2.sharing.settings import read_settings
 
         settings = self._settings or read_settings()
         parsed = parse_reference(reference)

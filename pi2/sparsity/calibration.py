@@ -3,29 +3,219 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
+import json
 import math
+import os
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
-from pi2.evaluation.scores import Scores, join_scores, score_windows
+from pi2.evaluation import Scores, join_scores, score_windows
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.checking.rules.sparsity_fits_model import explain_method
+from pi2.plan.checking.rules.sparsity import explain_method
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan_units import Sparsity, SparsityMethod
+from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.thresholds import Thresholds
+from pi2.plan.resolve import load_plan
 from pi2.progress import Progress, ignore_progress
-from pi2.sparsity.documents import describe_changes
-from pi2.sparsity.goals import Goal, choose_goal
-from pi2.sparsity.kept_findings import KeptFindings
-from pi2.sparsity.magnitudes import LayerMagnitudes, MagnitudeObserver, compute_magnitudes
+from pi2.sharing.fetching import write_atomically
+from pi2.sharing.resolver import LockedReferences
+from pi2.sparsity.magnitudes import (
+    Histogram,
+    LayerMagnitudes,
+    MagnitudeObserver,
+    compute_magnitudes,
+)
 from pi2.statistics.texts import Window, encode_windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """One of ``target`` and ``max_increase``."""
+
+    method: SparsityMethod
+    target: float | None = None
+    """Share of up and down that is not read."""
+    max_increase: float | None = None
+    """Largest share by which the perplexity may grow."""
+    max_error: float | None = None
+    """Largest error of that growth; by default half of what is stated."""
+
+
+def choose_goal(
+    plan: Path, settings: Mapping[str, object], goal: Goal | None, max_error: float | None
+) -> Goal:
+    """``goal``, or what the plan says, with ``max_error``; UserError P668 if there is none."""
+    resolver = LockedReferences(plan.parent)
+    resolved = load_plan(plan, overrides=settings, resolver=resolver, thresholds="none")
+    if goal is not None:
+        return replace(goal, max_error=max_error)
+    sparsity = resolved.plan.sparsity
+    if sparsity is None:
+        raise UserError.of(
+            "P668",
+            f"{plan} has no [sparsity]: how much may be left out?",
+            help="use --target 0.5, or --loss 2% for the increase in perplexity",
+        )
+    return Goal(
+        method=sparsity.method,
+        target=sparsity.target,
+        max_increase=sparsity.max_perplexity_increase,
+        max_error=max_error,
+    )
+
+
+_KIB = 1024
+
+
+def describe_changes(
+    resolved: ResolvedPlan, thresholds: Thresholds, goal: Goal, file: str
+) -> dict[str, object]:
+    """Values of the plan, by key, with ``thresholds`` in ``file``: gates first, with room for the
+    gate rows and for the neurons that they open.  The budget grows where it must."""
+    sparsity: dict[str, object] = {"method": goal.method}
+    if goal.target is not None:
+        sparsity["target"] = goal.target
+    if goal.max_increase is not None:
+        sparsity["max_perplexity_increase"] = goal.max_increase
+    sparsity["thresholds"] = file
+    plan = resolved.plan.model_copy(
+        update={
+            "decode": resolved.plan.decode.model_copy(update={"predictor": "gate"}),
+            "sparsity": Sparsity.model_validate(sparsity),
+        }
+    )
+    needs = replace(resolved, plan=plan, thresholds=thresholds).needs
+    segments = plan.memory.segments
+    changes: dict[str, object] = {
+        "decode.predictor": "gate",
+        "decode.look_ahead": "none",
+        "sparsity": sparsity,
+    }
+    total = segments.runtime
+    for name, need in needs.items():
+        room = getattr(segments, name)
+        size = max(room, -(-need.bytes // _KIB) * _KIB)
+        total += size
+        if size != room:
+            changes[f"memory.segments.{name}"] = format_bytes(size)
+    if total > plan.memory.budget:
+        changes["memory.budget"] = format_bytes(total)
+    return changes
+
+
+def relate(file: Path, plan: Path) -> str:
+    """Path of ``file`` as a plan at ``plan`` names it."""
+    return os.path.relpath(file.resolve(), plan.resolve().parent)
+
+
+FORMAT = 1
+PAUSE_S = 20.0
+"""Time between two writes while windows are counted."""
+_PARTS = ("gates", "both", "energy")
+
+
+@dataclass(slots=True)
+class KeptFindings:
+    """Histograms, and scores of the dense model and of every target that was tried."""
+
+    file: Path | None
+    """None keeps nothing."""
+    asked: tuple[object, ...]
+    """What the findings depend on, beside the plan."""
+    _arrays: dict[str, Any] = field(default_factory=dict)
+    _key: str = ""
+    _written_s: float = field(default_factory=time.monotonic)
+
+    def restore(self, digest: str, layers: dict[int, LayerMagnitudes]) -> int:
+        """Fill ``layers`` with what was counted for the plan with the ``digest``; returns how many
+        windows that were: none of other plans, texts or settings."""
+        text = json.dumps([FORMAT, digest, *self.asked], default=str)
+        self._key = hashlib.sha256(text.encode()).hexdigest()
+        if self.file is None:
+            return 0
+        try:
+            with np.load(self.file, allow_pickle=False) as found:
+                if str(found["key"]) != self._key:
+                    return 0
+                self._arrays = {name: found[name] for name in found.files}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return 0
+        for name in self._arrays:
+            kind, _, number = name.partition(".")
+            if kind != "tokens":
+                continue
+            counts = [int(count) for count in self._arrays[name]]
+            layers[int(number)] = LayerMagnitudes(
+                [
+                    Histogram(*(self._arrays[f"{part}.{number}.{expert}"] for part in _PARTS))
+                    for expert in range(len(counts))
+                ],
+                counts,
+            )
+        return int(self._arrays["windows"])
+
+    def note_windows(
+        self, count: int, layers: dict[int, LayerMagnitudes], *, is_last: bool
+    ) -> None:
+        """Keep what ``count`` windows have shown; not each time, for it takes a moment."""
+        if not is_last and time.monotonic() - self._written_s < PAUSE_S:
+            return
+        self._arrays["windows"] = np.asarray(count)
+        for number, layer in layers.items():
+            self._arrays[f"tokens.{number}"] = np.asarray(layer.tokens, np.int64)
+            for expert, histogram in enumerate(layer.experts):
+                for part in _PARTS:
+                    self._arrays[f"{part}.{number}.{expert}"] = getattr(histogram, part)
+        self._write()
+
+    def find_scores(self, name: str) -> Scores | None:
+        """Scores that were kept under ``name``."""
+        losses = self._arrays.get(f"losses.{name}")
+        return None if losses is None else Scores(losses, self._arrays[f"choices.{name}"])
+
+    def find_figures(self, name: str) -> tuple[float, ...]:
+        """Figures that were kept beside them."""
+        return tuple(float(item) for item in self._arrays[f"figures.{name}"])
+
+    def note_scores(self, name: str, scores: Scores, figures: tuple[float, ...] = ()) -> None:
+        """Keep scores, and figures beside them."""
+        self._arrays |= {
+            f"losses.{name}": scores.losses,
+            f"choices.{name}": scores.choices,
+            f"figures.{name}": np.asarray(figures, np.float64),
+        }
+        self._write()
+
+    def drop(self) -> None:
+        """Remove the file: everything is done."""
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        if self.file is None:
+            return
+        content = io.BytesIO()
+        np.savez_compressed(content, key=np.asarray(self._key), **self._without_key())
+        write_atomically(self.file, content.getvalue())
+        self._written_s = time.monotonic()
+
+    def _without_key(self) -> dict[str, Any]:
+        return {name: array for name, array in self._arrays.items() if name != "key"}
+
 
 FINEST = 0.005
 """Error of a perplexity that is small enough, whatever the increase: a change of nothing has no

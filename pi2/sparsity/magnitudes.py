@@ -19,7 +19,7 @@ from pi2.arrays import F32, F64, I64, U8
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.operators import activate
 from pi2.engine.observation import Routing
-from pi2.plan.documents.plan_sparsity import SparsityMethod
+from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import LayerThresholds
 from pi2.plan.weights.bundles import slice_bias, unpack_part
 

@@ -19,19 +19,64 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import F32, I32, I64
+from pi2.caches import check_regular
 from pi2.diagnostics import UserError
-from pi2.importing.activations import (
+from pi2.importing.conversion_job import (
+    MODEL_NOTE,
+    WEIGHTS_NOTE,
     check_experts,
     count_bands,
     group_experts,
     order_neurons,
     read_counts,
 )
-from pi2.regular_file import check_regular
-from pi2.statistics.identity import check_identity
-from pi2.statistics.recording import ACTIVATIONS, COACTIVATIONS
+from pi2.statistics.recording import ACTIVATIONS, COACTIVATIONS, read_statistics
 from pi2.store.reader import NeuronStore
-from pi2.store.unfinished import recover_replaced
+from pi2.store.tensors import identify_weights
+from pi2.store.verification import recover_replaced
+
+
+def check_identity(file: Path, store: NeuronStore) -> None:
+    """Raise `UserError` P540 if the counts in ``file`` say that they are of another model than
+    ``store``.
+
+    Weights are compared where the file names them, else names of models, also that of the folder's
+    summary.  Files that say neither, or cannot be read, are left to whoever reads their columns.
+    """
+    notes = _read_notes(file)
+    own = store.manifest.model.id
+    named = notes.get(MODEL_NOTE)
+    if WEIGHTS_NOTE in notes:
+        if notes[WEIGHTS_NOTE] == identify_weights(store.tensors):
+            return
+        of_whom = f"of model {named!r}" if named != own else f"of another {own!r}, by its weights"
+    else:
+        summary = read_statistics(file.parent) if named is None else None
+        named = named if summary is None else summary.model
+        if named in (None, own):
+            return
+        of_whom = f"of model {named!r}"
+    raise UserError.of(
+        "P540",
+        f"{file} has counts {of_whom}, and {store.path} is a store of {own!r}",
+        help="record them with this store: `pi2 activations PLAN --text FILE -o STATS`",
+    )
+
+
+def _read_notes(file: Path) -> dict[str, str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        check_regular(file)
+        found = pq.read_schema(file).metadata or {}
+    except (OSError, pa.ArrowException):
+        return {}
+    return {
+        key.decode("utf-8", "replace"): value.decode("utf-8", "replace")
+        for key, value in found.items()
+    }
+
 
 Kind = Literal["hotness", "coactivation", "expert"]
 BANDS = (0.0625, 0.125, 0.25, 0.5, 1.0)
@@ -73,7 +118,7 @@ def order_by_hotness(statistics: Path, layers: int, neurons: int) -> I32:
 
 def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
     """Orders by hotness in bands, by expert within each
-    (`pi2.importing.activations.group_experts`).
+    (`pi2.importing.conversion_job.group_experts`).
 
     Without ``statistics`` the order by hotness is the store's own.  Raises `UserError` P524 if that
     is another one, or the model has no experts.

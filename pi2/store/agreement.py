@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pi2.caches import check_regular
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.fit import list_backends
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.backends import find_text_backend
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import format_bytes
-from pi2.regular_file import check_regular
-from pi2.store.identity import compute_digest, describe_weights, list_differences
 from pi2.store.manifest import Manifest, StoredBundle, StoredFile, read_manifest
+from pi2.store.tensors import compute_digest, describe_weights, list_differences
 
 if TYPE_CHECKING:
     from pi2.plan.checking.check import Report

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from pi2.arrays import Raw
-from pi2.regular_file import open_stream
+from pi2.caches import open_stream
 from pi2.store.manifest import CHECKED_BYTES
 
 _READ_BYTES = 2**20

@@ -14,20 +14,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
+from pi2.caches import read_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import Count, Identifier, Table
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_storage import FfnPrecision
+from pi2.plan.documents.model_parts import FfnPrecision
 from pi2.plan.weights.layout import (
     BundleLayout,
     PartName,
     ScalesPlace,
     lay_out_bundle,
 )
-from pi2.regular_file import read_regular
 from pi2.store.arrow_file import ALIGNMENT, PAGE
-from pi2.store.identity import compute_digest
-from pi2.store.tensors import DenseTensor, StoredPrecision, list_tensors
+from pi2.store.tensors import DenseTensor, StoredPrecision, compute_digest, list_tensors
 
 FORMAT: Literal["pi2-store"] = "pi2-store"
 FORMAT_VERSION: Literal[1] = 1
@@ -80,7 +79,7 @@ class StoredModel(Table):
     digest: Sha256
     """SHA-256 of the canonical JSON of ``parts``."""
     parts: dict[str, Any]
-    """What of the model document decides the weights (`pi2.store.identity`)."""
+    """What of the model document decides the weights (`pi2.store.tensors`)."""
 
 
 class StoredPart(Table):
@@ -207,7 +206,7 @@ class StoredTensor(Table):
     """A dense tensor and its place in ``dense.arrow``."""
 
     name: str
-    """Name of the tensor (`pi2.plan.weights.tensor_names`)."""
+    """Name of the tensor (`pi2.plan.weights.projections`)."""
     precision: StoredPrecision
     """Type of its elements."""
     rows: Count

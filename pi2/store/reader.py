@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from pi2.arrays import I32, I64, U8, U32
 from pi2.backends.protocol import Tensor
+from pi2.caches import open_stream
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_storage import Tokenizer
+from pi2.plan.documents.model_parts import Tokenizer
 from pi2.plan.weights.bundles import join_scales, view_scales
 from pi2.plan.weights.layout import BundleLayout
-from pi2.regular_file import open_stream
 from pi2.store.agreement import check_files, check_model, report_size
 from pi2.store.manifest import (
     DENSE_FILE,
@@ -200,7 +200,7 @@ class NeuronStore:
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Dense tensors by name (`pi2.plan.weights.tensor_names`), mapped."""
+        """Dense tensors by name (`pi2.plan.weights.projections`), mapped."""
         entry = _find(self.manifest, DENSE_FILE)
         content = _map_file(self.path / DENSE_FILE, entry)
         return MappingProxyType(

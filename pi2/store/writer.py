@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ from pi2.arrays import I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import split_scales
-from pi2.plan.weights.layout import BundleLayout, ScalesPlace
+from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
 from pi2.store.arrow_file import (
     DenseFile,
     PieceFeed,
@@ -28,7 +28,6 @@ from pi2.store.arrow_file import (
     lay_out_rows_file,
 )
 from pi2.store.files import HashedFile
-from pi2.store.identity import compute_digest, describe_weights
 from pi2.store.manifest import (
     DENSE_FILE,
     FORMAT,
@@ -44,9 +43,32 @@ from pi2.store.manifest import (
     name_layer_file,
     name_scales_file,
 )
-from pi2.store.neuron_groups import cut_groups
-from pi2.store.tensors import DenseTensor, list_tensors
-from pi2.store.unfinished import UnfinishedStore, explain_os_error
+from pi2.store.tensors import DenseTensor, compute_digest, describe_weights, list_tensors
+from pi2.store.verification import UnfinishedStore, explain_os_error
+
+
+def keep_groups(model: Model, orders: I32) -> I32:
+    """Stored orders [layers, neurons] in which neurons that share scales follow each other as in
+    the checkpoint: of mxfp4, groups of 32 in the order of their mean places."""
+    if model.quantization.ffn != "mxfp4":
+        return orders
+    places = np.argsort(orders, axis=1).reshape(len(orders), -1, GROUP)
+    groups = np.argsort(places.mean(axis=2), axis=1, kind="stable")
+    kept = groups[:, :, None] * GROUP + np.arange(GROUP)
+    return kept.reshape(orders.shape).astype(np.int32)
+
+
+def cut_groups(pieces: Iterable[U8]) -> Iterator[U8]:
+    """The same neurons [n, stride] in pieces that are whole groups; so is their sum."""
+    rest: U8 | None = None
+    for piece in pieces:
+        joined = piece if rest is None else np.concatenate([rest, piece])
+        whole = len(joined) // GROUP * GROUP
+        rest = joined[whole:] if whole < len(joined) else None
+        if whole:
+            yield joined[:whole]
+    assert rest is None, len(rest)
+
 
 TensorPieces = Iterable[tuple[Raw, Raw | None]]
 """Rows of a tensor in order: weights uint8 [n, weight bytes] (float32 [1, length] for fp32) and

@@ -9,10 +9,10 @@ from typing import Any
 from pi2.diagnostics import UserError
 from pi2.memory.weight_stream import BLOCK
 from pi2.plan.arithmetic.file_facts import FileFacts, FilledPlan
-from pi2.plan.arithmetic.needs import Need, Needs
-from pi2.plan.arithmetic.runtime import count_file_runtime
+from pi2.plan.arithmetic.fitting import count_file_runtime
+from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan_memory import Segments
+from pi2.plan.documents.plan import Segments
 from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_quantity
 from pi2.plan.weights.layout import round_up
 from pi2.weights.gguf_weights import GgufWeights

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pi2.caches import is_gguf, show_path
 from pi2.diagnostics import UserError
-from pi2.regular_file import is_gguf, show_path
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.file_facts import FilledPlan

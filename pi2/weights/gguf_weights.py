@@ -14,12 +14,12 @@ from typing import Self
 import numpy as np
 
 from pi2.arrays import F32, U8
+from pi2.caches import open_stream
 from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.rows import fill_name
 from pi2.plan.documents.model import Model
-from pi2.regular_file import open_stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class GgufWeights:
 
     def find_obstacles(self) -> list[str]:
         """Why the file cannot be run as it is; empty if it can."""
-        from pi2.backends.blocks.support import find_unknown
+        from pi2.backends.blocks.contract import find_unknown
         from pi2.formats import find_format
 
         found = find_unknown(self.model)

@@ -25,7 +25,7 @@ class Program:
 
     @property
     def target(self) -> Any:
-        from pi2.backends.compiler.target import make_target
+        from pi2.backends.compiler.compile import make_target
 
         return make_target()
 

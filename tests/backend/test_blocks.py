@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pi2.backends.blocks.contract import find_unknown
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.room import count_workspace_bytes
-from pi2.backends.blocks.support import find_unknown
 from pi2.backends.blocks.unpacking import list_unpackings
 from pi2.formats import find_format
 from pi2.machine.cpu import detect_cpu

@@ -19,7 +19,7 @@ class Program:
 
     @property
     def target(self) -> Any:
-        from pi2.backends.compiler.target import make_target
+        from pi2.backends.compiler.compile import make_target
 
         return make_target()
 
@@ -117,7 +117,7 @@ def test_sizes_may_differ_from_call_to_call(library: Library) -> None:
 
 
 def test_names_are_declared_once() -> None:
-    from pi2.backends.compiler.parameters import make_bindable_function
+    from pi2.backends.compiler.vectors import make_bindable_function
 
     def declare_twice(take: Any) -> None:
         take.take_number("count")

@@ -1,4 +1,4 @@
-"""What every dense unit does, whatever plays it: the contract of `pi2.backends.dense_unit`."""
+"""What every dense unit does, whatever plays it: the contract of `pi2.backends.units`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
-from pi2.backends.dense_unit import DenseUnit, UnitFailed
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import widen
 from pi2.backends.reference.process_unit import ProcessUnit
+from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.rounding import quantize
 from tests.helpers.dense_units import KINDS, Neurons, UnitKind, make_neurons

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pi2.backends.gpu.kernels.signature import Api
+from pi2.backends.gpu.kernels.specification import Api
 from tests.helpers.goldens import (
     make_golden_plan,
     measure_error,

@@ -10,12 +10,12 @@ import pytest
 
 from pi2.arrays import F32, I32
 from pi2.backends.gpu.kernels.attention import list_attention_kernels
-from pi2.backends.gpu.kernels.norms import list_norm_kernels
+from pi2.backends.gpu.kernels.routing import list_norm_kernels
 from pi2.backends.gpu.kernels.specification import AttentionKernels, NormKernels
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.backends.reference.kv_cache import quantize_kv
+from pi2.backends.reference.attention import quantize_kv
 from pi2.backends.reference.operators import cap, normalize, rotate
-from pi2.plan.documents.model_shape import Norm
+from pi2.plan.documents.model_parts import Norm
 from tests.helpers.gpu import Bench, measure_error
 
 CLOSE = 3e-6

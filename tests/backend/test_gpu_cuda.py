@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pi2.backends.gpu.alone.limits import describe_use
-from pi2.backends.gpu.images import load_image
-from pi2.backends.gpu.kernels.compile import build_image, generate_sources
-from pi2.backends.gpu.kernels.nvrtc import MissingCompiler, find_nvrtc
+from pi2.backends.gpu.alone.sizes import describe_use
+from pi2.backends.gpu.kernels.compile import (
+    MissingCompiler,
+    build_image,
+    find_nvrtc,
+    generate_sources,
+)
 from pi2.backends.gpu.kernels.program import list_kernels
 from pi2.backends.gpu.kernels.specification import (
     AttentionKernels,
@@ -26,6 +29,7 @@ from pi2.backends.gpu.kernels.specification import (
     SelectKernels,
     Target,
 )
+from pi2.backends.gpu.packing import load_image
 from pi2.diagnostics import UserError
 from pi2.plan.resolve import load_plan
 from tests.helpers.cubins import read_resources

@@ -12,8 +12,7 @@ import pytest
 from pi2.backends.gpu.devices import open_device, survey_api
 from pi2.backends.gpu.kernels.compile import describe_kernel, generate_sources
 from pi2.backends.gpu.kernels.ffn import make_join
-from pi2.backends.gpu.kernels.signature import KernelImage
-from pi2.backends.gpu.kernels.specification import Target
+from pi2.backends.gpu.kernels.specification import KernelImage, Target
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
 from tests.backend import test_gpu_launchers as common

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 
 from pi2.backends.gpu.dense import DenseFfn
-from pi2.backends.gpu.description import describe_ffn
-from pi2.backends.gpu.kernels.ffn import make_values
-from pi2.backends.gpu.kernels.ffn_many import make_many_values
+from pi2.backends.gpu.kernels.ffn import make_many_values, make_values
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_neurons, pack_slots
-from pi2.backends.gpu.sizes import DenseSizes
-from pi2.plan.documents.model_ffn import Activation, Ffn
+from pi2.backends.gpu.sizes import DenseSizes, describe_ffn
+from pi2.plan.documents.model_parts import Activation, Ffn
 from pi2.progress import ignore_progress
 from tests.helpers.gpu import Bench, RandomNeurons, measure_error
 

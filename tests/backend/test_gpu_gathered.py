@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pi2.backends.gpu.kernels.ffn import make_join
-from pi2.backends.gpu.kernels.gathered import list_gathered_kernels, make_gates
-from pi2.backends.gpu.kernels.selection import make_select
+from pi2.backends.gpu.kernels.gathered import list_gathered_kernels, make_gates, make_select
 from pi2.backends.gpu.kernels.specification import FfnKernels, SelectKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_slots

@@ -12,18 +12,18 @@ import pytest
 from pi2.backends.gpu import devices
 from pi2.backends.gpu.devices import open_device, survey_api, survey_devices
 from pi2.backends.gpu.kernels.ffn import make_join
-from pi2.backends.gpu.kernels.signature import KernelImage
 from pi2.backends.gpu.kernels.specification import (
     AttentionKernels,
     FfnKernels,
     GpuSpec,
+    KernelImage,
     ProductKernels,
     StateKernels,
     Target,
 )
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
-from pi2.plan.weights.latent import LatentShape
+from pi2.plan.weights.projections import LatentShape
 from pi2.plan.weights.states import StateShape
 
 FFN = FfnKernels(hidden=64, precision="int4", activation="relu")

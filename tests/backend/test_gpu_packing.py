@@ -13,9 +13,8 @@ from pi2.backends.gpu.packing import (
 )
 from pi2.backends.gpu.sizes import TILE, count_tile_bytes
 from pi2.plan.weights.bundles import slice_part, unpack_part
-from pi2.plan.weights.codes import order_words
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.rounding import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, order_words, quantize
 from tests.helpers.gpu import RandomNeurons
 
 LENGTH = 32 * (16 + 8 + 4 + 1)

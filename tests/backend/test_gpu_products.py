@@ -7,12 +7,10 @@ import pytest
 
 from pi2.arrays import Raw
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.embedding import make_embed
-from pi2.backends.gpu.kernels.halves import narrow_half, widen_half
+from pi2.backends.gpu.kernels.code import narrow_half, widen_half
 from pi2.backends.gpu.kernels.products import list_product_kernels
-from pi2.backends.gpu.kernels.reading import make_read
-from pi2.backends.gpu.kernels.signature import Axis
-from pi2.backends.gpu.kernels.specification import EmbeddingKernels, ProductKernels
+from pi2.backends.gpu.kernels.routing import make_embed, make_read
+from pi2.backends.gpu.kernels.specification import Axis, EmbeddingKernels, ProductKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_matrix
 from pi2.plan.weights.layout import Precision

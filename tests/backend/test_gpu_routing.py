@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
-from pi2.backends.experts import Router
+from pi2.backends.arithmetic import Router
 from pi2.backends.gpu.kernels.routing import list_router_kernels
 from pi2.backends.gpu.kernels.specification import RouterKernels
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.plan.documents.model_experts import Moe
+from pi2.plan.documents.model_parts import Moe
 from tests.helpers.gpu import Bench
 
 TOKENS = 5

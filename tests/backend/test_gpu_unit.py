@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.backends.dense_unit import UnitFailed
 from pi2.backends.gpu import dense_unit
 from pi2.backends.gpu.dense_unit import GpuUnit
 from pi2.backends.gpu.launchers.interface import Launcher, MemoryState
+from pi2.backends.units import UnitFailed
 from pi2.diagnostics import UserError
 from tests.helpers.dense_units import Neurons, make_neurons
 

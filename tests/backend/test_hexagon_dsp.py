@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pi2.backends.hexagon as package
-from pi2.backends.hexagon import messages
+from pi2.backends.hexagon import session
 from pi2.backends.hexagon.library import main, write_library
 from pi2.backends.hexagon.linkers import find_linker
 from pi2.backends.hexagon.specification import FfnGraph, FfnShape, HexagonSpec
@@ -55,13 +55,13 @@ def test_both_sides_mean_the_same_by_a_message() -> None:
     text = (DSP / "protocol.h").read_text()
     defined = {name: int(value, 0) for name, value in re.findall(r"#define PI2_(\w+) (\w+)u", text)}
     assert defined == {
-        "MAGIC": messages.MAGIC,
-        "PROTOCOL": messages.PROTOCOL,
-        "OPERANDS": messages.OPERANDS,
-        "NOTHING": messages.NOTHING,
+        "MAGIC": session.MAGIC,
+        "PROTOCOL": session.PROTOCOL,
+        "OPERANDS": session.OPERANDS,
+        "NOTHING": session.NOTHING,
     }
     numbers = {int(value) for value in re.findall(r"PI2_\w+ = (\d+)", text)}
-    assert numbers == {0, *messages.FAILURES}
+    assert numbers == {0, *session.FAILURES}
 
 
 @pytest.mark.parametrize(

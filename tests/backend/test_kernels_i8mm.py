@@ -15,8 +15,8 @@ import pytest
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
 from pi2.plan.weights.bundles import assemble_bundles, quantize_part, unpack_part
-from pi2.plan.weights.codes import pack_codes, unpack_codes
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, round_up, split_lanes
+from pi2.plan.weights.rounding import pack_codes, unpack_codes
 from tests.backend.test_kernels_executor import feed
 from tests.helpers.aarch64 import (
     ARM_FEATURES,

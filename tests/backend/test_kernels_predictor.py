@@ -55,7 +55,7 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
 
 @pytest.mark.parametrize(("low", "count"), [(-np.inf, 333), (np.inf, 0)])
 def test_thresholds_beyond_all_scores_take_all_or_none(low: float, count: int) -> None:
-    from pi2.backends.kernels.predictor import emit_compact
+    from pi2.backends.kernels.selection import emit_compact
     from tests.helpers.kernels import compile_kernel, list_runnable_isas, make_isa
 
     isa = make_isa(list_runnable_isas()[-1])

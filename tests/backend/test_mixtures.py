@@ -15,10 +15,10 @@ import pytest
 import pi2
 import pi2.orchestrator
 from pi2.arrays import F32
-from pi2.backends.cpu.expert_groups import complete_pairs
+from pi2.backends.cpu.neurons import complete_pairs
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference.executor import ReferenceExecutor
-from pi2.benchmarks.profile import KernelTimes, ReadWaits, observe_parts
+from pi2.benchmarks.contestant import KernelTimes, ReadWaits, observe_parts
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds

@@ -14,7 +14,7 @@ import pytest
 
 import pi2
 from pi2.arrays import F32
-from pi2.backends.gpu.kernels.signature import Api
+from pi2.backends.gpu.kernels.specification import Api
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from tests.helpers.gpu import require_launcher

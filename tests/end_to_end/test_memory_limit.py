@@ -14,7 +14,7 @@ import pytest
 
 from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.caches import VARIABLE
-from pi2.costs.cost_memory import count_memory
+from pi2.costs.cost import count_memory
 from pi2.plan.resolve import load_plan
 from tests.end_to_end.test_demo import PLAN, run
 

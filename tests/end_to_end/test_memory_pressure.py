@@ -9,9 +9,8 @@ import pytest
 
 import pi2
 from pi2.engine.loaded_model import LoadedModel
-from pi2.memory import locking
-from pi2.memory.budget import Budget, _find_address
-from pi2.memory.pressure import read_pressure
+from pi2.memory import budget as locking
+from pi2.memory.budget import Budget, _find_address, read_pressure
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"
 PAGEOUT = 21

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from pi2.serving.page import read_page
+from pi2.serving.application import read_page
 from tests.helpers.servers import describe_plan, make_chat_plan, serve
 
 CHROMIUM = next(

@@ -21,8 +21,8 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.probing import storage
-from pi2.probing.kernels import KernelRecipe
-from pi2.probing.token_steps import USUAL
+from pi2.probing.probe import KernelRecipe
+from pi2.probing.steps import USUAL
 from tests.helpers.hexagon import require_emulator
 
 ROOT = Path(__file__).resolve().parents[2]

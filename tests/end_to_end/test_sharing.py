@@ -12,10 +12,10 @@ import pytest
 import tomli
 
 from pi2.plan.reading.references import list_shipped
+from pi2.sharing.fetching import Settings
 from pi2.sharing.lock import read_lock
 from pi2.sharing.project import Project
 from pi2.sharing.references import parse_reference
-from pi2.sharing.settings import Settings
 from tests.helpers.sharing import (
     DEVICE,
     Repository,
@@ -354,7 +354,7 @@ class TestTheGuide:
     TEXT = (Path(__file__).parents[2] / "docs/sharing.md").read_text("utf-8")
 
     def test_its_commands_and_options_exist(self) -> None:
-        from pi2.cli.profile import command
+        from pi2.cli.profile import profile_command as command
 
         for words in re.findall(r"pi2 profile ([^\n`|]+)", self.TEXT):
             name, *rest = words.split()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pi2.cli.terminal_text import is_control, show_controls
+from pi2.cli.commands import is_control, show_controls
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 

@@ -18,7 +18,7 @@ from pi2.backends.kernels.spec import KernelSpec
 from tests.helpers.kernels import make_spec
 
 if TYPE_CHECKING:
-    from pi2.backends.compiler.target import Processor
+    from pi2.backends.compiler.compile import Processor
 
 ARM_FEATURES = {
     "neon": ("neon",),
@@ -49,9 +49,8 @@ def generate(
     """Return a function's compiled module."""
     import tvm
 
-    from pi2.backends.compiler.compile import generate
-    from pi2.backends.compiler.parameters import make_function
-    from pi2.backends.compiler.target import make_target
+    from pi2.backends.compiler.compile import generate, make_target
+    from pi2.backends.compiler.vectors import make_function
 
     triple = "aarch64-linux-gnu" if architecture == "aarch64" else "x86_64-linux-gnu"
     module = tvm.IRModule({name: make_function(name, emit)})

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pi2.serving.answer_reader import AnswerReader, Fragment
+from pi2.serving.answer_reader import AnswerReader, Format, Fragment, list_formats
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.chat_facts import ChatFacts, describe_family
-from pi2.serving.tool_formats import Format, list_formats
 
 FORMATS = {found.name: found for found in list_formats() if found.calls}
 Kind = Literal["special", "added", "plain"]

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import F32
-from pi2.backends.blocks.weights import FindWeight, Weight
-from pi2.backends.experts import route
-from pi2.backends.rope import compute_growth, compute_rope_tables
+from pi2.backends.arithmetic import compute_growth, compute_rope_tables, route
+from pi2.backends.blocks.instructions import FindWeight, Weight
 from pi2.formats import Activations
 from pi2.plan.documents.model import Model
 

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32, I64, U8
-from pi2.backends.blocks.contract import FIELDS
-from pi2.backends.blocks.grids import make_tables
-from pi2.backends.blocks.instructions import put_float
-from pi2.backends.blocks.orders import count_together, list_offsets
-from pi2.backends.blocks.room import allocate
-from pi2.backends.blocks.sizes import count_quantized_bytes, count_scratch_bytes
-from pi2.backends.blocks.spec import BlockSpec
-from pi2.backends.blocks.weights import Weight
+from pi2.backends.blocks.contract import FIELDS, BlockSpec
+from pi2.backends.blocks.instructions import Weight, put_float
+from pi2.backends.blocks.room import (
+    allocate,
+    count_quantized_bytes,
+    count_scratch_bytes,
+    count_together,
+    list_offsets,
+    make_tables,
+)
 from pi2.formats import Format, find_format
 from pi2.plan.documents.model import Model
 from tests.helpers.aarch64 import ARM_FEATURES, COMPILER, EMULATOR
@@ -109,7 +111,7 @@ class ArmKernels:
     def __init__(self, library: str, features: str, folder: Path) -> None:
         """Compile them for a processor with ``features`` (`tests.helpers.aarch64`)."""
         from pi2.backends.blocks.program import Program
-        from pi2.backends.compiler.ahead import aim
+        from pi2.backends.compiler.compile import aim
 
         spec = BlockSpec(
             library=library,
@@ -274,7 +276,7 @@ class RandomWeights:
         self.neighbours = False
 
     def __call__(self, key: str, layer: int) -> Weight | None:
-        """See `pi2.backends.blocks.weights.FindWeight`."""
+        """See `pi2.backends.blocks.instructions.FindWeight`."""
         if (key, layer) not in self._made:
             self._made[key, layer] = self._make(key, layer)
         return self._made[key, layer]

@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from pi2.backends.compiler.cache import start_compiler
 from pi2.backends.compiler.compilers import LIBRARIES
-from pi2.backends.host.spec import HostSpec
+from pi2.backends.host.contract import HostSpec
 from pi2.backends.kernels.spec import KernelSpec
 
 

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import numpy as np
 
 from pi2.arrays import F32, F64, I32, U8
-from pi2.backends.dense_unit import DenseUnit, UnitRequest
 from pi2.backends.gpu.dense_unit import GpuUnit
-from pi2.backends.gpu.kernels.signature import Api
+from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.hexagon.dense_unit import HexagonUnit
 from pi2.backends.hexagon.machines import find_unit_obstacles
 from pi2.backends.reference.dense_unit import ThreadUnit
 from pi2.backends.reference.process_unit import ProcessUnit
+from pi2.backends.units import DenseUnit, UnitRequest
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Graphs

@@ -9,7 +9,7 @@ from typing import Any
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_storage import Quantization
+from pi2.plan.documents.model_parts import Quantization
 
 GOLDENS = (
     "arcee",

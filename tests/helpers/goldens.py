@@ -17,7 +17,7 @@ from pi2.arrays import F32
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_storage import Quantization
+from pi2.plan.documents.model_parts import Quantization
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden/models"
 EXACT = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "fp16")

@@ -11,21 +11,22 @@ from pi2.arrays import F32, I64, U8, Scales
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.hexagon.library import PROGRAMS
 from pi2.backends.hexagon.machines import Emulator, find_unit_obstacles
-from pi2.backends.hexagon.operands import FFN_OPERANDS, PRODUCT_OPERANDS, lay_out_scratch
 from pi2.backends.hexagon.packing import Arrays, Tokens, find_top_multiplier, pack_tokens
-from pi2.backends.hexagon.rooms import (
+from pi2.backends.hexagon.session import Session
+from pi2.backends.hexagon.sizes import (
+    FFN_OPERANDS,
+    PRODUCT_OPERANDS,
     Room,
     lay_out_job,
     lay_out_matrix,
     lay_out_neurons,
+    lay_out_scratch,
     place_piece,
 )
-from pi2.backends.hexagon.session import Session
 from pi2.backends.hexagon.specification import FfnGraph, HexagonSpec, ProductGraph
 from pi2.plan.documents.device import Unit
-from pi2.plan.weights.codes import unpack_codes
 from pi2.plan.weights.layout import GROUP, Precision, round_up
-from pi2.plan.weights.rounding import dequantize
+from pi2.plan.weights.rounding import dequantize, unpack_codes
 from pi2.progress import ignore_progress
 
 EMULATED = Unit(kind="npu", architecture="hexagon", emulated=True)

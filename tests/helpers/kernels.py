@@ -23,17 +23,13 @@ from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.machine.cpu import detect_cpu
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_attention import Attention, Rope
-from pi2.plan.documents.model_ffn import Ffn, Predictor
-from pi2.plan.documents.model_shape import Shape
-from pi2.plan.documents.model_storage import Quantization
-from pi2.plan.documents.plan_memory import KvType
-from pi2.plan.documents.plan_running import ActivationType
+from pi2.plan.documents.model_mixing import Attention, Rope
+from pi2.plan.documents.model_parts import Ffn, Predictor, Quantization, Shape
+from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.bundles import slice_part
-from pi2.plan.weights.codes import pack_codes
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
-from pi2.plan.weights.rounding import quantize
-from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+from pi2.plan.weights.projections import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
+from pi2.plan.weights.rounding import pack_codes, quantize
 from pi2.progress import ignore_progress
 from tests.helpers.bundles import pack_bundles
 
@@ -140,9 +136,8 @@ def compile_kernel(emit: Callable[[Any], None], isa: Isa) -> Callable[..., None]
     """Compile a function in this process; its arrays are passed flat."""
     import tvm
 
-    from pi2.backends.compiler.compile import generate
-    from pi2.backends.compiler.parameters import make_function
-    from pi2.backends.compiler.target import make_target
+    from pi2.backends.compiler.compile import generate, make_target
+    from pi2.backends.compiler.vectors import make_function
 
     module = tvm.IRModule({"kernel": make_function("kernel", emit)})
     kernel = tvm.runtime.Executable(generate(module, make_target(isa))).jit()["kernel"]
@@ -186,7 +181,7 @@ def make_multiply(
     """A kernel (rows, tokens; weights, scales, activations; y [tokens, rows])."""
     from pi2.backends.compiler import vectors as v
     from pi2.backends.kernels.matrix import Matrix, emit_multiply
-    from pi2.backends.kernels.parameters import take_activations
+    from pi2.backends.kernels.schedule import take_activations
 
     def emit(take: Any) -> None:
         rows, tokens = take.take_number("rows"), take.take_number("tokens")

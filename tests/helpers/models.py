@@ -12,8 +12,8 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.plan.documents.model import Model
+from pi2.plan.weights.projections import EMBEDDING, FINAL_NORM, HEAD
 from pi2.plan.weights.rounding import quantize
-from pi2.plan.weights.tensor_names import EMBEDDING, FINAL_NORM, HEAD
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces
 from tests.helpers.bundles import pack_bundles

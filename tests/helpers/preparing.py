@@ -10,7 +10,7 @@ from pi2.backends.cpu import backend
 from pi2.backends.cpu.specification import make_spec
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Executor
-from pi2.engine.build_request import describe_build
+from pi2.engine.opened_model import describe_build
 
 
 class Stopped(Exception):

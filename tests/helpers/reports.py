@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.formats import find_renderer
-from pi2.diagnostics.page import Page
+from pi2.diagnostics.texts import Page
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = {

@@ -17,7 +17,7 @@ import uvicorn
 
 from pi2.plan.resolve import load_plan
 from pi2.serving.application import Settings, make_application
-from pi2.serving.connections import TimedConnection
+from pi2.serving.front import TimedConnection
 from pi2.serving.host import ServedPlan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan

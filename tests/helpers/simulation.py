@@ -7,16 +7,14 @@ from typing import Any
 
 from pi2.costs.activations import Hotness
 from pi2.costs.activity import LayerActivity, make_hotness, unite_activity
-from pi2.costs.constants import Constants
+from pi2.costs.constants import Constants, Flash, FlashPoint
 from pi2.costs.description import Description, LayerKind
-from pi2.costs.flash import Flash, FlashPoint
 from pi2.costs.kernel_times import Linear
 from pi2.costs.prompts import PromptSettings
 from pi2.costs.rates import DenseUnit, Rates
 from pi2.costs.reads import Phases, find_reads
-from pi2.costs.settings import Settings
+from pi2.costs.settings import Settings, Stream
 from pi2.costs.sizes import Sizes
-from pi2.costs.stream import Stream
 
 KIB, MIB = 1024, 1024**2
 STRIDE = 8 * KIB

@@ -15,13 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi2.cli.main import run
-from pi2.plan.authoring.migration import migrate_text
+from pi2.plan.authoring.difference import migrate_text
 from pi2.plan.checking.check import check_file
-from pi2.plan.documents.common import SCHEMA_VERSION
-from pi2.plan.documents.fields import find_type
-from pi2.plan.reading.deprecations import RENAMES, Rename, find_old_keys
-from pi2.plan.reading.kinds import DOCUMENTS
-from pi2.plan.reading.versions import STEPS, Step
+from pi2.plan.documents.common import SCHEMA_VERSION, find_type
+from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old_keys
+from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind, detect_kind
 
 ROOT = Path(__file__).parents[2]

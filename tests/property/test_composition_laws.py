@@ -15,11 +15,17 @@ from pi2.cli.main import run
 from pi2.plan.authoring.writing import write_plan
 from pi2.plan.checking.check import Report, check_file
 from pi2.plan.composing.compose import compose, parse_key
-from pi2.plan.composing.history import look_up, trace_value
-from pi2.plan.composing.trees import Node, build_tree, extract_values, find_node, merge_trees
-from pi2.plan.toml.paths import KeyPath
+from pi2.plan.composing.trees import (
+    Node,
+    build_tree,
+    extract_values,
+    find_node,
+    look_up,
+    merge_trees,
+    trace_value,
+)
 from pi2.plan.toml.source import SourceFile, parse_source
-from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.toml.text import KeyPath, write_key, write_value
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"

@@ -16,9 +16,8 @@ from pi2.plan.authoring.writing import write_document
 from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Plan
-from pi2.plan.documents.plan_memory import Segments
-from pi2.planning.documents import read_document
+from pi2.plan.documents.plan import Plan, Segments
+from pi2.planning.wish import read_document
 
 MIB, GIB = 1 << 20, 1 << 30
 UNITS = {"host": None, "oneplus-12": "npu", "pc-rtx-4090": "gpu"}

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi2.arrays import F64
+from pi2.backends.arithmetic import compute_rope_tables
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS, KernelSpec
-from pi2.backends.reference.kv_cache import quantize_kv
-from pi2.backends.rope import compute_rope_tables
-from pi2.plan.documents.model_attention import Rope
-from pi2.plan.documents.plan_memory import KvType
+from pi2.backends.reference.attention import quantize_kv
+from pi2.plan.documents.model_mixing import Rope
+from pi2.plan.documents.plan import KvType
 from tests.helpers.kernels import (
     X86_FEATURES,
     allocate,
@@ -44,7 +44,7 @@ def make_attention(spec: KernelSpec) -> Callable[[Any], None]:
     from pi2.backends.kernels import attention
     from pi2.backends.kernels.chunk_attention import Chunk, emit_chunk_attention
     from pi2.backends.kernels.kv import emit_append, emit_rope, make_cache
-    from pi2.backends.kernels.mixing_room import take_room
+    from pi2.backends.kernels.mixing_arithmetic import take_room
     from pi2.backends.kernels.schedule import Schedule
 
     kv, kv_heads = spec.kv, spec.kv_heads

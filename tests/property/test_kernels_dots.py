@@ -190,8 +190,8 @@ def sum_groups(codes: Any, length: int) -> Any:
 @functools.cache
 def make_norm(length: int, planes: int) -> Callable[[Any], None]:
     """A kernel (tokens; x, weight, activations)."""
-    from pi2.backends.kernels.parameters import emit_each_token, take_activations
-    from pi2.backends.kernels.quantize import emit_norm
+    from pi2.backends.kernels.matrix import emit_norm
+    from pi2.backends.kernels.schedule import emit_each_token, take_activations
 
     def emit(take: Any) -> None:
         tokens = take.take_number("tokens")

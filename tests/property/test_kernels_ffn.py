@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pi2.arrays import F32, F64
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
-from pi2.plan.documents.model_ffn import Activation
+from pi2.plan.documents.model_parts import Activation
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, round_up
 from tests.helpers.bundles import pack_bundles, unpack_bundles
 from tests.helpers.kernels import (

@@ -7,12 +7,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi2.lsp.checked import Checked
+from pi2.lsp.checked import Checked, Lines, explain_place, find_definition, list_fixes
 from pi2.lsp.completion import complete
-from pi2.lsp.definition import find_definition
-from pi2.lsp.fixes import list_fixes
-from pi2.lsp.hover import explain_place
-from pi2.lsp.place import Lines
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "plans/demo.plan.toml").read_text("utf-8")

@@ -12,8 +12,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.diagnostics.render import full
+from pi2.diagnostics.texts import render_full as full
 from pi2.plan.authoring.writing import write_plan
+from pi2.plan.documents.plan_units import list_layers
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
     HERTZ_UNITS,
@@ -28,11 +29,9 @@ from pi2.plan.documents.quantities import (
     write_least,
     write_most,
 )
-from pi2.plan.documents.selectors import list_layers
 from pi2.plan.resolve import load_plan
-from pi2.plan.toml.paths import KeyPath
 from pi2.plan.toml.spans import index_spans
-from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.toml.text import KeyPath, write_key, write_value
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "plans/demo.plan.toml"

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import pi2
 from pi2.arrays import F32
-from pi2.cli.run import command
+from pi2.cli.run import run_command as command
 from pi2.engine.loaded_model import LoadedModel
 from pi2.plan.arithmetic.sizes import compute_needs
 from tests.helpers.mixtures import make_mixture_plan

@@ -10,7 +10,7 @@ import pytest
 
 import pi2
 from pi2.benchmarks.gguf_file import find_gguf, list_gguf_tensors, write_gguf
-from pi2.benchmarks.workloads import Workload
+from pi2.benchmarks.samples import Workload
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import vector_bytes
 from pi2.plan.weights.rounding import dequantize
@@ -144,7 +144,7 @@ def test_what_plain_llama_has_not_got_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moe", [None, {"experts": 4, "active_experts": 2}])
 def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path, moe: dict[str, int] | None) -> None:
     pytest.importorskip("llama_cpp")
-    from pi2.benchmarks.llama_cpp import LlamaRecipe
+    from pi2.benchmarks.contestants import LlamaRecipe
 
     model = make_model({"shape": SHAPE} | ({} if moe is None else {"moe": moe}))
     recipe = LlamaRecipe(model=model, context=64, threads=1, folder=tmp_path)

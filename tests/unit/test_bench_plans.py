@@ -10,8 +10,8 @@ import pytest
 
 from pi2.arrays import F32, I32
 from pi2.benchmarks.bandwidth import BandwidthMeter
-from pi2.benchmarks.plan_contestant import PlanContestant, PlanRecipe
-from pi2.benchmarks.workloads import Workload
+from pi2.benchmarks.contestants import PlanContestant, PlanRecipe
+from pi2.benchmarks.samples import Workload
 from pi2.cli import main
 from pi2.diagnostics import UserError
 from pi2.plan.resolve import load_plan
@@ -144,7 +144,7 @@ def test_bandwidth_falls_back_to_numpy_and_says_so(monkeypatch: pytest.MonkeyPat
 def test_the_command_prints_rows_of_a_real_run(
     plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pi2.benchmarks.plans.BUFFER_BYTES", 2**24)
+    monkeypatch.setattr("pi2.benchmarks.session.BUFFER_BYTES", 2**24)
     code = main.run(
         ["bench", str(plan), "-p", "8", "-n", "4", "-r", "2", "-d", "0,3", "--format", "json"]
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.benchmarks.profile import Profile
+from pi2.benchmarks.contestant import Profile
 from pi2.benchmarks.report import (
     Conditions,
     describe_row,
@@ -25,11 +25,11 @@ from pi2.benchmarks.samples import (
     Row,
     Sample,
     TokenBytes,
+    Workload,
     add_counters,
     summarise_speed,
 )
 from pi2.benchmarks.session import Outcome
-from pi2.benchmarks.workloads import Workload
 from pi2.engine.statistics import RunStatistics
 
 

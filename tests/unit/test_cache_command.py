@@ -11,10 +11,9 @@ from typing import get_args
 
 import pytest
 
-from pi2.cached_files import KINDS, ONLY_NAMED
 from pi2.caches import Kept
 from pi2.cli.main import run
-from pi2.pulled_models import RECORD, LocalSource, Source
+from pi2.pulled_models import KINDS, ONLY_NAMED, RECORD, LocalSource, Source
 
 DAY_S = 86400
 

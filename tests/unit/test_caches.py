@@ -11,7 +11,7 @@ import pytest
 
 from pi2.caches import find_cache_folder, find_home, find_problem
 from pi2.pulled_models import find_models_folder
-from pi2.sharing.settings import read_settings
+from pi2.sharing.fetching import read_settings
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import pytest
 from click.testing import CliRunner
 
 import pi2
-from pi2.chatting.session import Session
-from pi2.cli import chat
+from pi2.chatting import Session
+from pi2.cli import serve
 from pi2.cli.named_plans import find_plan_path, list_names
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
@@ -214,12 +214,12 @@ def test_keys_send_break_lines_recall_and_end(
 
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-        read = chat.make_prompt()
+        read = serve.make_prompt()
         keys.send_text("one\x1b\rtwo\r")
         assert read() == "one\ntwo"
         keys.send_text("forget it\x03three\r")
         assert read() == "three"
-        read = chat.make_prompt()  # as another run does
+        read = serve.make_prompt()  # as another run does
         keys.send_text("\x1b[A\r")
         assert read() == "three"
         keys.send_text("\x04")
@@ -234,7 +234,7 @@ def test_an_answer_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str
             yield Fragment("reasoning", "hm\x1b[2J")
             yield Fragment("content", "a\tb\n\x9b31m\u202ec\x7f")
 
-    chat.answer(Speaker(), "?", dim=True)  # type: ignore[arg-type]
+    serve.answer(Speaker(), "?", dim=True)  # type: ignore[arg-type]
     gone = "\ufffd"
     assert capsys.readouterr().out == (
         f"\x1b[2mhm{gone}[2J\x1b[0ma\tb\n{gone}31m{gone}c{gone}\x1b[0m\n"
@@ -243,7 +243,7 @@ def test_an_answer_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str
 
 def test_text_may_be_piped_into_it(plan: Path) -> None:
     lines = "hello\n\n/set max_tokens 2\nagain\n/exit\nnever read\n"
-    done = CliRunner().invoke(chat.command, [str(plan), "--max-tokens", "3"], input=lines)
+    done = CliRunner().invoke(serve.chat_command, [str(plan), "--max-tokens", "3"], input=lines)
     assert done.exit_code == 0, done.output
     assert [len(line) for line in done.stdout.splitlines()] == [3, 2]
     assert "max_tokens = 2" in done.stderr
@@ -251,7 +251,7 @@ def test_text_may_be_piped_into_it(plan: Path) -> None:
 
 
 def test_a_model_without_a_chat_template_is_refused_at_once() -> None:
-    done = CliRunner().invoke(chat.command, ["demo"], input="hello\n")
+    done = CliRunner().invoke(serve.chat_command, ["demo"], input="hello\n")
     assert isinstance(done.exception, pi2.UserError)
     (finding,) = done.exception.diagnostics
     assert finding.code == "P609"

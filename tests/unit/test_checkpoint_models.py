@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.cli.checkpoint_models import find_precision
 from pi2.cli.main import run
-from pi2.cli.named_plans import find_plan_path
+from pi2.cli.named_plans import find_plan_path, find_precision
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.gguf_file import read_gguf
@@ -126,7 +125,7 @@ def test_a_plan_that_did_not_fit_is_written_when_it_does(
     """Until then the finding says the least memory, and how to write a plan for it."""
     file = write_folder(tmp_path, "tiny")
     with monkeypatch.context() as patch:
-        patch.setattr("pi2.importing.first_plan.MEMORY_SHARE", 1e-6)
+        patch.setattr("pi2.importing.new_model.MEMORY_SHARE", 1e-6)
         assert run(["run", str(file), "--prompt", "hello", *REFERENCE]) == 2
     said = capsys.readouterr().err
     assert "P026" in said and "needs at least" in said

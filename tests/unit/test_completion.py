@@ -13,9 +13,8 @@ import pytest
 
 from pi2.cli.commands import list_commands
 from pi2.cli.main import run
-from pi2.cli.suggestions import suggest_settings
-from pi2.plan.authoring.explanation import parse_path
-from pi2.plan.authoring.field_docs import describe_field
+from pi2.cli.options import suggest_settings
+from pi2.plan.authoring.explanation import describe_field, parse_path
 from pi2.plan.documents.plan import Plan
 
 

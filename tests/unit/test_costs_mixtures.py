@@ -8,9 +8,8 @@ import pytest
 
 from pi2.costs.activity import LayerActivity, describe_activity
 from pi2.plan.documents.model import Model
-from pi2.planning.documents import read_document
 from pi2.planning.planner import plan
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, read_document
 from tests.helpers.models import MIXTURE, make_model
 
 GIB = 1 << 30

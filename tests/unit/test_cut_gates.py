@@ -14,15 +14,14 @@ import pi2.orchestrator
 from pi2.arrays import F32
 from pi2.costs.description import describe_plan
 from pi2.diagnostics import UserError
-from pi2.engine.cut_gates import CutFeedForward
+from pi2.engine.feed_forward import CutFeedForward
 from pi2.engine.waves import Wave
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan
-from pi2.planning.documents import read_document
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.planner import plan as make_plan
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, read_document
 from pi2.simulate.decode import simulate_decode
 from tests.helpers.goldens import (
     CPU,

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pi2.cli.serve import KEY_VARIABLE, command
+from pi2.cli.serve import KEY_VARIABLE
+from pi2.cli.serve import serve_command as command
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tools" / "deploy"

@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.diagnostics.fingerprints import compute_fingerprints
 from pi2.diagnostics.formats import find_renderer, list_formats
+from pi2.diagnostics.reports import compute_fingerprints
 from tests.helpers.broken_plans import validate
 from tests.helpers.reports import FILES, FINDINGS, GOLDEN, SOURCES, write_report
 
@@ -149,7 +149,7 @@ def test_the_working_directory_changes_nothing(
 def test_outside_of_a_repository_the_file_s_name_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pi2.diagnostics.repository.MARKS", ())
+    monkeypatch.setattr("pi2.diagnostics.reports.MARKS", ())
     prints = {
         compute_fingerprints([make_finding(span=Span(file, 2, 1, 2, 2))])[0]
         for file in ("a", "deep/../a", str(tmp_path / "a"))

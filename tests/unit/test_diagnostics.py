@@ -9,8 +9,9 @@ import pytest
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.diagnostics.formats import find_renderer, list_formats
-from pi2.diagnostics.render import concise, full
-from pi2.diagnostics.render import json as as_json
+from pi2.diagnostics.texts import render_concise as concise
+from pi2.diagnostics.texts import render_full as full
+from pi2.diagnostics.texts import render_json as as_json
 
 TEXT = "\n".join(["[layers]", "split = { cpu = 0.3, npu = 0.8 }", "\tname = '名前' # tab", ""])
 SHARES = Diagnostic(

@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from pi2.backends.gpu.devices import Survey
 from pi2.backends.gpu.launchers.interface import DeviceFacts
 from pi2.checkup import Checkup, Folder, PlanVerdict, examine_machine, inspect_folder, judge_plan
-from pi2.cli.doctor import command, write_checkup
+from pi2.cli.doctor import doctor_command as command
+from pi2.cli.doctor import write_checkup
 from pi2.diagnostics import Diagnostic
 from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
-from pi2.machine.software import Tvm, detect_tvm, find_programs
-from pi2.machine.storage import DirectReads
+from pi2.machine.storage import DirectReads, Tvm, detect_tvm, find_programs
 from pi2.plan.reading.references import find_shipped_folder
 
 GIB = 1 << 30

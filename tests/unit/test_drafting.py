@@ -8,8 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.engine.drafting import PromptLookup
-from pi2.engine.payback import FIRST_REST, PLAIN_STEPS, REFRESH_STEPS, TRIAL_STEPS, Payback, Touched
+from pi2.engine.speculation import (
+    FIRST_REST,
+    PLAIN_STEPS,
+    REFRESH_STEPS,
+    TRIAL_STEPS,
+    Payback,
+    PromptLookup,
+    Touched,
+)
 
 
 def propose(ids: Sequence[int], match: int = 2, most: int = 3) -> list[int]:

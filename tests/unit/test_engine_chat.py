@@ -12,11 +12,11 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 import pi2
-from pi2.cli.run import command
+from pi2.cli.run import run_command as command
 from pi2.diagnostics import UserError
-from pi2.engine.chat import ChatTemplate, read_chat_template
+from pi2.engine.text import ChatTemplate, read_chat_template
 from pi2.importing.convert import convert_checkpoint
-from pi2.plan.documents.model_storage import Tokenizer as Settings
+from pi2.plan.documents.model_parts import Tokenizer as Settings
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model, make_tiny, make_tokenizer
 from tests.helpers.plans import write_plan

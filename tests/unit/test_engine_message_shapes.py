@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.engine.chat import ChatTemplate, make_staying_child
 from pi2.engine.message_shapes import ShapedTemplate, complete_messages, shorten_id
+from pi2.engine.text import ChatTemplate, make_staying_child
 
 TURN = (
     "{% for m in messages %}<{{ m.role }}>{% for t in m.tool_calls or [] %}{CALL}{% endfor %}"

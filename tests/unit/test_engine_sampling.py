@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.engine.sampling import Sampler, SamplingOptions
+from pi2.engine.answer import Sampler, SamplingOptions
 
 LOGITS = np.array([0.0, 3.0, 2.0, 1.0, -5.0], np.float32)
 NOTHING = np.array([], np.int64)

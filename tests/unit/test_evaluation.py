@@ -12,8 +12,7 @@ import pytest
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.evaluation.evaluation import evaluate_plan
-from pi2.evaluation.report import write_markdown
+from pi2.evaluation import evaluate_plan, write_markdown
 from pi2.statistics.prediction import compute_scores
 from pi2.statistics.texts import cut_windows
 from pi2.store.reader import NeuronStore

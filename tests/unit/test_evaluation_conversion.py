@@ -10,10 +10,13 @@ import pytest
 import tomlkit
 
 from pi2.cli.main import run
-from pi2.evaluation.conversion import measure_conversion
-from pi2.evaluation.layerwise import score_layerwise
-from pi2.evaluation.scores import compute_losses
-from pi2.evaluation.weights import CheckpointWeights, StoreWeights
+from pi2.evaluation import compute_losses
+from pi2.evaluation.conversion import (
+    CheckpointWeights,
+    StoreWeights,
+    measure_conversion,
+    score_layerwise,
+)
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.statistics.texts import Window

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pi2.cli import explain
+from pi2.cli import validate as explain
 from pi2.cli.main import run
-from pi2.diagnostics.page import Page, parse_page, write_markdown
-from pi2.plan.checking.pages import FOLDER, load_pages
+from pi2.diagnostics.texts import Page, parse_page, write_markdown
+from pi2.plan.checking.check import FOLDER, load_pages
 from pi2.plan.checking.rules import load_rules
 from tests.helpers.broken_plans import validate
 from tools import write_rule_docs

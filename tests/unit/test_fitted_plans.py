@@ -12,13 +12,13 @@ import pytest
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.importing.first_plan import draft_first_plan
+from pi2.importing.new_model import draft_first_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.reading.references import list_shipped
 from pi2.plan.resolve import load_plan
-from pi2.planning.documents import read_document
+from pi2.planning.wish import read_document
 from pi2.refit import FittedPlan, read_plan
 from tests.helpers.mixtures import make_mixture_plan
 

@@ -18,7 +18,7 @@ from pi2.arrays import F32
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_storage import Quantization
+from pi2.plan.documents.model_parts import Quantization
 from tests.helpers.goldens import EXACT, FOLDER, copy_checkpoint, list_goldens, write_plan
 
 OPERATORS = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pi2.backends.gpu import choice
+from pi2.backends.gpu import devices as choice
 from pi2.backends.gpu.devices import Survey
 from pi2.backends.gpu.launchers.interface import DeviceFacts
 from pi2.diagnostics import UserError

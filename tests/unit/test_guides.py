@@ -83,7 +83,7 @@ def test_the_codes_that_guides_name_are_about_what_they_say() -> None:
             "P614": "end of the run",
         },
     }
-    from pi2.plan.checking.pages import load_pages
+    from pi2.plan.checking.check import load_pages
 
     pages = load_pages()
     for page, codes in wanted.items():

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.importing.blocks import Layer, describe_layers
 from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.text_parts import Layer, describe_layers
 from pi2.plan.arithmetic.sizes import compute_needs
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (

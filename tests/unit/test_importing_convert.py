@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32, I32
-from pi2.backends.experts import slice_tensor
+from pi2.backends.arithmetic import slice_tensor
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
@@ -213,7 +213,7 @@ def test_predictors_may_come_in_a_folder_of_powerinfer(
         weights[f"{prefix}mlp.predictor.bias"][:] = 0
         write_safetensors(folder / f"model_{layer}.pt", parts)
     # Files of torch are tested elsewhere, where it is installed.
-    monkeypatch.setattr("pi2.importing.powerinfer_predictors.list_torch_file", list_safetensors)
+    monkeypatch.setattr("pi2.importing.predictors.list_torch_file", list_safetensors)
     source = open_checkpoint(checkpoint)
     bare = model.model_copy(update={"predictor": None})
     assert announce_predictors(bare, source, folder).predictor == model.predictor

@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 import pi2
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.importing import gguf_blocks
+from pi2.importing import gguf_file
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
-from pi2.importing.gguf_blocks import BLOCKS, decode_blocks
+from pi2.importing.gguf_file import BLOCKS, decode_blocks
 from pi2.plan.weights.bundles import unpack_part
 from pi2.plan.weights.rounding import dequantize
 from pi2.store.reader import NeuronStore
@@ -199,7 +199,7 @@ def test_a_quantised_file_computes_what_its_numbers_say(tmp_path: Path, kind: st
 @pytest.mark.parametrize(
     "block", [b for b in BLOCKS.values() if not b.is_plain], ids=lambda block: block.name
 )
-def test_every_type_is_decoded_as_the_gguf_package_does(block: gguf_blocks.BlockType) -> None:
+def test_every_type_is_decoded_as_the_gguf_package_does(block: gguf_file.BlockType) -> None:
     generator = np.random.default_rng(0)
     raw = generator.integers(0, 256, (3, 2 * block.bytes), np.uint8)
     number = gguf.GGMLQuantizationType(block.number)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.importing.gguf_gemma3n import read_shares
-from pi2.importing.gguf_metadata import Metadata
+from pi2.importing.gguf_decoders import Metadata
+from pi2.importing.gguf_families import read_shares
 from tests.helpers.gguf_gemma import write_gemma3n
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
 from tests.helpers.goldens import EXACT, copy_checkpoint

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
-from pi2.importing.gguf_positions import scale_llama3
+from pi2.importing.gguf_states import scale_llama3
 from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
 from tests.helpers.gguf_tensors import read_checkpoint

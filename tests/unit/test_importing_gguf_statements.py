@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.rope import compute_rope_tables
+from backends.arithmetic import compute_rope_tables
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.leftovers import describe_other_parts
 from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.requirements import describe_other_parts
 from pi2.plan.documents.model import Model
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_goldens import UNNAMED, convert, expect_same_weights

@@ -17,9 +17,9 @@ from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_storage import Quantization
+from pi2.plan.documents.model_parts import Quantization
 from pi2.plan.weights.bundles import unpack_part
-from pi2.plan.weights.codes import unpack_codes
+from pi2.plan.weights.rounding import unpack_codes
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint, write_safetensors
 from tests.helpers.gguf_tensors import read_checkpoint

@@ -23,7 +23,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.documents.model_storage import Quantization
+from pi2.plan.documents.model_parts import Quantization
 from pi2.plan.weights.rounding import dequantize
 from tests.helpers.goldens import EXACT, copy_checkpoint, write_plan
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.importing import torch_file
+from pi2.importing import safetensors_file
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from tests.helpers.checkpoints import write_checkpoint
@@ -34,7 +34,7 @@ class Call:
 def test_without_torch_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint(tmp_path)
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    monkeypatch.setattr(torch_file, "has_torch", lambda: False)
+    monkeypatch.setattr(safetensors_file, "has_torch", lambda: False)
     with pytest.raises(UserError, match=r"P531.*pytorch_model\.bin.*torch is not installed"):
         open_checkpoint(checkpoint)
 

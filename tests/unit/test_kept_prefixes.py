@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.engine.kept_prefixes import KeptPrefixes
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.prefix_files import Block, PrefixFiles, name_blocks
+from pi2.engine.prefixes import Block, KeptPrefixes, PrefixFiles, name_blocks
 from tests.helpers import goldens
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.mixers import count_side_bytes
+from pi2.plan.arithmetic.units import count_side_bytes
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     CPU,

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import pi2
-from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
 from pi2.importing.new_model import describe_checkpoint

@@ -11,14 +11,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import pi2
-from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.backends.arithmetic import compute_growth, compute_rope_tables
+from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.limits import list_unknown_weights
-from pi2.backends.rope import compute_growth, compute_rope_tables
 from pi2.diagnostics import UserError
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.documents.model_attention import Rope
+from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     CPU,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi2.lsp.cursor import Cursor, find_cursor
-from pi2.lsp.place import Lines
+from pi2.lsp.checked import Lines
+from pi2.lsp.completion import Cursor, find_cursor
 
 
 def look(text: str) -> Cursor:

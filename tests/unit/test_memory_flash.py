@@ -14,12 +14,17 @@ import numpy as np
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.memory import ring as rings
+from pi2.memory import uring
 from pi2.memory.budget import Budget
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.flash import FlashReader, PendingRead, ReadSettings
-from pi2.memory.io_engine import EngineName, read_in_python
-from pi2.memory.requests import PENDING, divide_clusters, divide_requests
+from pi2.memory.io_engine import (
+    PENDING,
+    EngineName,
+    divide_clusters,
+    divide_requests,
+    read_in_python,
+)
 from pi2.memory.uring import RingUnavailable, UringEngine
 
 STRIDE, COUNT, OFFSET = 512, 100, 4096
@@ -241,7 +246,7 @@ def test_another_thread_may_read_when_nothing_is_under_way(
 ) -> None:
     if not deferred:
         # A kernel before Linux 6.1 refuses the flags.
-        monkeypatch.setattr(rings, "_DEFERRED", 1 << 31)
+        monkeypatch.setattr(uring, "_DEFERRED", 1 << 31)
     reader = open_reader(file, engine="io_uring", depth=2)
     assert reader.engine == "io_uring"
 
@@ -273,7 +278,7 @@ def test_a_flag_of_hidden_completions_that_stays_set_is_looked_at_once(
         return ask(*words)
 
     monkeypatch.setattr(ring, "_call", count_calls)
-    ring._words[ring._flags] |= rings._HAS_COMPLETIONS
+    ring._words[ring._flags] |= uring._HAS_COMPLETIONS
     engine._drive(0, 0)
     engine.close()
 
@@ -427,7 +432,7 @@ def test_where_there_is_no_io_uring_the_reader_says_so(
     file: BundleFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A system call that no kernel has.
-    monkeypatch.setattr(rings, "_SETUP", 4000)
+    monkeypatch.setattr(uring, "_SETUP", 4000)
     reader = open_reader(file, engine="io_uring")
     assert reader.engine == "pread"
     assert reader.engine_fallback == "the kernel has no io_uring"

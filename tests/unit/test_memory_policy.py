@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi2.memory.frequency import LeastFrequentlyUsed, expect_uses
-from pi2.memory.policy import ABSENT, Policy, PolicyName, make_policy
-from pi2.memory.recency import LeastRecentlyUsed
+from pi2.memory.policy import (
+    ABSENT,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    Policy,
+    PolicyName,
+    expect_uses,
+    make_policy,
+)
 
 CAPACITY, KEYS = 16, 40
 

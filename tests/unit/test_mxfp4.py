@@ -14,8 +14,13 @@ from pi2.plan.weights.bundles import (
     unpack_part,
 )
 from pi2.plan.weights.layout import lay_out_bundle
-from pi2.plan.weights.mxfp4 import find_codes, take_units, take_values
-from pi2.plan.weights.rounding import dequantize_exponents, quantize_exponents
+from pi2.plan.weights.rounding import (
+    dequantize_exponents,
+    find_codes,
+    quantize_exponents,
+    take_units,
+    take_values,
+)
 
 
 def round_numbers(values: list[float]) -> F32:

@@ -112,7 +112,7 @@ def test_a_model_of_the_hub_is_fetched_if_somebody_says_so(
         asked.append(name)
         return made
 
-    monkeypatch.setattr("pi2.cli.pull.fetch_model", fetch)
+    monkeypatch.setattr("pi2.cli.models.fetch_model", fetch)
     for answer in (False, True):
         monkeypatch.setattr("click.confirm", lambda *_, answer=answer, **__: answer)
         if answer:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import pi2
+from pi2.backends.executor import ExecutorObserver
 from pi2.backends.host import load_host_loops
-from pi2.backends.observer import ExecutorObserver
 from pi2.orchestrator import load
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan

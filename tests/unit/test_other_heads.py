@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
-from pi2.plan.arithmetic.mixers import count_projection_bytes
+from pi2.plan.arithmetic.units import count_kv_token_bytes, count_projection_bytes
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     CPU,

@@ -10,7 +10,7 @@ import pytest
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.phone.runtime import probing
-from pi2.phone.runtime.toml_text import write_toml
+from pi2.phone.runtime.probing import write_toml
 from pi2.plan.checking.check import check_file
 from pi2.probing import storage
 

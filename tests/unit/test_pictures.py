@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from pi2.cli.main import run
-from pi2.pictures import pick_styles
-from pi2.planning import sweep_report
+from pi2.planning import sweep
 from pi2.planning.sweep import Outcome
-from pi2.statistics import plot as statistics_plot
+from pi2.statistics import prediction
 from pi2.statistics.recording import LayerStatistics, Statistics
+from pi2.tracing import pick_styles
 
 figure_module = pytest.importorskip("matplotlib.figure")
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_twelve_series_differ_in_their_marks_and_lines() -> None:
 
 
 def test_a_sweep_of_twelve_models_is_readable(drawn: list[Any]) -> None:
-    sweep_report.draw_summary(make_outcomes(), "png")
+    sweep.draw_summary(make_outcomes(), "png")
     (figure,) = drawn
     check_legends(figure, wanted=2)
     for axes in figure.axes:
@@ -89,7 +89,7 @@ def test_a_sweep_of_twelve_models_is_readable(drawn: list[Any]) -> None:
 
 def test_a_matrix_of_long_names_keeps_room_for_its_figures(drawn: list[Any]) -> None:
     named = [replace(item, model=f"{item.model}-{'x' * 40}") for item in make_outcomes()]
-    sweep_report.draw_matrix(named, "png")
+    sweep.draw_matrix(named, "png")
     (figure,) = drawn
     figure.draw_without_rendering()
     (axes,) = figure.axes
@@ -119,11 +119,11 @@ def test_activations_have_their_legends_beside_them(
 ) -> None:
     layers = SERIES
     counts = np.linspace(99, 0, 100) * np.ones((layers, 1))
-    monkeypatch.setattr(statistics_plot, "count_rows", lambda file: 100 * layers)
-    monkeypatch.setattr(statistics_plot, "read_counts", lambda *arguments: counts)
+    monkeypatch.setattr(prediction, "count_rows", lambda file: 100 * layers)
+    monkeypatch.setattr(prediction, "read_counts", lambda *arguments: counts)
     layer = LayerStatistics(active=0.1, skew=0.2, never=0.0, batches=(0.1, 0.2, 0.3, 0.4))
     statistics = Statistics(
         model="m", job="", tokens=100, active=0.1, skew=0.2, layers=(layer,) * layers
     )
-    statistics_plot.draw_activations(tmp_path, statistics, "png")
+    prediction.draw_activations(tmp_path, statistics, "png")
     check_legends(drawn[0], wanted=2)

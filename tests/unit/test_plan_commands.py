@@ -13,9 +13,9 @@ import click
 import pytest
 import tomli
 
-from pi2.cli import commands, crash
+from pi2.cli import commands, main
 from pi2.cli.main import run, wants_colour
-from pi2.plan.authoring.json_schema import make_schemas
+from pi2.plan.authoring.explanation import make_schemas
 
 ROOT = Path(__file__).parents[2]
 DEMO = "plans/demo.plan.toml"
@@ -84,7 +84,7 @@ def test_help_imports_no_command() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     modules = set(done.stdout.splitlines()[-1].split())
     assert "pi2.cli.main" in modules
-    assert {"pi2.cli.validate", "pi2.cli.show", "pydantic"}.isdisjoint(modules)
+    assert {"pi2.cli.validate", "pi2.cli.documents", "pydantic"}.isdisjoint(modules)
 
 
 def test_sound_files_are_not_searched_for_places() -> None:
@@ -98,7 +98,7 @@ def test_sound_files_are_not_searched_for_places() -> None:
     )
     modules = set(done.stdout.split())
     assert "pi2.plan.checking.check" in modules
-    assert {"tree_sitter", "pi2.plan.toml.spans", "pi2.plan.toml.syntax"}.isdisjoint(modules)
+    assert {"tree_sitter", "pi2.plan.toml.spans"}.isdisjoint(modules)
 
 
 def test_an_unknown_command_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +212,7 @@ def test_a_log_goes_elsewhere_if_it_must(tmp_path: Path, monkeypatch: pytest.Mon
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
-    place = crash.write_log("text")
+    place = main.write_log("text")
     assert place is not None
     assert place.read_text() == "text"
     place.unlink()

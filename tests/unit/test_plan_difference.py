@@ -14,7 +14,7 @@ from pi2.plan.authoring.difference import compare_layers, compare_plans, compare
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 from pi2.plan.resolve import load_plan
 from pi2.simulate import read_inputs, simulate
-from pi2.simulate.by_layer import simulate_layers
+from pi2.simulate.decode import simulate_layers
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"

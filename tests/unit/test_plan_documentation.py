@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
-from pi2.diagnostics.render import full
+from pi2.diagnostics.texts import render_full as full
 from pi2.plan.checking.check import check_file
 from pi2.plan.checking.rules import load_rules
 from tools import write_key_docs

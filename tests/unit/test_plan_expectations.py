@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pi2.plan.arithmetic.expectations import count_absent, estimate_hot_part, find_active_share
+from pi2.plan.arithmetic.costs import count_absent, estimate_hot_part, find_active_share
 from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan

@@ -11,13 +11,18 @@ import pytest
 import tomli
 
 from pi2.cli.main import run
-from pi2.plan.authoring.explanation import describe_path, explain_value, parse_path
-from pi2.plan.authoring.field_docs import describe_field, list_keys
+from pi2.plan.authoring.explanation import (
+    describe_field,
+    describe_path,
+    explain_value,
+    list_keys,
+    parse_path,
+)
 from pi2.plan.checking.check import check_file, check_plan
-from pi2.plan.composing.history import trace_value
-from pi2.plan.reading.kinds import DOCUMENTS
-from pi2.plan.toml.paths import KeyPath, format_path
+from pi2.plan.composing.trees import trace_value
+from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind
+from pi2.plan.toml.text import KeyPath, format_path
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"
@@ -185,7 +190,7 @@ def test_a_plan_with_errors_is_explained_too(
 
 
 def list_fields(root: type, base: KeyPath = ()) -> list[KeyPath]:
-    from pi2.plan.documents.fields import find_type, list_known_keys
+    from pi2.plan.documents.common import find_type, list_known_keys
 
     found: list[KeyPath] = []
     for key in list_known_keys(root, base):

@@ -10,7 +10,7 @@ import pytest
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.check import check_plan
-from pi2.plan.composing.overrides import parse_assignments
+from pi2.plan.composing.trees import parse_assignments
 from pi2.plan.reading.references import find_document, list_shipped
 from pi2.plan.resolve import load_plan
 

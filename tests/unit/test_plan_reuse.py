@@ -11,8 +11,8 @@ import pytest
 from pi2.cli.main import run
 from pi2.plan.checking import inspection
 from pi2.plan.checking.check import check_file
-from pi2.plan.checking.reuse import Reuse
-from pi2.plan.reading.listing import list_documents
+from pi2.plan.checking.inspection import Reuse
+from pi2.plan.reading.references import list_documents
 from pi2.plan.toml.source import read_source
 
 ROOT = Path(__file__).parents[2]

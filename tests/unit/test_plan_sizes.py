@@ -10,16 +10,16 @@ import pytest
 
 from pi2.backends.cpu.needs import UNKNOWN_THREADS
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
-from pi2.plan.arithmetic.kept_sizes import count_kv_token_bytes
+from pi2.plan.arithmetic.fitting import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.runtime import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
 from pi2.plan.arithmetic.sizes import (
     compute_needs,
     count_ffn_bytes,
     find_block_bytes,
 )
+from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_ffn import Predictor
+from pi2.plan.documents.model_parts import Predictor
 from pi2.plan.resolve import load_plan
 from pi2.plan.weights.layout import GROUP
 

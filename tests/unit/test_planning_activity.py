@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pi2.costs.activations import CLASSES, Hotness
+from pi2.costs.activations import CLASSES, Hotness, _expect_counts, make_counted
 from pi2.costs.activity import (
     LayerActivity,
     MergedReads,
@@ -23,12 +23,11 @@ from pi2.costs.activity import (
     read_statistics,
 )
 from pi2.costs.constants import Constants
-from pi2.costs.counted import _expect_counts, make_counted
-from pi2.importing.activations import group_experts
+from pi2.importing.conversion_job import group_experts
 from pi2.memory.cache import NeuronCache
-from pi2.memory.frequency import expect_uses
+from pi2.memory.io_engine import Merging, make_batch
+from pi2.memory.policy import expect_uses
 from pi2.memory.read_sieve import ReadSieve
-from pi2.memory.requests import Merging, make_batch
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
 

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from pi2.costs.stored import StoredLayout, find_touched_bytes, read_stored
+from pi2.costs.sizes import StoredLayout, find_touched_bytes, read_stored
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning.bundle_layout import (
+from pi2.planning.planner import plan
+from pi2.planning.refinement import (
     LayoutDecision,
     describe_layout,
     list_bundles,
 )
-from pi2.planning.documents import read_document
-from pi2.planning.planner import plan
 from pi2.planning.text import describe_choices
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, read_document
 from tests.helpers.models import make_tiny
 
 GIB = 1 << 30

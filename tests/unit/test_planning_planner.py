@@ -19,7 +19,7 @@ from pi2.costs.activations import unite_chances
 from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
-from pi2.phone.npu import describe_npu
+from pi2.phone.building import describe_npu
 from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.authoring.drafting import Wish as DraftWish
 from pi2.plan.authoring.drafting import draft_plan
@@ -27,13 +27,11 @@ from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.planning.documents import read_document
-from pi2.planning.pareto import draw_curve
+from pi2.planning.comparison import draw_curve
 from pi2.planning.planner import PlannedPlan, plan, trace_pareto
 from pi2.planning.problem import _draw_lines
-from pi2.planning.resolving import resolve_values
 from pi2.planning.text import describe_choices, write_planned
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, read_document, resolve_values
 
 GIB, MIB = 1 << 30, 1 << 20
 DEVICE: dict[str, Any] = {

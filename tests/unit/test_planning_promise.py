@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pi2.costs.cost import cost_plan
 from pi2.plan.resolve import load_plan
-from pi2.planning.promise import describe_promise, find_promise
+from pi2.planning.comparison import describe_promise, find_promise
 
 PLANS = Path(__file__).parents[2] / "plans"
 PROBED = PLANS / "cloud-vm-zen5/bamboo-7b-60.plan.toml"

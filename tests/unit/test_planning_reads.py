@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pi2.costs.activity import MergedReads
-from pi2.costs.flash import Flash, FlashPoint
+from pi2.costs.constants import Flash, FlashPoint
 from pi2.costs.reads import IoChoice, Reads, find_reads, list_io_choices
 
 KIB = 1024

@@ -14,9 +14,7 @@ from pi2.costs.rates import read_rates
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan
-from pi2.planning.documents import read_document
-from pi2.planning.resolving import resolve_values
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, read_document, resolve_values
 from pi2.simulate import read_inputs, simulate
 
 MIB = 1 << 20

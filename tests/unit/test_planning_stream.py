@@ -1,4 +1,4 @@
-"""Layers that stream by in pieces: `pi2.costs.stream`."""
+"""Layers that stream by in pieces: `pi2.costs.settings`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pi2.costs.cost import cost_plan
-from pi2.costs.stream import Stream
+from pi2.costs.settings import Stream
 from pi2.costs.terms import find_chance
 from pi2.plan.resolve import load_plan
 

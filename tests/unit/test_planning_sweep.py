@@ -14,12 +14,14 @@ import pytest
 
 from pi2 import ray_cluster
 from pi2.cli.main import run
-from pi2.cli.sweep import expand_references, parse_range
+from pi2.cli.simulate import expand_references, parse_range
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning import sweep, sweep_report, workers
-from pi2.planning.documents import read_document
+from pi2.planning import sweep
+from pi2.planning import sweep as sweep_report
+from pi2.planning import sweep as workers
+from pi2.planning.wish import read_document
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ import pytest
 from pi2.cli.main import run as cli
 from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.description import describe_plan
-from pi2.costs.experts import ReadLimits
+from pi2.costs.settings import ReadLimits
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.authoring.writing import write_document
 from pi2.plan.checking.check import check_file
@@ -19,12 +19,11 @@ from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.references import find_document
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
+from pi2.planning.comparison import WITHOUT, choose_thresholds
 from pi2.planning.planner import PlannedPlan, plan
-from pi2.planning.resolving import resolve_values
 from pi2.planning.text import write_planned
-from pi2.planning.thresholds import WITHOUT, choose_thresholds
-from pi2.planning.wish import Wish
-from pi2.simulate.simulator import simulate
+from pi2.planning.wish import Wish, resolve_values
+from pi2.simulate import simulate
 
 GIB = 1 << 30
 

@@ -13,10 +13,9 @@ from pi2.diagnostics import UserError
 from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning.documents import read_document
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.text import write_planned
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, read_document
 from pi2.simulate import read_inputs, simulate
 
 GIB = 1 << 30

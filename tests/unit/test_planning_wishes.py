@@ -11,10 +11,9 @@ import pytest
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device
-from pi2.planning.documents import read_document
 from pi2.planning.planner import plan as make_plan
 from pi2.planning.speed import find_device_memory
-from pi2.planning.wish import Wish
+from pi2.planning.wish import Wish, read_document
 
 PHONES = Path(__file__).parents[2] / "plans/devices"
 

@@ -20,16 +20,15 @@ from pi2.predictors.fitting import (
     MOST_PASSES,
     STEPS,
     Fit,
+    LayerSamples,
     Recipe,
     Weights,
     calibrate,
     fit_layer,
+    guess_weights,
     start_rank,
 )
-from pi2.predictors.guessing import guess_weights
-from pi2.predictors.layers import count_token_bytes, fit_experts, name_all
-from pi2.predictors.samples import LayerSamples
-from pi2.predictors.training import train_predictors
+from pi2.predictors.training import count_token_bytes, fit_experts, name_all, train_predictors
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.mixtures import SHAPE, make_mixture_plan

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi2.plan.checking.privacy import find_private, strip_private
-from pi2.plan.checking.privacy_patterns import find_matches
+from pi2.plan.checking.findings import find_matches, find_private, strip_private
 
 ROOT = Path(__file__).parents[2]
 

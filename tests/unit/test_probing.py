@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pi2.backends.gpu.devices import Survey
-from pi2.backends.gpu.kernels.signature import Api
+from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.gpu.launchers.interface import DeviceFacts
 from pi2.cli.main import run
 from pi2.cli.probe import describe_units
@@ -22,15 +22,24 @@ from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
 from pi2.machine.storage import DirectReads
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
-from pi2.probing.accelerators import Accelerators, UnitMeasurements, measure_accelerators
-from pi2.probing.comparison import compare_devices, write_rows
-from pi2.probing.document import describe_unsteady, make_device, write_device
+from pi2.probing.document import (
+    compare_devices,
+    describe_unsteady,
+    make_device,
+    write_device,
+    write_rows,
+)
 from pi2.probing.gpus import STEPS as GPU_STEPS
 from pi2.probing.gpus import DeviceBench
-from pi2.probing.probe import Measurements, has_time
-from pi2.probing.series import collect_rounds, is_agreed, round_digits, summarise
+from pi2.probing.probe import (
+    Accelerators,
+    Measurements,
+    UnitMeasurements,
+    has_time,
+    measure_accelerators,
+)
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
-from pi2.probing.timing import StepFacts
+from pi2.probing.timing import StepFacts, collect_rounds, is_agreed, round_digits, summarise
 from pi2.progress import ignore_progress
 from tests.helpers.gpu import require_launcher
 
@@ -402,7 +411,7 @@ def test_units_that_cannot_be_measured_are_named_with_the_reason(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     missing = Survey(api="opencl", obstacle="it is not installed", help="pip install it")
-    monkeypatch.setattr("pi2.probing.accelerators.Worker", make_worker(missing))
+    monkeypatch.setattr("pi2.probing.probe.Worker", make_worker(missing))
     found = measure_accelerators(ignore_progress, rounds=1, root=tmp_path, apis=["opencl"])
     assert found.notes == (
         "an Adreno GPU was found (/dev/kgsl-3d0), but not measured: opencl: it is not installed "
@@ -436,7 +445,7 @@ def test_a_gpu_that_several_apis_find_is_measured_once(
 ) -> None:
     gpu, processor = make_unit().facts, make_unit(kind="processor", name="llvmpipe").facts
     survey = Survey(api="opencl", devices=(gpu, processor))
-    monkeypatch.setattr("pi2.probing.accelerators.Worker", make_worker(survey))
+    monkeypatch.setattr("pi2.probing.probe.Worker", make_worker(survey))
     found = measure_accelerators(
         ignore_progress, rounds=1, root=tmp_path, apis=["webgpu", "opencl"]
     )
@@ -448,7 +457,7 @@ def test_a_driver_that_crashes_is_a_note(monkeypatch: pytest.MonkeyPatch) -> Non
         def __init__(self, *_: object) -> None:
             raise UserError.of("P640", "the measured process was ended by SIGSEGV")
 
-    monkeypatch.setattr("pi2.probing.accelerators.Worker", Crashing)
+    monkeypatch.setattr("pi2.probing.probe.Worker", Crashing)
     found = measure_accelerators(ignore_progress, rounds=1, root=Path("/none"), apis=["opencl"])
     assert found.units == ()
     assert found.notes == (

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.probing import model as synthetic
-from pi2.probing.token_steps import EXACT, GATES, USUAL, TokenSteps, Variety
+from pi2.probing import tokens as synthetic
+from pi2.probing.steps import EXACT, GATES, USUAL, TokenSteps, Variety
 from pi2.probing.tokens import TokenSample, TokenWork, average_most
 
 SIZES = synthetic.SMALL
@@ -96,7 +96,7 @@ def test_every_step_that_is_announced_is_measured(
     arena: Any, variety: Variety, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SERIES_S", "CACHED_S"):
-        monkeypatch.setattr(f"pi2.probing.token_steps.{name}", 0.0)
+        monkeypatch.setattr(f"pi2.probing.steps.{name}", 0.0)
     model = synthetic.make_model(SIZES)
     steps = TokenSteps(FakeExecutor(), arena, model, SIZES, variety, used_bytes=432)  # type: ignore[arg-type]
     facts = steps.list_facts()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pi2.cli.progress import ProgressBar
+from pi2.cli.commands import ProgressBar
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("pi2.cli.progress.time.monotonic", found)
+    monkeypatch.setattr("pi2.cli.commands.time.monotonic", found)
     return found
 
 

@@ -15,8 +15,7 @@ pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.convert import convert_checkpoint
-from pi2.importing.hub import Repository
-from pi2.importing.hub_shards import HubShards, open_repository
+from pi2.importing.hub import HubShards, Repository, open_repository
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
 from pi2.store.manifest import MANIFEST

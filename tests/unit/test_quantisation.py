@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from pi2.plan.weights.bundles import slice_part
-from pi2.plan.weights.codes import pack_codes, unpack_codes
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes, weight_bytes
-from pi2.plan.weights.rounding import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, pack_codes, quantize, unpack_codes
 from tests.helpers.bundles import pack_bundles, unpack_bundles
 
 LENGTHS = [32, 64, 96, 160, 480, 512, 544, 736, 1024, 1280]

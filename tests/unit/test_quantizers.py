@@ -12,9 +12,13 @@ from pi2.arrays import F32, U8, Scales
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.convert import convert_checkpoint
-from pi2.importing.quantizers.compensation import prepare_moments, quantize_with_compensation
-from pi2.importing.quantizers.quantizer import Quantizer, name_moments
-from pi2.importing.quantizers.search import quantize_by_search
+from pi2.importing.quantizers import (
+    Quantizer,
+    name_moments,
+    prepare_moments,
+    quantize_by_search,
+    quantize_with_compensation,
+)
 from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.statistics.recording import RecordingOptions, record_activations
 from pi2.store.reader import NeuronStore

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.fitting import count_runtime
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.runtime import count_runtime
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.resolve import load_plan

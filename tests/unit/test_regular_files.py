@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 import pi2
+from pi2.caches import check_regular, open_regular, read_regular
 from pi2.costs import activity
 from pi2.diagnostics import UserError
-from pi2.importing.activations import read_counts
 from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.conversion_job import read_counts
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.regular_file import check_regular, open_regular, read_regular
 from pi2.statistics import recording
-from pi2.statistics.plot import count_rows
+from pi2.statistics.prediction import count_rows
 from pi2.store.reordering import repack_store
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint

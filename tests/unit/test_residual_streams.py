@@ -10,13 +10,12 @@ import pytest
 from safetensors.numpy import save_file
 
 import pi2
-from pi2.backends.gpu.alone.limits import find_alone_limits
+from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.limits import list_unknown_weights
 from pi2.diagnostics import UserError
-from pi2.evaluation.layerwise import score_layerwise
-from pi2.evaluation.weights import CheckpointWeights, StoreWeights
+from pi2.evaluation.conversion import CheckpointWeights, StoreWeights, score_layerwise
 from pi2.importing.checkpoint import list_tensors, open_checkpoint
-from pi2.importing.cutoffs import CutoffMaker
+from pi2.importing.dense_rows import CutoffMaker
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.rows import Rows
 from pi2.plan.resolve import load_plan

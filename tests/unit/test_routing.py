@@ -17,13 +17,14 @@ from pi2.diagnostics import UserError
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
-from pi2.statistics.replay import POLICIES, replay_trace
 from pi2.statistics.routing import (
+    POLICIES,
     RoutingTrace,
     encode_trace,
     measure_locality,
     observe_routing,
     read_trace,
+    replay_trace,
 )
 from pi2.store.manifest import read_manifest
 from synthesis.blueprint import draw_blueprint
@@ -179,7 +180,7 @@ def test_commands_record_and_replay(plan: Path, tmp_path: Path) -> None:
     assert run(command) == 0
     assert run(command) == 2
     picture = tmp_path / "hits.png"
-    from pi2.cli.replay import command as replay
+    from pi2.cli.activations import replay_command as replay
 
     done = CliRunner().invoke(replay, [str(folder), "--memory", "20%", "--plot", str(picture)])
     assert done.exit_code == 0, done.output

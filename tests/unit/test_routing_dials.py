@@ -14,15 +14,15 @@ import pytest
 import measure_dials
 import pi2
 from pi2.arrays import F32
-from pi2.backends.experts import Router
+from pi2.backends.arithmetic import Router
 from pi2.cli.main import run as cli
+from pi2.engine.experts import DialCounters, RoutingDials
 from pi2.engine.routed import RoutedFeedForward
-from pi2.engine.routing_dials import DialCounters, RoutingDials
 from pi2.engine.statistics import RunStatistics
-from pi2.importing.activations import group_experts
-from pi2.plan.checking.rules import dials_need_a_router
+from pi2.importing.conversion_job import group_experts
+from pi2.plan.checking.rules import sparsity
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan_sparsity import Experts
+from pi2.plan.documents.plan_units import Experts
 from pi2.plan.resolve import load_plan
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store
@@ -184,10 +184,10 @@ def test_preferring_experts_is_refused_where_they_are_chosen_otherwise(
         ),
         model=model,
     )
-    (found,) = dials_need_a_router.check(facts)
+    (found,) = sparsity.check_dials_need_a_router.check(facts)
     assert f"({key})" in found.message
     facts.plan.experts = Experts(least_weight=0.1)
-    assert list(dials_need_a_router.check(facts)) == []
+    assert list(sparsity.check_dials_need_a_router.check(facts)) == []
 
 
 @pytest.fixture(scope="module")

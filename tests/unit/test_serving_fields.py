@@ -10,7 +10,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pi2.serving import messages, ollama, openai_schema, responses
 from pi2.serving.errors import ApiError
-from pi2.serving.request_fields import Tolerant
+from pi2.serving.openai_schema import Tolerant
 
 MESSAGE = {"role": "user", "content": "hi"}
 BODIES: dict[type[Tolerant], dict[str, Any]] = {

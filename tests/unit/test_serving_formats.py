@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pi2.serving.tool_formats import find_format
+from pi2.serving.answer_reader import find_format
 from tests.helpers.answers import (
     ARGUMENTS,
     FORMATS,

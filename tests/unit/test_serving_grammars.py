@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from pi2.serving.chat_facts import ChatFacts, describe_family
-from pi2.serving.constraints import (
+from pi2.serving.call_grammars import (
     Grammar,
     load_vocabulary,
     make_constraint,
     write_call_grammar,
     write_json_grammar,
 )
+from pi2.serving.chat_facts import ChatFacts, describe_family
 from pi2.serving.errors import ApiError
 from tests.helpers.answers import (
     ARGUMENTS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pi2.serving.own_names import is_own_name, list_own_names
+from pi2.serving.application import is_own_name, list_own_names
 
 
 @pytest.mark.parametrize(

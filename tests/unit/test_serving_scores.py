@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pi2.engine.answer import TokenScore
+from pi2.serving.completions import CompletionScores, describe_chat_scores
 from pi2.serving.errors import explain_invalid
 from pi2.serving.openai_schema import CompletionRequest
-from pi2.serving.token_scores import CompletionScores, describe_chat_scores
 
 EURO = "\u20ac".encode()
 

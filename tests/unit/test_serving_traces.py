@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
 from pi2.diagnostics import UserError  # noqa: E402
-from pi2.serving.traces import Traces, make_tracer  # noqa: E402
+from pi2.serving.openapi import Traces, make_tracer  # noqa: E402
 from tests.helpers.servers import describe_plan, make_chat_plan, serve  # noqa: E402
 
 SECRET = "do not tell anybody"

@@ -14,10 +14,8 @@ import pytest
 
 import pi2
 from pi2.diagnostics import UserError
-from pi2.engine.answer import GenerationRequest
-from pi2.engine.line import Line
-from pi2.engine.sampling import SamplingOptions
-from pi2.engine.scheduler import Ticket
+from pi2.engine.answer import GenerationRequest, SamplingOptions
+from pi2.engine.scheduler import Line, Ticket
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 

@@ -14,8 +14,8 @@ import pytest
 
 from pi2.diagnostics import UserError
 from pi2.plan.toml.source import MAX_BYTES
+from pi2.sharing.fetching import fetch_url
 from pi2.sharing.git import read_git_file, resolve_revision
-from pi2.sharing.web import fetch_url
 from tests.helpers.sharing import (
     DEVICE,
     Repository,

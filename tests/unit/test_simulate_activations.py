@@ -11,13 +11,13 @@ import pytest
 from pi2.costs.activations import (
     CLASSES,
     Hotness,
+    compute_hit_chances,
     draw_shifts,
     draw_tokens,
     find_spread,
     measure_skew,
     weigh_hot,
 )
-from pi2.costs.cache import compute_hit_chances
 
 
 @pytest.mark.parametrize(("active", "skew"), [(0.1, 0.26), (0.16, 0.4), (0.3, 0.43), (0.5, 0.7)])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pi2.costs.flash import Flash, FlashPoint
+from pi2.costs.constants import Flash, FlashPoint
 from tests.helpers.simulation import KIB, MIB, make_flash
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from pi2.costs.constants import Constants
 from pi2.costs.description import Description
-from pi2.simulate.layer import LayerSimulation, LayerTimes
-from pi2.simulate.layer_run import LayerWork
+from pi2.simulate.layer import LayerSimulation, LayerTimes, LayerWork
 from tests.helpers.simulation import STRIDE, make_inputs
 
 WORK = LayerWork(resident=300.0, missing=150.0)

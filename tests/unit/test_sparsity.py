@@ -17,14 +17,13 @@ from pi2.cli.main import run
 from pi2.cli.sparsity import write_report
 from pi2.costs.activity import describe_cut_activity
 from pi2.diagnostics import UserError
-from pi2.evaluation.evaluation import evaluate_plan
+from pi2.evaluation import evaluate_plan
 from pi2.orchestrator import load
-from pi2.plan.documents.plan_sparsity import SparsityMethod
+from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.resolve import load_plan
 from pi2.plan.weights.bundles import unpack_part
-from pi2.sparsity.calibration import calibrate_thresholds
-from pi2.sparsity.goals import Goal
+from pi2.sparsity.calibration import Goal, calibrate_thresholds
 from pi2.sparsity.magnitudes import Histogram, LayerMagnitudes
 from pi2.store.reader import NeuronStore
 from tests.helpers.mixtures import make_mixture_plan
@@ -285,7 +284,7 @@ def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -
 
     partial = tmp_path / "partial"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pi2.sparsity.kept_findings.KeptFindings.drop", lambda self: None)
+        patch.setattr("pi2.sparsity.calibration.KeptFindings.drop", lambda self: None)
         calibrate(TEXT, partial)
     other = TEXT.upper()
     assert calibrate(other, partial) == calibrate(other, None)

@@ -14,12 +14,11 @@ import pi2
 from pi2.arrays import F32, I64
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import read_tokenizer
-from pi2.engine.payback import Touched
 from pi2.engine.run_report import describe_run, summarise_run
 from pi2.engine.scheduler import Ticket
-from pi2.engine.speculation import Speculation
-from pi2.engine.speculation_counters import SpeculationCounters
-from pi2.phone.target import Wish, aim_plan
+from pi2.engine.speculation import Speculation, Touched
+from pi2.engine.statistics import SpeculationCounters
+from pi2.phone.contents import Wish, aim_plan
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import UNROUNDED, make_golden_plan, read_golden
 from tests.helpers.mixtures import make_mixture_plan
@@ -269,7 +268,7 @@ def test_both_models_have_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Mo
             tokenizer.add_tokens(["another"])
         return tokenizer
 
-    monkeypatch.setattr("pi2.engine.opened_store.read_tokenizer", read_other)
+    monkeypatch.setattr("pi2.engine.loading.read_tokenizer", read_other)
     guessing = {"drafts": "plan", "plan": "draft/tiny.plan.toml"}
     with pytest.raises(pi2.UserError, match="P618"):
         pi2.load(plan, set={"decode.speculation": guessing})

@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32, I64
-from pi2.engine.answer import GenerationRequest
-from pi2.engine.payback import Touched
-from pi2.engine.sampling import SamplingOptions
+from pi2.engine.answer import GenerationRequest, SamplingOptions
+from pi2.engine.forward import Sequences
 from pi2.engine.scheduler import Scheduler, Ticket
-from pi2.engine.sequences import Sequences
-from pi2.engine.speculation import Speculation
+from pi2.engine.speculation import Speculation, Touched
 from pi2.engine.text import TokenDecoder
 
 CHANCES = np.array(

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 import pi2
 from pi2.arrays import F32
-from pi2.backends.experts import slice_tensor
+from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.protocol import StateKeeper, Tensor
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.leftovers import describe_other_parts
+from pi2.importing.requirements import describe_other_parts
 from pi2.plan.arithmetic.sizes import compute_needs
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (

@@ -13,10 +13,9 @@ import pytest
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.importing.activations import read_counts
+from pi2.importing.conversion_job import read_counts
 from pi2.statistics import recording
-from pi2.statistics.counting import find_active, measure_skew
-from pi2.statistics.recording import RecordingOptions, record_activations
+from pi2.statistics.recording import RecordingOptions, find_active, measure_skew, record_activations
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan

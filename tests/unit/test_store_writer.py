@@ -192,7 +192,7 @@ def test_a_crash_while_a_store_is_replaced_leaves_one_of_the_two(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr("pi2.store.unfinished.exchange_names", lambda first, second: False)
+        monkeypatch.setattr("pi2.store.verification.exchange_names", lambda first, second: False)
     with open_writer(tmp_path / "store", model) as writer:
         write_all(writer)
     before = (tmp_path / "store/manifest.json").stat().st_ino
@@ -203,7 +203,7 @@ def test_a_crash_while_a_store_is_replaced_leaves_one_of_the_two(
         raise SystemExit(9)
 
     with monkeypatch.context() as broken:
-        broken.setattr("pi2.store.unfinished.os.rename", crash)
+        broken.setattr("pi2.store.verification.os.rename", crash)
         with (
             pytest.raises(SystemExit),
             open_writer(tmp_path / "store", model, replace=True) as writer,

@@ -21,9 +21,8 @@ from pi2.plan.weights.bundles import (
     split_scales,
     unpack_part,
 )
-from pi2.plan.weights.codes import unpack_codes
 from pi2.plan.weights.layout import lay_out_bundle, vector_bytes
-from pi2.plan.weights.rounding import dequantize, quantize
+from pi2.plan.weights.rounding import dequantize, quantize, unpack_codes
 from tests.helpers.goldens import (
     EXACT,
     UNROUNDED,

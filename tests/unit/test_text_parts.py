@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.leftovers import describe_other_parts
 from pi2.importing.new_model import describe_checkpoint
+from pi2.importing.requirements import describe_other_parts
 from pi2.plan.documents.model import Model
 from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint
 

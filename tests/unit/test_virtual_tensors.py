@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from pi2.arrays import F32
+from pi2.importing.rows import fill_heads
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors
-from pi2.importing.virtual_tensor import fill_heads
 
 HEADS, OWN, SIZE = 3, 4, 6
 

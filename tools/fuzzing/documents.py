@@ -155,7 +155,7 @@ def run_command(*arguments: str) -> int:
         redirect_stderr(StringIO()),
         warnings.catch_warnings(),
         np.errstate(all="raise", under="ignore"),
-        patch("pi2.cli.crash.report_crash", side_effect=_raise),
+        patch("pi2.cli.main.report_crash", side_effect=_raise),
     ):
         warnings.simplefilter("error")
         code = run(arguments)

@@ -32,9 +32,9 @@ from fuzzing.seeds import (
     read_gguf_seed,
     write_tokenizer,
 )
-from pi2.backends.rope import compute_rope_tables
+from pi2.backends.arithmetic import compute_rope_tables
 from pi2.diagnostics import UserError
-from pi2.engine.chat import ChatTemplate
+from pi2.engine.text import ChatTemplate
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model

@@ -15,14 +15,12 @@ import numpy as np
 from pi2.arrays import I64, U8, Raw
 from pi2.backends.gpu.alone.graph import ModelGraph, StepShape
 from pi2.backends.gpu.alone.use import ModelUse
-from pi2.backends.gpu.alone.weights import ModelArrays
-from pi2.backends.gpu.alone.work_list import WorkList
-from pi2.backends.gpu.images import load_kernels
+from pi2.backends.gpu.alone.weights import ModelArrays, WorkList
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, Recording
+from pi2.backends.gpu.packing import load_kernels
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan_memory import KvType
-from pi2.plan.documents.plan_running import PredictorMode
-from pi2.plan.weights.tensor_names import EMBEDDING
+from pi2.plan.documents.plan import KvType, PredictorMode
+from pi2.plan.weights.projections import EMBEDDING
 from pi2.progress import Progress
 
 _PIECE_BYTES = 16 << 20

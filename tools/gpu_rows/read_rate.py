@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from pi2.backends.gpu.images import load_kernels
 from pi2.backends.gpu.kernels.specification import GpuSpec
 from pi2.backends.gpu.launchers.interface import Launcher
+from pi2.backends.gpu.packing import load_kernels
 from pi2.progress import Progress
 
 _VECTOR_BYTES = 16

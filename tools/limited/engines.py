@@ -30,7 +30,7 @@ def run_child(job: Mapping[str, Any]) -> int:
 def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
     """Prompt, then tokens one by one."""
     import pi2.orchestrator
-    from pi2.benchmarks.workloads import TokenSource
+    from pi2.benchmarks.samples import TokenSource
     from pi2.engine.statistics import read_peak_rss_bytes
 
     model = pi2.orchestrator.load(job["plan"], set=job["set"])
@@ -106,8 +106,8 @@ def open_likeness(resolved: ResolvedPlan, closing: ExitStack) -> NeuronStore | N
 
 def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
     """Run llama.cpp; it has its own count of tokens, which may be smaller."""
-    from pi2.benchmarks.llama_cpp import LlamaRecipe
-    from pi2.benchmarks.workloads import Workload
+    from pi2.benchmarks.contestants import LlamaRecipe
+    from pi2.benchmarks.samples import Workload
     from pi2.engine.statistics import read_peak_rss_bytes
 
     resolved = load_plan(job["plan"])

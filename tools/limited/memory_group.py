@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from pi2.machine.cgroups import list_groups, read_int, read_text
+from pi2.machine.memory import list_groups, read_int, read_text
 
 _PATIENCE_S = 5.0
 

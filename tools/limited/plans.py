@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from limited.rows import Row
-from pi2.plan.arithmetic.fitting import round_segment
+from pi2.plan.arithmetic.fitting import PAGE_TABLE_PART, count_libraries, round_segment
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.runtime import PAGE_TABLE_PART, count_libraries
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.references import find_document

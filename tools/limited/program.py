@@ -14,8 +14,8 @@ from limited.engines import open_likeness
 from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.benchmarks.gguf_file import find_gguf, write_gguf
 from pi2.caches import find_cache_folder
-from pi2.cli.progress import ProgressBar
-from pi2.diagnostics import UserError, render
+from pi2.cli.commands import ProgressBar
+from pi2.diagnostics import UserError, texts
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
@@ -24,7 +24,7 @@ def run_program(measure: Callable[[], None]) -> int:
     try:
         measure()
     except UserError as error:
-        sys.stderr.write(render.full(error.diagnostics, colour=False, sources=error.sources))
+        sys.stderr.write(texts.render_full(error.diagnostics, colour=False, sources=error.sources))
         return error.exit_code
     except GroupUnavailable as reason:
         print(f"no memory limit can be set here: {reason}", file=sys.stderr)

@@ -10,10 +10,9 @@ so that it is read ahead, and never finds a page again if it does not fit.
 from __future__ import annotations
 
 from pi2.costs.activity import describe_routing
-from pi2.costs.constants import Constants
+from pi2.costs.constants import Constants, Flash
 from pi2.costs.cost import cost_description
 from pi2.costs.description import Description, describe_plan
-from pi2.costs.flash import Flash
 from pi2.costs.rates import check_flash
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 

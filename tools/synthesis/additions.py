@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pi2.store.files import HashedFile, sync_folder
 from pi2.store.manifest import MANIFEST, Manifest, StoredFile, read_manifest
-from pi2.store.unfinished import explain_os_error
+from pi2.store.verification import explain_os_error
 
 
 def add_files(store: Path, contents: Mapping[str, bytes]) -> Manifest:

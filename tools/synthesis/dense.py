@@ -9,9 +9,8 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.rounding import quantize
-from pi2.plan.weights.tensor_names import EMBEDDING as EMBEDDING_NAME
-from pi2.plan.weights.tensor_names import (
+from pi2.plan.weights.projections import EMBEDDING as EMBEDDING_NAME
+from pi2.plan.weights.projections import (
     FINAL_NORM,
     FINAL_NORM_BIAS,
     HEAD,
@@ -19,6 +18,7 @@ from pi2.plan.weights.tensor_names import (
     POSITIONS,
     split_mixer_kind,
 )
+from pi2.plan.weights.rounding import quantize
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import TensorPieces
 from synthesis.blueprint import (

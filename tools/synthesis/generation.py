@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import I32, U8
-from pi2.importing.activations import count_bands, group_experts
+from pi2.importing.conversion_job import count_bands, group_experts
 from pi2.plan.weights.layout import ScalesPlace
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import Manifest

@@ -11,8 +11,7 @@ import numpy as np
 from pi2.arrays import F32, F64, I32, I64, U8, Bits
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import ReferenceExecutor
-from pi2.backends.reference.neurons import multiply_down
-from pi2.backends.reference.operators import activate
+from pi2.backends.reference.operators import activate, multiply_down
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import join_scales, slice_experts, unpack_part
 from pi2.plan.weights.layout import BundleLayout

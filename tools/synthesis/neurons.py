@@ -8,10 +8,15 @@ import numpy as np
 
 from pi2.arrays import F32, U8, Raw, Scales
 from pi2.plan.weights.bundles import quantize_part
-from pi2.plan.weights.codes import pack_codes
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, weight_bytes
-from pi2.plan.weights.mxfp4 import MAGNITUDES
-from pi2.plan.weights.rounding import dequantize, dequantize_exponents, quantize, quantize_exponents
+from pi2.plan.weights.rounding import (
+    MAGNITUDES,
+    dequantize,
+    dequantize_exponents,
+    pack_codes,
+    quantize,
+    quantize_exponents,
+)
 from synthesis.blueprint import CONSTANT, DOWN, FACTORS, UP, Blueprint
 from synthesis.randomness import (
     draw_bits,

@@ -94,7 +94,7 @@ def round_values(values: Mapping[str, float | None]) -> dict[str, float | None]:
 def write_counts(counts: I64, tokens: int, identity: Mapping[str, str]) -> bytes:
     """``activations.parquet``: layer, neuron (original index), count; the file's bytes.
 
-    ``identity``: of which model, as `pi2.importing.activations.note_identity` says.
+    ``identity``: of which model, as `pi2.importing.conversion_job.note_identity` says.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

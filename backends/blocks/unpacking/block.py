@@ -86,7 +86,7 @@ class Source:
         self.weights = weights
         self.base = base
         self.grid = grid
-        """Tables of the format (`pi2.backends.blocks.grids`)."""
+        """Tables of the format (`pi2.backends.blocks.room`)."""
 
     def load(self, place: int, size: int) -> v.Expr:
         """Return bytes of the block."""

@@ -7,9 +7,8 @@ from functools import partial
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.grids import GRIDS
 from pi2.backends.blocks.machine import as_bytes, join, pick
-from pi2.backends.blocks.orders import HALVES
+from pi2.backends.blocks.room import GRIDS, HALVES
 from pi2.backends.blocks.unpacking.block import (
     Block,
     Bundle,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pi2.backends.blocks.machine import as_bytes, pick
-from pi2.backends.blocks.orders import NIBBLES, PAIRS, SIXES
+from pi2.backends.blocks.room import NIBBLES, PAIRS, SIXES
 from pi2.backends.blocks.unpacking.block import (
     Block,
     Part,

@@ -10,22 +10,145 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.backends.gpu.alone.attention import list_attention
-from pi2.backends.gpu.alone.recurrence import list_recurrence
 from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS
-from pi2.backends.gpu.alone.work_list import Work, WorkList
-from pi2.backends.gpu.kernels.signature import Number
+from pi2.backends.gpu.alone.use import ModelUse
+from pi2.backends.gpu.alone.weights import Work, WorkList
+from pi2.backends.gpu.kernels.specification import Number
 from pi2.backends.gpu.launchers.interface import DeviceArray
-from pi2.backends.gpu.work_sizes import choose_kernel_tokens, choose_parts, count_busy_groups
-from pi2.plan.arithmetic.rows import name_head
-from pi2.plan.documents.model_experts import Moe
-from pi2.plan.weights.tensor_names import (
+from pi2.backends.gpu.sizes import choose_kernel_tokens, choose_parts, count_busy_groups
+from pi2.plan.arithmetic.units import count_qkv_rows, name_head
+from pi2.plan.documents.model_parts import Moe
+from pi2.plan.weights.projections import (
     EMBEDDING,
     FINAL_NORM,
     HEAD_BIAS,
     POSITIONS,
     name_layer_tensor,
 )
+
+
+def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans: int) -> None:
+    """Add the kernels that turn u into ``mixed``, contexts in ``spans`` parts."""
+    model, state = use.model, work.state
+    rows = count_qkv_rows(model)
+    qkv, bias = name_layer_tensor(layer, "qkv"), name_layer_tensor(layer, "qkv_bias")
+    work.multiply(use.products["qkv"], qkv, rows, tokens, state["u"], state["qkv"], bias)
+    rope = 0 if model.find_rope(layer) is not model.other_rope else 1
+    arrays = {
+        **work.arrays.kept[layer],
+        "qkv": state["qkv"],
+        "places": state["places"],
+        "cosines": state[f"cosines_{rope}"],
+        "sines": state[f"sines_{rope}"],
+        "partials": state["span_sums"],
+        "tops": state["span_tops"],
+        "mixed": state["mixed"],
+    }
+    if model.has_head_norm(layer):
+        arrays["norms"] = state[f"head_norms_{layer}"]
+    growing = model.attention.growth_layers
+    if use.attention.growth:
+        grows = growing is None or layer in growing
+        arrays["growth"] = state["growth" if grows else "no_growth"]
+    if model.attention.sinks:
+        arrays["sinks"] = work.find_vector(name_layer_tensor(layer, "sinks"))
+    numbers = {"context": use.context, "tokens": tokens, "spans": spans}
+    if model.attention.latent is not None:
+        _list_latent_queries(work, use, layer, tokens, arrays)
+        arrays["mixed"] = state["mixed_latent"]
+    else:
+        is_plain = use.attention.head_norm and not model.has_head_norm(layer)
+        work.add("keep_plain" if is_plain else "keep", arrays, numbers)
+    sees_all = model.find_window(layer) is None and use.attention.window is not None
+    for name in ("attend_all" if sees_all else "attend", "mix"):
+        work.add(name, arrays, numbers)
+    if model.attention.latent is not None:
+        work.multiply(
+            use.products["latent_value"],
+            name_layer_tensor(layer, "latent_value"),
+            model.shape.query,
+            tokens,
+            state["mixed_latent"],
+            state["mixed"],
+        )
+
+
+def _list_latent_queries(
+    work: WorkList, use: ModelUse, layer: int, tokens: int, arrays: dict[str, DeviceArray]
+) -> None:
+    """Add what keeps the token's vector, and makes queries of it out of the heads' queries."""
+    model, state = use.model, work.state
+    latent = model.attention.latent
+    assert latent is not None
+    arrays |= {name: state[name] for name in ("plain", "turned", "absorbed")}
+    if latent.query_rank is not None:
+        weights = work.find_vector(name_layer_tensor(layer, "latent_query_norm"))
+        norm = {"qkv": state["qkv"], "weights": weights, "made": state["made"]}
+        work.add("latent_norm", norm, {"tokens": tokens})
+        work.multiply(
+            use.products["latent_query_out"],
+            name_layer_tensor(layer, "latent_query_out"),
+            model.shape.heads * latent.key,
+            tokens,
+            state["made"],
+            state["queries"],
+        )
+        arrays["queries"] = state["queries"]
+    arrays["weights"] = work.find_vector(name_layer_tensor(layer, "latent_norm"))
+    work.add("keep", arrays, {"context": use.context, "tokens": tokens})
+    work.multiply(
+        use.products["latent_key"],
+        name_layer_tensor(layer, "latent_key"),
+        model.shape.heads * latent.rank,
+        tokens,
+        state["plain"],
+        state["absorbed"],
+    )
+
+
+def list_recurrence(work: WorkList, use: ModelUse, layer: int, tokens: int, runs: int) -> None:
+    """Add the kernels that turn u into ``mixed_state``; ``runs``: parts of equal length that the
+    tokens consist of, each of another sequence."""
+    assert use.state is not None
+    shape, state, products = use.state.shape, work.state, use.products
+
+    def name(kind: str) -> str:
+        return name_layer_tensor(layer, kind)
+
+    projected, is_short = state["projected"], shape.kind == "convolution"
+    bias = name("state_in_bias")
+    work.multiply(
+        products["state_in"], name("state_in"), shape.rows, tokens, state["u"], projected, bias
+    )
+    numbers = {"runs": runs, "length": tokens // runs, "tokens": tokens}
+    arrays = {
+        **work.arrays.kept[layer],
+        "projected": projected,
+        "places": state["places"],
+        "weights": work.find_vector(name("state_convolution")),
+        "convolved": state["mixed_state" if is_short else "convolved"],
+    }
+    if shape.convolution_bias:
+        arrays["biases"] = work.find_vector(name("state_convolution_bias"))
+    work.add("convolve", arrays, numbers)
+    if is_short:
+        return
+    gates = state["state_gates"]
+    work.multiply(
+        products["state_gates"], name("state_gates"), shape.gates, tokens, state["u"], gates
+    )
+    arrays |= {
+        "gates": gates,
+        "rates": work.find_vector(name("state_decay")),
+        "steps": work.find_vector(name("state_step")),
+        "recurred": state["recurred"],
+    }
+    if shape.kind == "mamba":
+        arrays["skips"] = work.find_vector(name("state_skip"))
+    work.add("recur", arrays, numbers)
+    arrays |= {"weights": work.find_vector(name("state_norm")), "mixed": state["mixed_state"]}
+    work.add("gate_state", arrays, numbers)
+
 
 _SPAN_TOKENS = 256
 """Least tokens of a span of attention."""

@@ -1,4 +1,4 @@
-"""A whole model on a GPU: `pi2.backends.whole_model.WholeModel`."""
+"""A whole model on a GPU: `pi2.backends.units.WholeModel`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
+from pi2.backends.executor import ExecutorObserver
 from pi2.backends.gpu.alone.graph import ModelGraph, StepShape
 from pi2.backends.gpu.alone.sizes import count_host_bytes, count_logit_rows, list_arrays
 from pi2.backends.gpu.alone.use import ModelUse
-from pi2.backends.gpu.alone.weights import ModelArrays
-from pi2.backends.gpu.alone.work_list import Work, WorkList
-from pi2.backends.gpu.choice import open_unit
-from pi2.backends.gpu.images import load_kernels
+from pi2.backends.gpu.alone.weights import ModelArrays, Work, WorkList
+from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher, Recording
-from pi2.backends.gpu.memory import check_memory
-from pi2.backends.observer import ExecutorObserver
+from pi2.backends.gpu.packing import load_kernels
 from pi2.backends.protocol import Tensor
-from pi2.backends.whole_model import WholeRequest
+from pi2.backends.units import WholeRequest
 from pi2.diagnostics import UserError
 
 
@@ -95,15 +93,15 @@ class GpuModel:
         return self._device
 
     def put(self, tensor: Tensor, first: int) -> None:
-        """See `pi2.backends.whole_model.WholeModel`."""
+        """See `pi2.backends.units.WholeModel`."""
         self._enter().put(tensor, first)
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
-        """See `pi2.backends.whole_model.WholeModel`."""
+        """See `pi2.backends.units.WholeModel`."""
         self._enter().keep(layer, first, bundles)
 
     def expect(self, end: int) -> None:
-        """See `pi2.backends.whole_model.WholeModel`."""
+        """See `pi2.backends.units.WholeModel`."""
         self._enter().expect(end)
 
     def prefill(self, tokens: I32, sequence: int, position: int) -> None:
@@ -195,17 +193,17 @@ class GpuModel:
             self._observer.note_kernel(name, None, begin_s, end_s)
 
     def count_named(self) -> int:
-        """See `pi2.backends.whole_model.WholeModel`."""
+        """See `pi2.backends.units.WholeModel`."""
         named, self._named = self._named, 0
         return named
 
     def observe(self, observer: ExecutorObserver | None) -> None:
-        """See `pi2.backends.whole_model.WholeModel`."""
+        """See `pi2.backends.units.WholeModel`."""
         self._observer = observer
 
     @property
     def busy_s(self) -> float:
-        """See `pi2.backends.whole_model.WholeModel`."""
+        """See `pi2.backends.units.WholeModel`."""
         return self._busy_s
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pi2.backends.gpu.description import describe_model_ffn
 from pi2.backends.gpu.kernels.specification import (
     AttentionKernels,
     EmbeddingKernels,
@@ -20,13 +19,11 @@ from pi2.backends.gpu.kernels.specification import (
     StateKernels,
     Target,
 )
-from pi2.backends.gpu.sizes import count_experts
+from pi2.backends.gpu.sizes import count_experts, describe_model_ffn
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan_memory import KvType
-from pi2.plan.documents.plan_running import PredictorMode
-from pi2.plan.weights.latent import describe_latent
+from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.weights.layout import BundleLayout, fill_groups
-from pi2.plan.weights.projections import list_kept_vectors
+from pi2.plan.weights.projections import describe_latent, list_kept_vectors
 from pi2.plan.weights.states import describe_state
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Raw
+from pi2.backends.arithmetic import compute_growth, compute_rope_tables
 from pi2.backends.gpu.alone.sizes import (
     JOINED,
     count_ropes,
@@ -14,19 +17,19 @@ from pi2.backends.gpu.alone.sizes import (
     list_tensors,
 )
 from pi2.backends.gpu.alone.use import ModelUse
-from pi2.backends.gpu.arrays import DeviceArrays
-from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launcher
+from pi2.backends.gpu.kernels.specification import Number, ProductKernels
+from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher, LoadedKernel
 from pi2.backends.gpu.packing import (
+    DeviceArrays,
     fill_tile,
     pack_neurons,
     pack_slots,
     pack_tile_scales,
     pack_tiles,
 )
-from pi2.backends.gpu.sizes import TILE, count_tile_bytes
+from pi2.backends.gpu.sizes import TILE, choose_kernel_tokens, count_tile_bytes
 from pi2.backends.protocol import Tensor
-from pi2.backends.rope import compute_growth, compute_rope_tables
-from pi2.plan.weights.codes import order_words
+from pi2.plan.weights.rounding import order_words
 
 
 class ModelArrays:
@@ -81,7 +84,7 @@ class ModelArrays:
         return self._own.total_bytes
 
     def put(self, tensor: Tensor, first: int) -> None:
-        """See `pi2.backends.whole_model.WholeModel`."""
+        """See `pi2.backends.units.WholeModel`."""
         shape = self._shapes.get(tensor.name)
         if shape is None:
             # Such as predictors that the plan does not use.
@@ -118,7 +121,7 @@ class ModelArrays:
             self._send(arrays[name], values, first // TILE * size)
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
-        """See `pi2.backends.whole_model.WholeModel`."""
+        """See `pi2.backends.units.WholeModel`."""
         if self._tail is not None and self._tail[0] == layer:
             assert first == self._tail[1] + len(self._tail[2]), "neurons come in stored order"
             first, bundles = self._tail[1], np.concatenate([self._tail[2], bundles])
@@ -175,3 +178,79 @@ class ModelArrays:
     def release(self) -> None:
         """Give the device's memory back."""
         self._own.release()
+
+
+Work = tuple[Launch, Mapping[str, Number]]
+"""A kernel with its arrays, and its numbers."""
+
+
+class WorkList:
+    """Binds kernels to a model's arrays, each pair once, and lists them."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        kernels: Mapping[str, LoadedKernel],
+        use: ModelUse,
+        arrays: ModelArrays,
+    ) -> None:
+        self.launcher, self.use = launcher, use
+        self._kernels = kernels
+        self.arrays = arrays
+        self.state = arrays.state
+        """What is computed with, by name."""
+        self._bound: dict[tuple[str, tuple[int, ...]], Launch] = {}
+        self._work: list[Work] = []
+
+    def take(self) -> list[Work]:
+        """Return the list, and begin another."""
+        work, self._work = self._work, []
+        return work
+
+    def add(
+        self, name: str, arrays: Mapping[str, DeviceArray], numbers: Mapping[str, Number]
+    ) -> None:
+        """Add a kernel; ``arrays`` and ``numbers`` may be more than it takes."""
+        kernel = self._kernels[name]
+        chosen = {key: arrays[key] for key in kernel.signature.arrays}
+        key = (name, tuple(map(id, chosen.values())))
+        if key not in self._bound:
+            self._bound[key] = self.launcher.bind(kernel, chosen)
+        self._work.append((self._bound[key], numbers))
+
+    def find_tensor(self, name: str) -> Mapping[str, DeviceArray]:
+        """The arrays of a tensor."""
+        return self.arrays.tensors[name]
+
+    def find_vector(self, name: str) -> DeviceArray:
+        """The array of a tensor of float32."""
+        return self.arrays.tensors[name]["values"]
+
+    def multiply(
+        self,
+        product: ProductKernels,
+        tensor: str,
+        rows: int,
+        tokens: int,
+        inputs: DeviceArray,
+        outputs: DeviceArray,
+        bias: str | None = None,
+    ) -> None:
+        """Add the product of ``inputs`` with the ``rows`` of ``tensor``."""
+        size = min(choose_kernel_tokens(tokens), 4 if product.blocks > 1 else 64)
+        arrays = {**self.find_tensor(tensor), "inputs": inputs, "outputs": outputs}
+        if product.bias:
+            assert bias is not None, product
+            arrays["biases"] = self.find_vector(bias)
+        self.add(f"{product.name}_{size}", arrays, {"rows": rows, "tokens": tokens})
+
+    def normalise(self, name: str, source: str, target: str, first: int, tokens: int) -> None:
+        """Add the norm ``name`` of tokens of ``source`` from ``first`` on, into ``target``."""
+        arrays = {
+            "x": self.state[source],
+            "outputs": self.state[target],
+            "weights": self.find_vector(name),
+        }
+        if self.use.model.norm.bias:
+            arrays["biases"] = self.find_vector(f"{name}_bias")
+        self.add("norm", arrays, {"first": first, "tokens": tokens})

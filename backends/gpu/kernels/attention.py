@@ -30,11 +30,14 @@ from collections.abc import Iterator
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.activation import compute_tanh
-from pi2.backends.gpu.kernels.kept import KeptVectors, find_kept_scale, pack_word
-from pi2.backends.gpu.kernels.latent import list_latent_kernels
-from pi2.backends.gpu.kernels.signature import Axis
-from pi2.backends.gpu.kernels.specification import AttentionKernels
+from pi2.backends.gpu.kernels.ffn import compute_tanh
+from pi2.backends.gpu.kernels.latent import (
+    KeptVectors,
+    find_kept_scale,
+    list_latent_kernels,
+    pack_word,
+)
+from pi2.backends.gpu.kernels.specification import AttentionKernels, Axis
 
 _PAIR_THREADS = 64
 _KEYS = 128

@@ -2,6 +2,16 @@
 
 A kernel is explicit: its threads, its loops and what it keeps in registers and in the memory that a
 work group shares.  Every function adds to the kernel under construction.
+
+Packed weights on a device: how kernels take numbers out of words.
+
+`pi2.backends.gpu.packing` writes both arrangements.  A group of 32 weights has 4 (int4), 8 (int8)
+or 16 (fp16) words of 32 bits:
+
+- int4: byte b of word c holds element 4c + b in its low and element 16 + 4c + b in its high nibble,
+  as ``q + 8`` (the store's own words);
+- int8: byte b of word c holds element 4c + b;
+- fp16: word c holds elements 2c and 2c + 1.
 """
 
 from __future__ import annotations
@@ -17,7 +27,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
-from pi2.backends.gpu.kernels.signature import ONCE, Axis, NumberType
+from pi2.backends.gpu.kernels.specification import ONCE, Axis, NumberType
+from pi2.plan.weights.layout import GROUP, Precision
 
 Expr = Any
 Buffer = Any
@@ -179,3 +190,134 @@ class Kernel:
         if axis.number is None:
             return axis.times
         return axis.times * divide_up(self._expressions[axis.number], axis.per)
+
+
+_LEAST_NORMAL = 2.0**-14
+_LARGEST = 65504.0
+
+
+def widen_half(word: Expr, high: bool | Expr) -> Expr:
+    """Return the low or high fp16 number of a word as float32, with integer instructions alone."""
+    if isinstance(high, bool):
+        shift = T.uint32(16 if high else 0)
+    else:
+        shift = T.cast(high, "uint32") * T.uint32(16)
+    bits = let(T.bitwise_and(T.shift_right(word, shift), T.uint32(0xFFFF)))
+    magnitude = let(T.bitwise_and(bits, T.uint32(0x7FFF)))
+    # A device may flush subnormal float32 to zero: those of fp16 are made of their integer.
+    small = T.cast(magnitude, "float32") * number(2.0**-24)
+    exponent = T.uint32((127 - 15) << 23)
+    normal_bits = let(T.shift_left(magnitude, T.uint32(13)) + exponent)
+    normal = T.reinterpret(normal_bits, dtype="float32")
+    value = let(T.Select(magnitude < T.uint32(1 << 10), small, normal))
+    return T.Select(bits == magnitude, value, number(0.0) - value)
+
+
+def narrow_half(value: Expr) -> Expr:
+    """Return the bits of the nearest fp16 number, ties to even, of a named float32, as uint32; what
+    is too large becomes the largest one."""
+    size = let(T.min(T.abs(value), number(_LARGEST)))
+    bits = let(T.reinterpret(size, dtype="uint32"))
+    odd = T.bitwise_and(T.shift_right(bits, T.uint32(13)), T.uint32(1))
+    rounded = T.shift_right(bits + T.uint32(0xFFF) + odd, T.uint32(13))
+    normal = rounded - T.uint32((127 - 15) << 10)
+    # Adding 2^23 rounds to a whole number of the least fp16 numbers.
+    counted = let(size * number(2.0**24) + number(2.0**23))
+    small = T.reinterpret(counted, dtype="uint32") - T.uint32(0x4B000000)
+    is_small = size < number(_LEAST_NORMAL)
+    magnitude = let(T.Select(is_small, let(small), let(normal)))
+    sign = T.Select(value < number(0.0), T.uint32(0x8000), T.uint32(0))
+    return T.bitwise_or(magnitude, sign)
+
+
+WORDS = {"int4": 4, "int8": 8, "fp16": 16}
+"""Words of a group."""
+_MAGIC = 0x4B000000
+"""The bits of 2^23 as float32: or-ed with an integer below 2^23 they are the bits of their sum,
+which costs less than a conversion on most GPUs."""
+
+
+def list_elements(precision: Precision, word: int) -> list[int]:
+    """Return which elements of a group word ``word`` holds, in the order of `unpack_word`."""
+    return [int(element) for element in place_elements(precision, word)]
+
+
+def place_elements(precision: Precision, word: Expr) -> list[Expr]:
+    """Return which elements a group's word holds, for a word that only the device knows."""
+    if precision == "int4":
+        return [4 * word + b for b in range(4)] + [16 + 4 * word + b for b in range(4)]
+    each = GROUP // WORDS[precision]
+    return [each * word + index for index in range(each)]
+
+
+def unpack_word(precision: Precision, word: Expr) -> list[Expr]:
+    """Return the numbers of a word as float32, without their scale."""
+    word = let(word)
+    if precision == "int4":
+        shifts = [8 * b for b in range(4)] + [8 * b + 4 for b in range(4)]
+        return [let(_widen_code(word, shift, 15, 8)) for shift in shifts]
+    if precision == "int8":
+        # With its highest bit turned over, a signed byte is itself plus 128.
+        turned = let(T.bitwise_xor(word, T.uint32(0x80808080)))
+        return [let(_widen_code(turned, 8 * b, 255, 128)) for b in range(4)]
+    return [let(widen_half(word, high)) for high in (False, True)]
+
+
+def _widen_code(word: Expr, shift: int, mask: int, offset: int) -> Expr:
+    """Return bits of a word as a number, less ``offset``."""
+    bits = T.bitwise_and(T.shift_right(word, T.uint32(shift)), T.uint32(mask))
+    sum_bits = let(T.bitwise_or(bits, T.uint32(_MAGIC)))
+    return T.reinterpret(sum_bits, dtype="float32") - number(2**23 + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """An array of fp16 scales, or of words with two each where kernels have no fp16."""
+
+    buffer: Buffer
+    fp16: bool
+
+    @classmethod
+    def take(cls, kernel: Kernel, name: str, fp16: bool) -> Scales:
+        """Declare the array."""
+        return cls(kernel.take_array(name, "float16" if fp16 else "uint32"), fp16)
+
+    def load(self, index: Expr) -> Expr:
+        """Return a scale as float32."""
+        if self.fp16:
+            return let(T.cast(self.buffer[index], "float32"))
+        index = let(index)
+        word = let(self.buffer[T.shift_right(index, T.int32(1))])
+        return let(widen_half(word, T.bitwise_and(index, T.int32(1))))
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """An array of packed weights in vectors of ``lanes`` words, and its scales."""
+
+    precision: Precision
+    buffer: Buffer
+    lanes: int
+    scales: Scales | None
+
+    @classmethod
+    def take(
+        cls, kernel: Kernel, name: str, precision: Precision, lanes: int, fp16: bool
+    ) -> Weights:
+        """Declare ``name_weights`` and ``name_scales``."""
+        dtype = "uint32" if lanes == 1 else f"uint32x{lanes}"
+        buffer = kernel.take_array(f"{name}_weights", dtype)
+        scaled = precision != "fp16"
+        scales = Scales.take(kernel, f"{name}_scales", fp16) if scaled else None
+        return cls(precision, buffer, lanes, scales)
+
+    def load(self, index: Expr) -> list[Expr]:
+        """Return the words of a vector."""
+        vector = let(self.buffer[index])
+        if self.lanes == 1:
+            return [vector]
+        return [let(take_lane(vector, lane)) for lane in range(self.lanes)]
+
+    def load_scale(self, index: Expr) -> Expr:
+        """Return a scale; 1 where weights have none."""
+        return number(1.0) if self.scales is None else self.scales.load(index)

@@ -13,24 +13,68 @@ kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
 
 N is the number of tokens that a work group computes with: 64 of them are those of
-`pi2.backends.gpu.kernels.ffn_many`.  ``first_tile`` counts the 32 neurons of
+`pi2.backends.gpu.kernels.ffn`.  ``first_tile`` counts the 32 neurons of
 a tile; ``parts`` is how many parts the neurons are divided into, so that enough work groups run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.activation import activate
-from pi2.backends.gpu.kernels.few import BLOCK, ROWS, SLICES, VECTOR, Tiles, emit_few
-from pi2.backends.gpu.kernels.signature import Axis
-from pi2.backends.gpu.kernels.specification import FfnKernels
-from pi2.backends.gpu.kernels.weights import WORDS, Weights, unpack_word
+from pi2.backends.gpu.kernels import products as many
+from pi2.backends.gpu.kernels.code import WORDS, Weights, unpack_word
+from pi2.backends.gpu.kernels.products import BLOCK, ROWS, SLICES, VECTOR, Tiles, emit_few
+from pi2.backends.gpu.kernels.specification import Axis, FfnKernels
 from pi2.plan.weights.layout import GROUP, Precision
+
+
+def activate(ffn: FfnKernels, gate: c.Expr, up: c.Expr | None) -> c.Expr:
+    """Return a neuron's value; ``up`` is None where neurons have no gate."""
+    gate, zero = c.let(gate), c.number(0.0)
+    match ffn.activation:
+        case "relu" | "drelu":
+            active = T.max(gate, zero)
+        case "fatrelu":
+            active = T.Select(gate > c.number(ffn.threshold), gate, zero)
+        case "relu2":
+            positive = c.let(T.max(gate, zero))
+            active = positive * positive
+        case "silu":
+            if ffn.limit is not None:
+                gate = c.let(T.min(gate, c.number(ffn.limit)))
+            steep = gate if ffn.slope == 1.0 else c.let(c.number(ffn.slope) * gate)
+            active = gate / (c.number(1.0) + T.exp(zero - steep))
+        case "gelu":
+            scaled = c.let(gate * c.number(math.sqrt(0.5)))
+            active = c.number(0.5) * gate * (c.number(1.0) + T.erf(scaled))
+        case "gelu_tanh":
+            cube = gate * gate * gate
+            inner = c.number(math.sqrt(2 / math.pi)) * (gate + c.number(0.044715) * cube)
+            active = c.number(0.5) * gate * (c.number(1.0) + compute_tanh(c.let(inner)))
+    active = c.let(active)
+    if up is None:
+        return active
+    if ffn.activation == "drelu":
+        up = T.max(up, zero)
+    if ffn.limit is not None:
+        up = T.max(T.min(up, c.number(ffn.limit)), c.number(-ffn.limit))
+    if ffn.up_offset:
+        up = up + c.number(ffn.up_offset)
+    return c.let(active * up)
+
+
+def compute_tanh(x: c.Expr) -> c.Expr:
+    """Return tanh of a named value, which does not overflow on any API."""
+    size = c.let(T.max(x, c.number(0.0) - x))
+    falling = c.let(T.exp(c.number(-2.0) * size))
+    result = c.let((c.number(1.0) - falling) / (c.number(1.0) + falling))
+    return T.Select(x < c.number(0.0), c.number(0.0) - result, result)
+
 
 FEW = (1, 4)
 """Tokens of the kernels that read weights once for each that many."""
@@ -240,4 +284,122 @@ def make_join(ffn: FfnKernels) -> c.Kernel:
                 with T.serial(parts) as part:
                     total.add(partials[part * tokens * ffn.hidden + index])
                 c.store(sums, index, total.get())
+    return kernel
+
+
+def list_many_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
+    """Make them."""
+    yield make_many_values(ffn, fp16)
+    yield make_many_sums(ffn, fp16)
+
+
+def make_many_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
+    """Make ``values_64``: 32 gates and their up rows, or 64 up rows where there are no gates."""
+    kernel = c.Kernel(f"values_{many.TOKENS}", many.TILE_BLOCK)
+    tiles = 2 // ffn.parts
+    groups = ffn.hidden // GROUP
+    with kernel.declare():
+        inputs = kernel.take_array("inputs", "float32")
+        weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
+        epilogue = Epilogue(kernel, ffn)
+        values = kernel.take_array("values", "float32")
+        first_tile = kernel.take_number("first_tile")
+        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
+        with kernel.run(
+            Axis(number="count", per=ROWS * tiles), Axis(number="tokens", per=many.TOKENS)
+        ) as place:
+            base = c.let(place.group[1] * many.TOKENS)
+            # A tile beyond the last is read again and not used.
+            last = c.let(T.floordiv(neurons - 1, ROWS))
+            resident = [
+                c.let(first_tile + T.min(place.group[0] * tiles + index, last))
+                for index in range(tiles)
+            ]
+            strips = [
+                c.let(tile * ffn.parts + part) for tile in resident for part in range(ffn.parts)
+            ]
+
+            def find_row(strip: c.Expr, column: c.Expr) -> c.Expr:
+                """The number of a vector among all, where they lie in rows."""
+                tile = strip if tiles == 2 else T.int32(0)
+                neuron = T.min((place.group[0] * tiles + tile) * ROWS + column, neurons - 1)
+                part = strip if ffn.parts == 2 else T.int32(0)
+                return (first_tile * ROWS + neuron) * ffn.parts + part
+
+            def load(panels: many.Panels, group: c.Expr) -> None:
+                if ffn.in_rows:
+                    many.emit_load_vectors(panels, place, weights, find_row, group, groups)
+                else:
+                    many.emit_load_tiles(panels, place, weights, strips, group, groups)
+
+                def read(token: c.Expr, term: c.Expr) -> c.Expr:
+                    row = T.min(base + token, tokens - 1)
+                    return inputs[row * ffn.hidden + group * GROUP + term]
+
+                many.emit_load_inputs(panels, place, read)
+
+            def finish(token: c.Expr, half: int, products: list[c.Expr]) -> None:
+                row = c.let(place.thread[0] + half * many.SIDE)
+                token = c.let(base + token)
+                for index in range(tiles):
+                    neuron = c.let((place.group[0] * tiles + index) * ROWS + row)
+                    with c.when(T.And(token < tokens, neuron < neurons)):
+                        own = products[index * ffn.parts : (index + 1) * ffn.parts]
+                        value = epilogue.compute(c.let(first_tile * ROWS + neuron), token, own)
+                        c.store(values, token * neurons + neuron, value)
+
+            many.emit_many(place, T.int32(groups), load, finish)
+    return kernel
+
+
+def make_many_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
+    """Make ``sums_64``."""
+    kernel = c.Kernel(f"sums_{many.TOKENS}", many.TILE_BLOCK)
+    groups = ffn.hidden // GROUP
+    columns = -(-ffn.hidden // many.COLUMNS)
+    with kernel.declare():
+        values = kernel.take_array("values", "float32")
+        weights = Weights.take(kernel, "down", ffn.precision, 1, fp16)
+        partials = kernel.take_array("partials", "float32")
+        first_tile = kernel.take_number("first_tile")
+        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
+        parts = kernel.take_number("parts")
+        with kernel.run(
+            Axis(times=columns, number="parts"), Axis(number="tokens", per=many.TOKENS)
+        ) as place:
+            part = c.let(T.floordiv(place.group[0], columns))
+            column = c.let(T.floormod(place.group[0], columns) * many.COLUMNS)
+            base = c.let(place.group[1] * many.TOKENS)
+            size = c.let(T.floordiv(neurons + parts - 1, parts))
+            begin = c.let(part * size)
+            end = c.let(T.min(begin + size, neurons))
+
+            def load(panels: many.Panels, step: c.Expr) -> None:
+                first = c.let(begin + step * GROUP)
+
+                def read_row(term: c.Expr) -> c.Expr:
+                    return first_tile * ROWS + T.min(first + term, neurons - 1)
+
+                group = c.let(T.floordiv(column, GROUP))
+                many.emit_load_rows(panels, place, weights, read_row, group, groups)
+
+                def read(token: c.Expr, term: c.Expr) -> c.Expr:
+                    neuron = c.let(first + term)
+                    row = c.let(T.min(base + token, tokens - 1) * neurons)
+                    value = c.let(values[row + T.min(neuron, neurons - 1)])
+                    return T.Select(neuron < end, value, c.number(0.0))
+
+                many.emit_load_inputs(panels, place, read)
+
+            def finish(token: c.Expr, half: int, totals: list[c.Expr]) -> None:
+                token = c.let(base + token)
+                for strip, total in enumerate(totals):
+                    element = c.let(
+                        column + strip * many.STRIP + half * many.SIDE + place.thread[0]
+                    )
+                    with c.when(T.And(token < tokens, element < ffn.hidden)):
+                        row = c.let(part * tokens + token)
+                        c.store(partials, row * ffn.hidden + element, total)
+
+            many.emit_many(place, c.divide_up(size, GROUP), load, finish)
     return kernel

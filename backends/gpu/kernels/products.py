@@ -8,20 +8,303 @@ each of which is multiplied with its own inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels import many
-from pi2.backends.gpu.kernels.few import BLOCK, ROWS, VECTOR, Tiles, emit_few
-from pi2.backends.gpu.kernels.signature import Axis
-from pi2.backends.gpu.kernels.specification import ProductKernels
-from pi2.backends.gpu.kernels.weights import Weights
+from pi2.backends.gpu.kernels.code import WORDS, Weights, list_elements, place_elements, unpack_word
+from pi2.backends.gpu.kernels.specification import Axis, ProductKernels
 from pi2.plan.weights.layout import GROUP
 
+ROWS = 32
+"""Rows of a tile, and threads of a work group along its first axis."""
+SLICES = 8
+"""Threads that share a row."""
+VECTOR = 4
+"""Words that a thread reads together."""
+BLOCK = (ROWS, SLICES, 1)
+
+Finish = Callable[[c.Expr, c.Expr, list[c.Expr]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Weights in tiles of 32 rows, each with ``parts`` vectors."""
+
+    weights: Weights
+    parts: int
+    length: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row."""
+        return self.length // GROUP
+
+    def load_group(self, tile: c.Expr, part: int, group: c.Expr, row: c.Expr) -> list[c.Expr]:
+        """Return the words of a group."""
+        vectors = WORDS[self.weights.precision] // VECTOR
+        first = c.let(((tile * self.parts + part) * self.groups + group) * vectors)
+        words: list[c.Expr] = []
+        for vector in range(vectors):
+            words += self.weights.load((first + vector) * ROWS + row)
+        return words
+
+    def load_scale(self, tile: c.Expr, part: int, group: c.Expr, row: c.Expr) -> c.Expr:
+        """Return the scale of a group."""
+        return self.weights.load_scale(
+            ((tile * self.parts + part) * self.groups + group) * ROWS + row
+        )
+
+
+def emit_few(
+    tiles: Tiles,
+    inputs: c.Buffer,
+    place: c.Place,
+    tile: c.Expr,
+    tokens: Sequence[c.Expr],
+    finish: Finish,
+) -> None:
+    """Multiply the rows of ``tile`` with ``tokens`` of ``inputs`` float32x4 [T, length / 4].
+
+    ``finish(row, turn, values)`` is added for a thread of every row and token: ``turn`` is the
+    token's number among ``tokens``, ``values`` one of each part.
+    """
+    row, part_of_row, _ = place.thread
+    sums = [c.make_zeros(tiles.parts) for _ in tokens]
+    with T.serial(-(-tiles.groups // SLICES)) as turn:
+        group = c.let(turn * SLICES + part_of_row)
+        with c.when(group < tiles.groups):
+            _add_group(tiles, inputs, tile, group, row, tokens, sums)
+    values = len(tokens) * tiles.parts
+    shared = c.share(values * SLICES * ROWS)
+    for index, cell in enumerate(cell for of_token in sums for cell in of_token):
+        c.store(shared, (index * SLICES + part_of_row) * ROWS + row, cell.get())
+    c.wait_for_group()
+    with c.when(part_of_row < len(tokens)):
+        results = []
+        for part in range(tiles.parts):
+            first = c.let((part_of_row * tiles.parts + part) * (SLICES * ROWS) + row)
+            total = c.Cell(shared[first])
+            for piece in range(1, SLICES):
+                total.add(shared[first + piece * ROWS])
+            results.append(total.get())
+        finish(row, part_of_row, results)
+
+
+def _add_group(
+    tiles: Tiles,
+    inputs: c.Buffer,
+    tile: c.Expr,
+    group: c.Expr,
+    row: c.Expr,
+    tokens: Sequence[c.Expr],
+    sums: list[list[c.Cell]],
+) -> None:
+    """Add the products of a group of every part."""
+    precision = tiles.weights.precision
+    parts = range(tiles.parts)
+    # All loads come first: they are under way together.
+    words = [tiles.load_group(tile, part, group, row) for part in parts]
+    scales = [tiles.load_scale(tile, part, group, row) for part in parts]
+    found = [c.make_zeros(tiles.parts) for _ in tokens]
+    firsts = [c.let(token * (tiles.length // 4) + group * (GROUP // 4)) for token in tokens]
+    # As many words as hold whole vectors of 4 inputs.
+    step = max(1, 4 // len(list_elements(precision, 0)))
+    for start in range(0, WORDS[precision], step):
+        span = range(start, start + step)
+        elements = [element for word in span for element in list_elements(precision, word)]
+        numbers = [
+            [value for word in span for value in unpack_word(precision, words[part][word])]
+            for part in parts
+        ]
+        for index in range(0, len(elements), 4):
+            assert elements[index] % 4 == 0
+            for first, row_sums in zip(firsts, found, strict=True):
+                vector = c.let(inputs[first + elements[index] // 4])
+                for lane in range(4):
+                    value = c.let(c.take_lane(vector, lane))
+                    for part in parts:
+                        row_sums[part].add(numbers[part][index + lane] * value)
+    for row_sums, totals in zip(found, sums, strict=True):
+        for part in parts:
+            totals[part].add(row_sums[part].get() * scales[part])
+
+
+TOKENS = 64
+"""Tokens of a work group."""
+COLUMNS = 64
+"""Columns of a work group: two *strips* of 32."""
+STRIP = 32
+SIDE = 16
+"""Threads of a work group along both axes."""
+TILE_BLOCK = (SIDE, SIDE, 1)
+_THREADS = SIDE * SIDE
+_EACH = TOKENS // SIDE
+"""Tokens, and columns, of a thread."""
+_PITCH = COLUMNS + 1
+"""Elements from one term to the next: neighbouring terms lie in different banks."""
+
+
+class Panels:
+    """The shared memory of a work group."""
+
+    def __init__(self) -> None:
+        self.weights = c.share(GROUP * _PITCH)
+        self.inputs = c.share(GROUP * _PITCH)
+
+    def store_word(
+        self,
+        weights: Weights,
+        word: c.Expr,
+        scale: c.Expr,
+        elements: Sequence[c.Expr],
+        first: c.Expr,
+        stride: int,
+    ) -> None:
+        """Unpack a word of weights; its elements go to ``first`` and ``stride`` times their
+        numbers."""
+        for element, value in zip(elements, unpack_word(weights.precision, word), strict=True):
+            c.store(self.weights, first + element * stride, value * scale)
+
+
+def count_thread(place: c.Place) -> c.Expr:
+    """Return the number of a thread in its group."""
+    return c.let(place.thread[1] * SIDE + place.thread[0])
+
+
+def emit_many(
+    place: c.Place,
+    steps: c.Expr,
+    load: Callable[[Panels, c.Expr], None],
+    finish: Callable[[c.Expr, int, list[c.Expr]], None],
+) -> None:
+    """Add up ``steps`` times 32 terms.
+
+    ``load(panels, step)`` fills both panels, all threads together.  ``finish(token, half, sums)``
+    is added for every token of a thread: ``token`` is below 64, and ``sums`` are those of column
+    ``16 half + x`` of every strip, x being the thread's place along the first axis.
+    """
+    x, y, _ = place.thread
+    panels = Panels()
+    sums = [c.make_zeros(_EACH) for _ in range(_EACH)]
+    with T.serial(steps) as step:
+        load(panels, c.let(step))
+        c.wait_for_group()
+        with T.serial(GROUP) as term:
+            row = c.let(term * _PITCH)
+            values = [c.let(panels.inputs[row + y + SIDE * index]) for index in range(_EACH)]
+            columns = [c.let(panels.weights[row + x + SIDE * index]) for index in range(_EACH)]
+            for value, cells in zip(values, sums, strict=True):
+                for column, cell in zip(columns, cells, strict=True):
+                    cell.add(value * column)
+        c.wait_for_group()
+    for index, cells in enumerate(sums):
+        token = c.let(y + SIDE * index)
+        for half in range(STRIP // SIDE):
+            strips = range(COLUMNS // STRIP)
+            finish(token, half, [cells[strip * 2 + half].get() for strip in strips])
+
+
+def emit_load_inputs(
+    panels: Panels,
+    place: c.Place,
+    read: Callable[[c.Expr, c.Expr], c.Expr],
+) -> None:
+    """Fill the panel of inputs; ``read(token, term)`` gives one, of a token below 64 and a term
+    below 32.  Neighbouring threads read neighbouring terms."""
+    thread = count_thread(place)
+    term = c.let(T.floormod(thread, GROUP))
+    first = c.let(T.floordiv(thread, GROUP))
+    for index in range(TOKENS * GROUP // _THREADS):
+        token = c.let(first + index * (_THREADS // GROUP))
+        c.store(panels.inputs, term * _PITCH + token, read(token, term))
+
+
+def emit_load_tiles(
+    panels: Panels,
+    place: c.Place,
+    weights: Weights,
+    strips: Sequence[c.Expr],
+    group: c.Expr,
+    groups: int,
+) -> None:
+    """Fill the panel of weights with a group of the rows of two tiles' parts, ``strips``: their
+    numbers among all parts of all tiles."""
+    words = WORDS[weights.precision]
+    thread = count_thread(place)
+    for start in range(0, len(strips) * STRIP * words, _THREADS):
+        index = c.let(thread + start)
+        strip = c.let(T.floordiv(index, STRIP * words))
+        in_strip = c.let(T.floormod(index, STRIP * words))
+        # Vectors of 4 words, of one row after the other.
+        vector, rest = T.floordiv(in_strip, STRIP * 4), c.let(T.floormod(in_strip, STRIP * 4))
+        row = c.let(T.floordiv(rest, 4))
+        word = c.let(vector * 4 + T.floormod(rest, 4))
+        part = c.let(T.Select(strip == 0, strips[0], strips[1]))
+        block = c.let(part * groups + group)
+        (packed,) = weights.load(block * (STRIP * words) + in_strip)
+        scale = weights.load_scale(block * STRIP + row)
+        column = c.let(strip * STRIP + row)
+        elements = [c.let(element) for element in place_elements(weights.precision, word)]
+        panels.store_word(weights, packed, scale, elements, column, _PITCH)
+
+
+def emit_load_vectors(
+    panels: Panels,
+    place: c.Place,
+    weights: Weights,
+    find_row: Callable[[c.Expr, c.Expr], c.Expr],
+    group: c.Expr,
+    groups: int,
+) -> None:
+    """Fill the panel of weights with a group of 64 vectors in rows: ``find_row(strip, column)``
+    says which row the one of a strip's column below 32 is."""
+    words = WORDS[weights.precision]
+    thread = count_thread(place)
+    for start in range(0, COLUMNS * words, _THREADS):
+        index = c.let(thread + start)
+        column = c.let(T.floordiv(index, words))
+        word = c.let(T.floormod(index, words))
+        strip, in_strip = c.let(T.floordiv(column, STRIP)), c.let(T.floormod(column, STRIP))
+        block = c.let(find_row(strip, in_strip) * groups + group)
+        (packed,) = weights.load(block * words + word)
+        scale = weights.load_scale(block)
+        elements = [c.let(element) for element in place_elements(weights.precision, word)]
+        panels.store_word(weights, packed, scale, elements, column, _PITCH)
+
+
+def emit_load_rows(
+    panels: Panels,
+    place: c.Place,
+    weights: Weights,
+    read_row: Callable[[c.Expr], c.Expr],
+    first_group: c.Expr,
+    groups: int,
+) -> None:
+    """Fill the panel of weights with two groups, from ``first_group`` on, of 32 vectors in rows;
+    ``read_row(term)`` says which row a term below 32 is."""
+    words = WORDS[weights.precision]
+    thread = count_thread(place)
+    for start in range(0, GROUP * 2 * words, _THREADS):
+        index = c.let(thread + start)
+        term = c.let(T.floordiv(index, 2 * words))
+        in_row = c.let(T.floormod(index, 2 * words))
+        strip = c.let(T.floordiv(in_row, words))
+        word = c.let(T.floormod(in_row, words))
+        # A group beyond the last is read again and not used.
+        group = c.let(T.min(first_group + strip, groups - 1))
+        block = c.let(read_row(term) * groups + group)
+        (packed,) = weights.load(block * words + word)
+        scale = weights.load_scale(block)
+        first = c.let(term * _PITCH + strip * STRIP)
+        elements = [c.let(element) for element in place_elements(weights.precision, word)]
+        panels.store_word(weights, packed, scale, elements, first, 1)
+
+
 FEW = (1, 4)
-_TILES = many.COLUMNS // many.STRIP
+_TILES = COLUMNS // STRIP
 
 
 def list_product_kernels(product: ProductKernels, fp16: bool) -> Iterator[c.Kernel]:
@@ -81,7 +364,7 @@ def make_product(product: ProductKernels, fp16: bool, count: int) -> c.Kernel:
 
 def make_many_product(product: ProductKernels, fp16: bool) -> c.Kernel:
     """Make ``NAME_64``."""
-    kernel = c.Kernel(f"{product.name}_{many.TOKENS}", many.BLOCK)
+    kernel = c.Kernel(f"{product.name}_{TOKENS}", TILE_BLOCK)
     groups = product.length // GROUP
     with kernel.declare():
         inputs = kernel.take_array("inputs", "float32")
@@ -89,31 +372,31 @@ def make_many_product(product: ProductKernels, fp16: bool) -> c.Kernel:
         result = _Finish(kernel, product)
         rows, tokens = kernel.take_number("rows"), kernel.take_number("tokens")
         with kernel.run(
-            Axis(number="rows", per=many.COLUMNS), Axis(number="tokens", per=many.TOKENS)
+            Axis(number="rows", per=COLUMNS), Axis(number="tokens", per=TOKENS)
         ) as place:
-            base = c.let(place.group[1] * many.TOKENS)
+            base = c.let(place.group[1] * TOKENS)
             # A tile beyond the last is read again and not used.
             last = c.let(T.floordiv(rows - 1, ROWS))
             strips = [
                 c.let(T.min(place.group[0] * _TILES + index, last)) for index in range(_TILES)
             ]
 
-            def load(panels: many.Panels, group: c.Expr) -> None:
-                many.emit_load_tiles(panels, place, weights, strips, group, groups)
+            def load(panels: Panels, group: c.Expr) -> None:
+                emit_load_tiles(panels, place, weights, strips, group, groups)
 
                 def read(token: c.Expr, term: c.Expr) -> c.Expr:
                     row = T.min(base + token, tokens - 1)
                     return inputs[row * product.length + group * GROUP + term]
 
-                many.emit_load_inputs(panels, place, read)
+                emit_load_inputs(panels, place, read)
 
             def finish(token: c.Expr, half: int, products: list[c.Expr]) -> None:
                 token = c.let(base + token)
                 for strip, value in enumerate(products):
-                    in_tile = place.thread[0] + half * many.SIDE
+                    in_tile = place.thread[0] + half * SIDE
                     row = c.let((place.group[0] * _TILES + strip) * ROWS + in_tile)
                     with c.when(T.And(token < tokens, row < rows)):
                         result.store(token, rows, row, value)
 
-            many.emit_many(place, T.int32(groups), load, finish)
+            emit_many(place, T.int32(groups), load, finish)
     return kernel

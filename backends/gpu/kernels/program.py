@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from pi2.backends.gpu.kernels.attention import list_attention_kernels
 from pi2.backends.gpu.kernels.code import Kernel
-from pi2.backends.gpu.kernels.embedding import list_embedding_kernels
-from pi2.backends.gpu.kernels.ffn import list_few_kernels, make_join
-from pi2.backends.gpu.kernels.ffn_many import list_many_kernels
-from pi2.backends.gpu.kernels.gathered import list_gathered_kernels, make_gates
-from pi2.backends.gpu.kernels.norms import list_norm_kernels
+from pi2.backends.gpu.kernels.ffn import list_few_kernels, list_many_kernels, make_join
+from pi2.backends.gpu.kernels.gathered import list_gathered_kernels, make_gates, make_select
 from pi2.backends.gpu.kernels.products import list_product_kernels
-from pi2.backends.gpu.kernels.reading import make_read
-from pi2.backends.gpu.kernels.routing import list_router_kernels
-from pi2.backends.gpu.kernels.selection import make_select
+from pi2.backends.gpu.kernels.routing import (
+    list_embedding_kernels,
+    list_norm_kernels,
+    list_router_kernels,
+    make_read,
+)
 from pi2.backends.gpu.kernels.specification import GpuSpec
 from pi2.backends.gpu.kernels.states import list_state_kernels
 

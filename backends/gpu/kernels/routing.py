@@ -11,8 +11,22 @@ kernel                  parameters: arrays, then numbers
 ======================  ==========================================================================
 
 Rows of the router are those of the experts, and one more where a gate weights the shared experts,
-which follow the others.  `pi2.backends.experts.route` says what is computed.  ``route_first`` is
+which follow the others.  `pi2.backends.arithmetic.route` says what is computed.  ``route_first`` is
 for layers that are no mixture: their neurons are stored as those of the first experts.
+
+Norms of the residual stream, and sums into it.
+
+======================  ==========================================================================
+kernel                  parameters: arrays, then numbers
+======================  ==========================================================================
+``norm``                x float32 [first + T, length], weights float32 [length], [biases], outputs
+                        [T, length]; first, tokens
+``add``                 x [T, length], y [T, length] (added to x, times the residual factor);
+                        tokens
+``add_norm``            x, y (normalised before it is added), weights, [biases]; tokens
+``spread``              y [T, length] becomes biases [length], in a mixture those of the experts
+                        [experts, length] times their weights: routes [T, experts]; tokens
+======================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -22,8 +36,232 @@ from collections.abc import Iterator
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.signature import Axis
-from pi2.backends.gpu.kernels.specification import RouterKernels
+from pi2.backends.gpu.kernels.code import WORDS, Weights, list_elements, unpack_word, widen_half
+from pi2.backends.gpu.kernels.products import ROWS, VECTOR, Tiles
+from pi2.backends.gpu.kernels.specification import (
+    Axis,
+    EmbeddingKernels,
+    NormKernels,
+    RouterKernels,
+)
+from pi2.plan.weights.layout import GROUP
+
+_NORM_WIDTH = 256
+
+
+def list_norm_kernels(norm: NormKernels) -> Iterator[c.Kernel]:
+    """Make all of them."""
+    yield make_norm(norm)
+    if norm.outputs:
+        yield make_add_norm(norm)
+    else:
+        yield make_add(norm)
+    if norm.spreads:
+        yield make_spread(norm)
+
+
+def make_norm(norm: NormKernels) -> c.Kernel:
+    """Make ``norm``."""
+    kernel = c.Kernel("norm", (_NORM_WIDTH, 1, 1))
+    with kernel.declare():
+        x = kernel.take_array("x", "float32")
+        weights, biases = _take_weights(kernel, norm)
+        outputs = kernel.take_array("outputs", "float32")
+        first_token = kernel.take_number("first")
+        kernel.take_number("tokens")
+        with kernel.run(Axis(number="tokens")) as place:
+            first = c.let((first_token + place.group[0]) * norm.length)
+            begin = c.let(place.group[0] * norm.length)
+
+            def write(element: c.Expr, value: c.Expr) -> None:
+                c.store(outputs, begin + element, value)
+
+            _emit_norm(norm, x, first, weights, biases, place.thread[0], write)
+    return kernel
+
+
+def make_add_norm(norm: NormKernels) -> c.Kernel:
+    """Make ``add_norm``."""
+    kernel = c.Kernel("add_norm", (_NORM_WIDTH, 1, 1))
+    with kernel.declare():
+        x, y = kernel.take_array("x", "float32"), kernel.take_array("y", "float32")
+        weights, biases = _take_weights(kernel, norm)
+        kernel.take_number("tokens")
+        with kernel.run(Axis(number="tokens")) as place:
+            first = c.let(place.group[0] * norm.length)
+
+            def write(element: c.Expr, value: c.Expr) -> None:
+                index = c.let(first + element)
+                c.store(x, index, x[index] + value * c.number(norm.residual_factor))
+
+            _emit_norm(norm, y, first, weights, biases, place.thread[0], write)
+    return kernel
+
+
+def make_add(norm: NormKernels) -> c.Kernel:
+    """Make ``add``."""
+    kernel = c.Kernel("add", (_NORM_WIDTH, 1, 1))
+    with kernel.declare():
+        x, y = kernel.take_array("x", "float32"), kernel.take_array("y", "float32")
+        kernel.take_number("tokens")
+        groups = Axis(times=-(-norm.length // _NORM_WIDTH))
+        with kernel.run(groups, Axis(number="tokens")) as place:
+            element = c.let(place.group[0] * _NORM_WIDTH + place.thread[0])
+            with c.when(element < norm.length):
+                index = c.let(place.group[1] * norm.length + element)
+                c.store(x, index, x[index] + y[index] * c.number(norm.residual_factor))
+    return kernel
+
+
+def make_spread(norm: NormKernels) -> c.Kernel:
+    """Make ``spread``."""
+    kernel = c.Kernel("spread", (_NORM_WIDTH, 1, 1))
+    with kernel.declare():
+        y, biases = kernel.take_array("y", "float32"), kernel.take_array("biases", "float32")
+        routes = kernel.take_array("routes", "float32") if norm.experts else None
+        kernel.take_number("tokens")
+        groups = Axis(times=-(-norm.length // _NORM_WIDTH))
+        with kernel.run(groups, Axis(number="tokens")) as place:
+            element = c.let(place.group[0] * _NORM_WIDTH + place.thread[0])
+            first = c.let(place.group[1] * norm.experts)
+            total = c.Cell(c.number(0.0))
+            with c.when(element < norm.length):
+                if routes is None:
+                    total.set(biases[element])
+                else:
+                    with T.serial(norm.experts) as expert:
+                        total.add(routes[first + expert] * biases[expert * norm.length + element])
+                c.store(y, place.group[1] * norm.length + element, total.get())
+    return kernel
+
+
+def _take_weights(kernel: c.Kernel, norm: NormKernels) -> tuple[c.Buffer, c.Buffer | None]:
+    weights = kernel.take_array("weights", "float32")
+    return weights, kernel.take_array("biases", "float32") if norm.bias else None
+
+
+def _emit_norm(
+    norm: NormKernels,
+    x: c.Buffer,
+    first: c.Expr,
+    weights: c.Buffer,
+    biases: c.Buffer | None,
+    thread: c.Expr,
+    write: c.Write,
+) -> None:
+    """Normalise the vector at ``first``; elements beyond the width become 0, as their weights
+    are."""
+    shared = c.share(_NORM_WIDTH)
+    mean = c.number(0.0)
+    if norm.kind == "layernorm":
+        mean = c.let(_average(norm, lambda index: x[first + index], shared, thread))
+
+    def square(index: c.Expr) -> c.Expr:
+        value = c.let(x[first + index] - mean)
+        return value * value
+
+    mean_square = _average(norm, square, shared, thread)
+    factor = c.let(c.number(1.0) / T.sqrt(mean_square + c.number(norm.epsilon)))
+    with T.serial(-(-norm.length // _NORM_WIDTH)) as turn:
+        element = c.let(turn * _NORM_WIDTH + thread)
+        with c.when(element < norm.length):
+            value = (x[first + element] - mean) * factor * weights[element]
+            write(element, c.let(value if biases is None else value + biases[element]))
+
+
+def _average(norm: NormKernels, read: c.Read, shared: c.Buffer, thread: c.Expr) -> c.Expr:
+    """Return the mean of ``read(index)`` over the norm's width, the same in all threads."""
+    own = c.Cell(c.number(0.0))
+    with T.serial(-(-norm.width // _NORM_WIDTH)) as turn:
+        index = c.let(turn * _NORM_WIDTH + thread)
+        with c.when(index < norm.width):
+            own.add(read(index))
+    total = c.add_in_group(shared, thread, own.get(), _NORM_WIDTH)
+    return c.let(total * c.number(1.0 / norm.width))
+
+
+_ROW_WIDTH = 64
+
+
+def list_embedding_kernels(embedding: EmbeddingKernels, fp16: bool) -> Iterator[c.Kernel]:
+    """Make all of them."""
+    yield make_embed(embedding, fp16)
+    if embedding.positions:
+        yield make_add_positions(embedding)
+
+
+def make_embed(embedding: EmbeddingKernels, fp16: bool) -> c.Kernel:
+    """Make ``embed``: a thread for a group of a token's vector."""
+    kernel = c.Kernel("embed", (_ROW_WIDTH, 1, 1))
+    groups = embedding.length // GROUP
+    precision = embedding.precision
+    with kernel.declare():
+        ids = kernel.take_array("ids", "int32")
+        weights = Weights.take(kernel, "matrix", precision, VECTOR, fp16)
+        x = kernel.take_array("x", "float32")
+        kernel.take_number("tokens")
+        with kernel.run(Axis(times=-(-groups // _ROW_WIDTH)), Axis(number="tokens")) as place:
+            group = c.let(place.group[0] * _ROW_WIDTH + place.thread[0])
+            token = place.group[1]
+            with c.when(group < groups):
+                row = c.let(ids[token])
+                tile, in_tile = c.let(T.floordiv(row, ROWS)), c.let(T.floormod(row, ROWS))
+                tiles = Tiles(weights, 1, embedding.length)
+                words = tiles.load_group(tile, 0, group, in_tile)
+                scale = tiles.load_scale(tile, 0, group, in_tile)
+                factor = c.let(scale * c.number(embedding.factor))
+                first = c.let(token * embedding.length + group * GROUP)
+                for number in range(WORDS[precision]):
+                    elements = list_elements(precision, number)
+                    values = unpack_word(precision, words[number])
+                    for element, value in zip(elements, values, strict=True):
+                        c.store(x, first + element, value * factor)
+    return kernel
+
+
+def make_add_positions(embedding: EmbeddingKernels) -> c.Kernel:
+    """Make ``add_positions``: a thread for two elements of a token's vector."""
+    kernel = c.Kernel("add_positions", (_ROW_WIDTH, 1, 1))
+    words = embedding.length // 2
+    with kernel.declare():
+        places = kernel.take_array("places", "int32")
+        positions = kernel.take_array("positions", "uint32")
+        x = kernel.take_array("x", "float32")
+        kernel.take_number("tokens")
+        with kernel.run(Axis(times=-(-words // _ROW_WIDTH)), Axis(number="tokens")) as place:
+            word, token = c.let(place.group[0] * _ROW_WIDTH + place.thread[0]), place.group[1]
+            with c.when(word < words):
+                packed = c.let(positions[places[token * 2 + 1] * words + word])
+                first = c.let(token * embedding.length + word * 2)
+                for half in range(2):
+                    value = widen_half(packed, half == 1)
+                    c.store(x, first + half, x[first + half] + value)
+    return kernel
+
+
+THREADS = 256
+
+
+def make_read() -> c.Kernel:
+    """Make ``read``: neighbouring threads read neighbouring vectors, and nothing is left out,
+    because what is read is written combined."""
+    kernel = c.Kernel("read", (THREADS, 1, 1))
+    with kernel.declare():
+        words = kernel.take_array("words", "uint32x4")
+        sums = kernel.take_array("sums", "uint32")
+        kernel.take_number("groups")
+        steps = kernel.take_number("steps")
+        with kernel.run(Axis(number="groups")) as place:
+            group, thread = place.group[0], place.thread[0]
+            first = c.let(group * steps * THREADS + thread)
+            combined = c.Cell(T.uint32(0))
+            with T.serial(steps) as step:
+                vector = c.let(words[first + step * THREADS])
+                for lane in range(4):
+                    combined.set(T.bitwise_xor(combined.get(), c.take_lane(vector, lane)))
+            c.store(sums, group * THREADS + thread, combined.get())
+    return kernel
+
 
 _THREADS = 64
 _LOWEST = -1e30

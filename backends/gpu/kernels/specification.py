@@ -5,18 +5,111 @@ Plain Python: no TVM.  Two programs with equal specifications share one compiled
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pi2.backends.gpu.kernels.signature import Api
-from pi2.plan.documents.model_ffn import SMOOTH_ACTIVATIONS, Activation
-from pi2.plan.documents.plan_memory import KvType
-from pi2.plan.weights.latent import LatentShape
+from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Activation
+from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups
+from pi2.plan.weights.projections import LatentShape
 from pi2.plan.weights.states import StateShape
+
+Api = Literal["opencl", "webgpu", "cuda"]
+NumberType = Literal["int32", "float32"]
+Number = int | float
+
+ENTRY_SUFFIX = "_kernel"
+"""What TVM adds to a kernel's name in its code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """Work groups along one axis: ``times`` for each ``per`` of a number, rounded up, or ``times``
+    without a number."""
+
+    times: int = 1
+    number: str | None = None
+    per: int = 1
+
+    def count(self, numbers: Mapping[str, Number]) -> int:
+        """Work groups for these numbers."""
+        if self.number is None:
+            return self.times
+        return self.times * -(-int(numbers[self.number]) // self.per)
+
+
+ONCE = Axis()
+"""An axis with a single work group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """How a kernel is launched."""
+
+    name: str
+    arrays: tuple[str, ...]
+    """In the order of the code's parameters."""
+    numbers: tuple[tuple[str, NumberType], ...]
+    """They follow the arrays, in the order of the code's parameters."""
+    block: tuple[int, int, int]
+    """Threads of a work group by axis."""
+    grid: tuple[Axis, Axis]
+    """The first two axes: WebGPU needs the third itself."""
+    code: int
+    """Which of the image's codes holds it."""
+
+    def count_groups(self, numbers: Mapping[str, Number]) -> tuple[int, int]:
+        """Work groups by axis for these numbers."""
+        first, second = self.grid
+        return first.count(numbers), second.count(numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelImage:
+    """Compiled kernels."""
+
+    api: Api
+    codes: tuple[bytes, ...]
+    """OpenCL C sources, WGSL sources, or cubins."""
+    kernels: Mapping[str, Signature]
+
+    def to_json(self) -> str:
+        """Return the document."""
+        return json.dumps(
+            {
+                "api": self.api,
+                "codes": [base64.b64encode(code).decode() for code in self.codes],
+                "kernels": [dataclasses.asdict(item) for item in self.kernels.values()],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> KernelImage:
+        """Read what `to_json` wrote."""
+        document = json.loads(text)
+        signatures = [_read_signature(item) for item in document["kernels"]]
+        return cls(
+            api=document["api"],
+            codes=tuple(base64.b64decode(code) for code in document["codes"]),
+            kernels={signature.name: signature for signature in signatures},
+        )
+
+
+def _read_signature(item: dict[str, Any]) -> Signature:
+    first, second = (Axis(**axis) for axis in item["grid"])
+    x, y, z = item["block"]
+    return Signature(
+        name=item["name"],
+        arrays=tuple(item["arrays"]),
+        numbers=tuple((name, kind) for name, kind in item["numbers"]),
+        block=(x, y, z),
+        grid=(first, second),
+        code=item["code"],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +195,7 @@ class ProductKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingKernels:
-    """Embeddings of tokens (`pi2.backends.gpu.kernels.embedding`)."""
+    """Embeddings of tokens (`pi2.backends.gpu.kernels.routing`)."""
 
     length: int
     precision: Precision
@@ -116,7 +209,7 @@ class EmbeddingKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormKernels:
-    """Norms of the residual stream, and sums into it (`pi2.backends.gpu.kernels.norms`)."""
+    """Norms of the residual stream, and sums into it (`pi2.backends.gpu.kernels.routing`)."""
 
     length: int
     """Elements of a vector as it lies in memory: zeros fill up the last group."""
@@ -265,7 +358,7 @@ class RouterKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectKernels:
-    """The selection of neurons (`pi2.backends.gpu.kernels.selection`)."""
+    """The selection of neurons (`pi2.backends.gpu.kernels.gathered`)."""
 
     scored: bool = True
     """Whether neurons have scores."""

@@ -25,8 +25,7 @@ from itertools import pairwise
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.signature import Axis
-from pi2.backends.gpu.kernels.specification import StateKernels
+from pi2.backends.gpu.kernels.specification import Axis, StateKernels
 
 _THREADS = 64
 _LANES, _SLICES = 32, 8

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from cuda.bindings import driver
 
-from pi2.backends.gpu.kernels.signature import ENTRY_SUFFIX, KernelImage, Number, Signature
+from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number, Signature
 from pi2.backends.gpu.launchers.interface import DeviceFacts, MemoryState
 from pi2.diagnostics import UserError
 

@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pi2.backends.gpu.kernels.signature import Api, KernelImage, Number, Signature
-from pi2.backends.gpu.kernels.specification import Target
+from pi2.backends.gpu.kernels.specification import Api, KernelImage, Number, Signature, Target
 
 if TYPE_CHECKING:
     from typing import Any

@@ -16,7 +16,7 @@ import numpy as np
 import wgpu
 from wgpu.backends.wgpu_native import extras
 
-from pi2.backends.gpu.kernels.signature import ENTRY_SUFFIX, KernelImage, Number, Signature
+from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number, Signature
 from pi2.backends.gpu.launchers.interface import DeviceFacts, DeviceKind, MemoryState
 from pi2.diagnostics import UserError
 

@@ -1,4 +1,4 @@
-/* What the engine and a worker of an NPU say to each other: pi2/backends/hexagon/messages.py in C. */
+/* What the engine and a worker of an NPU say to each other: pi2/backends/hexagon/session.py in C. */
 #ifndef PI2_PROTOCOL_H
 #define PI2_PROTOCOL_H
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pi2.backends.compiler.signature import find_signatures
-from pi2.backends.hexagon.index import write_index
 from pi2.backends.hexagon.kernels.code import generate
 from pi2.backends.hexagon.kernels.program import ENTRY, Program
+from pi2.backends.hexagon.library import write_index
 from pi2.backends.hexagon.linkers import LINKERS, find_linker
 
 NO_LINKER = 3

@@ -2,17 +2,153 @@
 
 Tokens come in *blocks* of as many as a pass over weights computes.  All arrays are described in
 `products` and in `pi2.backends.hexagon.packing`.
+
+Tiles of 32 rows times a few tokens, in integers.
+
+Weights are unsigned bytes and inputs signed ones (``vrmpy``: 4 products are added to each of 32
+words).  What the unsigned codes add is taken off before: sums begin with *offsets*, which are
+-8 (int4) or -128 (int8) times the sum of the inputs.
+
+Arrays of a tile; word k of a token holds its elements 4k to 4k + 3:
+
+- inputs: int32 [words, tokens], the words of all tokens side by side;
+- int4: vector 4g + c has word c of group g in its low and word 4 + c in its high nibbles, as
+  ``q + 8``; offsets int32 [groups, tokens]; multipliers int16, even halves for even groups.  A
+  row's product is the sum of its groups' products times their multipliers.
+- int8: vector k holds word k, as ``q + 128``; offsets int32 [tokens].
 """
 
 from __future__ import annotations
+
+import math
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.hexagon.kernels import code as c
-from pi2.backends.hexagon.kernels.activation import activate, round_to_integer
 from pi2.backends.hexagon.specification import LANES, FfnShape, Weights
 from pi2.plan.weights.layout import GROUP
+
+MAGIC = 12582912.0
+"""1.5 * 2^23: added to a float, it leaves the nearest integer in the lowest bits."""
+_MAGIC_BITS = 0x4B400000
+
+
+def activate(ffn: FfnShape, gate: c.Expr, up: c.Expr | None) -> c.Expr:
+    """Return a neuron's value; ``up`` is None where neurons have no gate."""
+    gate, zero, one = v.let(gate), c.number(0.0), c.number(1.0)
+    match ffn.activation:
+        case "relu" | "drelu":
+            active = T.max(gate, zero)
+        case "fatrelu":
+            active = T.Select(gate > c.number(ffn.threshold), gate, zero)
+        case "relu2":
+            positive = v.let(T.max(gate, zero))
+            active = positive * positive
+        case "silu":
+            if ffn.limit is not None:
+                gate = v.let(T.min(gate, c.number(ffn.limit)))
+            steep = gate if ffn.slope == 1.0 else v.let(c.number(ffn.slope) * gate)
+            active = gate / (one + v.take_exponential(zero - steep, 1, _round_off))
+        case "gelu":
+            scaled = gate * c.number(math.sqrt(0.5))
+            active = c.number(0.5) * gate * (one + v.take_error_function(scaled, 1, _round_off))
+        case "gelu_tanh":
+            cube = gate * gate * gate
+            inner = c.number(math.sqrt(2 / math.pi)) * (gate + c.number(0.044715) * cube)
+            active = c.number(0.5) * gate * (one + v.take_tanh(v.let(inner), 1, _round_off))
+    active = v.let(active)
+    if up is None:
+        return active
+    if ffn.activation == "drelu":
+        up = T.max(up, zero)
+    if ffn.limit is not None:
+        up = T.max(T.min(up, c.number(ffn.limit)), c.number(-ffn.limit))
+    if ffn.up_offset:
+        up = up + c.number(ffn.up_offset)
+    return v.let(active * up)
+
+
+def round_to_integer(value: c.Expr) -> c.Expr:
+    """Return the nearest int32 of a float32 below 2^22 in size; of two, the even one."""
+    return T.reinterpret(value + c.number(MAGIC), dtype="int32") - T.int32(_MAGIC_BITS)
+
+
+def _round_off(value: c.Expr) -> c.Expr:
+    return T.cast(round_to_integer(value), "float32")
+
+
+_LOW = 0x0F0F0F0F
+_PACKED_VECTORS = 4
+"""Vectors of a group in int4."""
+_UNROLLED = 8
+"""Words of int8 that are multiplied without a jump."""
+
+
+def emit_multiply_int4(
+    together: int,
+    weights: c.Expr,
+    multipliers: c.Expr,
+    inputs: c.Expr,
+    offsets: c.Expr,
+    pairs: c.Expr,
+    sums: c.Expr,
+) -> None:
+    """``sums`` int32 [tokens, 32] of ``pairs`` pairs of groups."""
+    packed, factors = c.view_vectors(weights), c.view_vectors(multipliers)
+    words, starts = c.view(inputs, "int32", 8), c.view(offsets, "int32", 8)
+    totals = [v.Cell(c.splat(T.int32(0))) for _ in range(together)]
+    mask, shift = v.let(c.splat(T.int32(_LOW))), c.splat(T.int32(4))
+    with T.serial(pairs) as pair:
+        factor = v.let(c.load(factors, pair))
+        for half in range(2):
+            group = v.let(pair * 2 + half)
+            dots = [v.Cell(c.splat(starts[group * together + token])) for token in range(together)]
+            for vector in range(_PACKED_VECTORS):
+                codes = v.let(c.load(packed, group * _PACKED_VECTORS + vector))
+                low, high = v.let(codes & mask), v.let((codes >> shift) & mask)
+                for bytes_, word in ((low, vector), (high, _PACKED_VECTORS + vector)):
+                    first = v.let((group * (GROUP // 4) + word) * together)
+                    _emit_add(dots, bytes_, words, first)
+            for total, dot in zip(totals, dots, strict=True):
+                if half == 0:
+                    added = c.call_hvx("vmpyiewh.acc", total.get(), dot.get(), factor)
+                else:
+                    added = total.get() + c.call_hvx("vmpyiowh", dot.get(), factor)
+                total.set(added)
+    _emit_store(totals, sums)
+
+
+def emit_multiply_int8(
+    together: int,
+    weights: c.Expr,
+    inputs: c.Expr,
+    offsets: c.Expr,
+    count: c.Expr,
+    sums: c.Expr,
+) -> None:
+    """``sums`` int32 [tokens, 32] of ``count`` words, a multiple of 8."""
+    codes = c.view_vectors(weights)
+    words, starts = c.view(inputs, "int32", 8), c.view(offsets, "int32", 4)
+    totals = [v.Cell(c.splat(starts[token])) for token in range(together)]
+    with T.serial(T.shift_right(count, T.int32(3))) as step:
+        for place in range(_UNROLLED):
+            word = v.let(step * _UNROLLED + place)
+            _emit_add(totals, v.let(c.load(codes, word)), words, v.let(word * together))
+    _emit_store(totals, sums)
+
+
+def _emit_add(sums: list[v.Cell], codes: c.Expr, words: c.Buffer, first: c.Expr) -> None:
+    """Add a word of every row times a word of every token."""
+    for token, total in enumerate(sums):
+        total.set(c.call_hvx("vrmpybus.acc", total.get(), codes, words[first + token]))
+
+
+def _emit_store(sums: list[v.Cell], address: c.Expr) -> None:
+    out = c.view_vectors(address)
+    for token, total in enumerate(sums):
+        c.store(out, T.int32(token), total.get())
+
 
 VALUES = (
     "weights",

@@ -16,9 +16,8 @@ import pkgutil
 from collections.abc import Callable, Mapping
 
 from pi2.diagnostics import UserError
-from pi2.importing.config import Config
+from pi2.importing.config import UNSTATED, Config
 from pi2.importing.families.decoders import Tables
-from pi2.importing.unstated_families import UNSTATED
 
 _LAYERS = ("num_hidden_layers", "n_layer")
 _LIMITS = {

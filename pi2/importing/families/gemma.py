@@ -1,9 +1,192 @@
-"""Gemma: norms with weights that are stored less 1 (not those of Gemma 4), scaled embeddings."""
+"""Gemma, Hunyuan, ERNIE, Aria, SmallThinker and Solar."""
 
 from __future__ import annotations
 
 from pi2.importing.config import ACTIVATIONS, Config, read_window, scale_rope
-from pi2.importing.families.decoders import LAYER, Tables, add_turns, describe_decoder, has_cycle
+from pi2.importing.families.decoders import (
+    LAYER,
+    Tables,
+    add_dense_layers,
+    add_experts,
+    add_listed_experts,
+    add_sigmoids,
+    add_turns,
+    describe_decoder,
+    has_cycle,
+    name_experts,
+    omit_positions,
+)
+from pi2.importing.families.llama import describe_llama
+
+
+def describe_hunyuan(config: Config) -> Tables:
+    """Llama with norms of heads after they are rotated."""
+    tables = describe_llama(config)
+    tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
+    # The code has no biases in the FFN, whatever the configuration says.
+    tables["ffn"]["bias"] = False
+    tables["attention"] |= {"head_norm": True, "head_norm_place": "after"}
+    names = {"query_norm": "query_layernorm", "key_norm": "key_layernorm"}
+    tables["tensors"] = {key: f"{LAYER}.self_attn.{name}.weight" for key, name in names.items()}
+    scaling = config.read_table("rope_parameters")
+    if not scaling.has("rope_type") and not scaling.has("rope_theta"):
+        scaling = config.read_table("rope_scaling")
+    alpha, size = scaling.read("alpha", float, 0.0), tables["shape"]["head_dim"]
+    kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
+    if kind == "dynamic" and alpha > 0 and size > 2:
+        tables["rope"]["theta"] *= alpha ** (size / (size - 2))
+    return tables
+
+
+def describe_hunyuan_moe(config: Config) -> Tables:
+    """Hunyuan with experts, and a shared one of the same size."""
+    tables = describe_hunyuan(config)
+    experts, active = (
+        _read_same(config, names)
+        for names in (("num_experts", "num_local_experts"), ("moe_topk", "num_experts_per_tok"))
+    )
+    tables["moe"] = {"experts": experts, "active_experts": active, "shared_experts": 1}
+    parts = ("gate", "up", "down")
+    tables["tensors"] |= {
+        "router": f"{LAYER}.mlp.gate.wg.weight",
+        **{part: f"{LAYER}.mlp.experts.{{expert}}.{part}_proj.weight" for part in parts},
+        **{f"shared_{part}": f"{LAYER}.mlp.shared_mlp.{part}_proj.weight" for part in parts},
+    }
+    return tables
+
+
+def _read_same(config: Config, names: tuple[str, ...]) -> int:
+    """A number that may be stated for every layer, where all of them are the same."""
+    found = next((config.read_list(name) for name in names if config.has(name)), [1])
+    if len(set(map(str, found))) != 1 or type(found[0]) is not int:
+        raise config.refuse(f"{names[0]} is not the same number in every layer")
+    number: int = found[0]
+    return number
+
+
+def describe_hunyuan3(config: Config) -> Tables:
+    """Hunyuan 3: norms of heads before they turn, and experts that sigmoids weight."""
+    config.demand("mlp_bias", False, False)
+    tables = describe_decoder(config)
+    bias = config.read("attention_bias", bool, False)
+    tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
+    tables["attention"] = {"qkv_bias": bias, "output_bias": bias, "head_norm": True}
+    add_listed_experts(config, tables, 1)
+    tables["moe"] |= {"router": "sigmoid", "choice_bias": True}
+    tables["moe"]["scaling"] = config.read("router_scaling_factor", float, 2.826)
+    tables["tensors"] |= name_experts(f"{LAYER}.mlp", shared="shared_mlp")
+    tables["tensors"] |= {
+        "router": f"{LAYER}.mlp.router.gate.weight",
+        "choice_bias": f"{LAYER}.mlp.expert_bias",
+    }
+    return tables
+
+
+def describe_ernie(config: Config) -> Tables:
+    """ERNIE 4.5: neighbours are rotated."""
+    tables = describe_decoder(config)
+    bias = config.read("use_bias", bool, False)
+    tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
+    tables["rope"]["pairs"] = "neighbours"
+    tables["attention"] = {"qkv_bias": bias, "output_bias": bias}
+    tables["ffn"]["bias"] = bias
+    tables["tied_head"] = config.read("tie_word_embeddings", bool, True)
+    return tables
+
+
+def describe_ernie_moe(config: Config) -> Tables:
+    """ERNIE 4.5 with experts that a softmax weights and a bias helps to choose."""
+    config.demand("use_bias", False, False)
+    tables = describe_ernie(config)
+    layers, dense = tables["shape"]["layers"], tables["shape"]["ffn"]
+    if config.read("moe_norm_min", float, 1e-12) > 1e-6:
+        raise config.refuse(f"moe_norm_min is {config.read('moe_norm_min', float)}")
+    tables["shape"]["ffn"] = config.read("moe_intermediate_size", int)
+    tables["moe"] = {
+        "experts": config.read_first(("moe_num_experts", "num_experts"), int),
+        "active_experts": config.read_first(("moe_k", "num_experts_per_tok"), int),
+        "shared_experts": config.read("moe_num_shared_experts", int, 0),
+        "choice_bias": True,
+    }
+    first, last = config.read("moe_layer_start_index", int, 1), layers - 1
+    if config.read("moe_layer_end_index", int, -1) != -1:
+        last = config.read("moe_layer_end_index", int)
+    every = max(1, config.read("moe_layer_interval", int, 1))
+    mixed = [n for n in range(layers) if (n + 1) % every == 0 and first <= n <= last]
+    add_dense_layers(tables, dense, [n for n in range(layers) if n not in mixed])
+    tables["tensors"] = name_experts(f"{LAYER}.mlp", shared="shared_experts")
+    tables["tensors"]["choice_bias"] = f"{LAYER}.mlp.moe_statics.e_score_correction_bias"
+    return tables
+
+
+def describe_aria(config: Config) -> Tables:
+    """A decoder with experts and shared ones, whose matrices lie the other way."""
+    config.demand("mlp_bias", False, False)
+    config.demand("hidden_act", "silu", "silu")
+    tables = describe_decoder(config)
+    bias = config.read("attention_bias", bool, False)
+    tables["attention"] = {"qkv_bias": bias, "output_bias": bias}
+    tables["moe"] = {
+        "experts": config.read("moe_num_experts", int, 8),
+        "active_experts": config.read("moe_topk", int, 2),
+        "shared_experts": config.read("moe_num_shared_experts", int, 2),
+        "normalise_weights": True,
+    }
+    block = f"{LAYER}.mlp"
+    tables["tensors"] |= {
+        "router": f"{block}.router.weight",
+        "fused_gate_up": f"{block}.experts.fc1.weight.{{expert}}",
+        "down": f"{block}.experts.fc2.weight.{{expert}}",
+        "experts_turned": True,
+        **{
+            f"shared_{part}": f"{block}.shared_experts.{part}_proj.weight"
+            for part in ("gate", "up", "down")
+        },
+    }
+    return tables
+
+
+def describe_smallthinker(config: Config) -> Tables:
+    """Experts with ReLU, chosen by the layer's input."""
+    config.demand("moe_enable_early_router", True, True)
+    config.demand("moe_enable_secondary_experts", False, False)
+    values = {"hidden_act": "relu", "intermediate_size": config.read("moe_ffn_hidden_size", int)}
+    tables = describe_decoder(config.change(values))
+    layers = tables["shape"]["layers"]
+    turned = config.read_list("rope_layout") or [1] * layers
+    narrow = config.read_list("sliding_window_layout") or [0] * layers
+    for key, flags in (("rope_layout", turned), ("sliding_window_layout", narrow)):
+        if len(flags) != layers:
+            raise config.refuse(f"{key} is not a list of {layers} numbers")
+    window = [layer for layer in range(layers) if narrow[layer]]
+    if window:
+        tables["attention"]["sliding_window"] = config.read("sliding_window_size", int, 4096)
+        if len(window) < layers:
+            tables["attention"]["window_layers"] = window
+    softmax = config.read("moe_primary_router_apply_softmax", bool, False)
+    tables["moe"] = {
+        "experts": config.read("moe_num_primary_experts", int),
+        "active_experts": config.read("moe_num_active_primary_experts", int),
+        "router": "softmax" if softmax else "sigmoid",
+        "router_input": "layer",
+    }
+    tables["tied_head"] = config.read("tie_word_embeddings", bool, True)
+    block = f"{LAYER}.block_sparse_moe"
+    tables["tensors"] = {
+        "router": f"{block}.primary_router.weight",
+        **{part: f"{block}.experts.{{expert}}.{part}.weight" for part in ("gate", "up", "down")},
+    }
+    return tables | omit_positions(layer for layer in range(layers) if not turned[layer])
+
+
+def describe_solar_open(config: Config) -> Tables:
+    """Solar Open: GLM 4.5 that turns whole heads, with experts in all layers."""
+    ffn = config.read("moe_intermediate_size", int)
+    tables = describe_decoder(config.change({"intermediate_size": ffn}))
+    tables["attention"] = {"qkv_bias": config.read("attention_bias", bool, False)}
+    add_experts(config.change({"first_k_dense_replace": 0}), tables)
+    add_sigmoids(config, tables, 1, 1)
+    return tables
 
 
 def describe_gemma(config: Config) -> Tables:
@@ -254,6 +437,14 @@ def _describe_later(config: Config, cycle: int) -> Tables:
 
 
 FAMILIES = {
+    "hunyuan_v1_dense": describe_hunyuan,
+    "hunyuan_v1_moe": describe_hunyuan_moe,
+    "hy_v3": describe_hunyuan3,
+    "ernie4_5": describe_ernie,
+    "ernie4_5_moe": describe_ernie_moe,
+    "aria_text": describe_aria,
+    "smallthinker": describe_smallthinker,
+    "solar_open": describe_solar_open,
     "gemma": describe_gemma,
     "gemma2": describe_gemma2,
     "gemma3_text": describe_gemma3,

@@ -1,11 +1,246 @@
-"""LFM 2 and 3: short convolutions beside attention."""
+"""LFM, Llama 4, AFMoE and MiMo."""
 
 from __future__ import annotations
 
-from pi2.importing.config import Config
-from pi2.importing.families.decoders import LAYER, Tables, add_turns, describe_decoder
-from pi2.importing.families.experts import add_dense_layers
-from pi2.importing.families.states import add_kinds
+from pi2.importing.config import SPLIT_EXPERTS, Config, read_rope, read_window
+from pi2.importing.families.decoders import (
+    LAYER,
+    Tables,
+    add_dense_layers,
+    add_experts,
+    add_kinds,
+    add_listed_experts,
+    add_sigmoids,
+    add_turns,
+    describe_decoder,
+    list_dense_layers,
+    omit_positions,
+)
+
+_KINDS = ("chunked_attention", "full_attention")
+
+
+def describe_llama4(config: Config) -> Tables:
+    """The part that reads text."""
+    tables = describe_decoder(config)
+    layers = tables["shape"]["layers"]
+    if tables["ffn"]["activation"] not in ("silu", "gelu", "gelu_tanh"):
+        raise config.refuse("its experts are computed with smooth activations alone")
+    tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, 1e-5)
+    tables["rope"] = read_rope(config, tables["shape"]["context"], theta=500_000.0)
+    tables["rope"]["pairs"] = "neighbours"
+    turned = _list_turned(config, layers)
+    tables |= omit_positions(set(range(layers)) - turned)
+    bias = config.read("attention_bias", bool, False)
+    tables["attention"] = {"qkv_bias": bias, "output_bias": bias}
+    tables["attention"] |= _describe_chunks(config, layers, turned)
+    if config.read("use_qk_norm", bool, True) and turned:
+        tables["attention"] |= {
+            "head_norm": True,
+            "head_norm_place": "after",
+            "head_norm_weights": False,
+        }
+        if len(turned) < layers:
+            tables["attention"]["head_norm_layers"] = sorted(turned)
+    growth = config.read("attn_scale", float, 0.1)
+    if _has_tuning(config) and growth and len(turned) < layers:
+        tables["attention"] |= {
+            "growth": growth,
+            "growth_interval": config.read("floor_scale", int, 8192),
+            "growth_offset": 1,
+            "growth_layers": [layer for layer in range(layers) if layer not in turned],
+        }
+    _add_experts(config, tables)
+    return tables
+
+
+def _has_tuning(config: Config) -> bool:
+    """Whether queries grow: the first releases say so by a number."""
+    stated = config.values.get("attn_temperature_tuning")
+    if type(stated) is int:
+        return stated != 0
+    return config.read("attn_temperature_tuning", bool, True)
+
+
+def _list_turned(config: Config, layers: int) -> set[int]:
+    """Layers that turn heads: of which ``no_rope_layers`` says 1."""
+    every = config.read("no_rope_layer_interval", int, 4)
+    if every < 1:
+        raise config.refuse(f"no_rope_layer_interval is {every}")
+    flags = config.read_list("no_rope_layers")
+    if not flags:
+        flags = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if len(flags) < layers or not all(flag in (0, 1) for flag in flags):
+        raise config.refuse(f"no_rope_layers is not a list of {layers} numbers, 0 or 1")
+    return {layer for layer in range(layers) if flags[layer]}
+
+
+def _describe_chunks(config: Config, layers: int, turned: set[int]) -> Tables:
+    """Chunks of attention, of layers that have them."""
+    if not config.has("attention_chunk_size") and "attention_chunk_size" in config.values:
+        return {}
+    kinds = config.read_list("layer_types")
+    if not kinds:
+        kinds = [_KINDS[layer not in turned] for layer in range(layers)]
+    if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
+        raise config.refuse(f"layer_types is not a list of {layers} kinds of attention")
+    chosen = [layer for layer, kind in enumerate(kinds) if kind == _KINDS[0]]
+    if not chosen:
+        return {}
+    width = config.read("attention_chunk_size", int, 8192)
+    chunks = {"sliding_window": width, "window_kind": "chunked"}
+    return chunks if len(chosen) == layers else chunks | {"window_layers": chosen}
+
+
+def _add_experts(config: Config, tables: Tables) -> None:
+    """Experts, a shared one, and layers that have one FFN."""
+    layers, every = tables["shape"]["layers"], config.read("interleave_moe_layer_step", int, 1)
+    if every < 1:
+        raise config.refuse(f"interleave_moe_layer_step is {every}")
+    mixed = set(range(every - 1, layers, every))
+    if config.has("moe_layers"):
+        mixed = {layer for layer in config.read_list("moe_layers") if type(layer) is int}
+    tables["moe"] = {
+        "experts": config.read_first(("num_local_experts", "num_experts"), int),
+        "active_experts": config.read("num_experts_per_tok", int, 1),
+        "router": "sigmoid",
+        "normalise_weights": False,
+        "weighs": "input",
+        "shared_experts": 1,
+    }
+    dense = [layer for layer in range(layers) if layer not in mixed]
+    add_dense_layers(tables, config.read("intermediate_size_mlp", int, 16384), dense)
+    block, parts = f"{LAYER}.feed_forward", ("gate", "up", "down")
+    tables["tensors"] = {
+        "router": f"{block}.router.weight",
+        **{f"shared_{part}": f"{block}.shared_expert.{part}_proj.weight" for part in parts},
+        **{f"dense_{part}": f"{block}.{part}_proj.weight" for part in parts},
+    }
+    if config.read(SPLIT_EXPERTS, bool, False):
+        names = {part: f"{block}.experts.{{expert}}.{part}_proj.weight" for part in parts}
+        tables["tensors"] |= names
+        return
+    tables["tensors"] |= {
+        "fused_gate_up": f"{block}.experts.gate_up_proj.{{expert}}",
+        "down": f"{block}.experts.down_proj.{{expert}}",
+        "experts_turned": True,
+    }
+
+
+def describe_afmoe(config: Config) -> Tables:
+    """AFMoE: norms before and after, gates of what heads mix, positions where there is a
+    window."""
+    tables = describe_decoder(config)
+    layers = tables["shape"]["layers"]
+    tables["norm"] |= {"epsilon": config.read("rms_norm_eps", float, 1e-5), "outputs": True}
+    bias = config.read("attention_bias", bool, False)
+    tables["attention"] = {"qkv_bias": bias, "output_bias": bias}
+    tables["attention"] |= {"head_norm": True, "output_gate": True}
+    cycle = config.read("global_attn_every_n_layers", int, 4)
+    if cycle < 1:
+        raise config.refuse(f"global_attn_every_n_layers is {cycle}")
+    window = read_window(config, layers, lambda layer: (layer + 1) % cycle != 0, width=1024)
+    tables["attention"] |= window
+    turned = window.get("window_layers", range(layers)) if window else ()
+    tables |= omit_positions(set(range(layers)) - set(turned))
+    if config.read("mup_enabled", bool, False):
+        tables["multipliers"] = {"embedding": tables["shape"]["hidden"] ** 0.5}
+    add_listed_experts(config, tables, config.read("num_dense_layers", int, 1))
+    tables["moe"] |= {"router": "sigmoid", "choice_bias": True}
+    tables["moe"]["scaling"] = config.read("route_scale", float, 1.0)
+    tables["tensors"] |= {
+        "query_gate": f"{LAYER}.self_attn.gate_proj.weight",
+        "attention_output_norm": f"{LAYER}.post_attention_layernorm.weight",
+        "ffn_norm": f"{LAYER}.pre_mlp_layernorm.weight",
+        "ffn_output_norm": f"{LAYER}.post_mlp_layernorm.weight",
+        "router": f"{LAYER}.mlp.router.gate.weight",
+        "choice_bias": f"{LAYER}.mlp.expert_bias",
+    }
+    return tables
+
+
+_THETA, _LOCAL_THETA, _SHARE = 5_000_000.0, 10_000.0, 0.334
+
+
+def describe_mimo_v2_flash(config: Config) -> Tables:
+    """MiMo V2 Flash: layers with a window have twice as many keys, and sinks; values are narrower
+    than keys."""
+    config = config.set_default("head_dim", 192).set_default("num_key_value_heads", 4)
+    tables = describe_decoder(config)
+    shape = tables["shape"]
+    layers, dense = shape["layers"], shape["ffn"]
+    epsilon = config.read("layernorm_epsilon", float, 1e-5)
+    tables["norm"]["epsilon"] = config.read("rms_norm_eps", float, epsilon)
+    window = read_window(_name_window(config), layers, _has_window, width=129)
+    local = window.get("window_layers", list(range(layers))) if window else []
+    width = config.read("v_head_dim", int, 128)
+    if not 1 <= width <= shape["head_dim"]:
+        raise config.refuse(f"v_head_dim is {width}, head_dim {shape['head_dim']}")
+    scale = config.values.get("attention_value_scale", 0.707)
+    tables["attention"] = {
+        "qkv_bias": config.read("attention_bias", bool, False),
+        "value_width": width,
+        "value_scale": 1.0 if scale is None else config.read("attention_value_scale", float, 0.707),
+        **window,
+    }
+    if local:
+        tables["attention"] |= {"sinks": True, "sink_layers": local}
+        _add_heads(config, tables, local)
+    _add_turns(config, tables)
+    values = {"first_k_dense_replace": 0, "n_shared_experts": 0}
+    if config.values.get("routed_scaling_factor") is None:
+        values["routed_scaling_factor"] = 1
+    add_experts(config.change(values), tables)
+    add_dense_layers(tables, dense, list_dense_layers(config, layers, 1))
+    add_sigmoids(config, tables, 1, 1)
+    tables["tensors"]["sinks"] = f"{LAYER}.self_attn.attention_sink_bias"
+    return tables
+
+
+def _has_window(layer: int) -> bool:
+    return layer != 0 and (layer + 1) % 6 != 0
+
+
+def _name_window(config: Config) -> Config:
+    """The configuration with what older ones say of windows in newer words: their width leaves the
+    query's own token out."""
+    changes: dict[str, object] = {}
+    if config.has("sliding_window_size"):
+        changes["sliding_window"] = config.read("sliding_window_size", int) + 1
+    older = config.read_list("hybrid_layer_pattern")
+    if older and not config.read_list("layer_types"):
+        kinds = ("full_attention", "sliding_attention")
+        changes["layer_types"] = [kinds[bool(has_window)] for has_window in older]
+    return config.change(changes)
+
+
+def _add_heads(config: Config, tables: Tables, local: list[int]) -> None:
+    """State the keys of layers with a window: twice as many as in the others."""
+    shape = tables["shape"]
+    count = config.read("swa_num_key_value_heads", int, 2 * shape["kv_heads"])
+    if count != shape["kv_heads"]:
+        tables["other_heads"] = {
+            "layers": local,
+            "kv_heads": count,
+            "head_dim": shape["head_dim"],
+        }
+
+
+def _add_turns(config: Config, tables: Tables) -> None:
+    """State rotary positions, whose bases are two."""
+    both = config.read_table("rope_parameters")
+    if both.has("full_attention"):
+        full, local = (both.read_table(f"{kind}_attention") for kind in ("full", "sliding"))
+    else:
+        share = config.read("partial_rotary_factor", float, _SHARE)
+        full, local = (
+            both.change({"rope_theta": theta, "partial_rotary_factor": share})
+            for theta in (
+                config.read("rope_theta", float, _THETA),
+                config.read("swa_rope_theta", float, _LOCAL_THETA),
+            )
+        )
+    add_turns(config, tables, full, local, share=1.0)
 
 
 def describe_lfm2(config: Config) -> Tables:
@@ -138,6 +373,9 @@ def _describe_lfm2(config: Config, ffn: int) -> Tables:
 
 
 FAMILIES = {
+    "llama4_text": describe_llama4,
+    "afmoe": describe_afmoe,
+    "mimo_v2_flash": describe_mimo_v2_flash,
     "lfm2": describe_lfm2,
     "lfm2_moe": describe_lfm2_moe,
     "lfm3": describe_lfm3,

@@ -3,6 +3,13 @@ integers and floats, and 4-bit floats.
 
 What a matrix is follows from its tensors: ``NAME.weight_packed`` or ``NAME.weight``, scales,
 and zero points and group numbers where there are some.
+
+GPTQ and AWQ: integers packed into 32-bit words, matrices with columns where others have rows.
+
+Both have ``qweight``, ``qzeros`` and ``scales`` [groups, out].  GPTQ packs along the inputs, the
+lowest bits first, keeps zero points less one (but for its second format), and may take inputs in
+any order, whose groups ``g_idx`` states.  AWQ packs 8 neighbours of the outputs into a word, in
+the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from __future__ import annotations
@@ -21,8 +28,7 @@ from pi2.importing.decoded_tensor import (
     refuse_shape,
     take_part,
 )
-from pi2.importing.quantized.eight_bits import decode_scaled
-from pi2.importing.quantized.four_bits import decode_four_bits
+from pi2.importing.quantized.integers import decode_four_bits, decode_scaled
 from pi2.importing.safetensors_file import SourceTensor
 
 _FLOATS = ("F32", "BF16", "F16")
@@ -136,4 +142,133 @@ def _decode_packed(tensors: Mapping[str, SourceTensor], base: str) -> SourceTens
     )
 
 
-METHODS = {"compressed-tensors": read_compressed}
+_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Place in a word of each of 8 neighbours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedIntegers(DecodedTensor):
+    """A matrix [out, in]."""
+
+    codes: SourceTensor
+    zeros: SourceTensor
+    """[groups, words of outputs]."""
+    scales: SourceTensor
+    """[groups, out]."""
+    groups: SourceTensor | None
+    """Group of each input; None: they follow each other."""
+    group_size: int
+    bits: int
+    offset_of_zeros: int
+    """What is added to zero points."""
+    packs_outputs: bool
+    """Whether words of ``codes`` are of outputs (AWQ) or of inputs (GPTQ)."""
+
+    def decode(self, start: int, stop: int) -> F32:
+        turned: F32 = np.ascontiguousarray(self._decode_columns(start, stop).T)
+        return turned
+
+    def read_turned(self) -> Raw:
+        return self._decode_columns(0, self.shape[0])
+
+    def _decode_columns(self, start: int, stop: int) -> F32:
+        """Outputs ``start`` to ``stop`` as columns [in, n]."""
+        inputs, per_word = self.shape[1], 32 // self.bits
+        first, last = start // per_word, -(-stop // per_word)
+        inside = slice(start - first * per_word, stop - first * per_word)
+        zeros = self._unpack(read_array(self.zeros)[:, first:last])[:, inside]
+        zeros += self.offset_of_zeros
+        if self.packs_outputs:
+            codes = self._unpack(read_array(self.codes)[:, first:last])[:, inside]
+        else:
+            words = np.ascontiguousarray(read_array(self.codes)[:, start:stop].T)
+            codes = np.ascontiguousarray(unpack(words, self.bits, inputs).T)
+        scales = np.asarray(read_array(self.scales), np.float32)[:, start:stop]
+        index = np.arange(inputs) // self.group_size
+        if self.groups is not None:
+            index = read_array(self.groups).astype(np.int64)
+            if index.min() < 0 or index.max() >= len(scales):
+                raise refuse_shape(self.groups, (inputs,))
+        return np.asarray((codes - zeros[index]).astype(np.float32) * scales[index])
+
+    def _unpack(self, words: Raw) -> I32:
+        """Codes of outputs [n, outputs] of words [n, m]."""
+        codes = unpack(np.ascontiguousarray(words), self.bits, words.shape[1] * (32 // self.bits))
+        if not self.packs_outputs:
+            return codes
+        return codes.reshape(len(words), -1, 8)[:, :, _AWQ_PLACES].reshape(len(words), -1)
+
+
+def read_gptq(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """GPTQ of 2, 4 or 8 bits, with inputs in any order."""
+    bits = settings.read("bits", int, 4)
+    if bits not in (2, 4, 8):
+        raise settings.refuse(f"GPTQ of {bits} bits packs codes across words, which is not read")
+    layout = settings.read("checkpoint_format", str, "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise settings.refuse(f"the layout {layout!r} of GPTQ is made for one kernel")
+    return _decode_all(settings, tensors, bits, 1 if layout == "gptq" else 0, packs_outputs=False)
+
+
+def read_awq(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """AWQ of 4 bits, as its kernel for matrices has it."""
+    settings = settings.change({"bits": settings.read("bits", int, settings.read("w_bit", int, 4))})
+    settings.demand("bits", 4, 4)
+    version = settings.read("version", str, "gemm")
+    if version.lower() != "gemm":
+        raise settings.refuse(f"the layout {version!r} of AWQ is made for one kernel")
+    return _decode_all(settings, tensors, 4, 0, packs_outputs=True)
+
+
+def _decode_all(
+    settings: Config,
+    tensors: Mapping[str, SourceTensor],
+    bits: int,
+    offset_of_zeros: int,
+    *,
+    packs_outputs: bool,
+) -> dict[str, SourceTensor]:
+    stated = settings.read("group_size", int, settings.read("q_group_size", int, 128))
+    decoded = dict(tensors)
+    for name in tensors:
+        if not name.endswith(".qweight"):
+            continue
+        base = name.removesuffix(".qweight")
+        codes = take_part(tensors, name, dtypes=("I32",))
+        scales = take_part(tensors, f"{base}.scales", dtypes=_FLOATS)
+        if len(codes.shape) != 2 or len(scales.shape) != 2 or 0 in (*codes.shape, *scales.shape):
+            raise refuse_shape(codes, (-1, -1))
+        per_word, outputs = 32 // bits, scales.shape[1]
+        inputs = codes.shape[0] * (1 if packs_outputs else per_word)
+        words = -(-outputs // per_word)
+        if codes.shape[1] != (words if packs_outputs else outputs):
+            raise refuse_shape(codes, (codes.shape[0], words if packs_outputs else outputs))
+        size = inputs if stated < 1 else stated
+        if scales.shape[0] != -(-inputs // size):
+            raise refuse_shape(scales, (-(-inputs // size), outputs))
+        zeros = take_part(tensors, f"{base}.qzeros", (scales.shape[0], words), ("I32",))
+        parts, groups = [codes, zeros, scales], None
+        if not packs_outputs and f"{base}.g_idx" in tensors:
+            groups = take_part(tensors, f"{base}.g_idx", (inputs,), ("I32", "I64"))
+            parts.append(groups)
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            decoded.pop(f"{base}.{part}", None)
+        decoded[f"{base}.weight"] = TurnedIntegers(
+            **describe_decoded(f"{base}.weight", (outputs, inputs), *parts),
+            codes=codes,
+            zeros=zeros,
+            scales=scales,
+            groups=groups,
+            group_size=size,
+            bits=bits,
+            offset_of_zeros=offset_of_zeros,
+            packs_outputs=packs_outputs,
+        )
+    return decoded
+
+
+METHODS = {
+    "compressed-tensors": read_compressed,
+    "gptq": read_gptq,
+    "awq": read_awq,
+}

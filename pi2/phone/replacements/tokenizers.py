@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pi2.diagnostics import UserError
-from pi2.phone.tokenizing.patterns import Unsupported
+from pi2.phone.tokenizing.pieces import Unsupported
 from pi2.phone.tokenizing.tokenizer import Tokenizer
 
 

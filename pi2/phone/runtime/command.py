@@ -18,8 +18,7 @@ from typing import Any
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.logging import configure_logging
-from pi2.phone.documents import PLAN, read_resolved
-from pi2.phone.integrity import STORE, check_bundle, read_bundle
+from pi2.phone.documents import PLAN, STORE, check_bundle, read_bundle, read_resolved
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 CANNOT_RUN, BUG, INTERRUPTED = 2, 3, 130

@@ -2,13 +2,14 @@
 
 Flash is measured with the reader that runs use, memory by numpy's largest of many numbers, noise by
 equal pieces of that, and the processor's kernels as `pi2 probe` does, in the models of
-`pi2.probing.model`: the bundle has them compiled, for the threads of its plan (`list_recipes`).
+`pi2.probing.tokens`: the bundle has them compiled, for the threads of its plan (`list_recipes`).
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,53 @@ from pi2.backends.host import load_host_loops
 from pi2.benchmarks.bandwidth import BandwidthMeter
 from pi2.diagnostics import UserError
 from pi2.machine import detect_machine, inspect_storage
-from pi2.phone.runtime.toml_text import write_toml
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.probing.document import describe_device
-from pi2.probing.kernels import KernelRecipe
-from pi2.probing.model import LARGE, SMALL
-from pi2.probing.probe import Measurements
-from pi2.probing.series import Key
+from pi2.probing.probe import KernelRecipe, Measurements
+from pi2.probing.steps import GATES, USUAL
 from pi2.probing.storage import StorageBench, list_overlaps, list_reads, open_sample
-from pi2.probing.timing import StepFacts
-from pi2.probing.token_steps import GATES, USUAL
+from pi2.probing.timing import Key, StepFacts
+from pi2.probing.tokens import LARGE, SMALL
 from pi2.progress import ignore_progress
+
+
+def write_toml(values: Mapping[str, Any]) -> str:
+    """Return TOML of texts, numbers, truth values, lists and tables; None is left out."""
+    return "\n".join(_write_table((), values)) + "\n"
+
+
+def _write_table(path: tuple[str, ...], values: Mapping[str, Any]) -> Iterator[str]:
+    tables: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) or _is_list_of_tables(value):
+            tables.append((key, value))
+        elif value is not None and value != []:
+            yield f"{_write_key(key)} = {_write_value(value)}"
+    for key, value in tables:
+        name = ".".join(map(_write_key, (*path, key)))
+        for item in value if isinstance(value, list) else [value]:
+            yield ""
+            yield f"[[{name}]]" if isinstance(value, list) else f"[{name}]"
+            yield from _write_table((*path, key), item)
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _write_key(key: str) -> str:
+    plain = key.replace("-", "").replace("_", "")
+    return key if plain.isascii() and plain.isalnum() else json.dumps(key)
+
+
+def _write_value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_write_value, value))}]"
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:.1f}"
+    # Texts of JSON are texts of TOML but for DEL, which no figure has.
+    return json.dumps(value)
+
 
 ROUNDS = 3
 METER_BYTES = 128 << 20

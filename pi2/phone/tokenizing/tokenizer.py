@@ -11,14 +11,288 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from heapq import heapify, heappop, heappush
+from typing import Any, Protocol
 
-from pi2.phone.tokenizing.decoding import make_decoder
-from pi2.phone.tokenizing.models import make_model
-from pi2.phone.tokenizing.patterns import Unsupported
-from pi2.phone.tokenizing.pieces import WHITE, make_change, make_cut
+from pi2.phone.tokenizing.pieces import (
+    WHITE,
+    Unsupported,
+    make_change,
+    make_cut,
+    map_bytes,
+    read_pattern,
+)
+
+Decode = Callable[[list[str]], list[str]]
+"""Takes the texts of tokens; what it returns is joined at the end."""
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def make_decoder(rule: Mapping[str, Any] | None) -> Decode:
+    """Return a decoder; raises `Unsupported`."""
+    if rule is None:
+        return lambda texts: [" ".join(texts)]
+    kind = rule["type"]
+    if kind == "Sequence":
+        return _chain([make_decoder(item) for item in rule["decoders"]])
+    if kind == "ByteLevel":
+        bytes_of = {char: byte for byte, char in enumerate(map_bytes())}
+        return lambda texts: [_join_bytes(texts, bytes_of)]
+    if kind == "Replace":
+        found, content = read_pattern(rule["pattern"]), str(rule["content"])
+        return lambda texts: [found.sub(lambda _: content, text) for text in texts]
+    if kind == "ByteFallback":
+        return _read_bytes
+    if kind == "Fuse":
+        return lambda texts: ["".join(texts)]
+    if kind == "Strip":
+        content, start, stop = str(rule["content"]), int(rule["start"]), int(rule["stop"])
+        return lambda texts: [_strip(text, content, start, stop) for text in texts]
+    if kind == "Metaspace":
+        mark, scheme = str(rule["replacement"]), rule.get("prepend_scheme")
+        if scheme is None:
+            scheme = "always" if rule.get("add_prefix_space", True) else "never"
+        first = " " if scheme == "never" else ""
+        return lambda texts: [
+            text.replace(mark, " " if place else first) for place, text in enumerate(texts)
+        ]
+    raise Unsupported(f"the decoder {kind}")
+
+
+def _chain(steps: list[Decode]) -> Decode:
+    def decode(texts: list[str]) -> list[str]:
+        for step in steps:
+            texts = step(texts)
+        return texts
+
+    return decode
+
+
+def _join_bytes(texts: list[str], bytes_of: Mapping[str, int]) -> str:
+    """Text of tokens whose characters stand for bytes; others count as they are."""
+    found = bytearray()
+    for text in texts:
+        codes = [bytes_of.get(char) for char in text]
+        known = [code for code in codes if code is not None]
+        found += bytes(known) if len(known) == len(codes) else text.encode()
+    return found.decode("utf-8", "replace")
+
+
+def _read_bytes(texts: list[str]) -> list[str]:
+    """Characters of tokens that are bytes; each byte of what is no character is U+FFFD."""
+    made: list[str] = []
+    held = bytearray()
+
+    def flush() -> None:
+        if held:
+            try:
+                made.append(held.decode("utf-8"))
+            except UnicodeDecodeError:
+                made.extend("\N{REPLACEMENT CHARACTER}" * len(held))
+            held.clear()
+
+    for text in texts:
+        byte = _BYTE.fullmatch(text)
+        if byte is None:
+            flush()
+            made.append(text)
+        else:
+            held.append(int(byte[1], 16))
+    flush()
+    return made
+
+
+def _strip(text: str, content: str, start: int, stop: int) -> str:
+    """Take up to ``start`` of ``content`` from the beginning, and ``stop`` from the end."""
+    first = 0
+    while first < min(start, len(text)) and text[first] == content:
+        first += 1
+    last = len(text)
+    while last > max(first, len(text) - stop) and text[last - 1] == content:
+        last -= 1
+    return text[first:last]
+
+
+_UNKNOWN_PENALTY = 10.0
+"""What an unknown character costs more than the unlikeliest piece (SentencePiece)."""
+_KEPT_WORDS = 10_000
+
+
+class Model(Protocol):
+    """Divides words."""
+
+    vocabulary: Mapping[str, int]
+
+    def encode(self, word: str) -> Sequence[int]:
+        """Tokens of a word."""
+
+
+def make_model(rule: Mapping[str, Any]) -> Model:
+    """Return a tokenizer's model; raises `Unsupported`."""
+    kind = rule.get("type")
+    if kind == "BPE" or (kind is None and "merges" in rule):
+        return Pairs(rule)
+    if kind == "Unigram":
+        return Likeliest(rule)
+    raise Unsupported(f"the model {kind}")
+
+
+def _list_byte_tokens(vocabulary: Mapping[str, int]) -> list[int | None]:
+    return [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
+
+
+def _encode_bytes(text: str, tokens: Sequence[int | None]) -> list[int] | None:
+    """Tokens of the bytes of a text; None where one has none."""
+    found = [tokens[byte] for byte in text.encode()]
+    known = [token for token in found if token is not None]
+    return known if len(known) == len(found) else None
+
+
+class Pairs:
+    """Byte-pair encoding: the pair that was learnt first is merged first (Sennrich et al. 2016)."""
+
+    def __init__(self, rule: Mapping[str, Any]) -> None:
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            if rule.get(key):
+                raise Unsupported(f"byte-pair encoding with {key}")
+        self.vocabulary: Mapping[str, int] = rule["vocab"]
+        vocabulary = self.vocabulary
+        self._merges: dict[tuple[int, int], tuple[int, int]] = {}
+        """Rank of a pair, and what it becomes."""
+        for rank, merge in enumerate(rule["merges"]):
+            left, right = merge.split(" ") if isinstance(merge, str) else merge
+            pair = (vocabulary[left], vocabulary[right])
+            self._merges[pair] = (rank, vocabulary[left + right])
+        self._unknown = vocabulary.get(rule["unk_token"]) if rule.get("unk_token") else None
+        self._fuses = bool(rule.get("fuse_unk"))
+        self._takes_whole = bool(rule.get("ignore_merges"))
+        self._bytes = _list_byte_tokens(vocabulary) if rule.get("byte_fallback") else None
+        self._known: dict[str, Sequence[int]] = {}
+
+    def encode(self, word: str) -> Sequence[int]:
+        """Tokens of a word."""
+        found = self._known.get(word)
+        if found is None:
+            found = self._merge(self._list_symbols(word))
+            if self._takes_whole and word in self.vocabulary:
+                found = (self.vocabulary[word],)
+            if len(self._known) < _KEPT_WORDS:
+                self._known[word] = found
+        return found
+
+    def _list_symbols(self, word: str) -> list[int]:
+        """Tokens of single characters, or of their bytes; unknown ones are one, or none."""
+        symbols: list[int] = []
+        was_unknown = False
+        for char in word:
+            token = self.vocabulary.get(char)
+            if token is not None:
+                symbols.append(token)
+                was_unknown = False
+                continue
+            own = None if self._bytes is None else _encode_bytes(char, self._bytes)
+            if own is not None:
+                symbols += own
+            elif self._unknown is not None and not (was_unknown and self._fuses):
+                symbols.append(self._unknown)
+                was_unknown = True
+        return symbols
+
+    def _merge(self, symbols: list[int]) -> Sequence[int]:
+        """Merge pairs until none is left: the best first, of equal ones the leftmost."""
+        merges, count = self._merges, len(symbols)
+        after, before = list(range(1, count + 1)), list(range(-1, count - 1))
+        alive = [True] * count
+        waiting = []
+        for place in range(count - 1):
+            merge = merges.get((symbols[place], symbols[place + 1]))
+            if merge is not None:
+                waiting.append((merge[0], place, merge[1]))
+        heapify(waiting)
+        while waiting:
+            _, place, token = heappop(waiting)
+            right = after[place]
+            if not alive[place] or right >= count:
+                continue
+            merge = merges.get((symbols[place], symbols[right]))
+            if merge is None or merge[1] != token:
+                continue
+            symbols[place], alive[right] = token, False
+            after[place] = after[right]
+            if after[right] < count:
+                before[after[right]] = place
+            for left in (before[place], place):
+                if left >= 0 and after[left] < count:
+                    merge = merges.get((symbols[left], symbols[after[left]]))
+                    if merge is not None:
+                        heappush(waiting, (merge[0], left, merge[1]))
+        return tuple(token for token, lives in zip(symbols, alive, strict=True) if lives)
+
+
+class Likeliest:
+    """The division of a word whose pieces' scores have the greatest sum (Kudo 2018)."""
+
+    def __init__(self, rule: Mapping[str, Any]) -> None:
+        pieces = [(str(text), float(score)) for text, score in rule["vocab"]]
+        self.vocabulary: Mapping[str, int] = {text: token for token, (text, _) in enumerate(pieces)}
+        self._scores = dict(pieces)
+        self._longest = max((len(text) for text, _ in pieces), default=1)
+        lowest = min((score for _, score in pieces), default=0.0)
+        self._unknown_score = lowest - _UNKNOWN_PENALTY
+        self._unknown: int | None = rule.get("unk_id")
+        self._bytes = _list_byte_tokens(self.vocabulary) if rule.get("byte_fallback") else None
+
+    def encode(self, word: str) -> Sequence[int]:
+        """Tokens of a word."""
+        found: list[int] = []
+        for piece in self._divide(word):
+            token = self.vocabulary.get(piece)
+            own = None if self._bytes is None else _encode_bytes(piece, self._bytes)
+            if token is not None:
+                found.append(token)
+            elif own is not None:
+                found += own
+            elif self._unknown is not None:
+                found.append(self._unknown)
+        return found
+
+    def _divide(self, word: str) -> list[str]:
+        """The best division; unknown characters that follow each other are one piece."""
+        size, scores = len(word), self._scores
+        best: list[tuple[float, int, bool] | None] = [None] * (size + 1)
+        best[0] = (0.0, 0, False)
+        for start in range(size):
+            here = best[start]
+            assert here is not None  # every character is a step
+            for end in range(start + 1, min(size, start + self._longest) + 1):
+                score = scores.get(word[start:end])
+                if score is not None:
+                    self._improve(best, end, (here[0] + score, start, False))
+            if word[start] not in scores:
+                self._improve(best, start + 1, (here[0] + self._unknown_score, start, True))
+        pieces: list[str] = []
+        end, was_unknown = size, False
+        while end > 0:
+            node = best[end]
+            assert node is not None
+            _, start, unknown = node
+            if unknown and was_unknown:
+                pieces[-1] = word[start:end] + pieces[-1]
+            else:
+                pieces.append(word[start:end])
+            end, was_unknown = start, unknown
+        return pieces[::-1]
+
+    @staticmethod
+    def _improve(
+        best: list[tuple[float, int, bool] | None], end: int, candidate: tuple[float, int, bool]
+    ) -> None:
+        current = best[end]
+        if current is None or candidate[0] > current[0]:
+            best[end] = candidate
 
 
 @dataclass(frozen=True, slots=True)

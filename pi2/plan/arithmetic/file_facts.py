@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pi2.plan.arithmetic.needs import Needs
+from pi2.plan.arithmetic.units import Needs
 from pi2.plan.documents.model import Model
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pi2.plan.arithmetic.needs import Needs
-from pi2.plan.arithmetic.rows import DividedRows, count_qkv_rows, count_rows
+from pydantic import BaseModel
+
 from pi2.plan.arithmetic.sizes import compute_needs
+from pi2.plan.arithmetic.units import DividedRows, Needs, count_qkv_rows, count_rows
 from pi2.plan.documents.backends import find_alone_backend, find_text_backend
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.plan.documents.plan_units import BatchSplit
-from pi2.plan.documents.selectors import list_layers
-from pi2.plan.toml.paths import KeyPath
+from pi2.plan.documents.plan_units import BatchSplit, list_layers
+from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 
 if TYPE_CHECKING:
@@ -234,7 +236,6 @@ class ResolvedPlan:
     def digest(self) -> str:
         """SHA-256, hexadecimal, of the canonical JSON of plan, device and model."""
         # Checking many plans needs no digests, and they take a tenth of the time.
-        from pi2.plan.arithmetic.digest import compute_digest
 
         return compute_digest(self)
 
@@ -334,3 +335,74 @@ def lay_out_plan_bundle(plan: Plan, model: Model) -> BundleLayout:
     if plan.bundle.stride >= layout.used_bytes:
         stride = plan.bundle.stride
     return model.lay_out_bundle(stride, plan.bundle.scales)
+
+
+_COSMETIC = frozenset({"name", "description"})
+
+
+def write_canonical_json(value: Any) -> str:
+    """Sorted, compact, ASCII JSON; refuses what is no plain data."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
+
+
+def hash_json(value: Any) -> str:
+    """SHA-256, hexadecimal, of the canonical JSON of ``value``."""
+    return hashlib.sha256(write_canonical_json(value).encode("ascii")).hexdigest()
+
+
+def dump_plain(document: BaseModel) -> dict[str, Any]:
+    """All keys, defaults filled in, quantities as exact texts; names and descriptions left out."""
+    values: dict[str, Any] = document.model_dump(mode="json")
+    for unit in values.get("units", {}).values():
+        # Devices without it have the digests that they had before there was such a key.
+        if unit.get("emulated") is None:
+            unit.pop("emulated", None)
+    return {key: value for key, value in values.items() if key not in _COSMETIC}
+
+
+def _dump_layer(layer: ResolvedLayer) -> dict[str, Any]:
+    values: dict[str, Any] = {"split": dict(layer.split), "hot": layer.hot}
+    if layer.dense is not None and len(set(layer.dense.by_sequences)) > 1:
+        # Other splits for several sequences, which most plans do not have.
+        values["batches"] = [layer.dense.unit, *layer.dense.by_sequences]
+    return values
+
+
+def compute_digest(resolved: ResolvedPlan) -> str:
+    """Digest of plan, device and model together.
+
+    Settings of layers count as resolved, so that two spellings of the same plan agree; where the
+    device and model files lie does not count, their content does.
+    """
+    plan = dump_plain(resolved.plan)
+    # What is kept between requests does not change what a run is.
+    for key in ("device", "model", "layers", "serve"):
+        del plan[key]
+    # Plans without them have the digests that they had before there were such keys.
+    if plan["memory"]["lock"] == "none":
+        del plan["memory"]["lock"]
+    if plan["decode"]["speculation"] is None:
+        del plan["decode"]["speculation"]
+    elif resolved.draft is not None:
+        plan["decode"]["speculation"]["plan"] = resolved.draft.digest
+    # Plans have a copy of it, which counts.
+    model = dump_plain(resolved.model)
+    del model["sampling"]
+    sparsity = plan.pop("sparsity")
+    if sparsity is not None and resolved.thresholds is not None:
+        found = resolved.thresholds
+        limits = [list(pair) for pair in found.limits]
+        if found.expert_limits is not None:
+            limits = [[*pair, *own] for pair, own in zip(limits, found.expert_limits, strict=True)]
+        plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
+    layers = [_dump_layer(layer) for layer in resolved.layers]
+    return hash_json(
+        {
+            "plan": plan,
+            "layers": layers,
+            "device": dump_plain(resolved.device),
+            "model": model,
+        }
+    )

@@ -12,17 +12,19 @@ from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.kept_sizes import need_kv, need_state
-from pi2.plan.arithmetic.mixers import (
+from pi2.plan.arithmetic.units import (
+    Need,
+    Needs,
     count_cutoff_bytes,
     count_layer_embedding_bytes,
     count_projection_bytes,
     count_side_bytes,
     count_state_tensor_bytes,
     count_stream_bytes,
+    describe_unit,
+    need_kv,
+    need_state,
 )
-from pi2.plan.arithmetic.needs import Need, Needs
-from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.backends import (
     find_alone_backend,
     find_executor_backend,

@@ -2,15 +2,286 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from pi2.plan.documents.backends import find_graph_backend
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.layout import GROUP, Precision, align_bytes, matrix_bytes, round_up
+from pi2.plan.weights.projections import (
+    EMBEDDING,
+    HEAD,
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION,
+    find_cutoff_precision,
+    list_altup_floats,
+    list_cutoff_matrices,
+    list_kept_vectors,
+    list_laurel_matrices,
+    list_layer_embedding_matrices,
+    list_layer_input_matrices,
+    list_projection_vectors,
+    list_projections,
+    list_side_matrices,
+    list_stream_matrices,
+    name_layer_tensor,
+)
+from pi2.plan.weights.states import describe_state, list_state_tensors
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
-    from pi2.plan.arithmetic.rows import DividedRows
+    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.plan import KvType, Plan
+
+
+ROW_STEP = 32
+"""Rows are divided at a multiple of it, so that every part begins at a multiple of 64 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedRows:
+    """The first rows of some matrices, which belong to a unit beside the sparse one."""
+
+    unit: str
+    """The unit's name."""
+    qkv: int = 0
+    """Rows of the projection to queries, keys and values, in every layer."""
+    output: int = 0
+    """Rows of the projection of what attention has mixed, in every layer."""
+    head: int = 0
+    """Rows of the head."""
+
+
+def count_rows(share: float, rows: int) -> int:
+    """Rows of a unit that has ``share`` of them: a multiple of `ROW_STEP`, and not the last one,
+    which the sparse unit keeps."""
+    return min(round(share * rows / ROW_STEP), (rows - 1) // ROW_STEP) * ROW_STEP
+
+
+def count_qkv_rows(model: Model) -> int:
+    """Rows of a layer's projection to queries, keys and values."""
+    return model.qkv_rows
+
+
+def name_head(model: Model) -> str:
+    """Name of the tensor that the head multiplies with."""
+    return EMBEDDING if model.tied_head else HEAD
+
+
+def list_matrices(model: Model, rows: DividedRows) -> Mapping[str, tuple[int, int, Precision]]:
+    """Rows, length and precision of what the unit has of each tensor, by the tensor's name."""
+    shape, precision = model.shape, model.quantization
+    found: dict[str, tuple[int, int, Precision]] = {}
+    for layer in range(shape.layers):
+        if rows.qkv:
+            name = name_layer_tensor(layer, "qkv")
+            found[name] = (rows.qkv, shape.stored_hidden, precision.attention)
+        if rows.output:
+            name = name_layer_tensor(layer, "output")
+            found[name] = (rows.output, shape.stored_query, precision.attention)
+    if rows.head:
+        kind = precision.embedding if model.tied_head else precision.head
+        found[name_head(model)] = (rows.head, shape.stored_hidden, kind)
+    return found
+
+
+def count_projection_bytes(model: Model) -> int:
+    """Bytes of the projections of all attention layers, their biases, norms and sinks."""
+    precision, total = model.quantization.attention, 0
+    for view, layers in model.list_views():
+        matrices, vectors = list_projections(view).values(), list_projection_vectors(view).values()
+        each = sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in matrices)
+        total += layers * (each + sum(align_bytes(4 * length) for length in vectors))
+    return total
+
+
+def count_side_bytes(model: Model) -> int:
+    """Bytes of a layer's matrices beside its mixers and its neurons: of an FFN beside experts, of
+    its own embedding, and of LAuReL."""
+    precision = model.quantization.attention
+    matrices = _list_side(model)
+    return sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in matrices)
+
+
+def _list_side(model: Model) -> list[tuple[int, int]]:
+    """Rows and length of these matrices."""
+    own = (list_side_matrices, list_layer_input_matrices, list_laurel_matrices)
+    return [size for list_some in own for size in list_some(model).values()]
+
+
+def count_stream_bytes(model: Model) -> int:
+    """Bytes of what several residual streams take in memory, all layers together."""
+    precision, floats = model.quantization.attention, list_altup_floats(model).values()
+    ends = list_stream_matrices(model).values()
+    each = sum(align_bytes(4 * rows * length) for rows, length in floats)
+    total = sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in ends)
+    return total + model.shape.layers * each
+
+
+def count_cutoff_bytes(model: Model) -> int:
+    """Bytes of what tells the cutoffs of gates, all layers together."""
+    sizes, precision = list_cutoff_matrices(model).values(), find_cutoff_precision(model)
+    return sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in sizes)
+
+
+def count_layer_embedding_bytes(model: Model, tokens: int) -> int:
+    """Bytes that the layers' own embeddings take in memory: rows of ``tokens``, and the projection
+    beside them with its norm."""
+    own = model.layer_embedding
+    if own is None:
+        return 0
+    matrices, precision = list_layer_embedding_matrices(model), model.quantization
+    rows, length = matrices[LAYER_PROJECTION]
+    row = matrix_bytes(1, matrices[LAYER_EMBEDDING][1], precision.embedding)
+    projection = align_bytes(matrix_bytes(rows, length, precision.attention))
+    return align_bytes(tokens * row) + projection + align_bytes(4 * own.stored_width)
+
+
+def count_state_tensor_bytes(model: Model) -> int:
+    """Bytes of the projections, the convolution and the vectors of a layer with a state."""
+    shape = describe_state(model)
+    size = 0
+    for tensor in [] if shape is None else list_state_tensors(model, shape):
+        if tensor.precision is None:
+            size += align_bytes(4 * tensor.rows * tensor.length)
+        else:
+            size += align_bytes(matrix_bytes(tensor.rows, tensor.length, tensor.precision))
+    return size
+
+
+def count_mixer_bytes(model: Model) -> int:
+    """Bytes of weights that a layer's attention, or what stands in its place, an FFN beside its
+    experts, its own embedding, residual streams and cutoffs of gates read for a token; the mean of
+    all layers."""
+    shape, precision = model.shape, model.quantization.attention
+    rows, length = list_layer_embedding_matrices(model).get(LAYER_PROJECTION, (0, GROUP))
+    total = matrix_bytes(rows, length, precision) + count_cutoff_bytes(model)
+    total += count_stream_bytes(model)
+    for view, layers in model.list_views():
+        matrices = list_projections(view).values()
+        total += layers * sum(matrix_bytes(rows, length, precision) for rows, length in matrices)
+    state = describe_state(model)
+    if state is not None:
+        total += len(model.states) * sum(
+            matrix_bytes(tensor.rows, tensor.length, tensor.precision)
+            for tensor in list_state_tensors(model, state)
+            if tensor.precision is not None
+        )
+    return total // shape.layers + count_side_bytes(model)
+
+
+def count_mixer_weights(model: Model) -> int:
+    """Number of these weights, for arithmetic."""
+    shape, state = model.shape, describe_state(model)
+    rows, length = list_layer_embedding_matrices(model).get(LAYER_PROJECTION, (0, 0))
+    total = rows * length
+    own = [*list_cutoff_matrices(model).values(), *list_stream_matrices(model).values()]
+    total += sum(rows * length for rows, length in own)
+    for view, layers in model.list_views():
+        total += layers * sum(rows * length for rows, length in list_projections(view).values())
+    if state is not None:
+        rows = state.rows + state.gates + state.stored_width
+        inner = state.parts * state.stored_width + state.stored_rank * state.width
+        inner += state.decays * state.stored_decay_rank + state.width * state.stored_gate_rank
+        total += len(model.states) * (rows * shape.stored_hidden + inner)
+    return total // shape.layers + sum(rows * length for rows, length in _list_side(model))
+
+
+def count_state_bytes(model: Model) -> int:
+    """Bytes of the state of one sequence in a layer that has one: elements of the tokens that its
+    convolution reads, and its recurrent state, float32."""
+    state = describe_state(model)
+    return 0 if state is None else align_bytes(4 * state.kept) + align_bytes(4 * state.memory)
+
+
+def count_state_traffic(model: Model) -> int:
+    """Bytes of states that a layer reads and writes for a token; the mean of all layers."""
+    return 2 * count_state_bytes(model) * len(model.states) // model.shape.layers
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a segment needs, and why."""
+
+    bytes: int
+    explanation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes needed per segment; ``cold`` is the smallest cache that works."""
+
+    attention: Need
+    kv: Need
+    state: Need
+    predictor: Need
+    hot: Need
+    cold: Need
+    workspace: Need
+
+    def items(self) -> list[tuple[str, Need]]:
+        """Segments by name."""
+        return [(item.name, getattr(self, item.name)) for item in fields(self)]
+
+
+KV_TOKENS = 16
+"""The KV cache holds a multiple of this many tokens."""
+KV_ELEMENT_BYTES: Mapping[KvType, int] = {"fp32": 4, "fp16": 2, "int8": 1}
+"""Bytes of an element of the KV cache."""
+KV_SCALE_BYTES = 2
+"""Bytes of the scale that every vector of an int8 cache has."""
+
+
+def count_kv_token_bytes(model: Model, kind: KvType) -> int:
+    """Bytes that a layer keeps of one token; the mean of all layers."""
+    scale, total = KV_SCALE_BYTES if kind == "int8" else 0, 0
+    for view, layers in model.list_views():
+        kinds, count, size = list_kept_vectors(view)
+        total += layers * kinds * count * (size * KV_ELEMENT_BYTES[kind] + scale)
+    return total // model.shape.layers
+
+
+def need_kv(plan: Plan, model: Model) -> Need:
+    """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
+    sequence of a batch; with latent attention L tokens times what is kept of each.
+
+    int8 has a scale of 2 bytes besides for every vector of w elements.
+    """
+    tokens, batch = round_up(plan.kv.context, KV_TOKENS), plan.decode.batch
+    element = KV_ELEMENT_BYTES[plan.kv.type]
+    total, parts = 0, []
+    for view, layers in model.list_views():
+        kinds, count, size = list_kept_vectors(view)
+        if not kinds:
+            continue
+        row, scales = count * size, ""
+        total += kinds * batch * layers * align_bytes(tokens * row * element)
+        if plan.kv.type == "int8":
+            total += kinds * batch * layers * align_bytes(tokens * count * KV_SCALE_BYTES)
+            scales = f", and {count} scale{'s' if count > 1 else ''}"
+        parts.append(
+            ("" if batch == 1 else f"{batch} sequences x ")
+            + ("2 (keys, values) x " if kinds == 2 else "")
+            + f"{layers} layers x {tokens} tokens x {row} elements "
+            f"of {element} byte{'s' if element > 1 else ''}{scales}"
+        )
+    return Need(total, "; ".join(parts))
+
+
+def need_state(plan: Plan, model: Model) -> Need:
+    """States: per state of a layer and sequence, the convolution's earlier tokens and the
+    recurrent state, float32; twice where tokens are guessed, which may have to be taken back."""
+    states, batch, each = len(model.states), plan.decode.batch, count_state_bytes(model)
+    if not states:
+        return Need(0, "nothing, every layer keeps keys and values")
+    several = "" if batch == 1 else f"{batch} sequences x "
+    copies = 1 if plan.decode.speculation is None else 2
+    several += "" if copies == 1 else "2 (with a copy) x "
+    return Need(
+        copies * batch * states * each,
+        f"{several}{states} states of {approximate_bytes(each)} each",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,22 +1,284 @@
-"""Explaining one value of a document: what it is, where it comes from, what it costs."""
+"""Explaining one value of a document: what it is, where it comes from, what it costs.
+
+JSON Schemas of the three documents, for editors: draft 7, and of it what all editors know.
+
+No ``prefixItems``, no keyword beside ``$ref``, no null (TOML has none); every key has a title, a
+description (its docstring in the model) and examples.  A document that extends others may leave out
+anything but its version, also inside of tables, so only entries of arrays have required keys there;
+`pi2 validate` misses what is missing.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, WithJsonSchema
+from pydantic.fields import FieldInfo
 
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.costs import Cost, list_costs
-from pi2.plan.authoring.field_docs import FieldDoc, describe_field
 from pi2.plan.checking.check import Report
-from pi2.plan.composing.history import Step, look_up, trace_value
-from pi2.plan.documents.common import Document
-from pi2.plan.documents.fields import list_known_keys, suggest
-from pi2.plan.reading.kinds import DOCUMENTS
-from pi2.plan.toml.paths import EVERY_ITEM, EVERY_NAME, KeyPath, format_path
+from pi2.plan.composing.trees import Step, look_up, trace_value
+from pi2.plan.documents.common import Document, find_type, list_known_keys, suggest
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan
+from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind
+from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, KeyPath, format_path, write_value
+
+_DRAFT = "http://json-schema.org/draft-07/schema#"
+_KINDS: Mapping[str, type[Document]] = {"plan": Plan, "device": Device, "model": Model}
+
+
+def make_schemas() -> dict[str, str]:
+    """Texts of the schema files by file name."""
+    return {
+        f"{kind}.schema.json": json.dumps(make_schema(document), indent=2, ensure_ascii=False)
+        + "\n"
+        for kind, document in _KINDS.items()
+    }
+
+
+def make_schema(document: type[Document]) -> dict[str, Any]:
+    """The schema of one document."""
+    raw = document.model_json_schema(ref_template="#/definitions/{model}")
+    tables = {kind.__name__: kind for kind in _collect_tables(document)}
+    entries = {kind.__name__ for table in tables.values() for kind in _list_entries(table)}
+    definitions = {
+        name: _describe_table(tables[name], _simplify(schema))
+        for name, schema in sorted(raw.pop("$defs", {}).items())
+    }
+    for name in definitions.keys() - entries:
+        definitions[name].pop("required", None)
+    body = _describe_table(document, _simplify(raw))
+    body["properties"]["schema_version"]["type"] = "integer"
+    own = [name for name in body["required"] if name != "schema_version"]
+    body["required"] = ["schema_version"]
+    body["anyOf"] = [{"required": ["extends"]}, {"required": own}]
+    return {"$schema": _DRAFT, **body, "definitions": definitions}
+
+
+def _collect_tables(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """The table and every table below it."""
+    yield table
+    for name in table.model_fields:
+        kind = find_type(table, (name,))
+        if get_origin(kind) is dict:
+            kind = find_type(table, (name, ""))
+        elif get_origin(kind) is tuple:
+            kind = find_type(table, (name, 0))
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _collect_tables(kind)
+
+
+def _list_entries(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Tables that are entries of the table's arrays."""
+    for name in table.model_fields:
+        if get_origin(find_type(table, (name,))) is tuple:
+            kind = find_type(table, (name, 0))
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield kind
+
+
+def _simplify(schema: Any) -> Any:
+    """Leave out null, and keys that no pattern allows."""
+    if isinstance(schema, list):
+        return [_simplify(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: _simplify(value) for key, value in schema.items()}
+    options = result.get("anyOf")
+    if isinstance(options, list) and {"type": "null"} in options:
+        options.remove({"type": "null"})
+        if len(options) == 1:
+            del result["anyOf"]
+            result = {**options[0], **result}
+    if "default" in result and result["default"] is None:
+        del result["default"]
+    if "patternProperties" in result:
+        result["additionalProperties"] = False
+    return result
+
+
+def _wrap_reference(schema: dict[str, Any]) -> dict[str, Any]:
+    """Draft 7 ignores whatever stands beside a ``$ref``."""
+    if "$ref" not in schema:
+        return schema
+    rest = {key: value for key, value in schema.items() if key not in ("$ref", "default")}
+    return {"allOf": [{"$ref": schema["$ref"]}], **rest}
+
+
+def _describe_table(table: type[BaseModel], schema: dict[str, Any]) -> dict[str, Any]:
+    """Add descriptions from docstrings, and examples."""
+    schema["description"] = _clean(inspect.getdoc(table) or "")
+    texts = read_docstrings(table)
+    for name, item in schema.get("properties", {}).items():
+        item["description"] = texts[name]
+        item.setdefault("title", name.replace("_", " ").title())
+        examples = _find_examples(item)
+        if examples:
+            item["examples"] = examples
+        schema["properties"][name] = _wrap_reference(item)
+    return schema
+
+
+def _find_examples(schema: Mapping[str, Any]) -> list[Any]:
+    for key in ("examples", "enum"):
+        if key in schema:
+            return list(schema[key])
+    for key in ("default", "const"):
+        if key in schema:
+            return [schema[key]]
+    return [True] if schema.get("type") == "boolean" else []
+
+
+@cache
+def read_docstrings(table: type[BaseModel]) -> Mapping[str, str]:
+    """Docstrings of a table's fields, as Markdown; a field without one is a bug."""
+    texts: dict[str, str] = {}
+    for kind in reversed(table.__mro__):
+        if kind is not BaseModel and issubclass(kind, BaseModel):
+            texts.update(list_field_docs(kind))
+    missing = [name for name in table.model_fields if name not in texts]
+    assert not missing, f"{table.__name__}: no docstring for {missing}"
+    return texts
+
+
+def list_field_docs(table: type) -> Iterator[tuple[str, str]]:
+    """Names and docstrings, as Markdown, of the fields that a class itself declares."""
+    body = ast.parse(inspect.getsource(table)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for item, following in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        ):
+            yield item.target.id, _clean(following.value.value)
+
+
+def _clean(text: str) -> str:
+    """One paragraph, with Markdown's backticks and emphasis."""
+    return " ".join(text.split()).replace("``", "`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldDoc:
+    """What the reference and the editors say of a key."""
+
+    text: str
+    """The meaning of the key, in Markdown."""
+    values: str
+    """The values that may be written, such as ``a whole number``."""
+    default: str | None
+    """The default as TOML; None where there is none."""
+    is_required: bool
+    examples: tuple[str, ...]
+    """Values as TOML."""
+
+
+def list_keys(root: type[BaseModel], path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the path of every key of a document, tables before what is in them; `EVERY_ITEM` stands
+    for entries of arrays, `EVERY_NAME` for names of the user's."""
+    table = find_type(root, path) if path else root
+    assert isinstance(table, type) and issubclass(table, BaseModel), path
+    for name in table.model_fields:
+        key = (*path, name)
+        yield key
+        inner = find_table(root, key)
+        if inner is not None:
+            yield from list_keys(root, inner)
+
+
+def find_table(root: type[BaseModel], key: KeyPath) -> KeyPath | None:
+    """Path of the table in a key, in its entries or under its names; None if there is none."""
+    for path in (key, (*key, EVERY_NAME), (*key, EVERY_ITEM)):
+        kind: Any = find_type(root, path)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return path
+    return None
+
+
+def describe_field(root: type[BaseModel], path: KeyPath) -> FieldDoc | None:
+    """What is known of the key at ``path`` of a document; None where there is no such key."""
+    kind = find_type(root, path)
+    if kind is None or not path:
+        return None
+    number = len(path)
+    while number > 1 and _find_field(root, path[:number]) is None:
+        number -= 1  # an array's entry, or a name of the user's
+    field = _find_field(root, path[:number])
+    if field is None:
+        return None
+    table = find_type(root, path[: number - 1])
+    text = read_docstrings(table)[str(path[number - 1])]
+    whole = number == len(path)
+    default = field.get_default() if whole and not field.is_required() else None
+    return FieldDoc(
+        text=text,
+        values=_describe_values(kind, field),
+        default=None if default is None or isinstance(default, BaseModel) else write_value(default),
+        is_required=whole and field.is_required(),
+        examples=tuple(write_value(item) for item in _find_own_examples(field)) if whole else (),
+    )
+
+
+def _find_field(root: type[BaseModel], path: KeyPath) -> FieldInfo | None:
+    table = find_type(root, path[:-1])
+    if isinstance(table, type) and issubclass(table, BaseModel):
+        return table.model_fields.get(str(path[-1]))
+    return None
+
+
+def _find_own_examples(field: FieldInfo) -> Iterable[Any]:
+    schema = _find_quantity(field)
+    if schema is not None:
+        return list(schema.get("examples", ()))
+    return field.examples or ()
+
+
+def _find_quantity(field: FieldInfo) -> dict[str, Any] | None:
+    """The JSON Schema of a quantity with a unit."""
+    found = [*field.metadata]
+    for option in get_args(field.annotation):  # Bytes | None
+        found += get_args(option)[1:] if get_origin(option) is Annotated else ()
+    for item in found:
+        if isinstance(item, WithJsonSchema) and item.json_schema is not None:
+            return dict(item.json_schema)
+    return None
+
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
+
+
+def _describe_values(kind: Any, field: FieldInfo) -> str:
+    if _find_quantity(field) is not None:
+        return "a quantity with its unit"
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(write_value(item) for item in get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"a table with the keys {', '.join(kind.model_fields)}"
+    if get_origin(kind) is tuple:
+        return "an array"
+    if get_origin(kind) is dict:
+        return "a table"
+    return _WORDS.get(kind, "a value")
+
 
 _PART = re.compile(
     r"""\.?(?:(?P<plain>[\w-]+|\*)|"(?P<quoted>[^"]*)"|\[(?P<index>\d{1,9}|\*)?\])"""

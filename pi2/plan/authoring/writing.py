@@ -8,16 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pi2.plan.arithmetic.costs import describe_owners, name_memory
 from pi2.plan.arithmetic.file_facts import FileFacts
-from pi2.plan.arithmetic.ownership import describe_owners, name_memory
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs
-from pi2.plan.documents.common import Document
-from pi2.plan.documents.fields import find_type
+from pi2.plan.documents.common import Document, find_type
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.toml.paths import KeyPath
 from pi2.plan.toml.source import SourceFile
-from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.toml.text import KeyPath, write_key, write_value
 
 Comment = Callable[[KeyPath], str | None]
 """The remark behind a value."""

@@ -1,4 +1,11 @@
-"""Checking documents: everything that is found in a plan, its device and its model."""
+"""Checking documents: everything that is found in a plan, its device and its model.
+
+Pages of all codes: the docstrings of the rules, and ``pi2/diagnostics/pages`` for the others.
+
+A rule's page is its docstring.  Codes that are given in passing, such as that of a file
+which is not there, have theirs in a TOML file per range of codes: a table per code with the keys
+``what``, ``why``, ``example`` and ``fix``, which are Markdown.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +14,42 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pi2.diagnostics
 from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.diagnostics.texts import Page, parse_page
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.findings import Fact
-from pi2.plan.checking.inspection import Inspection
-from pi2.plan.checking.reuse import Reuse
+from pi2.plan.checking.inspection import Inspection, Reuse
+from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.plan.reading.listing import list_documents
-from pi2.plan.reading.references import Located, Resolver
+from pi2.plan.reading.references import Located, Resolver, list_documents
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.file_facts import FillPlan
     from pi2.plan.reading.thresholds import GivenThresholds
+
+
+FOLDER = Path(pi2.diagnostics.__path__[0]) / "pages"
+
+
+def load_pages() -> dict[str, Page]:
+    """All pages by code, in the order of the codes."""
+    import tomli
+
+    pages = [parse_page(rule.code, rule.documentation) for rule in load_rules()]
+    for file in FOLDER.glob("*.toml"):
+        tables = tomli.loads(file.read_text(encoding="utf-8"))
+        pages += [Page(code=code, **texts) for code, texts in tables.items()]
+    return {page.code: page for page in sorted(pages, key=lambda page: page.code)}
+
+
+def find_page(code: str) -> Page | None:
+    """The page about ``code``; None where there is none."""
+    return load_pages().get(code)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from pydantic import BaseModel
+
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.common import Origin as Origin_of_common
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.plan.toml.paths import KeyPath
-from pi2.plan.toml.source import Kind
+from pi2.plan.documents.plan_units import BatchSplit
+from pi2.plan.toml.source import KINDS, Kind
+from pi2.plan.toml.text import KeyPath
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedSplit:
+    """A split, and where it stands."""
+
+    split: Mapping[str, float]
+    path: KeyPath
+    subject: str
+    """Which layers, and which steps, for people."""
+
+
+def list_placed_splits(plan: Plan) -> Iterator[PlacedSplit]:
+    """Every split of a plan, in the order of the document."""
+    layers = plan.layers
+    base: KeyPath = ("layers",)
+    yield PlacedSplit(split=layers.split, path=(*base, "split"), subject="all layers")
+    yield from _list_batches(layers.batches, base, "all layers")
+    for number, override in enumerate(layers.overrides):
+        path: KeyPath = (*base, "overrides", number)
+        subject = f'layers "{override.select.strip()}"'
+        if override.split is not None:
+            yield PlacedSplit(split=override.split, path=(*path, "split"), subject=subject)
+        yield from _list_batches(override.batches or (), path, subject)
+
+
+def list_row_splits(plan: Plan) -> Iterator[PlacedSplit]:
+    """Every split of rows of matrices."""
+    table = plan.projections
+    for name, split in (("attention", table.attention), ("head", table.head)):
+        if split is not None:
+            path: KeyPath = ("projections", name)
+            yield PlacedSplit(split=split, path=path, subject=f"projections.{name}")
+
+
+def _list_batches(
+    batches: Sequence[BatchSplit], path: KeyPath, subject: str
+) -> Iterator[PlacedSplit]:
+    for number, entry in enumerate(batches):
+        yield PlacedSplit(
+            split=entry.split,
+            path=(*path, "batches", number, "split"),
+            subject=f"{subject} in steps of {entry.sequences} sequences",
+        )
+
+
+def walk_figures(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Origin_of_common]]:
+    """Every figure below ``value`` with its key path."""
+    for place, item in walk_values(value, path):
+        if isinstance(item, Origin_of_common):
+            yield place, item
+
+
+def walk_texts(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Every text below ``value`` with its key path."""
+    for place, item in walk_values(value, path):
+        if isinstance(item, str):
+            yield place, item
+
+
+def walk_values(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+    """``value`` and everything below it; values that nobody wrote, too."""
+    yield path, value
+    if isinstance(value, BaseModel):
+        for name, item in value:
+            yield from walk_values(item, (*path, name))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from walk_values(item, (*path, str(key)))
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value):
+            yield from walk_values(item, (*path, number))
+
+
+Match = tuple[Literal["serial", "account", "home"], int, int]
+"""The kind of a private stretch, its start and its end in the text."""
+
+LABELLED_SERIAL = re.compile(
+    r"(?<![\w-])(?:serial(?:[ _-]?(?:number|no|nr))?\.?|s/n|imei|meid|asset[ _-]?tag"
+    r"|android[ _-]?id|udid)(?:\s*[:=#]\s*|\s+(?:is\s+)?)"
+    r"(?P<found>[\"']?[A-Z0-9](?:[A-Z0-9:-]{4,38})[A-Z0-9][\"']?)(?![\w-])",
+    re.IGNORECASE,
+)
+MAC = re.compile(
+    r"(?<![\w:-])(?:[0-9A-Fa-f]{2}([:-]))(?:[0-9A-Fa-f]{2}\1){4}[0-9A-Fa-f]{2}(?![\w:-])"
+)
+UUID = re.compile(r"(?<![\w-])[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}(?![\w-])")
+LONG_DIGITS = re.compile(r"(?<![\w.,-])\d{15}(?![\w.,-])")
+PHONE_SERIAL = re.compile(
+    r"(?<![\w/-])(?=(?:[A-Z]*\d){4})(?=(?:\d*[A-Z]){3})[A-Z0-9]{11,20}(?![\w/-])"
+)
+
+EMAIL = re.compile(
+    r"(?<![\w.+/-])[\w.+-]{1,64}@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,24}(?!\w)"
+)
+LOGIN = re.compile(
+    r"(?<![\w-])(?:user(?:[ _-]?name)?|login|account|host[ _-]?name)\s*[:=]\s*"
+    r"(?P<found>[\"']?[\w.@+-]{2,64}[\"']?)",
+    re.IGNORECASE,
+)
+SHELL_PROMPT = re.compile(r"(?<![\w./@+-])[a-z_][\w-]{0,31}@[\w-]{2,63}(?=:[~/]|\s*[$#])")
+URL_ACCOUNT = re.compile(r"(?<=://)[^/\s@\"']{1,200}@")
+TOKEN = re.compile(r"(?<!\w)(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{20,})")
+
+HOME = re.compile(
+    r"(?<![\w.])(?:/home/|/Users/|/var/home/|[A-Za-z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))"
+    r"(?P<found>[^\s/\\\"'<>|:*?,;)]{1,64})"
+)
+
+NOBODY = frozenset({"user", "username", "you", "me", "name", "$user", "<user>", "runner", "shared"})
+"""Names that guides write where a reader puts their own."""
+
+
+def find_matches(text: str) -> Iterator[Match]:
+    """Every stretch of ``text`` that a pattern finds; some overlap."""
+    for pattern in (LABELLED_SERIAL, MAC, UUID, LONG_DIGITS, PHONE_SERIAL):
+        for match in pattern.finditer(text):
+            if _is_serial(pattern, match):
+                yield "serial", *_locate(match)
+    for pattern in (EMAIL, LOGIN, SHELL_PROMPT, URL_ACCOUNT, TOKEN):
+        for match in pattern.finditer(text):
+            start, end = _locate(match)
+            if text[start:end].lower() not in NOBODY:
+                yield "account", start, end
+    for match in HOME.finditer(text):
+        if match["found"].lower() not in NOBODY:
+            yield "home", *match.span()
+
+
+def _locate(match: re.Match[str]) -> tuple[int, int]:
+    """Where the private part stands, without quotes around it."""
+    named: str | int = "found" if match.groupdict().get("found") else 0
+    start, end = match.span(named)
+    text: str = match[named]
+    inner = text.strip("\"'")
+    if inner != text and inner:
+        start += text.index(inner)
+        end = start + len(inner)
+    return start, end
+
+
+def _is_serial(pattern: re.Pattern[str], match: re.Match[str]) -> bool:
+    if pattern is LABELLED_SERIAL:
+        text: str = match["found"]
+        return sum(char.isdigit() for char in text) >= 2
+    if pattern is LONG_DIGITS:
+        return _has_check_digit(match[0])
+    return True
+
+
+def _has_check_digit(digits: str) -> bool:
+    """Whether the last digit is the check digit that an IMEI has (Luhn)."""
+    total = 0
+    for place, char in enumerate(reversed(digits)):
+        value = int(char) * (1 + place % 2)
+        total += value - 9 if value > 9 else value
+    return total % 10 == 0
+
 
 Fact = Literal["plan", "device", "model", "resolved"]
 
@@ -71,13 +236,90 @@ class Facts:
         return value
 
 
+Check = Callable[[Facts], Iterator[Finding]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One module of ``pi2/plan/checking/rules``."""
+    """A function of ``pi2/plan/checking/rules``, and what it is about."""
 
     code: str
     severity: Literal["error", "warning"]
     needs: tuple[Fact, ...]
     """The facts that the rule reads; a rule without any looks at each document alone."""
-    check: Callable[[Facts], Iterator[Finding]]
+    check: Check
     documentation: str
+
+
+def rule(code: str, severity: Literal["error", "warning"], *needs: Fact) -> Callable[[Check], Rule]:
+    """Make a rule of a function whose docstring is the page of ``code``."""
+
+    def make(check: Check) -> Rule:
+        title, gap, rest = inspect.cleandoc(check.__doc__ or "").partition("\n\n")
+        page = " ".join(title.split()) + gap + rest
+        return Rule(code=code, severity=severity, needs=needs, check=check, documentation=page)
+
+    return make
+
+
+PrivateKind = Literal["serial", "account", "home"]
+
+_HINT = re.compile(
+    r"@|/home/|[Uu]sers|[A-Z0-9]{11}|[0-9A-Fa-f]{8}-|[0-9A-Fa-f]{2}[:-][0-9A-Fa-f]{2}[:-]|_\w{20}"
+    r"|glpat-|(?i:serial|s/n|imei|meid|asset|android|udid|user|login|account|host[ _-]?name)"
+)
+"""A pattern that every private text matches; most texts do not and need no further look."""
+
+_PLACEHOLDER = {"serial": "(serial number)", "account": "(account)", "home": "~"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private:
+    """A private stretch of a text."""
+
+    kind: PrivateKind
+    start: int
+    end: int
+    text: str
+
+    @property
+    def shortened(self) -> str:
+        """The beginning of the stretch: enough to find it again, not enough to give it away."""
+        return f"{self.text[:3]}…" if self.kind != "home" else self.text[:32]
+
+
+@lru_cache(maxsize=4096)  # three rules ask about the same texts
+def find_private(text: str) -> tuple[Private, ...]:
+    """Everything private in ``text``, in its order; stretches do not overlap."""
+    if _HINT.search(text) is None:
+        return ()
+
+    matches = sorted(find_matches(text), key=lambda item: (item[1], -item[2]))
+    found = [Private(kind=k, start=i, end=j, text=text[i:j]) for k, i, j in matches]
+    kept: list[Private] = []
+    for item in found:
+        if not kept or item.start >= kept[-1].end:
+            kept.append(item)
+    return tuple(kept)
+
+
+def strip_private(text: str) -> tuple[str, tuple[Private, ...]]:
+    """The text without what is private, and what that was."""
+    found = find_private(text)
+    for item in reversed(found):
+        text = text[: item.start] + _PLACEHOLDER[item.kind] + text[item.end :]
+    return text, found
+
+
+def report_private(facts: Facts, kind: PrivateKind, what: str) -> Iterator[Finding]:
+    """A finding for every text of the documents that holds something private of this kind."""
+    for document in KINDS:
+        for path, text in walk_texts(facts.known.get(document)):
+            found = [item for item in find_private(text) if item.kind == kind]
+            if found:
+                yield Finding(
+                    document=document,
+                    path=path,
+                    message=f"{what}: `{found[0].shortened}`",
+                    help="leave it out: documents are shared",
+                )

@@ -1,32 +1,146 @@
-"""Looking into documents: reads them with what they name, runs the rules, gathers findings."""
+"""Looking into documents: reads them with what they name, runs the rules, gathers findings.
+
+Whose line a finding belongs to: its author's, not that of a document that comes with pi2.
+
+What a document extends may be one that pi2 ships, or one that was fetched: nobody is to change it.
+A finding about a value from there stands at the entry of ``extends`` that takes the document up,
+and says what to write in the author's own file instead.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.plan.checking.findings import Fact, Facts, Finding, Rule
-from pi2.plan.checking.reuse import ReadDocument, Reuse, make_key
 from pi2.plan.checking.rules import load_rules
+from pi2.plan.composing.trees import Chain, Link
 from pi2.plan.documents.common import COMPOSITION, Document
 from pi2.plan.documents.plan import Plan
 from pi2.plan.reading.deprecations import modernise
-from pi2.plan.reading.kinds import DOCUMENTS, check_suffix, guess_kind, report_kind
-from pi2.plan.reading.references import Located, Resolver, UnknownName, locate_document
+from pi2.plan.reading.references import (
+    DOCUMENTS,
+    Located,
+    Resolver,
+    UnknownName,
+    check_suffix,
+    find_shipped_folder,
+    guess_kind,
+    has_scheme,
+    locate_document,
+    report_kind,
+)
 from pi2.plan.reading.schema_check import check_schema
-from pi2.plan.toml.paths import KeyPath, name_path
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source, read_source
+from pi2.plan.toml.text import KeyPath, format_path, name_path
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.file_facts import FileFacts, FillPlan
-    from pi2.plan.composing.composed import Chain, Removal
-    from pi2.plan.composing.overrides import Overrides
+    from pi2.plan.composing.trees import Overrides, Removal
     from pi2.plan.reading.thresholds import Thresholds
+
+
+FileKey = tuple[Kind, str, str, int, int, int]
+
+
+@dataclass(frozen=True)
+class ReadDocument:
+    """A device or model that was read and held against its schema."""
+
+    file: SourceFile
+    document: Document | None
+    diagnostics: tuple[Diagnostic, ...]
+
+
+@dataclass
+class Reuse:
+    """Devices and models that were read, and what rules found in each of them alone.
+
+    Documents that extend others are left out: what they are depends on other files too.
+    """
+
+    documents: dict[FileKey, ReadDocument] = field(default_factory=dict)
+    findings: dict[tuple[str, int], tuple[Diagnostic, ...]] = field(default_factory=dict)
+    """Findings by the rule's code and the identity of the document, which ``documents`` keeps
+    alive."""
+
+
+def make_key(located: Located, kind: Kind) -> FileKey | None:
+    """Name a file and its state; None for what is not a file of this machine's own."""
+    if located.reference is not None:
+        return None
+    try:
+        status = os.stat(located.path)
+    except (OSError, ValueError):
+        return None
+    state = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return (kind, str(located.path), located.name, *state)
+
+
+MAX_SHOWN = 80
+"""Longest line of another document that is shown, in characters."""
+
+_WRITE = re.compile(r"write (?P<key>[\w-]+) = ")
+
+
+def give_to_author(
+    item: Diagnostic,
+    path: KeyPath,
+    at: Literal["key", "value"],
+    chains: Mapping[str, Chain],
+    sources: Mapping[str, str],
+) -> Diagnostic:
+    """Move a finding about the key at ``path`` from a document that nobody is to change to the
+    entry that takes it up; any other is returned as it is.
+
+    ``chains`` lead from the author's document to the others, ``sources`` are their texts, by name.
+    """
+    span = item.span
+    link = None if span is None else find_entry(span.file, chains.get(span.file, ()))
+    if span is None or link is None:
+        return item
+    lines = sources.get(span.file, "").split("\n")
+    line = lines[span.line - 1].strip() if span.line <= len(lines) else ""
+    shown = line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN - 3]}..."
+    return replace(
+        item,
+        span=link.file.spans.find_value(link.path),
+        notes=(f"{span.place}: {shown}", *item.notes),
+        help=_advise(item.help, path, at, link.file.name),
+    )
+
+
+def find_entry(name: str, chain: Chain) -> Link | None:
+    """The entry in an author's file from which the way leads to the document ``name`` that is not
+    theirs; None where ``name`` is an author's itself, or nothing on the way is."""
+    if not _is_foreign(name):
+        return None
+    return next((link for link in reversed(chain) if not _is_foreign(link.file.name)), None)
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether a document is one that pi2 ships or that was fetched."""
+    return has_scheme(name) or Path(name).resolve().is_relative_to(find_shipped_folder())
+
+
+def _advise(help: str | None, path: KeyPath, at: Literal["key", "value"], file: str) -> str:
+    key = format_path(path)
+    if at == "key":
+        remedy = f'write remove = ["{key}"] in {file} to leave it out'
+        return remedy if help is None else f"{help}; {remedy}"
+    wanted = _WRITE.match(help or "")
+    if help is not None and wanted is not None and wanted["key"] == path[-1]:
+        value = help[wanted.end() :].removesuffix(", or leave it out")
+        return f"in {file}, write {key} = {value}"
+    remedy = f"write {key} in {file}, and it counts instead"
+    return remedy if help is None else f"{help}; {remedy}"
+
 
 _ABOUT_REFERENCES = CANNOT_READ | {"P009", "P014"}
 """Findings in a device or model that mean that the plan names the wrong file."""
@@ -60,7 +174,7 @@ class Inspection:
 
     def override(self, values: Mapping[str, object]) -> None:
         """Take values that replace those of the plan."""
-        from pi2.plan.composing.overrides import SET, prepare_overrides
+        from pi2.plan.composing.trees import SET, prepare_overrides
 
         self.overrides, findings = prepare_overrides(values)
         self.diagnostics += findings
@@ -100,7 +214,7 @@ class Inspection:
         """Take a document's values, ``whole`` unless something that it extends is not there, and
         validate them against its schema."""
         if kind == "plan" and self.overrides is not None:
-            from pi2.plan.composing.overrides import apply_overrides
+            from pi2.plan.composing.trees import apply_overrides
 
             values, misplaced = apply_overrides(source.values, self.overrides)
             self.diagnostics += misplaced
@@ -347,7 +461,6 @@ class Inspection:
         )
         if not self.chains:
             return item
-        from pi2.plan.checking.authors import give_to_author
 
         return give_to_author(item, finding.path, finding.at, self.chains, self.sources)
 
@@ -359,7 +472,7 @@ class Inspection:
     @staticmethod
     def list_inherited(file: SourceFile, path: KeyPath) -> list[tuple[Span, str]]:
         """What a table of a composed document has from other files."""
-        from pi2.plan.composing.composed import ComposedPlaces
+        from pi2.plan.composing.trees import ComposedPlaces
 
         places = file.spans
         return places.list_inherited(path) if isinstance(places, ComposedPlaces) else []

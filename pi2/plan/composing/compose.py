@@ -22,10 +22,13 @@ from typing import Any
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.composing.composed import Chain, ComposedFile, Link, Removal
 from pi2.plan.composing.trees import (
     JOINS,
+    Chain,
+    ComposedFile,
+    Link,
     Node,
+    Removal,
     build_tree,
     extract_values,
     find_node,
@@ -33,23 +36,24 @@ from pi2.plan.composing.trees import (
     merge_trees,
     remove_node,
 )
-from pi2.plan.documents.common import COMPOSITION
-from pi2.plan.documents.fields import suggest
+from pi2.plan.documents.common import COMPOSITION, suggest
 from pi2.plan.reading.deprecations import modernise
-from pi2.plan.reading.kinds import DOCUMENTS, check_suffix, guess_kind, report_kind
 from pi2.plan.reading.references import (
+    DOCUMENTS,
     MAX_LENGTH,
     Located,
     Resolver,
     UnknownName,
+    check_suffix,
+    guess_kind,
     has_scheme,
     is_path,
     locate_document,
+    report_kind,
 )
 from pi2.plan.reading.schema_check import check_version
-from pi2.plan.toml.paths import KeyPath, format_path
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
-from pi2.plan.toml.text import write_value
+from pi2.plan.toml.text import KeyPath, format_path, write_value
 
 MAX_DEPTH = 8
 """Longest chain of documents that extend one another."""

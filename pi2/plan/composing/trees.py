@@ -11,12 +11,193 @@ The rules, for an inherited tree and one of its own:
 
 from __future__ import annotations
 
+import datetime
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, get_args, get_origin
 
-from pi2.plan.toml.paths import KeyPath
-from pi2.plan.toml.source import SourceFile
+import tomli
+
+from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.plan.documents.common import COMPOSITION, find_type, list_known_keys, suggest
+from pi2.plan.documents.plan import Plan
+from pi2.plan.toml.source import Places, SourceFile
+from pi2.plan.toml.text import KeyPath, format_path, write_value
+
+SET = "--set"
+"""Name of the source that overridden values come from."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """One value, and where it stands in the text of all overrides."""
+
+    path: KeyPath
+    value: object
+    key_span: Span
+    value_span: Span
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """All overridden values of a plan; ``text`` is shown in diagnostics, one line each."""
+
+    items: tuple[Override, ...]
+    text: str
+
+
+def parse_assignments(texts: tuple[str, ...]) -> dict[str, object]:
+    """Parse ``KEY=VALUE`` texts; a value that is no TOML value is text."""
+    values: dict[str, object] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError.of(
+                "P016",
+                f"`{SET} {text}`: expected KEY=VALUE",
+                help="for example `--set decode.predictor=gate`",
+            )
+        values[key.strip()] = _parse_value(text, value.strip())
+    return values
+
+
+def _parse_value(text: str, value: str) -> object:
+    try:
+        parsed = tomli.loads(f"value = {value}")
+    except (tomli.TOMLDecodeError, RecursionError, ValueError):
+        if value and value[0] not in "\"'[{" and "\n" not in value:
+            return value
+        raise UserError.of(
+            "P016",
+            f"`{SET} {text}`: the value is not TOML",
+            help="for example `--set memory.budget='\"64 MiB\"'` or `--set io.threads=2`",
+        ) from None
+    if set(parsed) != {"value"}:
+        raise UserError.of("P016", f"`{SET} {text}`: expected one value")
+    result: object = parsed["value"]
+    return result
+
+
+def prepare_overrides(values: Mapping[str, object]) -> tuple[Overrides, list[Diagnostic]]:
+    """Check that the keys exist in plans, and write the text that diagnostics show."""
+    items, findings, lines = [], [], []
+    for number, (key, value) in enumerate(values.items(), start=1):
+        reason: str | None = None
+        plain: object = None
+        try:
+            plain = None if value is None else _make_plain(value)
+            shown = "(left out)" if value is None else write_value(plain)
+        except TypeError as error:
+            shown, reason = f"<{type(value).__name__}>", str(error)
+        lines.append(f"{key} = {shown}")
+        key_span = Span(SET, number, 1, number, len(key) + 1)
+        value_span = Span(SET, number, len(key) + 4, number, len(key) + 4 + len(shown))
+        path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        unknown = _find_unknown(path)
+        if unknown is not None:
+            findings.append(_report_unknown(path, unknown, key_span))
+        elif reason is not None:
+            findings.append(Diagnostic(code="P016", message=reason, span=value_span, path=key))
+        else:
+            items.append(Override(path, plain, key_span, value_span))
+    return Overrides(tuple(items), "\n".join(lines)), findings
+
+
+def _find_unknown(path: KeyPath) -> int | None:
+    """Index of the first part that plans do not know."""
+    if path[0] in COMPOSITION:
+        return 0  # documents are put together before values are replaced
+    for end in range(1, len(path) + 1):
+        if find_type(Plan, path[:end]) is None:
+            return end - 1
+        holder = find_type(Plan, path[: end - 1])
+        if get_origin(holder) is dict:
+            allowed = get_args(get_args(holder)[0])
+            if allowed and isinstance(allowed[0], str) and path[end - 1] not in allowed:
+                return end - 1
+    return None
+
+
+def _report_unknown(path: KeyPath, index: int, span: Span) -> Diagnostic:
+    parent, name = path[:index], path[index]
+    known = [key for key in list_known_keys(Plan, parent) if parent or key not in COMPOSITION]
+    near = suggest(str(name), known)
+    place = f"in `{format_path(parent)}`" if parent else "in plans"
+    help_text = f"known keys: {', '.join(known)}" if known else None
+    if near:
+        help_text = f"did you mean `{'.'.join(str(part) for part in (*parent, near))}`?"
+    return Diagnostic(
+        code="P017",
+        message=f"unknown key `{name}` {place}",
+        help=help_text,
+        span=span,
+        path=format_path(path),
+    )
+
+
+def apply_overrides(
+    values: dict[str, Any], overrides: Overrides
+) -> tuple[dict[str, Any], list[Diagnostic]]:
+    """Return ``values`` with every override in its place, and what has no place.
+
+    Tables on the way are made; items of arrays must be there.  None takes a key away.
+    """
+    result: dict[str, Any] = _copy(values)
+    findings = []
+    for item in overrides.items:
+        current: Any = result
+        for number, part in enumerate(item.path):
+            if isinstance(part, int) and isinstance(current, list) and part >= len(current):
+                findings.append(_report_index(item, number, len(current)))
+                break
+            fits = isinstance(current, dict if isinstance(part, str) else list)
+            if not fits:
+                break  # the plan itself is at fault, and that is reported
+            if number == len(item.path) - 1:
+                if item.value is None:
+                    current.pop(part, None)
+                else:
+                    current[part] = _copy(item.value)
+            elif isinstance(part, int):
+                current = current[part]
+            else:
+                is_array = isinstance(item.path[number + 1], int)
+                current = current.setdefault(part, [] if is_array else {})
+    return result, findings
+
+
+def _report_index(item: Override, number: int, length: int) -> Diagnostic:
+    entries = "no entries" if length == 0 else f"the entries 0 to {length - 1}"
+    return Diagnostic(
+        code="P017",
+        message=f"`{format_path(item.path[:number])}` has {entries} in this plan",
+        span=item.key_span,
+        path=format_path(item.path),
+    )
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value
+
+
+def _make_plain(value: object) -> object:
+    """Turn Python values into what TOML has; TypeError if there is no such thing."""
+    if isinstance(value, bool | int | float | str | datetime.date | datetime.time):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _make_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_make_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"no TOML value: {type(value).__name__}")
+
 
 Join = Literal["append", "prepend"]
 JOINS: tuple[Join, ...] = ("append", "prepend")
@@ -161,3 +342,193 @@ def list_names(node: Node) -> list[str]:
     if node.table is not None:
         return list(node.table)
     return [item.id for item in node.items or () if item.id is not None]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One entry of ``extends``."""
+
+    file: SourceFile
+    path: KeyPath
+    reference: str
+
+    @property
+    def note(self) -> str:
+        """The entry and its place, for the origins of a finding."""
+        place = self.file.spans.find_value(self.path).place
+        return f"{place}: extends {write_value(self.reference)}"
+
+
+Chain = tuple[Link, ...]
+"""The way from a document to one of its files."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One entry of ``remove`` that took something away."""
+
+    file: SourceFile
+    index: int
+    names: tuple[str, ...]
+
+    @property
+    def note(self) -> str:
+        """The entry and its place, for the origins of a finding."""
+        place = self.file.spans.find_value(("remove", self.index)).place
+        return f"{place}: removed here"
+
+    def covers(self, path: str | None) -> bool:
+        """Whether the key at ``path``, as findings write it, is what was removed or below it."""
+        own = format_path(self.names)
+        return path is not None and (path == own or path.startswith(f"{own}."))
+
+
+class ComposedPlaces:
+    """Places of keys and values in the files that they come from."""
+
+    def __init__(self, tree: Node, replaced: Mapping[KeyPath, tuple[Span, Span]]) -> None:
+        self.tree = tree
+        self.replaced = replaced
+
+    def has(self, path: KeyPath) -> bool:
+        """Whether a file, or ``--set``, has the key."""
+        return path in self.replaced or not find_node(self.tree, path)[1]
+
+    def has_header(self, path: KeyPath) -> bool:
+        """Whether the table begins with a [header] where it stands."""
+        place = self._find_place(path)
+        return place.file.spans.has_header(place.path)
+
+    def find_key(self, path: KeyPath) -> Span:
+        """Span of the key at ``path``, or of its nearest ancestor."""
+        other = self._find_replaced(path)
+        if other is not None:
+            return other[0]
+        place = self._find_place(path)
+        return place.file.spans.find_key(place.path)
+
+    def find_value(self, path: KeyPath) -> Span:
+        """Span of the value at ``path``, or of its nearest ancestor."""
+        other = self._find_replaced(path)
+        if other is not None:
+            return other[1]
+        place = self._find_place(path)
+        return place.file.spans.find_value(place.path)
+
+    def find_table(self, path: KeyPath) -> Span:
+        """Span of the header of the table at ``path``, else of its key, or of an ancestor."""
+        other = self._find_replaced(path)
+        if other is not None:
+            return other[0]
+        place = self._find_place(path)
+        return place.file.spans.find_table(place.path)
+
+    def list_inherited(self, path: KeyPath) -> list[tuple[Span, str]]:
+        """Entries of the table at ``path`` that come from other files than its last one.
+
+        Tables merge, and what was inherited may be what is wrong with the whole.
+        """
+        node, rest = find_node(self.tree, path)
+        if rest or node.table is None or self._find_replaced(path) is not None:
+            return []
+        last = node.places[-1].file
+        places = [(key, child, child.places[-1]) for key, child in node.table.items()]
+        return [
+            (place.file.spans.find_value(place.path), f"{key} = {write_value(child.scalar)}")
+            for key, child, place in places
+            if place.file is not last and child.table is None and child.items is None
+        ]
+
+    def _find_replaced(self, path: KeyPath) -> tuple[Span, Span] | None:
+        ends = range(len(path), 0, -1)
+        return next((self.replaced[path[:e]] for e in ends if path[:e] in self.replaced), None)
+
+    def _find_place(self, path: KeyPath) -> Place:
+        """The last file that speaks of ``path`` or of its nearest ancestor."""
+        node, rest = find_node(self.tree, path)
+        place = node.places[-1]
+        return Place(place.file, (*place.path, *rest))
+
+
+@dataclass(frozen=True)
+class ComposedFile(SourceFile):
+    """A document that extends others.  ``text`` is that of its own file."""
+
+    tree: Node = field(default_factory=lambda: Node(()))
+    """The document's values, and where they come from."""
+
+    @cached_property
+    def spans(self) -> Places:
+        """Places in all of its files."""
+        return ComposedPlaces(self.tree, self.replaced)
+
+
+_REPLACES = "replaces it by"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one file, or ``--set``, says about a value."""
+
+    place: str
+    """The place of the step: ``file:line:column``, or ``--set:1:3``."""
+    file: str
+    verb: str
+    """What the step does: ``sets``, ``replaces it by``, ``adds to``, ``appends`` or
+    ``prepends``."""
+    value: Any
+    """The value as it stands at the place."""
+
+
+def trace_value(source: SourceFile, path: KeyPath) -> tuple[Step, ...]:
+    """Steps that led to the value at ``path``; none where it is a default."""
+    steps: list[Step] = []
+    if isinstance(source, ComposedFile):
+        node, rest = find_node(source.tree, path)
+        for number, place in enumerate(() if rest else node.places):
+            span = place.file.spans.find_value(place.path)
+            verb = "sets"
+            if place.join is not None:
+                verb = f"{place.join}s"
+            elif number:
+                verb = "adds to" if node.table is not None or _is_mixed(node) else _REPLACES
+            value = look_up(place.file.values, place.path)
+            steps.append(Step(span.place, span.file, verb, value))
+    elif look_up(source.values, path) is not None and not _is_replaced(source, path):
+        span = source.spans.find_value(path)
+        steps.append(Step(span.place, span.file, "sets", look_up(source.values, path)))
+    if _is_replaced(source, path):
+        if not isinstance(source, ComposedFile):
+            steps += _trace_own_text(source, path)
+        span = source.spans.find_value(path)
+        verb = _REPLACES if steps else "sets"
+        steps.append(Step(span.place, span.file, verb, look_up(source.values, path)))
+    return tuple(steps)
+
+
+def _is_mixed(node: Node) -> bool:
+    """Whether an array has entries of several files."""
+    return len({item.places[0].file.name for item in node.items or ()}) > 1
+
+
+def _is_replaced(source: SourceFile, path: KeyPath) -> bool:
+    return any(path[:end] in source.replaced for end in range(1, len(path) + 1))
+
+
+def _trace_own_text(source: SourceFile, path: KeyPath) -> list[Step]:
+    """What a plain file says of a value that ``--set`` replaces."""
+    from pi2.plan.toml.source import parse_source
+
+    original = parse_source(source.path, source.name, source.text)
+    return [] if isinstance(original, list) else list(trace_value(original, path))
+
+
+def look_up(values: Any, path: Sequence[str | int]) -> Any:
+    """The value at ``path`` in plain values; None where there is none (TOML has no null)."""
+    for part in path:
+        is_key = isinstance(values, dict) and part in values
+        is_index = isinstance(values, list) and isinstance(part, int) and 0 <= part < len(values)
+        if not (is_key or is_index):
+            return None
+        values = values[part]
+    return values

@@ -9,34 +9,37 @@ from pydantic import Field
 from pi2.plan.documents.common import (
     Document,
     Identifier,
+    Sampling,
 )
-from pi2.plan.documents.model_attention import (
+from pi2.plan.documents.model_mixing import (
+    AltUp,
     Attention,
-    OtherHeads,
-    OtherRope,
-    Positions,
-    Rope,
-)
-from pi2.plan.documents.model_experts import Moe, SideFfn
-from pi2.plan.documents.model_ffn import (
-    SMOOTH_ACTIVATIONS,
-    Ffn,
-    Predictor,
-    Sparsity,
-    find_normal_quantile,
-)
-from pi2.plan.documents.model_residual import AltUp, LayerEmbedding
-from pi2.plan.documents.model_shape import Multipliers, Norm, Shape
-from pi2.plan.documents.model_states import (
     Convolution,
+    LayerEmbedding,
     LayerKind,
     LayerKinds,
     Mixer,
+    OtherHeads,
+    OtherRope,
+    Positions,
     Recurrence,
+    Rope,
 )
-from pi2.plan.documents.model_storage import Quantization, Tokenizer
+from pi2.plan.documents.model_parts import (
+    SMOOTH_ACTIVATIONS,
+    Ffn,
+    Moe,
+    Multipliers,
+    Norm,
+    Predictor,
+    Quantization,
+    Shape,
+    SideFfn,
+    Sparsity,
+    Tokenizer,
+    find_normal_quantile,
+)
 from pi2.plan.documents.model_tensors import Tensors
-from pi2.plan.documents.sampling import Sampling
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
 
 

@@ -1,19 +1,37 @@
 """Documents of older versions, renamed and deleted keys: read with a warning, and upgraded by
-`pi2 migrate`."""
+`pi2 migrate`.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.documents.common import SCHEMA_VERSION
-from pi2.plan.reading.versions import STEPS, is_old
-from pi2.plan.toml.paths import KeyPath, format_path
 from pi2.plan.toml.source import Kind, SourceFile
-from pi2.plan.toml.text import write_value
+from pi2.plan.toml.text import KeyPath, format_path, write_value
+
+Step = Callable[[MutableMapping[str, Any], Kind], None]
+"""Changes a document of one version into one of the next, but for ``schema_version``."""
+
+
+def divide_layers(document: MutableMapping[str, Any], kind: Kind) -> None:
+    """Version 2: ``layers.split`` divides each layer between units that compute at the same time,
+    and ``decode.phases`` is called ``decode.passes``.  Every other key means what it meant."""
+    del document, kind
+
+
+STEPS: Mapping[int, Step] = {1: divide_layers}
+"""Steps by the version that they begin with."""
+
+
+def is_old(version: object) -> TypeGuard[int]:
+    """Whether ``schema_version`` is that of a version before this one."""
+    return type(version) is int and 1 <= version < SCHEMA_VERSION
+
 
 ANY = "*"
 """Stands for any key, or any entry of an array."""

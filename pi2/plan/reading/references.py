@@ -10,12 +10,90 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pi2
-from pi2.plan.toml.source import Kind, display_path
+from pi2.diagnostics import Diagnostic, Span
+from pi2.plan.documents.common import Document
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan
+from pi2.plan.toml.source import Kind, detect_kind, display_path
+
+
+def list_documents(paths: Iterable[str | Path]) -> list[Path]:
+    """Files as they are, and in the place of a folder all documents below it, sorted.
+
+    Folders that begin with a dot, such as ``.git``, are left out; a folder without documents stays
+    in the list, so that it is reported.  No file comes twice.
+    """
+    found: dict[Path, None] = {}
+    for item in paths:
+        path = Path(item)
+        documents = sorted(_walk(path)) if path.is_dir() else []
+        found.update(dict.fromkeys(documents or [path]))
+    return list(found)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in names if detect_kind(name) is not None)
+
+
+DOCUMENTS: Mapping[Kind, type[Document]] = {"plan": Plan, "device": Device, "model": Model}
+
+
+def check_suffix(file_name: str, name: str, kind: Kind) -> Diagnostic | None:
+    """A finding about a file whose name does not say that it is a ``kind``."""
+    found = detect_kind(file_name)
+    if found == kind:
+        return None
+    span = Span.of_file(name)
+    if found is None:
+        return Diagnostic(
+            code="P009",
+            message=f"expected a file name that ends in .{kind}.toml",
+            span=span,
+        )
+    return report_kind(span, kind, found)
+
+
+def report_kind(span: Span, wanted: Kind, found: Kind) -> Diagnostic:
+    """The finding that a document is of another kind."""
+    return Diagnostic(
+        code="P014",
+        message=f"this is a {found}, expected a {wanted}",
+        help=f"a {wanted}'s file name ends in .{wanted}.toml and its keys are "
+        f"{', '.join(_list_own_keys(wanted))}",
+        span=span,
+    )
+
+
+def _list_own_keys(kind: Kind) -> list[str]:
+    return [
+        name
+        for name, item in DOCUMENTS[kind].model_fields.items()
+        if item.is_required() and name != "schema_version"
+    ]
+
+
+def guess_kind(values: Mapping[str, Any], kind: Kind) -> Kind | None:
+    """Another kind of document that ``values`` fit much better, judged by the required keys."""
+    keys = set(values)
+    scores: dict[Kind, float] = {}
+    for other in DOCUMENTS:
+        own = set(_list_own_keys(other))
+        scores[other] = len(keys & own) / len(own)
+    best = max(scores, key=lambda item: scores[item])
+    unknown = keys - set(DOCUMENTS[kind].model_fields)
+    if best != kind and scores[best] > 0.6 and scores[kind] < 0.4 and unknown:
+        return best
+    return None
+
 
 MAX_LISTED = 8
 MAX_LENGTH = 500

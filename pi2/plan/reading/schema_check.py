@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.documents.common import SCHEMA_VERSION, Document
-from pi2.plan.toml.paths import KeyPath, format_path, name_path
 from pi2.plan.toml.source import MAX_SHOWN, SourceFile, limit_findings
+from pi2.plan.toml.text import KeyPath, format_path, name_path
 
 D = TypeVar("D", bound=Document)
 
@@ -78,7 +78,7 @@ def check_version(source: SourceFile, document: type[Document]) -> Diagnostic | 
     key = "schema_version"
     write_it = f"write `{key} = {SCHEMA_VERSION}`"
     if key not in source.values:
-        from pi2.plan.documents.fields import suggest
+        from pi2.plan.documents.common import suggest
 
         if suggest(key, set(source.values) - set(document.model_fields)) is not None:
             return None  # misspelt, and reported as an unknown key

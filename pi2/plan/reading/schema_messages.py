@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from pi2.diagnostics import Diagnostic
-from pi2.plan.documents.fields import MAX_COMPARED, find_type, list_known_keys, suggest
+from pi2.plan.documents.common import MAX_COMPARED, find_type, list_known_keys, suggest
 from pi2.plan.documents.quantities import format_bytes
-from pi2.plan.toml.paths import KeyPath, format_path, name_path
 from pi2.plan.toml.source import SourceFile
-from pi2.plan.toml.text import write_value
+from pi2.plan.toml.text import KeyPath, format_path, name_path, write_value
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

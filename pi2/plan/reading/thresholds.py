@@ -15,8 +15,8 @@ from pydantic import Field
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.documents.common import Count, Document, Identifier, Share, Table
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_ffn import Activation
-from pi2.plan.documents.plan_sparsity import SparsityMethod
+from pi2.plan.documents.model_parts import Activation
+from pi2.plan.documents.plan_units import SparsityMethod
 
 Magnitude = Annotated[float, Field(ge=0.0)]
 

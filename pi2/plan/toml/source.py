@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.plan.toml.paths import KeyPath
+from pi2.plan.toml.text import KeyPath
 
 if TYPE_CHECKING:
     from pi2.plan.toml.spans import SpanIndex
@@ -135,7 +135,7 @@ def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnost
     try:
         values = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        from pi2.plan.toml.syntax import explain_syntax_error
+        from pi2.plan.toml.spans import explain_syntax_error
 
         found = explain_syntax_error(name, text, error)
         return limit_findings(found, len(found))
@@ -155,7 +155,7 @@ def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnost
 
 
 def _is_too_deep(text: str) -> bool:
-    from pi2.plan.toml.brackets import find_depth
+    from pi2.plan.toml.spans import find_depth
 
     return find_depth(text, MAX_DEPTH) is not None
 
@@ -194,8 +194,7 @@ def _finding(
 
 
 def _nesting_finding(name: str, text: str) -> Diagnostic:
-    from pi2.plan.toml.brackets import find_depth
-    from pi2.plan.toml.syntax import locate
+    from pi2.plan.toml.spans import find_depth, locate
 
     offset = find_depth(text, MAX_DEPTH)
     return _finding(
@@ -211,7 +210,7 @@ def _huge_number_finding(name: str, text: str) -> Diagnostic:
     match = re.search(r"[0-9_]{4000,}", text)
     span = None
     if match is not None:
-        from pi2.plan.toml.syntax import locate
+        from pi2.plan.toml.spans import locate
 
         span = locate(name, text, match.start())
     return _finding("P108", "a number has thousands of digits", name, span=span)

@@ -22,7 +22,7 @@ from pi2.plan.weights.layout import fill_groups
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_storage import AttentionPrecision
+    from pi2.plan.documents.model_parts import AttentionPrecision
 
 StateKind = Literal["delta", "mamba", "mamba1", "convolution"]
 

@@ -22,8 +22,8 @@ from starlette.responses import Response, StreamingResponse
 
 from pi2.engine.scheduler import Ticket
 from pi2.serving.calls import Answers, Ask, Limits
-from pi2.serving.connections import TimedConnection
 from pi2.serving.errors import ApiError
+from pi2.serving.front import TimedConnection
 from pi2.serving.hosts import Hosts
 from pi2.serving.metrics import Metrics
 from tests.helpers.servers import (

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from pi2.serving.own_names import list_own_names
+from pi2.serving.application import list_own_names
 from tests.helpers.servers import describe_plan, get, options, post, serve
 
 

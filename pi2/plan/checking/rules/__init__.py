@@ -1,8 +1,4 @@
-"""Whole-plan rules: one module each, found by being here.
-
-A rule module has ``CODE``, ``SEVERITY``, ``NEEDS`` (the facts that it reads), ``check(facts)``,
-which yields findings, and a docstring, which is its documentation: what, why, example, fix.
-"""
+"""Rules by topic: functions with the decorator `findings.rule`, found by being here."""
 
 from __future__ import annotations
 
@@ -23,10 +19,4 @@ def load_rules() -> tuple[Rule, ...]:
 def _import_rules() -> Iterator[Rule]:
     for found in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{found.name}")
-        yield Rule(
-            code=module.CODE,
-            severity=module.SEVERITY,
-            needs=module.NEEDS,
-            check=module.check,
-            documentation=module.__doc__ or "",
-        )
+        yield from (value for value in vars(module).values() if isinstance(value, Rule))

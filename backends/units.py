@@ -1,0 +1,329 @@
+"""Contracts of units beside an executor, and of those that have a whole model.
+
+A unit beside the executor, such as a GPU or an NPU: it keeps the hottest neurons of each layer
+and computes all of them, while the executor computes those of the others that a predictor names.
+
+A backend that can do so has ``build_unit`` (`pi2.backends.protocol.Backend`).  Of a layer's neurons
+in stored order, hottest first, the unit owns the first ``UnitRequest.neurons[layer]``.
+
+Order of calls::
+
+    offer_room(layer), keep(layer, ...)     once for each layer, while the model is loaded
+    for each layer of each chunk or step:
+        start(layer, inputs, routes)        -> a job; returns at once
+        add(job, bundles, first)            any number of times: more neurons of the layer
+        wait(job)                           before the memory of added bundles is changed
+        finish(job)                         -> the sum [T, hidden]
+    multiply(name, inputs)                  -> a job with rows of a matrix, finished as others
+    give_up()                               after an error or an interrupt, wherever it came
+
+Memory.  What a unit keeps lies in its own memory, in whatever layout it likes; ``allocate`` counts
+it in the plan's ``memory.units``.  A unit whose memory the host can write may offer it
+(``offer_room``): bundles are then read from flash to where they stay, and nothing is copied.  The
+arrays that are given to ``keep``, ``start`` and ``wait``-ed ``add`` are the caller's: a unit copies
+what it needs for longer.
+
+What may run at the same time.  Calls come from one thread.  Jobs are computed in the order in which
+they were started, while the caller goes on; up to ``UnitRequest.jobs`` of them are under way.
+
+Failure.  Any call but ``close`` may raise `UnitFailed`: the device is lost, or out of memory.  The
+unit is then closed, and nothing else is asked of it.
+
+A model that a unit has as a whole, in its own memory: all weights, all neurons, keys and values.
+
+A backend that can do so has ``build_whole`` (`pi2.backends.protocol.WholeBackend`).  Nobody needs
+to know the model's layers then: tokens go in and logits come out, and nothing waits in between.
+The neurons that compute a token are found where they are.
+
+Order of calls::
+
+    put(tensor, first)              dense tensors in pieces of rows, in any order, while loading
+    keep(layer, first, bundles)     each layer's neurons in stored order
+    expect(end)                     before each of the following
+    prefill(tokens, sequence, position)     a chunk of a prompt, all neurons; returns at once
+    logits(first)                           -> those of the chunk's tokens from first on
+    step(tokens, sequences, positions)      -> logits of a token each of several sequences
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from pi2.arrays import F32, U8
+from pi2.plan.documents.common import Sampling
+from pi2.plan.documents.device import Unit
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import KvType, PredictorMode
+from pi2.plan.documents.plan_units import Graphs
+from pi2.plan.weights.layout import BundleLayout
+from pi2.progress import Progress, ignore_progress
+
+if TYPE_CHECKING:
+    from pi2.arrays import I32
+    from pi2.backends.executor import ExecutorObserver
+    from pi2.backends.protocol import Tensor
+
+
+UnitObserver = Callable[[str, float, float], None]
+"""Called with what a unit did, and when it began and ended: seconds of `time.perf_counter`."""
+
+
+class UnitFailed(Exception):
+    """A unit cannot go on; the text says why, as the end of a sentence."""
+
+    def __init__(self, text: str, *, help: str | None = None) -> None:
+        """``help`` says what can be done about it."""
+        super().__init__(text)
+        self.help = help
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRequest:
+    """Everything that a unit needs to compute its share of a model's layers."""
+
+    name: str
+    """The unit's name in the device and the plan."""
+    unit: Unit
+    """What the device document says of it."""
+    model: Model
+    bundle: BundleLayout
+    """How neurons lie in the store."""
+    scales: Sequence[U8] | None = None
+    """Per layer, the scales of its neurons [neurons, ``bundle.scales_stride``] in stored order,
+    where they do not lie in the bundles."""
+    neurons: Sequence[int]
+    """Neurons that the unit owns of each layer."""
+    wanted: Sequence[int] = ()
+    """Numbers of neurons that steps compute of some layer, where these are fewer than it keeps."""
+    graphs: Graphs | None = None
+    """Shapes that the plan wants programs for; None leaves them to the unit."""
+    matrices: Mapping[str, Tensor] = field(default_factory=dict)
+    """The rows that the unit has of projections and of the head, by the tensors' names, in main
+    memory while the unit is made; it copies them."""
+    chunk: int
+    """Most tokens of a job."""
+    jobs: int = 1
+    """Most jobs under way at the same time."""
+    stretch: int
+    """Most neurons in a call of ``add``."""
+    process: Literal["same", "own"] = "same"
+    """Whether a unit that is played by the processor works in a process of its own."""
+    allocate: Callable[[int], U8]
+    """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
+    adopt: Callable[[U8], U8]
+    """Counts memory that the unit has brought itself, and returns it."""
+    count: Callable[[int], None]
+    """Counts bytes that the host does not see as an array, such as a GPU's."""
+    progress: Progress = ignore_progress
+    """Called with a label and the share done while something takes its time."""
+
+    @property
+    def whole_bundle(self) -> BundleLayout:
+        """How a neuron lies with its scales in it."""
+        return self.bundle if self.scales is None else self.bundle.inline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """What a unit computed that nobody had asked for, because its programs have fixed shapes."""
+
+    computed: int
+    """Products of a token and a neuron, or a matrix's row, summed over jobs."""
+    wanted: int
+    """Those of them that were asked for."""
+
+    @property
+    def share(self) -> float:
+        """Part of what was computed; 0 of nothing."""
+        return 1 - self.wanted / self.computed if self.computed else 0.0
+
+
+@runtime_checkable
+class FixedShapes(Protocol):
+    """A dense unit whose programs have fixed shapes; a unit need not be one."""
+
+    @property
+    def padding(self) -> Padding:
+        """What was computed of the jobs so far."""
+
+
+class DenseUnit(Protocol):
+    """A unit that computes neurons densely, beside the executor.  One calling thread."""
+
+    def offer_room(self, layer: int) -> U8 | None:
+        """Room [neurons, stride] for the layer's bundles as the store has them, which the host can
+        write and where they stay; None where the unit wants to copy them."""
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """Keep ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on,
+        below what the unit owns; calls for a layer follow each other in stored order.  They may
+        lie in the room that was offered for them."""
+
+    def start(
+        self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
+    ) -> int:
+        """Begin to compute the first ``neurons`` neurons that are kept of ``layer``, by default all
+        of them, for ``inputs`` [T, hidden]; return the job's number.
+
+        ``routes`` [T, experts] are the weights of a mixture's experts, 0 for those that do not
+        compute a token.
+        """
+
+    def multiply(self, name: str, inputs: F32) -> int:
+        """Begin to multiply ``inputs`` [T, length] with the rows of a matrix that the unit has;
+        return the job's number.  ``finish`` gives [T, rows]."""
+
+    def add(self, job: int, bundles: U8, first: int) -> None:
+        """Let the job compute ``bundles`` [n, stride] too, the neurons of its layer from stored
+        index ``first`` on, which are not kept; they may not change until ``wait`` or ``finish``
+        has returned."""
+
+    def wait(self, job: int) -> None:
+        """Return when nothing that was added to the job is read from the caller's memory."""
+
+    def finish(self, job: int) -> F32:
+        """Wait for the job; return the sum [T, hidden] of its neurons, or the products [T, rows],
+        valid until the next job begins."""
+
+    def give_up(self) -> None:
+        """Forget all jobs, after an error or an interrupt in the midst of any call; return when
+        nothing is read from the caller's memory any more.  The unit can be used again then."""
+
+    def observe(self, observer: UnitObserver | None) -> None:
+        """Tell ``observer`` of each piece of work when its job is finished; None ends it."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the unit has worked, of the jobs that were finished."""
+
+    def close(self) -> None:
+        """Give back threads, processes and memory; jobs under way are given up.  Never fails, and
+        may be called twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRequest:
+    """Everything that a unit needs to have a model as a whole."""
+
+    name: str
+    """The unit's name in the device and the plan."""
+    unit: Unit
+    """What the device document says of it."""
+    model: Model
+    bundle: BundleLayout
+    """How neurons lie in the store, their scales in them."""
+    chunk: int
+    """Most tokens in a call of ``prefill``."""
+    sequences: int
+    """Sequences whose keys and values are kept, and that a step may be of."""
+    context: int
+    """Tokens of a sequence that the KV cache holds."""
+    kv_type: KvType
+    """What its elements are."""
+    predictor: PredictorMode
+    """What names the neurons that compute a token in a step."""
+    threshold: float
+    """Score from which the predictor names a neuron."""
+    expert_neurons: Sequence[I32] | None = None
+    """Per layer of a mixture, the stored indices [neurons] of its neurons, expert by expert,
+    ascending within each; needed to name neurons only."""
+    count: Callable[[int], None]
+    """Counts bytes of the unit's memory."""
+    progress: Progress = ignore_progress
+    """Called with a label and the share done while something takes its time."""
+
+
+class SequenceModel(Protocol):
+    """A model whose layers nobody needs to know: tokens go in, logits come out.  One calling
+    thread."""
+
+    def expect(self, end: int) -> None:
+        """Tell that the calls that follow bring a sequence to ``end`` tokens at most."""
+
+    def prefill(self, tokens: I32, sequence: int, position: int) -> None:
+        """Begin to compute ``tokens`` [T] of a sequence, the first of which stands at
+        ``position``, with all neurons."""
+
+    def logits(self, first: int) -> F32:
+        """Logits [n, vocab] of the last chunk's tokens from ``first`` on, n at most
+        `pi2.plan.arithmetic.sizes.LOGIT_ROWS`; valid until the next call."""
+
+    def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
+        """Compute ``tokens`` [T], the next ones of different sequences, with the neurons that the
+        predictor names; return their logits [T, vocab], valid until the next call."""
+
+    def count_named(self) -> int:
+        """Neurons that the predictor has named in steps since the last call."""
+
+    def observe(self, observer: ExecutorObserver | None) -> None:
+        """Tell ``observer`` of chunks and steps from now on; None ends it."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds from where work was submitted until its logits had arrived."""
+
+    def close(self) -> None:
+        """Give the unit back.  Never fails, and may be called twice."""
+
+
+class WholeModel(SequenceModel, Protocol):
+    """A model on a unit, whose weights are brought there."""
+
+    def put(self, tensor: Tensor, first: int) -> None:
+        """Copy rows of a dense tensor, from row ``first`` on, a multiple of 32: those of
+        ``tensor``, which has a multiple of 32 rows or the last one."""
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        """Copy ``bundles`` [n, stride], the neurons of ``layer`` from stored index ``first`` on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """What a program is started with."""
+
+    folder: Path
+    """Weights, in the program's own layout: the plan's ``store``."""
+    model: Model
+    """The model that they must be of."""
+    unit: Unit | None
+    """What the device says of the unit; None leaves the choice to the program."""
+    context: int
+    """Tokens of a sequence."""
+    chunk: int
+    """Tokens of a prompt that are computed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a text ended."""
+
+    reason: str
+    prompt_tokens: int | None
+    tokens: int | None
+
+
+class TextModel(Protocol):
+    """A program that has a model.  One calling thread."""
+
+    load_s: float
+    """Seconds that loading has taken."""
+    finished: Finished | None
+    """How the last text ended, once all of its pieces were taken."""
+
+    def generate(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """Yield the pieces of a text after ``prompt``, a text or the messages of a conversation;
+        UserError for sampling that the program does not have, or where it fails."""
+
+    def close(self) -> None:
+        """End the program.  Never fails, and may be called twice."""

@@ -1,0 +1,280 @@
+"""Commands about documents: show, migrate, fit, schemas, and what editors and shells ask for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from pi2.cli.commands import in_help
+from pi2.cli.garbage import collect_as_usual
+from pi2.cli.main import print_diagnostics
+from pi2.cli.named_plans import find_document_path
+from pi2.cli.options import (
+    ChosenPlan,
+    add_memory_option,
+    add_path_option,
+    add_set_option,
+    check_output,
+    force_option,
+    parse_changes,
+    suggest_files,
+    suggest_plans,
+    take_plan,
+    write_checked,
+)
+from pi2.diagnostics import UserError
+
+
+@in_help("More commands", "Upgrade documents to the current version of the plan language.")
+@click.command("migrate")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=suggest_files)
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file would change.")
+def migrate_command(files: tuple[str, ...], check: bool) -> int:
+    """Upgrade documents to the current version of the plan language.
+
+    FILE is a plan, device or model, or a folder of them.  Versions are raised and renamed keys
+    replaced; comments, order and layout are kept.  Files that are up to date are not touched.
+    """
+    from pi2.cli.main import print_diagnostics
+    from pi2.diagnostics import Diagnostic, Span
+    from pi2.plan.authoring.difference import migrate_text
+    from pi2.plan.reading.references import list_documents
+    from pi2.plan.toml.source import CANNOT_READ, detect_kind, display_path, read_text
+    from pi2.sharing.fetching import write_atomically
+
+    findings: list[Diagnostic] = []
+    changed = 0
+    for path in list_documents(files):
+        name = display_path(path)
+        kind = detect_kind(path.name)
+        text = read_text(path, name)
+        if isinstance(text, Diagnostic):
+            findings.append(text)
+            continue
+        if kind is None:
+            message = "expected a file name that ends in .plan.toml, .device.toml or .model.toml"
+            findings.append(Diagnostic(code="P009", message=message, span=Span.of_file(name)))
+            continue
+        result = migrate_text(kind, name, text)
+        findings += result.findings
+        changed += bool(result.changes)
+        for change in result.changes:
+            click.echo(f"{name}: {change}")
+        if result.changes and not check:
+            write_atomically(path.resolve(), result.text.encode())
+    print_diagnostics(findings)
+    verb = "would change" if check else "changed"
+    click.echo(f"{changed} file{'' if changed == 1 else 's'} {verb}", err=True)
+    if any(item.code in CANNOT_READ for item in findings):
+        return 2
+    return 1 if findings or (check and changed) else 0
+
+
+@in_help("More commands", "Write the JSON Schemas that editors use.")
+@click.command("schema")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("schemas"),
+    show_default=True,
+    help="Output folder of the schemas.",
+)
+@click.option(
+    "--check", is_flag=True, help=("Write nothing; exit with 1 if a file is out of date.")
+)
+def schema_command(output: Path, check: bool) -> int:
+    """Write the JSON Schemas that editors use to check documents.
+
+    Editors find them by the first line of a document, such as
+    `#:schema ../schemas/plan.schema.json`.
+    """
+    from pi2.diagnostics import UserError
+    from pi2.plan.authoring.explanation import make_schemas
+
+    code = 0
+    for name, text in make_schemas().items():
+        path = output / name
+        try:
+            current = path.read_text(encoding="utf-8") == text
+        except (OSError, UnicodeDecodeError):
+            current = False
+        if check:
+            state = "current" if current else "not current" if path.exists() else "missing"
+            click.echo(f"{path}: {state}", err=True)
+            code = code if current else 1
+            continue
+        try:
+            if not current:
+                output.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError.of(
+                "P003", f"cannot be written: {error.strerror}", file=str(path)
+            ) from None
+        click.echo(f"{path}: {'unchanged' if current else 'written'}", err=True)
+    return code
+
+
+@in_help("Author", "Print a document with everything resolved.")
+@click.command("show")
+@click.argument("plan", metavar="FILE", shell_complete=suggest_plans)
+@click.option("--resolved", is_flag=True, hidden=True)
+@click.option("--origins", is_flag=True, help="Show where each value comes from.")
+@click.option(
+    "--document",
+    type=click.Choice(["plan", "device", "model"]),
+    default="plan",
+    help="Print the plan's device or model instead of the plan.",
+)
+@add_memory_option
+@add_set_option
+def show_command(
+    plan: str,
+    resolved: bool,
+    origins: bool,
+    document: str,
+    memory: str | None,
+    settings: tuple[str, ...],
+) -> None:
+    """Print FILE with everything resolved, and a plan's digest.
+
+    FILE is a plan, device or model.  The output is a valid document: saved next to the original, it
+    resolves to the same digest.
+    """
+    from pi2.diagnostics import UserError
+    from pi2.plan.authoring.writing import write_document, write_plan
+    from pi2.plan.checking.check import check_file
+    from pi2.plan.toml.source import detect_kind, display_path
+    from pi2.sharing.resolver import LockedReferences
+
+    del resolved  # this is what it does
+    path = find_document_path(Path(plan))
+    kind = detect_kind(path.name) or "plan"
+    if kind != "plan":
+        if settings or memory or document not in ("plan", kind):
+            options = "--set, --memory and --document"
+            raise UserError.of("P016", f"{options} are for plans, this is a {kind}")
+        resolver = LockedReferences(path.parent)
+        report = check_file(path, name=display_path(path), resolver=resolver)
+        if report.document is None or not report.is_sound:
+            raise report.make_error()
+        print_diagnostics(report.diagnostics, report.sources)
+        sys.stdout.write(write_document(report.document, report.files[kind] if origins else None))
+        return
+    chosen = ChosenPlan(Path(plan), path, *parse_changes(settings, memory))
+    found, report = chosen.resolved, chosen.fitted.report
+    print_diagnostics(report.diagnostics, report.sources)
+    if document == "device":
+        text = write_document(found.device, report.files["device"] if origins else None)
+    elif document == "model":
+        text = write_document(found.model, report.files["model"] if origins else None)
+    else:
+        text = write_plan(found, report.files["plan"] if origins else None)
+    sys.stdout.write(text)
+
+
+@in_help("More commands", "Print a shell completion script.")
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> None:
+    """Print a script that completes pi2's commands, options and files in SHELL.
+
+    For example `pi2 completion bash >> ~/.bashrc`, `pi2 completion zsh >> ~/.zshrc`, or
+    `pi2 completion fish > ~/.config/fish/completions/pi2.fish`.
+    """
+    from click.shell_completion import get_completion_class
+
+    from pi2.cli.main import group
+
+    found = get_completion_class(shell)
+    assert found is not None, shell
+    # Without bash at hand, its version cannot be asked; the lines are the same.
+    text = found(group, {}, "pi2", "_PI2_COMPLETE").source_template % {
+        "complete_func": "_pi2_completion",
+        "complete_var": "_PI2_COMPLETE",
+        "prog_name": "pi2",
+    }
+    if shell == "bash":
+        # After `--set KEY=`, the value follows without a blank.
+        blank = '[[ "${COMPREPLY[0]}" == *= ]] && compopt -o nospace 2>/dev/null\n\n    return 0'
+        assert text.count("return 0") == 1
+        text = text.replace("return 0", blank)
+    click.echo(text.strip())
+
+
+@in_help("More commands", "Start the language server for editors.")
+@click.command("lsp")
+def lsp_command() -> None:
+    """Start the language server on standard input and output.
+
+    Editors start it themselves (docs/editors.md).  It needs `pip install 'pi2[lsp]'`.
+    """
+    try:
+        from pi2.lsp.server import make_server
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("pygls", "lsprotocol"):
+            raise
+        raise UserError.of(
+            "P750", "the language server is not installed", help="`pip install 'pi2[lsp]'`"
+        ) from None
+    collect_as_usual()
+    # The server closes its streams; those of the process are flushed once more at its end.
+    with os.fdopen(os.dup(0), "rb") as stdin, os.fdopen(os.dup(1), "wb") as stdout:
+        make_server().start_io(stdin, stdout)
+
+
+@in_help("More commands", "Fit a plan to another memory budget, context or batch.")
+@click.command("fit")
+@take_plan(has_files=True)
+@add_path_option("-o", "--output", dir_okay=False, text="Output file, NAME.plan.toml.")
+@force_option
+def fit_command(plan: ChosenPlan, output: Path | None, force: bool) -> None:
+    """Fit PLAN to --memory, and to values of --set such as kv.context=8192 or decode.batch=4.
+
+    Segments, shares of hot neurons and splits are worked out again; the changes go to standard
+    error.  The new plan extends PLAN and states what differs.  Without -o it goes to standard
+    output.
+    """
+    from pi2.plan.authoring.drafting import refer_from, write_overlay
+    from pi2.plan.documents.quantities import format_bytes
+    from pi2.plan.reading.references import list_shipped
+
+    if plan.memory_bytes is None and not plan.settings:
+        raise click.UsageError("give --memory, --set or both")
+    target = output or Path("fitted.plan.toml")
+    if output is not None:
+        check_output(output, "plan", force)
+        if os.path.realpath(output) == os.path.realpath(plan.path):
+            raise click.UsageError("-o names PLAN itself: choose another file, which extends it")
+    shipped = {path.resolve(): name for name, path in list_shipped("plan").items()}
+    base = shipped.get(plan.path.resolve()) or refer_from(plan.path, target)
+    values = _state_arrays(plan)
+    need = format_bytes(plan.resolved.plan.memory.budget)
+    remark = f"Fitted by `pi2 fit`: {need} for the whole process."
+    is_plan = plan.path.name.endswith(".toml")
+    text = write_overlay(base, values, [remark], "extends" if is_plan else "weights")
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        write_checked(output, text, f"`pi2 diff {plan.given} {output}` compares the two")
+
+
+def _state_arrays(plan: ChosenPlan) -> dict[str, object]:
+    """The overrides of a plan; an array with one changed item is stated as a whole."""
+    values: dict[str, object] = {}
+    document = plan.resolved.plan.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    for key, value in plan.overrides.items():
+        parts = key.split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+        if number is None:
+            values[key] = value
+            continue
+        found = document
+        for part in parts[:number]:
+            found = found[part]
+        values[".".join(parts[:number])] = found
+    return values

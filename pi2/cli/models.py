@@ -1,0 +1,287 @@
+"""Models and files that pi2 keeps: list, pull, remove, cache."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from dataclasses import replace as change
+from typing import TYPE_CHECKING
+
+import click
+
+from pi2.cli.commands import Subcommands, in_help
+from pi2.diagnostics import UserError
+from pi2.pulled_models import LocalSource, Precision, PulledModel, Source
+
+if TYPE_CHECKING:
+    from pi2.pulled_models import CachedThing
+
+
+MIB = 1024 * 1024
+
+
+@in_help("Run", "List models that were pulled or converted.")
+@click.command("list")
+def list_command() -> None:
+    """List models that were pulled, or converted to be run: name, size, and what each was made
+    from."""
+    from pi2.pulled_models import LocalSource, list_models
+
+    models = list_models()
+    if not models:
+        click.echo("no model is there yet: pi2 pull hf:ORG/NAME, or pi2 run FILE.gguf", err=True)
+        return
+    width = max(len(model.name) for model in models)
+    for model in models:
+        source = model.source
+        asked = "" if isinstance(source, LocalSource) else f" ({source.revision})"
+        click.echo(
+            f"{model.name:{width}}  {model.measure_bytes() / MIB:10,.1f} MiB  {source.name}{asked}"
+        )
+
+
+@in_help("Run", "Fetch a model from the hub and convert it.")
+@click.command("pull")
+@click.argument("model", metavar="[hf:]ORG/NAME[@REV]")
+@click.option(
+    "--quantization",
+    type=click.Choice(["int4", "int8", "fp16"]),
+    help="Weight precision.  [default: int4]",
+)
+@click.option("--file", metavar="FILE", help="Which of several GGUF models of the repository.")
+@click.option("--name", metavar="NAME", help="Name of the model here.  [default: the repository's]")
+@click.option(
+    "--force", "--replace", "replace", is_flag=True, help="Replace the model that has the name."
+)
+def pull_command(
+    model: str,
+    quantization: Precision | None,
+    file: str | None,
+    name: str | None,
+    replace: bool,
+) -> None:
+    """Fetch a model from the hub, convert it, and write a plan for this machine.
+
+    A safetensors file is fetched when the conversion needs it, and deleted when nothing in it is
+    left to convert, so that a checkpoint in many files never lies whole on the disk.  After Ctrl-C
+    or a failure the same command goes on with the first file that is not whole.  HF_ENDPOINT,
+    HF_TOKEN (or `hf auth login`) and HF_HUB_OFFLINE hold; what the hub's own cache has is not
+    fetched again, nor deleted.
+    """
+    made = fetch_model(model, quantization, file, name, replace=replace)
+    if made.plan.exists():
+        click.echo(f"next: pi2 run {made.name} --prompt 'Hello', or pi2 chat {made.name}", err=True)
+
+
+def fetch_model(
+    model: str,
+    quantization: Precision | None = None,
+    file: str | None = None,
+    name: str | None = None,
+    *,
+    replace: bool = False,
+) -> PulledModel:
+    """Fetch and convert a model that is not here yet."""
+    from huggingface_hub import is_offline_mode
+
+    from pi2.caches import find_cache_folder
+    from pi2.cli.commands import ProgressBar
+    from pi2.cli.named_plans import make_model
+    from pi2.importing.hub import find_repository, hold_folder, open_repository, parse_reference
+    from pi2.pulled_models import NAME, find_model, find_models_folder
+
+    reference = parse_reference(model if ":" in model else f"hf:{model}")
+    chosen = reference.repository.partition("/")[2] if name is None else name
+    if not NAME.fullmatch(chosen):
+        raise click.UsageError("--name takes letters, digits, '.', '_' and '-'")
+    there = find_model(chosen)
+    if there is not None and not replace and is_offline_mode():
+        own = there.source
+        asked = (reference.repository, reference.revision, file, quantization)
+        if isinstance(own, Source) and asked in (
+            (own.repository, revision, own.file, own.quantization)
+            for revision in (own.revision, own.commit)
+        ):
+            click.echo(f"{chosen} is there already, at commit {own.commit[:12]}", err=True)
+            return there
+    repository = find_repository(reference, file)
+    source = Source(
+        repository=repository.name,
+        revision=reference.revision,
+        commit=repository.commit,
+        quantization=quantization,
+        file=file,
+    )
+    if there is not None and not replace:
+        check_same(there, source)
+        click.echo(f"{chosen} is there already, at commit {source.commit[:12]}", err=True)
+        return there
+    owner = repository.name.replace("/", "--")
+    work = find_cache_folder("downloads") / owner / repository.commit
+    with hold_folder(work), ProgressBar() as progress:
+        checkpoint = open_repository(repository, work, progress)
+        output = find_models_folder() / chosen
+        make_model(
+            checkpoint,
+            source,
+            output,
+            progress,
+            title=repository.name.partition("/")[2],
+            origin=source.name,
+            quantization=quantization,
+            replace=replace,
+        )
+        shutil.rmtree(work, ignore_errors=True)
+    made = find_model(chosen)
+    assert made is not None
+    return made
+
+
+def check_same(model: PulledModel, source: Source) -> None:
+    """`UserError` P765 if ``model`` was not made from ``source``."""
+    own = model.source
+    if isinstance(own, LocalSource) or change(own, revision="") != change(source, revision=""):
+        raise UserError.of(
+            "P765",
+            f"{model.name} is {own.name}, {own.quantization or 'as it is by default'}",
+            help="choose another name with --name, or replace it with --force",
+        )
+
+
+@in_help("Run", "Delete a model that was pulled or converted.")
+@click.command("remove")
+@click.argument("name")
+def remove_command(name: str) -> None:
+    """Delete the model NAME that was pulled, or converted to be run, or what an interrupted pull
+    has left of it."""
+    from pi2.pulled_models import remove_model
+
+    folder = remove_model(name)
+    click.echo(f"{folder} was removed", err=True)
+
+
+_UNITS = {"h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_age(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """A time such as 30d, in seconds."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})([hdw])", text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no age: write 12h, 30d or 8w")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def check_kinds(
+    ctx: click.Context, argument: click.Parameter, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Kinds of cached things."""
+    from pi2.pulled_models import KINDS
+
+    for name in names:
+        if name not in KINDS:
+            raise click.BadParameter(f"{name!r} is no kind: known are {', '.join(KINDS)}")
+    return names
+
+
+@in_help("More commands", "List what pi2 keeps on this machine, and clear it.")
+@click.group("cache", cls=Subcommands, invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def cache_command(ctx: click.Context, as_json: bool) -> None:
+    """List what pi2 keeps on this machine, and clear it.
+
+    Without a command: every kind of thing with its number, size, last use and folder.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from pi2.pulled_models import KINDS, find_kind_folder, list_cached
+
+    found = {kind: list_cached(kind) for kind in KINDS}
+    if as_json:
+        things = [thing for kind in found.values() for thing in kind]
+        click.echo(json.dumps([_describe(thing) for thing in things], indent=1))
+        return
+    total = 0
+    for kind, things in found.items():
+        size = sum(thing.size_bytes for thing in things)
+        total += size
+        used = _write_age(max((thing.used_s for thing in things), default=None))
+        numbers = f"{kind:10} {len(things):5} {size / MIB:10,.1f} MiB  {used:>8}"
+        click.echo(f"{numbers}  {find_kind_folder(kind)}")
+    click.echo(f"{'all':16} {total / MIB:10,.1f} MiB")
+    click.echo("`pi2 cache list KIND` lists them, `pi2 cache clear KIND` removes them", err=True)
+
+
+@cache_command.command("list")
+@click.argument("kinds", nargs=-1, callback=check_kinds, metavar="[KIND]...")
+def list_things(kinds: tuple[str, ...]) -> None:
+    """List the things of each KIND, or all: size, last use and path."""
+    from pi2.pulled_models import KINDS, list_cached
+
+    for kind in kinds or KINDS:
+        for thing in list_cached(kind):
+            click.echo(_write_thing(thing))
+
+
+@cache_command.command("clear")
+@click.argument("kinds", nargs=-1, callback=check_kinds, metavar="[KIND]...")
+@click.option(
+    "--older-than",
+    callback=parse_age,
+    metavar="AGE",
+    help="Keep what was used since; such as 12h, 30d or 8w.",
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Remove nothing; say what would go.")
+def clear(kinds: tuple[str, ...], older_than: int | None, dry_run: bool) -> None:
+    """Remove the things of each KIND; without one, all that pi2 makes again by itself.
+
+    Models and what was typed in chats go if `models`, `stores` or `history` is named.
+    """
+    from pi2.pulled_models import KINDS, ONLY_NAMED, list_cached, remove_thing
+
+    before = None if older_than is None else time.time() - older_than
+    chosen = kinds or tuple(kind for kind in KINDS if kind not in ONLY_NAMED)
+    things = [thing for kind in dict.fromkeys(chosen) for thing in list_cached(kind)]
+    things = [thing for thing in things if before is None or thing.used_s < before]
+    gone = 0
+    for thing in things:
+        if dry_run:
+            click.echo(_write_thing(thing))
+        elif not remove_thing(thing):
+            click.echo(f"{thing.path} is in use by another process and stays", err=True)
+            continue
+        gone += thing.size_bytes
+    word = "would be removed" if dry_run else "were removed"
+    click.echo(f"{gone / MIB:,.1f} MiB {word}", err=True)
+    if dry_run:
+        return
+    for kind in dict.fromkeys(thing.kind for thing in things):
+        click.echo(f"{kind}: {KINDS[kind]}", err=True)
+
+
+def _write_thing(thing: CachedThing) -> str:
+    age = _write_age(thing.used_s)
+    return f"{thing.kind:10} {thing.size_bytes / MIB:10,.1f} MiB  {age:>8}  {thing.path}"
+
+
+def _write_age(used_s: float | None) -> str:
+    """How long ago something was used."""
+    if used_s is None:
+        return "-"
+    hours = max(0, int(time.time() - used_s)) // 3600
+    if hours < 48:
+        return f"{hours} h ago"
+    return f"{hours // 24} d ago"
+
+
+def _describe(thing: CachedThing) -> dict[str, object]:
+    return {
+        "kind": thing.kind,
+        "path": str(thing.path),
+        "bytes": thing.size_bytes,
+        "used_s": round(thing.used_s),
+    }

@@ -1,0 +1,282 @@
+"""Findings as text: in full, a line each, or as JSON.
+
+A page about a code: what the finding means, why it matters, an example, and how to fix it.
+
+Pages are written as the docstrings of rules are::
+
+    The shares of a split add up to 1.
+
+    Why: every neuron of a layer is computed exactly once, by one unit.
+
+    Example: ``split = { cpu = 0.3, npu = 0.8 }``.
+
+    Fix: change one of the shares; 0 leaves a unit out.
+
+Such a text and its Markdown (single backticks) say the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from pi2.diagnostics.diagnostic import Diagnostic, Span, label_note
+
+TAB_WIDTH = 4
+
+_STYLES = {
+    "error": "1;31",
+    "warning": "1;33",
+    "note": "1;36",
+    "help": "1;36",
+    "place": "1",
+    "frame": "34",
+    "message": "1",
+}
+
+
+def paint(text: str, style: str, colour: bool) -> str:
+    """Wrap ``text`` in the style's terminal colour if ``colour``."""
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if colour else text
+
+
+def escape_controls(text: str) -> str:
+    """Make control characters visible, so that a file cannot speak to the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    if char == "\n":
+        return "\\n"
+    if char == "\t":
+        return "\\t"
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def measure_width(char: str) -> int:
+    """Columns that a printable character takes on a terminal: 0, 1 or 2."""
+    if unicodedata.combining(char) or unicodedata.category(char) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
+
+
+def show_line(line: str) -> tuple[str, list[int]]:
+    """Return ``line`` as shown and, for each character and the end, the column where it begins.
+
+    Tabs become blanks up to the next stop, other control characters a visible escape.
+    """
+    shown: list[str] = []
+    columns: list[int] = []
+    column = 0
+    for char in line:
+        columns.append(column)
+        if char == "\t":
+            text = " " * (TAB_WIDTH - column % TAB_WIDTH)
+        elif char.isprintable():
+            text = char
+        else:
+            text = _escape(char)
+        shown.append(text)
+        column += len(text) if text != char else measure_width(char)
+    columns.append(column)
+    return "".join(shown), columns
+
+
+SECTIONS = ("Why", "Example", "Fix")
+
+_HEADING = re.compile(rf"^({'|'.join(SECTIONS)}): *", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What there is to say about one code; texts are Markdown, a line per paragraph."""
+
+    code: str
+    what: str
+    """One sentence, with a full stop."""
+    why: str
+    example: str
+    fix: str
+
+    @property
+    def sections(self) -> tuple[tuple[str, str], ...]:
+        """Headings and texts after the first sentence."""
+        return tuple(zip(SECTIONS, (self.why, self.example, self.fix), strict=True))
+
+
+FindPage = Callable[[str], Page | None]
+"""Looks up the page of a code."""
+
+
+def parse_page(code: str, text: str) -> Page:
+    """Read a page; a text without one of the sections is a programmer's mistake."""
+    what, *parts = _HEADING.split(text.replace("``", "`"))
+    assert tuple(parts[::2]) == SECTIONS, f"{code}: expected {SECTIONS}, got {parts[::2]}"
+    why, example, fix = (_join_lines(part) for part in parts[1::2])
+    return Page(code=code, what=_join_lines(what), why=why, example=example, fix=fix)
+
+
+def write_markdown(page: Page) -> str:
+    """The page as a section of a Markdown document."""
+    parts = [f"## {page.code}", page.what]
+    for heading, text in page.sections:
+        parts.append(f"**{heading}:** {begin_sentence(text)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def begin_sentence(text: str) -> str:
+    """The text of a section where it does not follow its heading's colon."""
+    return text[:1].upper() + text[1:]
+
+
+def _join_lines(text: str) -> str:
+    """One line per paragraph, without blanks around."""
+    paragraphs = re.split(r"\n\s*\n", text.strip())
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+MAX_COLUMNS = 110
+"""Longer source lines are cut around the place."""
+MAX_READ = 1 << 21
+"""Longest file that is read to show a line of it, in bytes."""
+
+
+def render_full(
+    diagnostics: Sequence[Diagnostic],
+    *,
+    colour: bool = False,
+    sources: Mapping[str, str] | None = None,
+    find_page: FindPage | None = None,
+) -> str:
+    """Write every diagnostic with its source line; files missing in ``sources`` are read."""
+    del find_page
+    texts = _Texts(sources or {})
+    return "\n".join(_render_one(item, texts, colour) for item in diagnostics)
+
+
+class _Texts:
+    """Lines of files, read once."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.lines = {name: _split_lines(text) for name, text in sources.items()}
+
+    def find_line(self, file: str, number: int) -> str | None:
+        """Line ``number`` of ``file``; None where there is none to show."""
+        if file not in self.lines:
+            self.lines[file] = _split_lines(_read_text(file))
+        lines = self.lines[file]
+        return lines[number - 1] if number <= len(lines) else None
+
+
+def _split_lines(text: str) -> list[str]:
+    lines = text.split("\n")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def _read_text(file: str) -> str:
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(MAX_READ).decode("utf-8", errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _render_one(item: Diagnostic, texts: _Texts, colour: bool) -> str:
+    head = paint(f"{item.severity}[{item.code}]", item.severity, colour)
+    lines = [f"{head}{paint(': ' + escape_controls(item.message), 'message', colour)}"]
+    margin = " " * (2 if item.span is None else max(2, len(str(item.span.end_line))))
+    if item.span is not None:
+        lines += _render_place(item, item.span, texts, margin, colour)
+    mark = paint("=", "frame", colour)
+    for note in item.notes:
+        lines.append(f"{margin} {mark} {escape_controls(label_note(note))}")
+    if item.help is not None:
+        word = paint("help", "help", colour)
+        lines.append(f"{margin} {mark} {word}: {escape_controls(item.help)}")
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _render_place(
+    item: Diagnostic, span: Span, texts: _Texts, margin: str, colour: bool
+) -> list[str]:
+    arrow = paint("-->", "frame", colour)
+    lines = [f"{margin[1:]}{arrow} {escape_controls(span.place)}"]
+    if span.is_whole_file:
+        return lines
+    line = texts.find_line(span.file, span.line)
+    if line is None:
+        return lines
+    bar = paint("|", "frame", colour)
+    number = paint(str(span.line).rjust(len(margin)), "frame", colour)
+    shown, start, length = _cut(line, span)
+    marks = paint("^" * length, item.severity, colour)
+    lines.append(f"{margin} {bar}")
+    lines.append(f"{number} {bar} {shown}")
+    lines.append(f"{margin} {bar} {' ' * start}{marks}")
+    if span.end_line > span.line and texts.find_line(span.file, span.end_line) is not None:
+        last = paint(str(span.end_line).rjust(len(margin)), "frame", colour)
+        lines.append(f"{margin} {bar} ... up to line {last}")
+    return lines
+
+
+def _cut(line: str, span: Span) -> tuple[str, int, int]:
+    """The line as shown, the caret's offset in it and the number of carets."""
+    first = min(span.column - 1, len(line))
+    last = len(line) if span.end_line > span.line else min(span.end_column - 1, len(line))
+    # Only the surroundings are measured: a line may be a whole file.
+    origin = max(0, first - 2 * MAX_COLUMNS)
+    end = first + 4 * MAX_COLUMNS
+    more = end < len(line)
+    line, first, last = line[origin:end], first - origin, min(last, end) - origin
+    shown, columns = show_line(line)
+    start = columns[first]
+    length = max(1, columns[last] - start)
+    if columns[-1] <= MAX_COLUMNS and origin == 0:
+        return shown, start, length
+    begin = 0 if start < MAX_COLUMNS // 2 else start - MAX_COLUMNS // 4
+    left = next(index for index, column in enumerate(columns) if column >= begin)
+    right = max(i for i, column in enumerate(columns) if column <= columns[left] + MAX_COLUMNS)
+    piece, _ = show_line(line[left:right])
+    before = "..." if origin + left else ""
+    after = "..." if more or right < len(line) else ""
+    offset = start - columns[left] + len(before)
+    return before + piece + after, offset, min(length, max(1, columns[right] - start))
+
+
+def render_concise(
+    diagnostics: Sequence[Diagnostic],
+    *,
+    colour: bool = False,
+    sources: Mapping[str, str] | None = None,
+    find_page: FindPage | None = None,
+) -> str:
+    """Write one line per diagnostic; only the diagnostics are used."""
+    del sources, find_page
+    lines = []
+    for item in diagnostics:
+        place = f"{paint(escape_controls(str(item.span)), 'place', colour)}: " if item.span else ""
+        head = paint(f"{item.severity}[{item.code}]", item.severity, colour)
+        text = escape_controls(item.message)
+        if item.help:
+            text += f" ({escape_controls(item.help)})"
+        lines.append(f"{place}{head} {text}\n")
+    return "".join(lines)
+
+
+def render_json(
+    diagnostics: Sequence[Diagnostic],
+    *,
+    colour: bool = False,
+    sources: Mapping[str, str] | None = None,
+    find_page: FindPage | None = None,
+) -> str:
+    """Write an array, empty if there is nothing to report; only the diagnostics are used."""
+    del colour, sources, find_page
+    items = [asdict(item) for item in diagnostics]
+    return json.dumps(items, indent=2, ensure_ascii=False) + "\n"

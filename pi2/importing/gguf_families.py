@@ -1,0 +1,402 @@
+"""GGUF files of families that differ from Llama in more than names.
+
+What GGUF files of Gemma 4 state, under the names of configurations.
+
+Layers with and without a window differ in heads, rotary positions and, of E2B, in the width of
+their FFNs: files have a number for every layer where that is so.  The part of a head that turns is
+told by divisors of frequencies, which are huge where nothing turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from pi2.arrays import F32
+from pi2.importing.gguf_decoders import Metadata, read_decoder
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.text_parts import list_beginnings, rename_tensors
+
+_LAYER = "model.layers.{layer}"
+BITNET_NAMES = {
+    "blk.{layer}.attn_sub_norm.weight": f"{_LAYER}.self_attn.attn_sub_norm.weight",
+    "blk.{layer}.ffn_sub_norm.weight": f"{_LAYER}.mlp.ffn_sub_norm.weight",
+}
+"""Names of norms in checkpoints by those in files, which other decoders have not."""
+
+
+def read_bitnet(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """A decoder that states its activation; where it does not, llama.cpp computes ``activation``.
+
+    Raises `UserError` P532 as `Metadata.read`.
+    """
+    stated = metadata.read("{arch}.hidden_activation", str, activation)
+    return read_decoder(metadata, config, stated)
+
+
+_LARGEST = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the models with 27 billion weights."""
+
+
+def read_gemma2(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """Gemma 2 and 3; scores of the largest models have another scale."""
+    read = metadata.read
+    found = read_decoder(metadata, config, activation)
+    width = found["head_dim"]
+    if config["num_hidden_layers"] == _LARGEST[config["model_type"]]:
+        width = config["hidden_size"] // max(1, config["num_attention_heads"])
+    found |= {"hidden_activation": activation, "query_pre_attn_scalar": width}
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        found[key] = read(f"{{arch}}.{key}", float) if metadata.has(f"{{arch}}.{key}") else None
+    return found
+
+
+def read_gemma3(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """Gemma 3, with other positions in layers with a window."""
+    read = metadata.read
+    return read_gemma2(metadata, config, activation) | {
+        "rope_theta": read("{arch}.rope.freq_base", float, 1_000_000.0),
+        "rope_local_base_freq": read("{arch}.rope.freq_base_swa", float, 10_000.0),
+        "sliding_window_pattern": read("{arch}.attention.sliding_window_pattern", int, 6),
+    }
+
+
+_ALTUP = f"{_LAYER}.altup"
+_LAUREL = f"{_LAYER}.laurel"
+LAYER_EMBEDDING_NAMES = {
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+    "blk.{layer}.inp_gate.weight": f"{_LAYER}.per_layer_input_gate.weight",
+    "blk.{layer}.proj.weight": f"{_LAYER}.per_layer_projection.weight",
+    "blk.{layer}.post_norm.weight": f"{_LAYER}.post_per_layer_input_norm.weight",
+}
+"""Names of embeddings of layers and their projections, which Gemma 4 has as well."""
+GEMMA3N_NAMES = {
+    **LAYER_EMBEDDING_NAMES,
+    # A matrix for each of the streams but the first, in one tensor as those of experts are.
+    "altup_proj.weight": "model.altup_projections.{expert}.weight",
+    "altup_unembd_proj.weight": "model.altup_unembed_projections.{expert}.weight",
+    "blk.{layer}.altup_router.weight": f"{_ALTUP}.modality_router.weight",
+    "blk.{layer}.altup_router_norm.weight": f"{_ALTUP}.router_norm.weight",
+    "blk.{layer}.altup_predict_coef.weight": f"{_ALTUP}.prediction_coefs.weight",
+    "blk.{layer}.altup_correct_coef.weight": f"{_ALTUP}.correction_coefs.weight",
+    "blk.{layer}.altup_correct_scale.weight": f"{_ALTUP}.correct_output_scale",
+    "blk.{layer}.laurel_l.weight": f"{_LAUREL}.linear_left.weight",
+    "blk.{layer}.laurel_r.weight": f"{_LAUREL}.linear_right.weight",
+    "blk.{layer}.laurel_post_norm.weight": f"{_LAUREL}.post_laurel_norm.weight",
+}
+"""Names of transformers by those of files, beside those that earlier families have."""
+
+
+def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """The configuration, but for what tensors alone tell.  `UserError` P532 as `Metadata.read`."""
+    read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
+    narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
+    narrow = [(layer + 1) % 5 != 0 for layer in range(layers)] if narrow is None else narrow
+    return {
+        "hidden_activation": activation,
+        "num_key_value_heads": count("{arch}.attention.head_count_kv"),
+        "head_dim": count("{arch}.attention.key_length"),
+        "intermediate_size": count("{arch}.feed_forward_length"),
+        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in narrow],
+        "sliding_window": count("{arch}.attention.sliding_window"),
+        "num_kv_shared_layers": read("{arch}.attention.shared_kv_layers", int, 0),
+        "hidden_size_per_layer_input": read("{arch}.embedding_length_per_layer_input", int, 0),
+        "altup_active_idx": read("{arch}.altup.active_idx", int, 0),
+        "altup_num_inputs": count("{arch}.altup.num_inputs"),
+        "rms_norm_eps": read("{arch}.attention.layer_norm_rms_epsilon", float),
+        "final_logit_softcapping": read("{arch}.final_logit_softcapping", float, 30.0),
+        "activation_sparsity_pattern": read_shares(metadata, layers),
+        "rope_theta": read("{arch}.rope.freq_base", float, 1_000_000.0),
+        "rope_local_base_freq": read("{arch}.rope.freq_base_swa", float, 10_000.0),
+    }
+
+
+def read_shares(metadata: Metadata, layers: int) -> list[float] | None:
+    """Shares of gates that cutoffs close: files state how many standard deviations above the mean
+    the cutoffs are, and -infinity where there is none."""
+    key = "{arch}.activation_sparsity_scale"
+    scales = metadata.read_numbers(key, layers)
+    if scales is None:
+        return None
+    if not all(scale < math.inf for scale in scales):
+        raise metadata.refuse(f"{key} has a number that is no cutoff")
+    # Files have 32 bits of what people wrote in decimals; below -infinity lies nothing.
+    return [round(NormalDist().cdf(scale), 6) for scale in scales]
+
+
+def complete_gemma3n(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
+    """Add what tensors tell: LAuReL's rank, and how many tokens have embeddings of layers."""
+    laurel = tensors.get("model.layers.0.laurel.linear_left.weight")
+    if laurel is not None:
+        config["laurel_rank"] = laurel.shape[0]
+    table = tensors.get("model.embed_tokens_per_layer.weight")
+    if table is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
+
+
+_STILL = 1e20
+"""Divisors of frequencies from here on turn nothing."""
+GEMMA4_NAMES = {
+    **LAYER_EMBEDDING_NAMES,
+    "blk.{layer}.layer_output_scale.weight": f"{_LAYER}.layer_scalar",
+    "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.router.proj.weight",
+    "blk.{layer}.ffn_gate_inp.scale": f"{_LAYER}.router.scale",
+    "blk.{layer}.ffn_down_exps.scale": f"{_LAYER}.router.per_expert_scale",
+    "blk.{layer}.pre_ffw_norm_2.weight": f"{_LAYER}.pre_feedforward_layernorm_2.weight",
+    "blk.{layer}.post_ffw_norm_1.weight": f"{_LAYER}.post_feedforward_layernorm_1.weight",
+    "blk.{layer}.post_ffw_norm_2.weight": f"{_LAYER}.post_feedforward_layernorm_2.weight",
+    "blk.{layer}.ffn_gate_up_exps.weight": f"{_LAYER}.experts.gate_up_proj.{{expert}}",
+    "blk.{layer}.ffn_down_exps.weight": f"{_LAYER}.experts.down_proj.{{expert}}",
+}
+"""Names of transformers by those of files, beside those that earlier families have."""
+
+
+def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """The configuration, but for what tensors alone tell.  `UserError` P532 as `Metadata.read`."""
+    read, count, layers = metadata.read, metadata.read_count, config["num_hidden_layers"]
+    narrow = metadata.read_flags("{arch}.attention.sliding_window_pattern", layers)
+    narrow = [(layer + 1) % 6 != 0 for layer in range(layers)] if narrow is None else narrow
+    kinds = ["sliding_attention" if flag else "full_attention" for flag in narrow]
+    full = [layer for layer, flag in enumerate(narrow) if not flag]
+    ffn = metadata.read_counts("{arch}.feed_forward_length", layers)
+    kv_heads = metadata.read_counts("{arch}.attention.head_count_kv", layers)
+    wide = count("{arch}.attention.key_length")
+    head_dim = count("{arch}.attention.key_length_swa", wide)
+    heads = {layer: {"head_dim": wide, "num_key_value_heads": kv_heads[layer]} for layer in full}
+    own = next((kv_heads[layer] for layer, flag in enumerate(narrow) if flag), kv_heads[0])
+    shared = read("{arch}.attention.shared_kv_layers", int, 0)
+    experts = read("{arch}.expert_count", int, 0)
+    softcap = "{arch}.final_logit_softcapping"
+    return {
+        "hidden_activation": activation,
+        "intermediate_size": ffn[0],
+        "use_double_wide_mlp": 0 < shared < layers and ffn[-1] == 2 * ffn[0],
+        "num_key_value_heads": own,
+        "head_dim": head_dim,
+        "per_layer_config": {str(layer): found for layer, found in heads.items()},
+        "layer_types": kinds,
+        "sliding_window": count("{arch}.attention.sliding_window"),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": read("{arch}.embedding_length_per_layer_input", int, 0),
+        "rms_norm_eps": read("{arch}.attention.layer_norm_rms_epsilon", float),
+        "final_logit_softcapping": read(softcap, float) if metadata.has(softcap) else None,
+        **(_read_experts(metadata, experts) if experts else {}),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": read("{arch}.rope.freq_base", float, 1_000_000.0),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": read("{arch}.rope.freq_base_swa", float, 10_000.0),
+            },
+        },
+    }
+
+
+def _read_experts(metadata: Metadata, experts: int) -> dict[str, Any]:
+    """Numbers and sizes of experts."""
+    return {
+        "enable_moe_block": True,
+        "num_experts": experts,
+        "top_k_experts": metadata.read_count("{arch}.expert_used_count"),
+        "moe_intermediate_size": metadata.read_count("{arch}.expert_feed_forward_length"),
+    }
+
+
+def complete_gemma4(config: dict[str, Any], tensors: Mapping[str, SourceTensor]) -> None:
+    """Add what tensors tell: whether keys are values, and how many tokens have embeddings of
+    layers."""
+    first_shared = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    kinds = config["layer_types"][:first_shared]
+    full = (layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    config["attention_k_eq_v"] = any(
+        f"model.layers.{layer}.self_attn.v_proj.weight" not in tensors for layer in full
+    )
+    table = tensors.get("model.embed_tokens_per_layer.weight")
+    if table is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
+
+
+def scale_gemma4(config: dict[str, Any], divisors: F32) -> bool:
+    """State the part of a head that turns, by divisors of its pairs' frequencies; whether they say
+    that and nothing else."""
+    turning = int(np.count_nonzero(divisors == 1.0))
+    is_known = turning > 0 and (divisors[:turning] == 1.0).all()
+    if not is_known or not (divisors[turning:] >= _STILL).all():
+        return False
+    share = turning / len(divisors)
+    config["rope_parameters"]["full_attention"]["partial_rotary_factor"] = share
+    return True
+
+
+def read_granite(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """A decoder with factors."""
+    read = metadata.read
+    return read_decoder(metadata, config, activation) | {
+        "attention_multiplier": read("{arch}.attention.scale", float, 1.0),
+        "embedding_multiplier": read("{arch}.embedding_scale", float, 1.0),
+        "residual_multiplier": read("{arch}.residual_scale", float, 1.0),
+        "logits_scaling": read("{arch}.logit_scale", float, 1.0),
+    }
+
+
+def read_granite_hybrid(
+    metadata: Metadata, config: dict[str, Any], activation: str
+) -> dict[str, Any]:
+    """Granite with Mamba-2 in most layers."""
+    read, count = metadata.read, metadata.read_count
+    found = read_granite(metadata, config, activation)
+    experts = read("{arch}.expert_count", int, 0)
+    shared = read("{arch}.expert_shared_feed_forward_length", int, 0)
+    return found | {
+        "num_local_experts": experts,
+        # Where there are no experts, the shared FFN is the only one.
+        "shared_intermediate_size": shared if experts else found["intermediate_size"],
+        # llama.cpp's converter says so where no positions are turned.
+        "position_embedding_type": "rope"
+        if read("{arch}.rope.scaling.finetuned", bool, True)
+        else "nope",
+        "mamba_expand": count("{arch}.ssm.inner_size") / max(1, config["hidden_size"]),
+        "mamba_n_heads": count("{arch}.ssm.time_step_rank"),
+        "mamba_n_groups": count("{arch}.ssm.group_count"),
+        "mamba_d_state": count("{arch}.ssm.state_size"),
+        "mamba_d_conv": count("{arch}.ssm.conv_kernel"),
+    }
+
+
+_FFN = f"{_LAYER}.feed_forward"
+_PARTS = ("gate", "up", "down")
+LLAMA4_NAMES = {
+    "blk.{layer}.ffn_gate_inp.weight": f"{_FFN}.router.weight",
+    **{
+        f"blk.{{layer}}.ffn_{part}{end}.weight": f"{_FFN}{owner}.{part}_proj.weight"
+        for part in _PARTS
+        for end, owner in (("", ""), ("_exps", ".experts.{expert}"), ("_shexp", ".shared_expert"))
+    },
+}
+"""Names of FFNs in checkpoints by those in files."""
+
+_WITHOUT_NORMS = 128
+"""Experts of the model whose heads have no norms: Maverick, as llama.cpp tells it."""
+
+
+def read_llama4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
+    """A decoder with FFNs of two sizes, and what its layers have.
+
+    Raises `UserError` P532 as `Metadata.read`.
+    """
+    found = read_decoder(metadata, config, activation)
+    found |= {
+        "intermediate_size": metadata.read_count("{arch}.expert_feed_forward_length"),
+        "intermediate_size_mlp": found["intermediate_size"],
+        "interleave_moe_layer_step": metadata.read_count("{arch}.interleave_moe_layer_step"),
+        "use_qk_norm": metadata.read_count("{arch}.expert_count") != _WITHOUT_NORMS,
+    }
+    window = "{arch}.attention.sliding_window"
+    if metadata.has(window) and metadata.read(window, int) == 0:
+        # All layers turn heads, and see all tokens.
+        layers = config["num_hidden_layers"]
+        found |= {"attention_chunk_size": None, "no_rope_layers": [1] * layers}
+    return found
+
+
+_BLOCK = "backbone.layers.{layer}"
+_MIXER, _MAMBA = f"{_BLOCK}.mixer", f"{_BLOCK}.mamba"
+NEMOTRON_HYBRID_NAMES = {
+    "token_embd.weight": "backbone.embeddings.weight",
+    "output_norm.weight": "backbone.norm_f.weight",
+    "output.weight": "lm_head.weight",
+    "blk.{layer}.attn_norm.weight": f"{_BLOCK}.norm.weight",
+    **{
+        f"blk.{{layer}}.{name}.{part}": f"{_MIXER}.{original}.{part}"
+        for part in ("weight", "bias")
+        for name, original in (
+            ("attn_q", "q_proj"),
+            ("attn_k", "k_proj"),
+            ("attn_v", "v_proj"),
+            ("attn_output", "o_proj"),
+            ("ffn_up", "up_proj"),
+            ("ffn_down", "down_proj"),
+        )
+    },
+    **{
+        f"blk.{{layer}}.ssm_{name}.{part}": f"{_MAMBA}.{original}.{part}"
+        for part in ("weight", "bias")
+        for name, original in (("in", "in_proj"), ("out", "out_proj"), ("conv1d", "conv1d"))
+    },
+    "blk.{layer}.ssm_norm.weight": f"{_MAMBA}.norm.weight",
+    "blk.{layer}.ssm_dt.bias": f"{_MAMBA}.dt_bias",
+    "blk.{layer}.ssm_a": f"{_MAMBA}.A_log",
+    "blk.{layer}.ssm_d": f"{_MAMBA}.D",
+    "blk.{layer}.ffn_gate_inp.weight": f"{_MIXER}.gate.weight",
+    "blk.{layer}.exp_probs_b.bias": f"{_MIXER}.gate.e_score_correction_bias",
+    "blk.{layer}.ffn_latent_down.weight": f"{_MIXER}.fc1_latent_proj.weight",
+    "blk.{layer}.ffn_latent_up.weight": f"{_MIXER}.fc2_latent_proj.weight",
+    "blk.{layer}.ffn_up_exps.weight": f"{_MIXER}.experts.{{expert}}.up_proj.weight",
+    "blk.{layer}.ffn_down_exps.weight": f"{_MIXER}.experts.{{expert}}.down_proj.weight",
+    "blk.{layer}.ffn_up_shexp.weight": f"{_MIXER}.shared_experts.up_proj.weight",
+    "blk.{layer}.ffn_down_shexp.weight": f"{_MIXER}.shared_experts.down_proj.weight",
+}
+"""Names of transformers by those of files, but that what belongs to Mamba-2 says so."""
+
+
+_OWN = {
+    "mamba": ".mamba.in_proj.weight",
+    "attention": ".mixer.q_proj.weight",
+    "mlp": ".mixer.up_proj.weight",
+    "moe": ".mixer.gate.weight",
+}
+"""Tensors that tell what a block is."""
+
+
+def read_nemotron_hybrid(
+    metadata: Metadata, config: dict[str, Any], activation: str
+) -> dict[str, Any]:
+    """A decoder with sizes of Mamba-2 and of shared experts.
+
+    Raises `UserError` P532 as `Metadata.read`.
+    """
+    count = metadata.read_count
+    heads = count("{arch}.ssm.time_step_rank")
+    epsilon = "{arch}.attention.layer_norm_rms_epsilon"
+    found = read_decoder(metadata, config, activation) | {
+        "layer_norm_epsilon": metadata.read(epsilon, float, 1e-5),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": max(1, count("{arch}.ssm.inner_size") // heads),
+        "n_groups": count("{arch}.ssm.group_count"),
+        "ssm_state_size": count("{arch}.ssm.state_size"),
+        "conv_kernel": count("{arch}.ssm.conv_kernel"),
+    }
+    if metadata.read("{arch}.expert_count", int, 0):
+        shared = "{arch}.expert_shared_feed_forward_length"
+        found["moe_shared_expert_intermediate_size"] = count(shared)
+        latent = metadata.read("{arch}.moe_latent_size", int, 0)
+        found |= {"moe_latent_size": latent} if latent else {}
+    return found
+
+
+def join_blocks(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
+    """State the kinds of blocks, as their tensors tell them, and biases; give tensors the names of
+    the layers that the blocks are."""
+    for key, part in (("use_conv_bias", "conv1d"), ("use_bias", "in_proj")):
+        config[key] = any(name.endswith(f".{part}.bias") for name in tensors)
+    kinds, blocks = [], config["num_hidden_layers"]
+    for block in range(blocks):
+        start = f"backbone.layers.{block}"
+        found = (kind for kind, end in _OWN.items() if f"{start}{end}" in tensors)
+        kinds.append(next(found, "block without tensors"))
+        dense = tensors.get(f"{start}{_OWN['mlp']}")
+        if dense is not None:
+            config["intermediate_size"] = dense.shape[0]
+    # Blocks are counted in a file, and become fewer layers.
+    config |= {"layers_block_type": kinds, "num_hidden_layers": None}
+    whole = {name.replace(".mamba.", ".mixer."): tensor for name, tensor in tensors.items()}
+    tensors.clear()
+    tensors |= rename_tensors(whole, list_beginnings(config))

@@ -1,0 +1,336 @@
+"""How float32 weights become the codes and scales of a store.
+
+Rounding with the best scale: tries several for every group and keeps the one that errs least.
+
+`pi2.plan.weights.rounding.quantize` takes the scale from the largest weight of a group.  A smaller
+scale cuts that weight off and keeps the others better; a least-squares fit of the scale to the
+codes follows.  Errors count as much as the inputs that they meet: by their mean squares, where
+known (activation-aware, as in AWQ and in llama.cpp's importance matrices), else alike.
+
+Rounding that makes up for its own errors: what a column loses, later columns give back.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
+(2022): with H = E[u u^T] over the inputs u of a matrix, the columns are rounded one after the
+other, and the error of each is spread over those still to come so that the matrix's output on such
+inputs changes least.  The scale of a group of 32 columns is searched when its turn comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from pi2.arrays import F16, F32, I8, U8, Scales
+from pi2.diagnostics import UserError
+from pi2.plan.weights.layout import GROUP, Precision
+from pi2.plan.weights.rounding import (
+    dequantize,
+    dequantize_exponents,
+    pack_codes,
+    quantize,
+    quantize_exponents,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorError:
+    """The error of one tensor of the checkpoint."""
+
+    tensor: str
+    precision: Precision
+    relative: float
+    """Root of the squared errors' sum, by that of the weights."""
+    largest: float
+    """Largest error of a weight."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    precision: Precision
+    wrong: float = 0.0
+    size: float = 0.0
+    largest: float = 0.0
+
+
+@dataclass(slots=True)
+class ErrorReport:
+    """Adds up errors piece by piece, from several threads."""
+
+    _sums: dict[str, _Sums] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(
+        self,
+        tensor: str,
+        rows: F32,
+        stored: F32,
+        precision: Precision,
+    ) -> None:
+        """Compare ``rows`` [n, length] of ``tensor`` with what is ``stored`` of them."""
+        wrong = stored - rows
+        sums = (float(np.vdot(wrong, wrong)), float(np.vdot(rows, rows)))
+        largest = float(np.abs(wrong).max(initial=0))
+        with self._lock:
+            known = self._sums.setdefault(tensor, _Sums(precision))
+            known.wrong += sums[0]
+            known.size += sums[1]
+            known.largest = max(known.largest, largest)
+
+    def list_errors(self) -> list[TensorError]:
+        """All tensors, by name."""
+        return [
+            TensorError(
+                tensor=name,
+                precision=sums.precision,
+                relative=float(np.sqrt(sums.wrong / sums.size)) if sums.size else 0.0,
+                largest=sums.largest,
+            )
+            for name, sums in sorted(self._sums.items())
+        ]
+
+
+BOTTOM, TOP = -8, 7
+"""Codes of int4."""
+_FACTORS = np.linspace(0.68, 1.0, 9, dtype=np.float32)
+"""Scales that are tried, as shares of the one that the largest weight asks for."""
+_TILE_WEIGHTS = 2**15
+"""Weights that are tried together: they stay in a core's cache."""
+
+
+def quantize_by_search(
+    rows: F32, precision: Precision, importance: F32 | None = None
+) -> tuple[U8, Scales | None]:
+    """Quantise and pack ``rows`` float32 [n, length] like `pi2.plan.weights.rounding.quantize`.
+
+    ``importance`` float32 [length]: what squared errors of each column weigh.  Only int4 gains;
+    other types are rounded to nearest.  Raises `ValueError` for weights that cannot be stored.
+    """
+    if precision != "int4":
+        return quantize(rows, precision)
+    count, length = rows.shape
+    groups = rows.reshape(count, length // GROUP, GROUP)
+    weights = None if importance is None else importance.reshape(length // GROUP, GROUP)
+    scales = np.empty((count, length // GROUP), np.float16)
+    step = max(1, _TILE_WEIGHTS // length)
+    for start in range(0, count, step):
+        scales[start : start + step] = find_scales(groups[start : start + step], weights)
+    if not np.isfinite(scales).all():
+        quantize(rows, precision)  # says what is wrong
+    codes = round_groups(groups, scales).reshape(count, length)
+    return pack_codes(codes, "int4"), scales
+
+
+def find_scales(groups: F32, importance: F32 | None) -> F16:
+    """Best scales float16 [n, g] for ``groups`` [n, g, 32]; ``importance`` [g, 32]."""
+    count, per_row, length = groups.shape
+    # One group a column: numpy works along rows, and those of a group would be short.
+    columns = np.ascontiguousarray(groups.reshape(-1, length).T)
+    weights = None if importance is None else np.tile(importance.T, (1, count))
+    with np.errstate(over="ignore", invalid="ignore"):
+        peaks = np.abs(columns).max(axis=0) / np.float32(TOP)
+        best = peaks.astype(np.float16)
+        errors = _measure(columns, best, weights)
+        for factor in _FACTORS[:-1]:
+            scales = (peaks * factor).astype(np.float16)
+            errors = _keep_better(columns, scales, best, errors, weights)
+        codes = _round(_divide(columns, best))
+        weighted = codes if weights is None else codes * weights
+        size = (weighted * codes).sum(axis=0)
+        fitted = (weighted * columns).sum(axis=0) / np.where(size > 0, size, 1)
+        _keep_better(columns, fitted.astype(np.float16), best, errors, weights)
+    return np.asarray(best.reshape(count, per_row), np.float16)
+
+
+def round_groups(groups: F32, scales: F16) -> I8:
+    """Nearest codes int8 [n, g, 32]; a scale of 0 stands for zeros."""
+    wide = scales.astype(np.float32)[..., None]
+    codes = np.divide(groups, wide, out=np.zeros_like(groups), where=wide != 0)
+    return np.clip(np.rint(codes), BOTTOM, TOP).astype(np.int8)
+
+
+def _keep_better(columns: F32, scales: F16, best: F16, errors: F32, weights: F32 | None) -> F32:
+    """Put ``scales`` [n] into ``best`` where they err less; returns the errors of ``best``."""
+    found = _measure(columns, scales, weights)
+    better = (found < errors) & (scales > 0)
+    best[better] = scales[better]
+    return np.where(better, found, errors)
+
+
+def _measure(columns: F32, scales: F16, weights: F32 | None) -> F32:
+    """Squared errors [n] of groups [32, n] at their nearest codes."""
+    exact = _divide(columns, scales)
+    wrong = _round(exact)
+    wrong -= exact
+    np.square(wrong, out=wrong)
+    unit = np.square(scales.astype(np.float32))
+    zero = scales == 0
+    if zero.any():
+        # Groups that become zeros.
+        wrong[:, zero], unit[zero] = np.square(columns[:, zero]), 1
+    if weights is not None:
+        wrong *= weights
+    return np.asarray(wrong.sum(axis=0) * unit)
+
+
+def _divide(columns: F32, scales: F16) -> F32:
+    """Weights in units of their scales; 0 where that is 0."""
+    wide = scales.astype(np.float32)
+    return columns * np.divide(1, wide, out=np.zeros_like(wide), where=wide != 0)
+
+
+def _round(exact: F32) -> F32:
+    codes = np.rint(exact)
+    np.maximum(codes, BOTTOM, out=codes)
+    np.minimum(codes, TOP, out=codes)
+    return codes
+
+
+DAMPING = 0.01
+"""Share of the diagonal's mean that is added to the diagonal: inputs that hardly vary would be
+trusted too much without it."""
+
+
+def prepare_moments(moments: F32) -> F32:
+    """Upper triangular factor U [length, length] with U^T U = H^-1, from H [length, length]."""
+    exact = moments.astype(np.float64)
+    mean = float(np.diag(exact).mean())
+    exact[np.diag_indices_from(exact)] += DAMPING * mean if mean > 0 else 1.0
+    inverse = np.linalg.inv(exact)
+    factor = np.linalg.cholesky((inverse + inverse.T) / 2).T
+    return np.ascontiguousarray(factor, np.float32)
+
+
+def quantize_with_compensation(rows: F32, factor: F32, importance: F32) -> tuple[U8, F16]:
+    """Quantise and pack ``rows`` float32 [n, length] as int4.
+
+    ``factor`` [length, length] is that of `prepare_moments`, ``importance`` [length] the mean
+    squares of the inputs.  Raises `ValueError` if a weight is not finite or too large.
+    """
+    count, length = rows.shape
+    rest = rows.copy()
+    codes = np.empty((count, length), np.int8)
+    scales = np.empty((count, length // GROUP), np.float16)
+    for group in range(length // GROUP):
+        first, end = group * GROUP, (group + 1) * GROUP
+        block = rest[:, first:end]
+        own = find_scales(block[:, None], importance[None, first:end])[:, 0]
+        if not np.isfinite(own).all() or not np.isfinite(block).all():
+            raise ValueError("a weight is not a finite number or does not fit into fp16")
+        scales[:, group] = own
+        wide = own.astype(np.float32)
+        reciprocal = np.divide(1, wide, out=np.zeros_like(wide), where=wide != 0)
+        errors = np.empty((count, GROUP), np.float32)
+        for place in range(GROUP):
+            column = first + place
+            code = np.clip(np.rint(block[:, place] * reciprocal), BOTTOM, TOP)
+            codes[:, column] = code
+            error = (block[:, place] - code * wide) / factor[column, column]
+            errors[:, place] = error
+            block[:, place + 1 :] -= error[:, None] * factor[column, column + 1 : end]
+        rest[:, end:] -= errors @ factor[first:end, end:]
+    return pack_codes(codes, "int4"), scales
+
+
+Method = Literal["nearest", "search", "compensated"]
+
+MOMENTS = "moments"
+"""Folder in the statistics of `pi2 activations --moments`."""
+
+
+def name_moments(layer: int) -> str:
+    """File of a layer's second moments E[u u^T] of FFN inputs, float32 [hidden, hidden]."""
+    return f"{MOMENTS}/layer-{layer:03d}.npy"
+
+
+class Quantizer:
+    """Quantises rows; thread-safe."""
+
+    def __init__(
+        self, method: Method = "nearest", statistics: Path | None = None, *, report: bool = False
+    ) -> None:
+        """``statistics``: folder of `pi2 activations --moments`, needed by ``compensated``;
+        ``report``: keep errors by tensor.  `UserError` P548 if the folder has no moments."""
+        self.method: Method = method
+        self.errors = ErrorReport() if report else None
+        self._statistics = statistics
+        self._prepare = lru_cache(maxsize=1)(self._read_moments)
+        if statistics is not None and not (statistics / name_moments(0)).is_file():
+            raise _explain(statistics, "it has no moments of inputs")
+        if method == "compensated" and statistics is None:
+            raise UserError.of(
+                "P548",
+                "the compensated quantiser needs to know the inputs of the matrices",
+                help="record them with `pi2 activations PLAN --text FILE -o STATS --moments`, and "
+                "give --statistics STATS",
+            )
+
+    def describe(self) -> list[object]:
+        """What decides the bytes that come out, for the key of a conversion."""
+        if self._statistics is None:
+            return [self.method]
+        files = sorted((self._statistics / MOMENTS).glob("*.npy"))
+        return [self.method, *([file.name, file.stat().st_mtime_ns] for file in files)]
+
+    def quantize(
+        self, rows: F32, precision: Precision, tensor: str, ffn_layer: int | None = None
+    ) -> tuple[U8, Scales | None]:
+        """Quantise and pack ``rows`` [n, length] of ``tensor``.
+
+        ``ffn_layer``: the layer whose FFN's input the rows are multiplied with, if they are.
+        Raises `ValueError` for weights that cannot be stored, `UserError` P548 for moments of
+        another shape.
+        """
+        packed = self._quantize(rows, precision, ffn_layer)
+        if self.errors is not None:
+            stored = dequantize(*packed, rows.shape[1], precision)
+            self.errors.add(tensor, rows, stored, precision)
+        return packed
+
+    def quantize_exponents(self, rows: F32, tensor: str, *, spread: bool) -> tuple[U8, U8]:
+        """Quantise and pack ``rows`` [n, length] of ``tensor`` as mxfp4, to nearest whatever the
+        method; every 32 of them share exponents where these are ``spread``.
+
+        Raises `ValueError` for weights that cannot be stored.
+        """
+        packed = quantize_exponents(rows, spread=spread)
+        if self.errors is not None:
+            stored = dequantize_exponents(*packed, rows.shape[1], spread=spread)
+            self.errors.add(tensor, rows, stored, "mxfp4")
+        return packed
+
+    def _quantize(
+        self, rows: F32, precision: Precision, ffn_layer: int | None
+    ) -> tuple[U8, Scales | None]:
+        if self.method == "nearest" or precision != "int4" or not np.isfinite(rows).all():
+            return quantize(rows, precision)
+        if self._statistics is None or ffn_layer is None:
+            return quantize_by_search(rows, precision)
+        importance, factor = self._prepare(ffn_layer, rows.shape[1])
+        if self.method == "search" or factor is None:
+            return quantize_by_search(rows, precision, importance)
+        return quantize_with_compensation(rows, factor, importance)
+
+    def _read_moments(self, layer: int, length: int) -> tuple[F32, F32 | None]:
+        assert self._statistics is not None
+        try:
+            moments = np.load(self._statistics / name_moments(layer), allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise _explain(self._statistics, str(error)) from None
+        if moments.shape != (length, length) or not np.isfinite(moments).all():
+            raise _explain(self._statistics, f"layer {layer} is of another model")
+        importance = np.ascontiguousarray(np.diag(moments), np.float32)
+        factor = prepare_moments(moments) if self.method == "compensated" else None
+        return importance, factor
+
+
+def _explain(statistics: Path, problem: str) -> UserError:
+    return UserError.of(
+        "P548",
+        f"{statistics} does not have the inputs of this model's matrices: {problem}",
+        help="record them with `pi2 activations PLAN --text FILE -o STATS --moments`",
+    )

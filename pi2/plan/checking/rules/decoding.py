@@ -1,0 +1,341 @@
+"""Rules about decoding: predictors, looking ahead and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.arithmetic.costs import (
+    count_absent,
+    count_attention_bytes,
+    find_memory_rate,
+    find_read_rate,
+)
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_gate_read_bytes, find_block_bytes
+from pi2.plan.checking.findings import Facts, Finding, Origin, rule
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.quantities import approximate_number
+
+
+@rule("P233", "error", "plan", "model")
+def check_predictor_exists(facts: Facts) -> Iterator[Finding]:
+    """``decode.predictor = "low-rank"`` needs a model with predictors.
+
+    Why: low-rank predictors are trained with the model and are part of its store.
+
+    Example: ``predictor = "low-rank"`` for a model file without ``[predictor]``.
+
+    Fix: ``"gate"``, which is exact for the ReLU family, ``"router"`` for a mixture of experts, or
+    ``"none"``; or a model with predictors.
+    """
+    if facts.plan.decode.predictor != "low-rank" or facts.model.predictor is not None:
+        return
+    other = "none" if facts.model.is_smooth else "gate"
+    if facts.model.moe is not None:
+        other = "router"
+    yield Finding(
+        path=("decode", "predictor"),
+        message=f"the model `{facts.model.id}` has no low-rank predictors",
+        help=f'write predictor = "{other}"',
+        origins=(Origin(document="model", path=(), text="the file has no table [predictor]"),),
+    )
+
+
+@rule("P268", "error", "plan", "model")
+def check_router_needs_experts(facts: Facts) -> Iterator[Finding]:
+    """``decode.predictor = "router"`` needs a mixture of experts.
+
+    Why: the router of a mixture says which experts compute a token; a model without experts has
+    none, and every token takes all of its FFN.  Experts that read what their weights have
+    multiplied (``moe.weighs = "input"``) are computed as a whole: predictors and gates do not know
+    the weights.
+
+    Example: ``predictor = "router"`` for a model file without ``[moe]``.
+
+    Fix: ``"low-rank"`` for a model with predictors, ``"gate"`` for the ReLU family, else
+    ``"none"``.
+    """
+    model = facts.model
+    is_weighed = model.moe is not None and model.moe.weighs == "input"
+    if is_weighed and facts.plan.decode.predictor not in ("none", "router"):
+        yield _refuse_router(("decode", "predictor"), model, 'write predictor = "router"')
+    elif is_weighed and facts.plan.sparsity is not None:
+        yield _refuse_router(("sparsity",), model, "leave the table [sparsity] out")
+    if facts.plan.decode.predictor != "router" or model.moe is not None:
+        return
+    other = "none" if model.is_smooth else "gate"
+    if model.predictor is not None:
+        other = "low-rank"
+    yield Finding(
+        path=("decode", "predictor"),
+        message=f"the model `{model.id}` has no experts that a router could choose",
+        help=f'write predictor = "{other}"',
+        origins=(Origin(document="model", path=(), text="the file has no table [moe]"),),
+    )
+
+
+def _refuse_router(path: tuple[str, ...], model: Model, remedy: str) -> Finding:
+    return Finding(
+        path=path,
+        message=f"which neurons of an expert fire in `{model.id}` depends on the expert's weight, "
+        "which neither predictors nor gates know",
+        help=remedy,
+        origins=(Origin(document="model", path=("moe", "weighs"), text='weighs = "input"'),),
+    )
+
+
+@rule("P234", "error", "plan", "model")
+def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
+    """``decode.predictor = "gate"`` needs an activation that is zero for some gates, or
+    ``[sparsity]``.
+
+    Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds
+    nothing, so that it may be left out, and so may one that a cutoff closes
+    (``ffn.gate_sparsity``); else SiLU and GELU are zero nowhere, and something must say what counts
+    as zero.  With ``"router"``, a ``[sparsity]`` needs thresholds, too.  A plan that computes
+    nothing, with the backend ``null`` for every unit, may state ``sparsity.target`` alone: it is
+    simulated with that share.
+
+    Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
+
+    Fix: ``predictor = "none"``, or ``"router"`` for a mixture of experts; or calibrate thresholds
+    with `pi2 sparsity calibrate`.
+    """
+    plan, smooth = facts.plan, facts.model.is_smooth
+    if plan.decode.predictor != "gate" or not smooth:
+        return
+    if plan.sparsity is not None:
+        computes = {*plan.backends.values(), *(unit.backend for unit in plan.units.values())}
+        counted = computes <= {"null", None} and plan.sparsity.target is not None
+        if plan.sparsity.thresholds is None and not counted:
+            yield Finding(
+                path=("sparsity",),
+                message="no thresholds: nothing says which neurons are inactive",
+                help="make them with `pi2 sparsity calibrate`; only plans with the backend "
+                '"null" for every unit, and a target, go without',
+                at="key",
+            )
+        return
+    if facts.model.cut_layers:
+        return
+    name = facts.model.ffn.activation
+    exact = "none" if facts.model.moe is None else "router"
+    yield Finding(
+        path=("decode", "predictor"),
+        message=f"the gate does not show which neurons are inactive: the activation is {name}",
+        help=f'write predictor = "{exact}", or add thresholds: `pi2 sparsity calibrate`',
+        origins=(
+            Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),
+        ),
+    )
+
+
+PATIENCE = 2.0
+"""Reads may take this many times as long as attention: estimates are rough."""
+
+
+@rule("P237", "warning", "resolved")
+def check_look_ahead_hides(facts: Facts) -> Iterator[Finding]:
+    """Reads that are to hide behind attention take no longer than attention.
+
+    Why: ``look_ahead = "attention"`` asks for a layer's neurons before its attention, so that the
+    reads are done when the FFN begins.  Where they take much longer, the FFN waits all the same.
+    Times are estimates from the device's figures and the model's statistics.
+
+    Example: ``look_ahead = "attention"`` where attention takes 0.4 ms and the reads 6 ms.
+
+    Fix: ``look_ahead = "layer"``, which begins a layer earlier, or more memory for ``hot`` and
+    ``cold``, so that less is read.
+    """
+    resolved = facts.resolved
+    memory_rate, read_rate = find_memory_rate(facts.device), find_read_rate(facts.device)
+    if resolved.plan.decode.look_ahead != "attention" or not memory_rate or not read_rate:
+        return
+    attention_s = count_attention_bytes(resolved) / memory_rate
+    read_s = _count_read_bytes(resolved) / read_rate
+    if read_s <= PATIENCE * attention_s:
+        return
+    yield Finding(
+        path=("decode", "look_ahead"),
+        message="a layer's attention takes about "
+        f"{approximate_number(attention_s * 1e3, 2)} ms and its reads "
+        f"{approximate_number(read_s * 1e3, 2)} ms: attention cannot hide them",
+        help='write look_ahead = "layer", or give hot and cold more memory',
+        origins=(
+            Origin(
+                document="device",
+                path=("storage", "reads"),
+                text=f"{approximate_number(read_rate / 1e6, 4)} MB/s",
+            ),
+        ),
+    )
+
+
+def _count_read_bytes(resolved: ResolvedPlan) -> float:
+    """Bytes that a layer reads for a token, if the cache holds any cold neuron alike."""
+    stride, neurons = resolved.bundle.stride, resolved.model.layer_neurons
+    absent = sum(neurons - layer.hot_neurons for layer in resolved.layers)
+    if absent == 0:
+        return 0.0
+    cached = min(1.0, resolved.plan.memory.segments.cold / stride / absent)
+    wanted = sum(count_absent(resolved, layer) or 0.0 for layer in range(len(resolved.layers)))
+    return wanted * (1 - cached) * stride / len(resolved.layers)
+
+
+@rule("P254", "error", "plan")
+def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
+    """``decode.look_ahead`` needs ``decode.predictor = "low-rank"`` or ``"router"``.
+
+    Why: before attention a layer's gates are not known yet: computed there, they would name other
+    neurons, and exact decoding would not be exact.  Dense decoding predicts nothing.  A router may
+    be asked early: what it did not name then is read when it is asked again.
+
+    Example: ``look_ahead = "attention"`` with ``predictor = "gate"``.
+
+    Fix: ``look_ahead = "none"``; or ``predictor = "low-rank"`` for a model with predictors, or
+    ``"router"`` for a mixture of experts.
+    """
+    decode = facts.plan.decode
+    if decode.look_ahead == "none" or decode.predictor in ("low-rank", "router"):
+        return
+    yield Finding(
+        path=("decode", "look_ahead"),
+        message=f'look_ahead = "{decode.look_ahead}" needs predictor = "low-rank" or "router", '
+        f'not "{decode.predictor}"',
+        help='write look_ahead = "none"',
+        origins=(
+            Origin(
+                document="plan",
+                path=("decode", "predictor"),
+                text=f'predictor = "{decode.predictor}"',
+            ),
+        ),
+    )
+
+
+@rule("P292", "error", "plan")
+def check_leave_out_has_scores(facts: Facts) -> Iterator[Finding]:
+    """``decode.leave_out`` is about scores of low-rank predictors, and the only limit of reads.
+
+    Why: what may be left out is a share of the scores that low-rank predictors give.  Other
+    predictors give none, and with ``missing_threshold`` the limit is stated already, so that none
+    can be found.
+
+    Example: ``leave_out = 0.02`` with ``missing_threshold = 1.0``.
+
+    Fix: ``leave_out`` alone, with ``predictor = "low-rank"``.
+    """
+    decode = facts.plan.decode
+    if decode.leave_out is None:
+        return
+    if decode.predictor != "low-rank":
+        key, value = "predictor", f'"{decode.predictor}"'
+        message = f"leave_out has no effect with predictor = {value}: it leaves out scores"
+    elif decode.missing_threshold is not None:
+        key, value = "missing_threshold", f"{decode.missing_threshold:g}"
+        message = f"leave_out and missing_threshold = {value} exclude each other"
+    else:
+        return
+    yield Finding(
+        path=("decode", "leave_out"),
+        message=message,
+        help='remove leave_out, or write predictor = "low-rank"'
+        if key == "predictor"
+        else "remove one: leave_out states a quality, missing_threshold a score",
+        origins=(Origin(document="plan", path=("decode", key), text=f"{key} = {value}"),),
+    )
+
+
+@rule("P255", "error", "plan")
+def check_missing_threshold_saves_reads(facts: Facts) -> Iterator[Finding]:
+    """``decode.missing_threshold`` is above ``decode.threshold``, of low-rank predictors.
+
+    Why: neurons are named by ``threshold`` first; of those, the ones that are not in memory are
+    read only from ``missing_threshold`` on.  One that is not higher leaves nothing out, and where
+    no predictor gives scores there is nothing to compare.
+
+    Example: ``threshold = 0.5`` with ``missing_threshold = 0.0``.
+
+    Fix: a higher ``missing_threshold``, or none.
+    """
+    decode = facts.plan.decode
+    if decode.missing_threshold is None:
+        return
+    if decode.predictor != "low-rank":
+        key, value = "predictor", f'"{decode.predictor}"'
+        message = f"missing_threshold has no effect with predictor = {value}: it compares scores"
+    elif decode.missing_threshold <= decode.threshold:
+        key, value = "threshold", f"{decode.threshold:g}"
+        own = f"{decode.missing_threshold:g}"
+        message = f"missing_threshold = {own} has no effect: it must be above threshold = {value}"
+    else:
+        return
+    yield Finding(
+        path=("decode", "missing_threshold"),
+        message=message,
+        help="remove missing_threshold, or "
+        + ("raise it" if key == "threshold" else 'write predictor = "low-rank"'),
+        origins=(Origin(document="plan", path=("decode", key), text=f"{key} = {value}"),),
+    )
+
+
+@rule("P222", "warning", "resolved")
+def check_phases_save_reads(facts: Facts) -> Iterator[Finding]:
+    """Reads in two phases read less than reads in one.
+
+    Why: ``pipeline.phases = 2`` reads the gate first, and up and down only where the gate is open.
+    Reads begin and end at the device's blocks: where the gate's block is also the bundle's last
+    one, or where neurons have no gate, the first read is the whole bundle and the second is for
+    nothing. Nor is there anything to wait for where no gate is ever closed (SiLU, GELU), or where
+    the gate's bias comes with the end of the bundle.
+
+    Example: ``phases = 2`` for bundles of 432 bytes and blocks of 512.
+
+    Fix: ``phases = 1``.
+    """
+    resolved = facts.resolved
+    plan, bundle, model = resolved.plan, resolved.bundle, resolved.model
+    if plan.pipeline.phases == 1 or count_gate_read_bytes(resolved):
+        return
+    if not model.ffn.gated:
+        reason = "the model's neurons have no gate"
+    elif model.is_smooth:
+        reason = f"no gate of {model.ffn.activation} is ever closed"
+    elif bundle.biases:
+        reason = "a gate's bias comes with the end of the bundle"
+    elif plan.decode.predictor != "low-rank":
+        return
+    else:
+        block = find_block_bytes(resolved.device)
+        reason = f"gate and bundle end in the same block of {block} bytes"
+    yield Finding(
+        path=("pipeline", "phases"),
+        message=f"two phases read no less than one: {reason}",
+        help="write phases = 1",
+        origins=(
+            Origin(
+                document="plan", path=("bundle", "stride"), text=f"{bundle.used_bytes} bytes used"
+            ),
+        ),
+    )
+
+
+@rule("P235", "warning", "plan")
+def check_chunk_within_context(facts: Facts) -> Iterator[Finding]:
+    """A prefill chunk is not longer than the context.
+
+    Why: no prompt is longer than the context, so the rest of the chunk's workspace is never used.
+
+    Example: ``prefill.chunk = 512`` with ``kv.context = 256``.
+
+    Fix: lower ``prefill.chunk``.
+    """
+    chunk, context = facts.plan.prefill.chunk, facts.plan.kv.context
+    if chunk <= context:
+        return
+    yield Finding(
+        path=("prefill", "chunk"),
+        message=f"a chunk of {chunk} tokens is longer than the context of {context}",
+        help=f"write chunk = {context}",
+        origins=(Origin(document="plan", path=("kv", "context"), text=f"context = {context}"),),
+    )

@@ -1,0 +1,318 @@
+"""Rules about devices and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from pydantic import BaseModel
+
+from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES
+from pi2.plan.checking.findings import Facts, Finding, Origin, rule, walk_values
+from pi2.plan.documents.device import (
+    ComputeFigure,
+    CpuCluster,
+    KernelFigure,
+    Memory,
+    PowerFigure,
+    RateFigure,
+    ReadFigure,
+    Storage,
+)
+from pi2.plan.documents.plan_units import list_cores, parse_selector
+from pi2.plan.documents.quantities import (
+    HERTZ_UNITS,
+    RATE_UNITS_OUT,
+    SECOND_UNITS,
+    WATT_UNITS,
+    Units,
+    approximate_number,
+    format_bytes,
+    format_quantity,
+)
+from pi2.plan.toml.text import KeyPath
+
+
+@rule("P252", "error", "device")
+def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
+    """Clusters and features belong to CPUs, and clusters have different names.
+
+    Why: a GPU or NPU has no CPU cores to give threads to, and plans name clusters by their id.
+
+    Example: ``features = ["neon"]`` in a unit with ``kind = "gpu"``.
+
+    Fix: move them to the unit of kind ``cpu``; give every cluster its own id.
+    """
+    seen: set[str] = set()
+    for name, unit in facts.device.units.items():
+        for key in ("features", "clusters"):
+            if unit.kind != "cpu" and getattr(unit, key):
+                yield Finding(
+                    document="device",
+                    path=("units", name, key),
+                    at="key",
+                    message=f"`{key}` belongs to CPUs, the unit `{name}` is of kind {unit.kind}",
+                    help=f"move `{key}` to a unit of kind cpu",
+                )
+        for number, cluster in enumerate(unit.clusters):
+            if cluster.id in seen:
+                yield Finding(
+                    document="device",
+                    path=("units", name, "clusters", number, "id"),
+                    message=f"two clusters are called `{cluster.id}`",
+                    help="give every cluster its own id",
+                )
+            seen.add(cluster.id)
+
+
+@rule("P251", "error", "device")
+def check_device_block_size(facts: Facts) -> Iterator[Finding]:
+    """A storage block is a multiple of 512 bytes.
+
+    Why: it is the smallest block of any drive; another number is a slip, often bits or kilobytes.
+
+    Example: ``block_size = "500 B"``.
+
+    Fix: the logical block that the system reports: 512 or 4096 bytes.
+    """
+    block = facts.device.storage.block_size
+    if block is None or (block > 0 and block % DEFAULT_BLOCK_BYTES == 0):
+        return
+    yield Finding(
+        document="device",
+        path=("storage", "block_size"),
+        message=f"a block of {block} bytes, expected a multiple of {DEFAULT_BLOCK_BYTES}",
+        help='write "512 B" or "4 KiB"',
+    )
+
+
+@rule("P250", "error", "device")
+def check_device_memory_order(facts: Facts) -> Iterator[Finding]:
+    """Usable memory is not more than installed memory.
+
+    Why: ``usable`` is what the system leaves of ``capacity`` to one process.
+
+    Example: ``capacity = "8 GiB"`` with ``usable = "12 GiB"``.
+
+    Fix: correct one of the two.
+    """
+    device = facts.device
+    memories: list[tuple[KeyPath, Memory]] = [(("memory",), device.memory)]
+    for name, unit in device.units.items():
+        if unit.memory is not None:
+            memories.append((("units", name, "memory"), unit.memory))
+    for path, memory in memories:
+        if memory.usable is None or memory.capacity is None or memory.usable <= memory.capacity:
+            continue
+        capacity = format_bytes(memory.capacity)
+        yield Finding(
+            document="device",
+            path=(*path, "usable"),
+            message=f"usable memory is {format_bytes(memory.usable)}, installed are {capacity}",
+            origins=(
+                Origin(
+                    document="device", path=(*path, "capacity"), text=f'capacity = "{capacity}"'
+                ),
+            ),
+        )
+
+
+@rule("P244", "error", "device")
+def check_device_named_by_file(facts: Facts) -> Iterator[Finding]:
+    """A device's id is its file's name.
+
+    Why: plans name shipped devices by file name, reports and benches by id; the two must not
+    differ.
+
+    Example: ``id = "acme12"`` in ``acme-12.device.toml``.
+
+    Fix: change the id, or rename the file.
+    """
+    name = facts.files["device"].name.removesuffix(".device.toml")
+    if facts.device.id != name:
+        yield Finding(
+            document="device",
+            path=("id",),
+            message=f"the id is `{facts.device.id}`, the file is called `{name}`",
+            help=f'write id = "{name}", or rename the file to {facts.device.id}.device.toml',
+        )
+
+
+_Bounds = tuple[float, float, Units | None]
+_LIMITS: tuple[tuple[type[BaseModel], str, _Bounds], ...] = (
+    (RateFigure, "value", (1e6, 1e14, RATE_UNITS_OUT)),
+    (ReadFigure, "rate", (1e3, 1e12, RATE_UNITS_OUT)),
+    (ReadFigure, "block", (1, 2**30, None)),
+    (ReadFigure, "range", (512, 2**50, None)),
+    (PowerFigure, "value", (1e-3, 1e5, WATT_UNITS)),
+    (ComputeFigure, "giga_ops", (1e-3, 1e8, None)),
+    (KernelFigure, "time", (1e-9, 1e4, SECOND_UNITS)),
+    (KernelFigure, "giga_ops", (1e-3, 1e8, None)),
+    (KernelFigure, "bytes", (1, 2**50, None)),
+    (CpuCluster, "frequency", (1e6, 1e11, HERTZ_UNITS)),
+    (Memory, "capacity", (2**20, 2**50, None)),
+    (Memory, "usable", (2**20, 2**50, None)),
+    (Storage, "latency", (1e-9, 10.0, SECOND_UNITS)),
+)
+"""Least and most of a key, and its units; None for bytes and plain numbers."""
+
+
+@rule("P261", "error", "device")
+def check_figures_are_possible(facts: Facts) -> Iterator[Finding]:
+    """A device's figures are plausible.
+
+    Why: predictions divide by them. A rate of zero has no meaning, and one that is a million times
+    too large or too small is a wrong unit or a slipped digit.
+
+    Example: ``rate = "0 MB/s"`` or ``frequency = "3.3 kHz"``.
+
+    Fix: correct the number or its unit; leave the figure out if nobody knows it.
+    """
+    for path, item in walk_values(facts.device, ()):
+        for kind, key, (least, most, units) in _LIMITS:
+            if not isinstance(item, kind):
+                continue
+            value = getattr(item, key)
+            if value is None or least <= value <= most:
+                continue
+            wanted = f"from {_write(least, key, units)} to {_write(most, key, units)}"
+            yield Finding(
+                document="device",
+                path=(*path, key),
+                message=f"no machine has {_write(value, key, units)} here: figures are {wanted}",
+                help="correct the number or its unit, or leave the figure out: `pi2 probe` "
+                "measures most of them",
+            )
+
+
+def _write(value: float, key: str, units: Units | None) -> str:
+    if units is not None:
+        return format_quantity(value, units)
+    return approximate_number(value, 6) if key == "giga_ops" else format_bytes(int(value))
+
+
+@rule("P256", "error", "device")
+def check_figures_stated_once(facts: Facts) -> Iterator[Finding]:
+    """Every figure and feature of a device is stated once.
+
+    Why: of two rates for the same reads, or for the same operands, it is unclear which one counts;
+    a feature that is listed twice was meant to be another one.
+
+    Example: two ``[[storage.reads]]`` with ``pattern = "random"`` and ``block = "4 KiB"`` and
+    nothing else that tells them apart.
+
+    Fix: remove one of them, or state what is different: ``range``, ``depth``, ``threads``,
+    ``cluster``, ``burst``.
+    """
+    device = facts.device
+    reads = [
+        (item.pattern, item.block, item.range, item.depth, item.threads, item.cluster, item.burst)
+        for item in device.storage.reads
+    ]
+    yield from _find_again(("storage", "reads"), reads, "the same reads")
+    for name, unit in device.units.items():
+        operands = [item.precision for item in unit.compute]
+        yield from _find_again(("units", name, "compute"), operands, "the same operands")
+        features = unit.features or ()
+        yield from _find_again(("units", name, "features"), features, "the same feature")
+
+
+def _find_again(path: KeyPath, items: Sequence[Hashable], what: str) -> Iterator[Finding]:
+    first: dict[Hashable, int] = {}
+    for number, item in enumerate(items):
+        if item in first:
+            origin = Origin(document="device", path=(*path, first[item]), text="the first one")
+            yield Finding(
+                document="device",
+                path=(*path, number),
+                message=f"{what} are stated twice",
+                help="remove one of them, or say what is different",
+                origins=(origin,),
+            )
+        first.setdefault(item, number)
+
+
+MOST_CORES = 1024
+"""Bound of the numbers of cores; a plan may ask for as many threads."""
+
+
+@rule("P236", "error", "plan")
+def check_threads_bound_to_cores(facts: Facts) -> Iterator[Finding]:
+    """A core for every bound compute thread, and no core twice.
+
+    Why: two threads that are bound to one core take turns, and every layer waits for both.
+
+    Example: ``threads.cores = "4-6"`` with ``threads.compute = 4``; ``"0,0"``; ``"7-4"``.
+
+    Fix: name as many different cores as there are compute threads.
+    """
+    threads = facts.plan.threads
+    if threads.cores is None:
+        return
+    path = ("threads", "cores")
+    for first, last in parse_selector(threads.cores):
+        if first > last:
+            yield Finding(
+                path=path,
+                message=f"the range {first}-{last} is reversed and names no core",
+                help=f'write "{last}-{first}"',
+            )
+            return
+        if last >= MOST_CORES:
+            yield Finding(path=path, message=f"no machine has a core {last}")
+            return
+    cores = list_cores(threads.cores)
+    twice = sorted({core for core in cores if cores.count(core) > 1})
+    if twice:
+        yield Finding(
+            path=path,
+            message=f"core {twice[0]} is named twice",
+            help="two threads on one core take turns: name different ones",
+        )
+    elif threads.compute is not None and threads.compute != len(cores):
+        yield Finding(
+            path=path,
+            message=f"{len(cores)} cores for {threads.compute} compute threads",
+            help="name a core for each thread, or leave threads.compute out",
+            origins=(
+                Origin(
+                    document="plan",
+                    path=("threads", "compute"),
+                    text=f"compute = {threads.compute}",
+                ),
+            ),
+        )
+
+
+@rule("P230", "error", "plan", "device")
+def check_threads_fit_cores(facts: Facts) -> Iterator[Finding]:
+    """No more compute threads than cores.
+
+    Why: threads without a core of their own take turns and wait for each other at every layer.
+
+    Example: ``threads.compute = 8`` for a device with 6 cores.
+
+    Fix: lower the number, or leave it out: one thread per core.  Where a device states no cores,
+    the machine is asked when the plan runs.
+    """
+    threads = facts.plan.threads.compute
+    clusters = {
+        name: sum(cluster.cores for cluster in unit.clusters)
+        for name, unit in facts.device.units.items()
+        if unit.clusters
+    }
+    cores = sum(clusters.values())
+    if threads is None or not clusters or threads <= cores:
+        return
+    yield Finding(
+        path=("threads", "compute"),
+        message=f"{threads} compute threads, the device `{facts.device.id}` has {cores} cores",
+        help=f"write compute = {cores}, or leave it out",
+        origins=tuple(
+            Origin(
+                document="device",
+                path=("units", name, "clusters"),
+                text=f"the clusters of {name} have {number} cores",
+            )
+            for name, number in clusters.items()
+        ),
+    )

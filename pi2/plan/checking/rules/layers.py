@@ -1,0 +1,434 @@
+"""Rules about layers: their kinds, tensors and overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from pi2.plan.checking.findings import Facts, Finding, Origin, rule
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import Recurrence
+from pi2.plan.documents.model_tensors import TENSOR_OPTIONS
+from pi2.plan.documents.plan_units import parse_selector
+from pi2.plan.weights.states import describe_state, list_state_tensors
+
+
+@rule("P275", "error", "model")
+def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
+    """A model with layers that keep a state says what they are, and their sizes.
+
+    Why: every layer has a kind; states of one kind have one shape, so that there is at most one
+    kind beside attention; value heads share the keys of key heads evenly, and norms divide the
+    output evenly; between two mixers of a layer there is one norm and nothing else, and none has
+    attention twice.
+
+    Example: ``kinds = ["delta", "attention"]`` without a table ``[recurrence]``.
+
+    Fix: state what the checkpoint's configuration states.
+    """
+    model = facts.model
+    if model.attention.output_gate and model.tensors.fused_qkv is not None:
+        yield _find_kind(
+            ("attention", "output_gate"),
+            "queries with gates are not in one tensor with keys and values",
+            "name query, key and value in [tensors]",
+        )
+    if model.attention.output_gate_of == "head" and model.tensors.query_gate is None:
+        yield _find_kind(
+            ("attention", "output_gate_of"),
+            "gates of whole heads are no rows of the query projection",
+            "name tensors.query_gate",
+        )
+    kinds = () if model.layers is None else model.layers.kinds
+    if kinds and len(kinds) != model.shape.layers:
+        yield _find_kind(
+            ("layers", "kinds"),
+            f"{len(kinds)} kinds are stated, but the model has {model.shape.layers} layers",
+            "state one kind for each layer",
+        )
+    mixers = (mixer for layer in range(len(kinds)) for mixer in model.list_mixers(layer))
+    states = list(dict.fromkeys(mixer for mixer in mixers if mixer != "attention"))
+    if len(states) > 1:
+        yield _find_kind(
+            ("layers", "kinds"),
+            f"layers of the kinds {' and '.join(states)} are in one model",
+            "one kind beside attention can be computed",
+        )
+    for kind in states[:1]:
+        needed = "convolution" if kind == "convolution" else "recurrence"
+        if getattr(model, needed) is None:
+            yield _find_kind(
+                ("layers", "kinds"),
+                f"layers of the kind {kind} need the table [{needed}]",
+                f"state [{needed}]",
+            )
+    yield from _check_double(model)
+    yield from _check_recurrence(model, states)
+
+
+def _check_double(model: Model) -> Iterator[Finding]:
+    """Of several mixers in a layer, what comes between them is one norm of weights."""
+    if not model.uneven_layers:
+        return
+    twice = [n for n in model.uneven_layers if model.list_mixers(n).count("attention") > 1]
+    if twice:
+        yield _find_kind(
+            ("layers", "kinds"),
+            f"layer {twice[0]} has attention twice, and room for one layer's keys and values",
+            "make two layers of it, the first of them without FFN (ffn.absent_layers)",
+        )
+    norm, moe = model.norm, model.moe
+    wrong = {
+        ("norm", "inputs"): not norm.inputs,
+        ("norm", "outputs"): norm.outputs,
+        ("norm", "bias"): norm.bias,
+        ("residual",): model.residual == "parallel",
+        ("moe", "router_input"): moe is not None and moe.router_input == "layer",
+    }
+    for path, is_wrong in wrong.items():
+        if is_wrong:
+            yield _find_kind(
+                path,
+                f"{'.'.join(path)} has another value than its default, which layers with several "
+                "mixers, or none, cannot be computed with",
+                "remove it, or state one mixer for each layer",
+            )
+
+
+def _check_recurrence(model: Model, states: Sequence[str]) -> Iterator[Finding]:
+    sizes = model.recurrence
+    if sizes is None:
+        return
+    if sizes.value_heads % sizes.key_heads:
+        yield _find_kind(
+            ("recurrence", "value_heads"),
+            f"{sizes.value_heads} value heads cannot share {sizes.key_heads} key heads evenly",
+            "take both from the checkpoint's configuration",
+        )
+    if sizes.width % sizes.norm_groups:
+        yield _find_kind(
+            ("recurrence", "norm_groups"),
+            f"{sizes.width} elements are not divided by {sizes.norm_groups} norms",
+            "take norm_groups from the checkpoint's configuration",
+        )
+    wrong = sizes.projection_bias or sizes.norm_groups > 1 or sizes.longest_step is not None
+    if "delta" in states and (wrong or sizes.shortest_step):
+        yield _find_kind(
+            ("recurrence",),
+            "layers of the kind delta have no biases, parts of norms and limits of steps",
+            "remove them, or write mamba instead of delta",
+        )
+    yield from _check_delta(sizes, states)
+    if "mamba1" in states:
+        yield from _check_first_mamba(sizes)
+    elif states and (sizes.step_rank is not None or sizes.part_norm != "none"):
+        yield _find_kind(
+            ("recurrence",),
+            f"layers of the kind {states[0]} have no step_rank, and no norms of parts",
+            "remove step_rank and part_norm, or write mamba1",
+        )
+    if sizes.longest_step is not None and sizes.longest_step < sizes.shortest_step:
+        yield _find_kind(
+            ("recurrence", "longest_step"),
+            f"the longest step {sizes.longest_step:g} is below the shortest, "
+            f"{sizes.shortest_step:g}",
+            "take both from the checkpoint's configuration",
+        )
+
+
+def _check_delta(sizes: Recurrence, states: Sequence[str]) -> Iterator[Finding]:
+    """What only the delta rule has: decays of keys, and gates of other kinds."""
+    of_keys = sizes.decay_of == "key"
+    own = sizes.gate != "silu" or sizes.gate_rank is not None
+    if states and states[0] != "delta" and (of_keys or own):
+        yield _find_kind(
+            ("recurrence",),
+            f"layers of the kind {states[0]} have no decays of keys, and gates of no other kind",
+            "remove decay_of, gate and gate_rank, or write delta",
+        )
+    if not of_keys and (sizes.decay_rank is not None or sizes.decay_floor is not None):
+        yield _find_kind(
+            ("recurrence", "decay_of"),
+            "decay_rank and decay_floor are of decays of keys",
+            'write decay_of = "key", or remove them',
+        )
+    if of_keys and sizes.key_heads != sizes.value_heads:
+        yield _find_kind(
+            ("recurrence", "key_heads"),
+            f"decays of keys need as many key heads as value heads, not {sizes.key_heads} for "
+            f"{sizes.value_heads}",
+            "take both from the checkpoint's configuration",
+        )
+
+
+def _check_first_mamba(sizes: Recurrence) -> Iterator[Finding]:
+    """The first Mamba has one head, and step sizes that are made of fewer elements."""
+    if sizes.step_rank is None:
+        yield _find_kind(
+            ("recurrence", "step_rank"),
+            "layers of the kind mamba1 need step_rank",
+            "state the number of columns of the projection to step sizes",
+        )
+    limited = sizes.shortest_step > 0.0 or sizes.longest_step is not None
+    if max(sizes.key_heads, sizes.value_heads, sizes.norm_groups) > 1 or limited:
+        yield _find_kind(
+            ("recurrence",),
+            "layers of the kind mamba1 have one head, no parts of norms and no limits of steps",
+            "state 1 for key_heads and value_heads, and remove the others",
+        )
+
+
+def _find_kind(path: tuple[str, ...], message: str, remedy: str) -> Finding:
+    return Finding(document="model", path=path, message=message, help=remedy)
+
+
+_ONCE = frozenset(
+    {
+        *("embedding", "positions", "final_norm", "final_norm_bias", "head", "head_bias"),
+        *("layer_embedding", "layer_projection", "layer_projection_norm"),
+        *("stream_in", "stream_out"),
+    }
+)
+_BIASES = frozenset({"gate_bias", "up_bias", "down_bias"})
+_PER_EXPERT = frozenset({"predictor_in", "predictor_out", "predictor_bias"})
+_MAYBE_PER_EXPERT = _BIASES | {"gate", "up", "down", "fused_gate_up", "fused_gate_up_bias"}
+"""Parts of an FFN, which a checkpoint may have for all experts in one tensor."""
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
+
+
+@rule("P247", "error", "model")
+def check_tensor_names_layers(facts: Facts) -> Iterator[Finding]:
+    """Names of tensors contain ``{layer}``, and ``{expert}``, exactly where there are several.
+
+    Why: ``{layer}`` stands for the layer's number and ``{expert}`` for the expert's; without them,
+    all layers would get the same tensor, and all experts the same predictor.  A part of an FFN
+    without ``{expert}`` is a tensor of all experts.  Names of tensors that belong to states may
+    have ``{mixer}``, the number of the mixer in its layer, and must where a layer has two states;
+    so does that of the norms between mixers where there are several.
+
+    Example: ``gate = "model.layers.0.mlp.gate_proj.weight"``.
+
+    Fix: put ``{layer}`` where the number is.
+    """
+    model = facts.model
+    numbered = _list_numbered(model)
+    for key, name in model.tensors:
+        if key in TENSOR_OPTIONS or name is None or (key in _BIASES and not model.ffn.bias):
+            continue
+        if key in ("gate", "up") and model.tensors.fused_gate_up is not None:
+            continue
+        wanted = {"{layer}"} if key not in _ONCE else set()
+        if key in ("stream_in", "stream_out"):
+            wanted.add("{stream}")
+        if model.moe is not None and key in _PER_EXPERT:
+            wanted.add("{expert}")
+        if key in numbered:
+            wanted.add("{mixer}")
+        if model.predictor is None and key.startswith("predictor"):
+            continue
+        found = set(_PLACEHOLDER.findall(name))
+        if model.moe is not None and key in _MAYBE_PER_EXPERT:
+            wanted |= found & {"{expert}"}
+        if key.startswith("state_") or key == "inner_norm":
+            wanted |= found & {"{mixer}"}
+        for placeholder in sorted(found - wanted):
+            yield Finding(
+                document="model",
+                path=("tensors", key),
+                message=f"`{placeholder}` stands for nothing in the name of {key}",
+                help=f"its placeholders: {', '.join(sorted(wanted)) or 'none'}",
+            )
+        for placeholder in sorted(wanted - found):
+            subject = placeholder.strip("{}")
+            yield Finding(
+                document="model",
+                path=("tensors", key),
+                message=f"the name of {key} is the same for every {subject}",
+                help=f"put {placeholder} where the {subject}'s number is",
+            )
+
+
+def _list_numbered(model: Model) -> frozenset[str]:
+    """Keys of the names that mixers of a layer must not share: norms, and what belongs to the state
+    that each of them has."""
+    shape, found = describe_state(model), set[str]()
+    if any(len(model.list_mixers(layer)) > 2 for layer in model.uneven_layers):
+        found.add("inner_norm")
+    if shape is not None and len(model.states) > len(model.state_layers):
+        found |= {tensor.kind for tensor in list_state_tensors(model, shape)}
+    return frozenset(found)
+
+
+@rule("P215", "error", "plan")
+def check_overrides_named_once(facts: Facts) -> Iterator[Finding]:
+    """No two overrides have the same id.
+
+    Why: plans that extend this one change and remove overrides by their ``id``; with the same id
+    twice it is unclear which one is meant, and the arrays do not merge at all.
+
+    Example: two ``[[layers.overrides]]`` with ``id = "first-layers"``.
+
+    Fix: give them different names, or none.
+    """
+    first: dict[str, int] = {}
+    for number, override in enumerate(facts.plan.layers.overrides):
+        name = override.id
+        if name is None:
+            continue
+        if name in first:
+            path = ("layers", "overrides", first[name], "id")
+            yield Finding(
+                path=("layers", "overrides", number, "id"),
+                message=f"another override is called `{name}` too",
+                help="give it another name, or none",
+                origins=(Origin(document="plan", path=path, text="the first one"),),
+            )
+        first.setdefault(name, number)
+
+
+@rule("P214", "warning", "plan")
+def check_overrides_set_something(facts: Facts) -> Iterator[Finding]:
+    """An override sets something.
+
+    Why: an override with only a selector changes nothing; a key is missing.
+
+    Example: ``[[layers.overrides]]`` with ``select = "0-3"`` and nothing else.
+
+    Fix: add ``split`` or ``hot``, or remove the override.
+    """
+    for number, override in enumerate(facts.plan.layers.overrides):
+        if override.split is None and override.hot is None:
+            yield Finding(
+                path=("layers", "overrides", number),
+                message="the override sets nothing",
+                help="add `split` or `hot`, or remove it",
+            )
+
+
+Range = tuple[int, int]
+
+
+@rule("P213", "warning", "plan")
+def check_selectors_disjoint(facts: Facts) -> Iterator[Finding]:
+    """Every override has an effect, and no selector names a layer twice.
+
+    Why: of two overrides that set the same key of a layer, the later one counts. An override whose
+    layers are all set again by later ones does nothing, which is a mistake.
+
+    Example: an override of ``hot`` for ``"0-3"``, followed by one for ``"0-7"``.
+
+    Fix: put the general one first, or remove the one that does nothing; name every layer of a
+    selector once.
+    """
+    overrides = facts.plan.layers.overrides
+    ranges = [parse_selector(override.select) for override in overrides]
+    for number, override in enumerate(overrides):
+        path = ("layers", "overrides", number, "select")
+        repeated = _find_repetition(ranges[number])
+        if repeated is not None:
+            yield Finding(
+                path=path,
+                message=f"the selector names {_name_layers(repeated)} twice",
+                help="name every layer once",
+            )
+        keys = [key for key in ("split", "hot") if getattr(override, key) is not None]
+        coverers = [_find_coverers(facts, ranges, number, key) for key in keys]
+        if coverers and all(coverers):
+            last = max(item for found in coverers for item in found)
+            names = " and ".join(f"`{key}`" for key in keys)
+            yield Finding(
+                path=path,
+                message=f"this override does nothing: later ones set {names} of all its layers",
+                help="put it after them, or remove it",
+                origins=(
+                    Origin(
+                        document="plan",
+                        path=("layers", "overrides", last, "select"),
+                        text=f'set again for "{overrides[last].select.strip()}"',
+                    ),
+                ),
+            )
+
+
+def _find_coverers(facts: Facts, ranges: list[list[Range]], number: int, key: str) -> list[int]:
+    """Later overrides that together set ``key`` of all the layers; empty if some are left."""
+    left = [item for item in ranges[number] if item[0] <= item[1]]
+    found = []
+    overrides = facts.plan.layers.overrides
+    for later in range(number + 1, len(overrides)):
+        if left and getattr(overrides[later], key) is not None:
+            rest = _subtract(left, ranges[later])
+            if rest != left:
+                found.append(later)
+            left = rest
+    return [] if left else found
+
+
+def _subtract(left: list[Range], right: list[Range]) -> list[Range]:
+    """The layers of ``left`` that are not in ``right``."""
+    for first, last in right:
+        rest = []
+        for low, high in left:
+            if last < low or high < first or first > last:
+                rest.append((low, high))
+                continue
+            if low < first:
+                rest.append((low, first - 1))
+            if last < high:
+                rest.append((last + 1, high))
+        left = rest
+    return left
+
+
+def _find_repetition(ranges: list[Range]) -> Range | None:
+    for number, (first, last) in enumerate(ranges):
+        for other_first, other_last in ranges[:number]:
+            low, high = max(first, other_first), min(last, other_last)
+            if low <= high:
+                return low, high
+    return None
+
+
+def _name_layers(layers: Range) -> str:
+    first, last = layers
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
+@rule("P212", "error", "plan", "model")
+def check_selectors_in_range(facts: Facts) -> Iterator[Finding]:
+    """Selectors name layers that the model has, in ascending order.
+
+    Why: a number beyond the model's last layer, or a range whose end lies before its start, selects
+    nothing; what was meant is unclear.
+
+    Example: ``select = "6-8"`` for a model with 8 layers, which are numbered 0 to 7; ``"7-4"``.
+
+    Fix: correct the numbers.
+    """
+    count = facts.model.shape.layers
+    tables = [
+        (("layers", "overrides", number, "select"), item.select)
+        for number, item in enumerate(facts.plan.layers.overrides)
+    ] + [
+        (("experts", "layers", number, "select"), item.select)
+        for number, item in enumerate(facts.plan.experts.layers)
+    ]
+    for path, selector in tables:
+        for first, last in parse_selector(selector):
+            if first > last:
+                yield Finding(
+                    path=path,
+                    message=f"the range {first}-{last} is reversed and selects nothing",
+                    help=f'write "{last}-{first}"',
+                )
+            elif last >= count:
+                yield Finding(
+                    path=path,
+                    message=f"there is no layer {last}: the model has the layers 0 to {count - 1}",
+                    help=f'write "{first}-{count - 1}"' if first < count - 1 else None,
+                    origins=(
+                        Origin(
+                            document="model", path=("shape", "layers"), text=f"layers = {count}"
+                        ),
+                    ),
+                )

@@ -1,0 +1,302 @@
+"""Rules about models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import Facts, Finding, Origin, rule
+from pi2.plan.documents.model_mixing import Rope
+from pi2.plan.toml.text import KeyPath
+from pi2.plan.weights.layout import GROUP
+
+
+@rule("P249", "error", "model")
+def check_experts_exist(facts: Facts) -> Iterator[Finding]:
+    """A token's experts are not more than the layer has.
+
+    Why: the router picks ``active_experts`` different ones of ``experts``.
+
+    Example: ``active_experts = 8`` with ``experts = 4``.
+
+    Fix: take both numbers from the checkpoint's configuration.
+    """
+    moe = facts.model.moe
+    if moe is None or moe.active_experts <= moe.experts:
+        return
+    yield Finding(
+        document="model",
+        path=("moe", "active_experts"),
+        message=f"{moe.active_experts} active experts, a layer has {moe.experts}",
+        help="take the number from the checkpoint's configuration",
+        origins=(
+            Origin(document="model", path=("moe", "experts"), text=f"experts = {moe.experts}"),
+        ),
+    )
+
+
+@rule("P245", "error", "model")
+def check_fatrelu_threshold(facts: Facts) -> Iterator[Finding]:
+    """FATReLU has a threshold above zero, other activations have none.
+
+    Why: FATReLU is zero at or below its threshold, which is a number of the checkpoint; with 0 it
+    is ReLU.  Other activations would ignore it.
+
+    Example: ``activation = "fatrelu"`` without ``threshold``.
+
+    Fix: write the checkpoint's threshold, or name the activation that it has.
+    """
+    ffn = facts.model.ffn
+    activation = Origin(
+        document="model", path=("ffn", "activation"), text=f'activation = "{ffn.activation}"'
+    )
+    if ffn.activation == "fatrelu" and ffn.threshold <= 0:
+        yield Finding(
+            document="model",
+            path=("ffn", "threshold"),
+            message=f"fatrelu needs a threshold above 0, it is {ffn.threshold:g}",
+            help='write the checkpoint\'s threshold, or activation = "relu"',
+            origins=(activation,),
+        )
+    elif ffn.activation != "fatrelu" and ffn.threshold != 0:
+        yield Finding(
+            document="model",
+            path=("ffn", "threshold"),
+            message=f"{ffn.activation} has no threshold",
+            help='remove it, or write activation = "fatrelu"',
+            origins=(activation,),
+        )
+
+
+@rule("P241", "error", "model")
+def check_head_is_even(facts: Facts) -> Iterator[Finding]:
+    """The width of a head is even.
+
+    Why: rotary positions turn pairs of elements, one from each half of a head.
+
+    Example: ``head_dim = 33``.
+
+    Fix: take the number from the checkpoint's configuration.
+    """
+    model, other = facts.model, facts.model.other_heads
+    heads = {"shape": (model.turned_width, model.shape.head_dim)}
+    if other is not None:
+        heads["other_heads"] = (other.head_dim, other.head_dim)
+    for table, (turned, width) in heads.items():
+        if turned % 2:
+            yield Finding(
+                document="model",
+                path=(table, "head_dim"),
+                message=f"a head of {width} elements has no two halves to rotate",
+                help="take head_dim from the checkpoint's configuration",
+            )
+
+
+@rule("P240", "error", "model")
+def check_heads_share_keys(facts: Facts) -> Iterator[Finding]:
+    """The number of heads is a multiple of the number of key and value heads.
+
+    Why: in grouped-query attention each key and value head serves the same number of query heads.
+
+    Example: ``heads = 8`` with ``kv_heads = 3``.
+
+    Fix: take both numbers from the checkpoint's configuration.
+    """
+    shape, other = facts.model.shape, facts.model.other_heads
+    stated = {"shape": (shape.heads, shape.kv_heads)}
+    if other is not None:
+        stated["other_heads"] = (other.heads or shape.heads, other.kv_heads)
+    for table, (count, kv_heads) in stated.items():
+        if count % kv_heads == 0:
+            continue
+        owner = table if table == "shape" or (other and other.heads) else "shape"
+        heads = Origin(document="model", path=(owner, "heads"), text=f"heads = {count}")
+        yield Finding(
+            document="model",
+            path=(table, "kv_heads"),
+            message=f"{count} heads cannot share {kv_heads} key and value heads evenly",
+            help="take heads and kv_heads from the checkpoint's configuration",
+            origins=(heads,),
+        )
+
+
+@rule("P248", "error", "model")
+def check_rope_scaling(facts: Facts) -> Iterator[Finding]:
+    """Position scaling is complete and has an effect.
+
+    Why: ``plain`` positions ignore ``factor``; ``llama3`` scales between two wavelengths, ``yarn``
+    between two numbers of rotations, which must be in order; elements turn in pairs, of which each
+    has its factors with ``longrope``.
+
+    Example: ``kind = "plain"`` with ``factor = 4.0``.
+
+    Fix: take kind and factors from the checkpoint's configuration.
+    """
+    for (is_other, width), rope in facts.model.list_turns().items():
+        yield from _check_rope("other_rope" if is_other else "rope", rope, width)
+
+
+def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:
+    kind = Origin(document="model", path=(table, "kind"), text=f'kind = "{rope.kind}"')
+    if rope.kind in ("plain", "none") and rope.factor != 1.0:
+        subject = "plain positions ignore" if rope.kind == "plain" else "no rotation ignores"
+        yield Finding(
+            document="model",
+            path=(table, "factor"),
+            message=f"{subject} the factor {rope.factor:g}",
+            help='write kind = "linear" or "llama3", or remove the factor',
+            origins=(kind,),
+        )
+    if rope.kind == "yarn" and rope.fast_rotations <= rope.slow_rotations:
+        yield Finding(
+            document="model",
+            path=(table, "fast_rotations"),
+            message=f"fast_rotations is {rope.fast_rotations:g}, expected more than "
+            f"slow_rotations, {rope.slow_rotations:g}",
+        )
+    rotated = rope.count_rotated(head_dim)
+    if rope.share < 1.0 and (rotated == 0 or rotated % 2):
+        yield Finding(
+            document="model",
+            path=(table, "share"),
+            message=f"{rotated} elements of a head are rotated, expected an even number",
+            help="take the share from the checkpoint's configuration",
+        )
+    pairs = rotated // 2 if rope.kind == "longrope" else 0
+    for name in ("short_factors", "long_factors"):
+        count = len(getattr(rope, name))
+        if count != pairs:
+            yield Finding(
+                document="model",
+                path=(table, name),
+                message=f"{count} factors are stated, expected {pairs}",
+                help='only kind = "longrope" has them, one for each pair that turns',
+                origins=(kind,),
+            )
+    if rope.kind == "longrope" and rope.original_context < 2:
+        yield Finding(
+            document="model",
+            path=(table, "original_context"),
+            message="original_context is 1, expected 2 tokens or more",
+        )
+    if rope.kind == "llama3" and rope.high_frequency_factor < rope.low_frequency_factor:
+        yield Finding(
+            document="model",
+            path=(table, "high_frequency_factor"),
+            message=f"high_frequency_factor is {rope.high_frequency_factor:g}, expected no less "
+            f"than low_frequency_factor, {rope.low_frequency_factor:g}",
+        )
+
+
+@rule("P242", "error", "model")
+def check_rank_fills_groups(facts: Facts) -> Iterator[Finding]:
+    """The rank of predictors is a multiple of 32.
+
+    Why: quantised weights share a scale in groups of 32, and a group never spans two rows.  Widths
+    of the model may be any: `pi2 convert` fills up their last group with zeros.
+
+    Example: ``rank = 50``.
+
+    Fix: take the next multiple of 32; `pi2 convert` fills up the predictors' matrices.
+    """
+    predictor = facts.model.predictor
+    if predictor is not None and predictor.rank % GROUP:
+        yield Finding(
+            document="model",
+            path=("predictor", "rank"),
+            message=f"rank is {predictor.rank}, expected a multiple of {GROUP}",
+            help="take the number from the checkpoint's configuration",
+        )
+
+
+@rule("P322", "error", "plan", "model")
+def check_sequences_share_positions(facts: Facts) -> Iterator[Finding]:
+    """Tokens that are generated at the same time compute their positions in one way.
+
+    Why: the positions of LongRoPE are computed otherwise in a sequence that is longer than the
+    model's original context; several sequences at a time, or tokens that are verified together,
+    share one table of them.
+
+    Example: ``decode.batch = 4`` and a context of 8,192 tokens for a model whose original context
+    has 4,096.
+
+    Fix: set ``kv.context`` to the original context at most, or ``decode.batch = 1`` without
+    ``decode.speculation``.
+    """
+    decode, context = facts.plan.decode, facts.plan.kv.context
+    if decode.step_tokens == 1:
+        return
+    batch, guesses = decode.batch, decode.batch == 1
+    for table in ("rope", "other_rope"):
+        rope = getattr(facts.model, table)
+        if rope is None or rope.kind != "longrope" or context <= rope.original_context:
+            continue
+        original = f"original_context = {rope.original_context}"
+        yield Finding(
+            path=("decode", "speculation" if guesses else "batch"),
+            message=f"the plan generates {f'{batch} sequences' if batch > 1 else 'several tokens'} "
+            "at a time, and the model's positions "
+            f"differ between sequences of up to {rope.original_context} tokens and longer ones",
+            help=("remove it" if guesses else "write batch = 1")
+            + f", or set kv.context to {rope.original_context} at most",
+            origins=(
+                Origin(document="plan", path=("kv", "context"), text=f"context = {context}"),
+                Origin(document="model", path=(table, "original_context"), text=original),
+            ),
+        )
+
+
+@rule("P246", "error", "model")
+def check_tokens_in_vocabulary(facts: Facts) -> Iterator[Finding]:
+    """Special tokens are tokens of the vocabulary.
+
+    Why: an end token that the model cannot produce never ends a text.
+
+    Example: ``eos = [32000]`` with ``vocab = 32000``, whose last token is 31999.
+
+    Fix: take the ids from the tokenizer's file.
+    """
+    tokenizer, vocab = facts.model.tokenizer, facts.model.shape.vocab
+    tokens: list[tuple[KeyPath, int]] = [
+        (("tokenizer", "eos", number), token) for number, token in enumerate(tokenizer.eos)
+    ]
+    if tokenizer.bos is not None:
+        tokens.append((("tokenizer", "bos"), tokenizer.bos))
+    for path, token in tokens:
+        if not 0 <= token < vocab:
+            yield Finding(
+                document="model",
+                path=path,
+                message=f"there is no token {token}: the vocabulary has 0 to {vocab - 1}",
+                origins=(
+                    Origin(document="model", path=("shape", "vocab"), text=f"vocab = {vocab}"),
+                ),
+            )
+    if tokenizer.add_bos and tokenizer.bos is None:
+        yield Finding(
+            document="model",
+            path=("tokenizer", "add_bos"),
+            message="prompts begin with `bos`, which is not stated",
+            help="add `bos`, or write add_bos = false",
+        )
+
+
+@rule("P231", "error", "plan", "model")
+def check_context_within_model(facts: Facts) -> Iterator[Finding]:
+    """The context is not longer than the model's.
+
+    Why: beyond the length that a model was trained for its positions mean nothing to it, and its
+    text falls apart.
+
+    Example: ``kv.context = 4096`` for a model with ``context = 2048``.
+
+    Fix: lower ``kv.context``.
+    """
+    wanted, known = facts.plan.kv.context, facts.model.shape.context
+    if wanted <= known:
+        return
+    yield Finding(
+        path=("kv", "context"),
+        message=f"context {wanted} exceeds the limit of the model `{facts.model.id}`: {known}",
+        help=f"write context = {known} or less",
+        origins=(Origin(document="model", path=("shape", "context"), text=f"context = {known}"),),
+    )

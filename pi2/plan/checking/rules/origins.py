@@ -1,0 +1,216 @@
+"""Rules about where figures come from, and about what is private."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pi2.plan.checking.findings import (
+    Facts,
+    Finding,
+    report_private,
+    rule,
+    walk_figures,
+    walk_texts,
+)
+from pi2.plan.checking.findings import Origin as Place
+from pi2.plan.documents.common import Origin
+from pi2.plan.toml.source import KINDS
+from pi2.plan.toml.text import KeyPath
+
+_CLAIM = re.compile(
+    r"\b(?:data ?sheet|spec(?:ification)?s?(?: sheet)?|product (?:page|brief)|press release"
+    r"|(?:vendor|manufacturer|maker)(?:'s)?|marketing|advertised|up to)\b",
+    re.IGNORECASE,
+)
+
+
+@rule("P402", "warning", "device")
+def check_claims_are_no_measurements(facts: Facts) -> Iterator[Finding]:
+    """What a vendor claims is not called measured.
+
+    Why: a data sheet states what is reached under the vendor's conditions, often never in use. A
+    prediction that takes it for a measurement promises too much.
+
+    Example: ``status = "measured"`` with ``source = "data sheet: up to 4200 MB/s"``.
+
+    Fix: write ``status = "vendor-claimed"``, or measure it.
+    """
+    for path, figure in walk_figures(facts.device):
+        found = _CLAIM.search(figure.source) if figure.status == "measured" else None
+        if found is not None:
+            yield Finding(
+                document="device",
+                path=(*path, "status"),
+                message=f"called measured, but its source is a claim: `{found[0]}`",
+                help='write status = "vendor-claimed", or say how it was measured',
+            )
+
+
+_RANGE = re.compile(r"\d\s*(?:to|-|–|\.\.)\s*\d|±|\+/-")  # noqa: RUF001  # people write dashes
+
+
+@rule("P401", "warning", "device")
+def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
+    """A measured figure says how often it was measured, or how far the measurements lie apart.
+
+    Why: one measurement may be the best of many or the only one; without its spread nobody can say
+    whether another figure differs from it.
+
+    Example: ``status = "measured"`` with neither ``samples`` nor ``spread``, and no range such as
+    "44 to 48 GB/s" in ``source``.
+
+    Fix: measure a few times and write ``samples`` and ``spread``, the standard deviation relative
+    to the mean; if that is not known any more, the figure is ``estimated``.
+    """
+    for path, figure in walk_figures(facts.device):
+        if figure.status != "measured" or figure.spread is not None:
+            continue
+        if figure.samples is None and _RANGE.search(figure.source) is None:
+            yield Finding(
+                document="device",
+                path=(*path, "status"),
+                message="a measured figure without `samples` and `spread`",
+                help='write both, or status = "estimated" if they are not known',
+            )
+
+
+@rule("P403", "warning", "plan", "device")
+def check_plan_rests_on_claims(facts: Facts) -> Iterator[Finding]:
+    """A plan does not rest on read rates that only a vendor claims.
+
+    Why: how fast a token comes depends on how fast memory and flash are read. What vendors state is
+    the rate of the interface or of an empty device; `pi2 simulate` takes it for what programs
+    reach.
+
+    Example: a plan for a device whose only random read rate has ``status = "vendor-claimed"``.
+
+    Fix: run ``pi2 probe -o my.device.toml`` on the device, and name that file as the plan's device;
+    or look for somebody else's measurements with ``pi2 profile search``. For memory, what an
+    interface can do is ``peak_bandwidth``.
+    """
+    claimed = [path for path, figure in _list_rates(facts) if figure.status == "vendor-claimed"]
+    if not claimed:
+        return
+    places = tuple(
+        Place(document="device", path=(*path, "status"), text='status = "vendor-claimed"')
+        for path in claimed
+    )
+    count = "a read rate" if len(claimed) == 1 else f"{len(claimed)} read rates"
+    yield Finding(
+        path=("device",),
+        message=f"the plan rests on {count} that only the vendor claims",
+        help="`pi2 probe -o FILE` measures it; until then, predictions are optimistic",
+        origins=places,
+    )
+
+
+def _list_rates(facts: Facts) -> Iterator[tuple[KeyPath, Origin]]:
+    device = facts.device
+    if device.memory.read_bandwidth is not None:
+        yield ("memory", "read_bandwidth"), device.memory.read_bandwidth
+    for name in sorted({*facts.plan.layers.split, *_list_overridden(facts)}):
+        unit = device.units.get(name)
+        if unit is not None and unit.read_bandwidth is not None:
+            yield ("units", name, "read_bandwidth"), unit.read_bandwidth
+    # A pattern that was measured too does not rest on what is claimed.
+    reads = device.storage.reads
+    known = {figure.pattern for figure in reads if figure.status != "vendor-claimed"}
+    for number, figure in enumerate(reads):
+        if figure.pattern not in known:
+            yield ("storage", "reads", number), figure
+
+
+def _list_overridden(facts: Facts) -> Iterator[str]:
+    for override in facts.plan.layers.overrides:
+        yield from override.split or ()
+
+
+@rule("P412", "warning")
+def check_no_account_names(facts: Facts) -> Iterator[Finding]:
+    """A document holds no account, mail address or host name.
+
+    Why: documents are shared, and names of accounts and hosts tell who wrote them and where to try
+    to get in.
+
+    Example: ``source = "alice@build-7: pi2 bench"``.
+
+    Fix: leave it out; name the tool and its version instead. Authors can be credited in the
+    repository's history.
+    """
+    yield from report_private(facts, "account", "an account, a mail address or a key")
+
+
+@rule("P413", "warning")
+def check_no_home_folders(facts: Facts) -> Iterator[Finding]:
+    """A document names no home folder.
+
+    Why: a path such as ``/home/alice`` exists on one machine only, and tells the name of an
+    account.
+
+    Example: ``store = "/home/alice/stores/bamboo-7b"``.
+
+    Fix: write the path relative to the plan, such as ``../stores/bamboo-7b``.
+    """
+    yield from report_private(facts, "home", "somebody's home folder")
+
+
+@rule("P411", "warning")
+def check_no_serial_numbers(facts: Facts) -> Iterator[Finding]:
+    """A document holds no serial number.
+
+    Why: a document describes a kind of machine, for everybody who has one. A serial number, an IMEI
+    or a hardware address tells whose machine it was, and cannot be taken back once it is shared.
+
+    Example: ``source = "measured on serial number R58N70ABCDE"``.
+
+    Fix: leave it out; `pi2 profile publish` takes it out too, from comments as well. Keep notes
+    about your own units elsewhere.
+    """
+    yield from report_private(facts, "serial", "a serial number or hardware address")
+
+
+_PLACEHOLDER = re.compile(r"(?<![A-Za-z])(?:REPLACE|CHANGE)[ _-]?(?:ME|THIS)(?![A-Za-z])")
+
+
+@rule("P420", "error")
+def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
+    """No placeholder is left to replace.
+
+    Why: a template's placeholder is no value; what it stands for was forgotten.
+
+    Example: ``store = "stores/REPLACE_ME"``.
+
+    Fix: write the value, or remove the key where it has a default.
+    """
+    for document in KINDS:
+        for path, text in walk_texts(facts.known.get(document)):
+            found = _PLACEHOLDER.search(text)
+            if found is not None:
+                yield Finding(
+                    document=document,
+                    path=path,
+                    message=f"`{found[0]}` is left in",
+                    help="write the value, or remove the key where it has a default",
+                )
+
+
+@rule("P243", "error", "model")
+def check_model_named_by_file(facts: Facts) -> Iterator[Finding]:
+    """A model's id is its file's name.
+
+    Why: plans name shipped models by file name, stores remember them by id; the two must not
+    differ.
+
+    Example: ``id = "bamboo"`` in ``bamboo-7b.model.toml``.
+
+    Fix: change the id, or rename the file.
+    """
+    name = facts.files["model"].name.removesuffix(".model.toml")
+    if facts.model.id != name:
+        yield Finding(
+            document="model",
+            path=("id",),
+            message=f"the id is `{facts.model.id}`, the file is called `{name}`",
+            help=f'write id = "{name}", or rename the file to {facts.model.id}.model.toml',
+        )

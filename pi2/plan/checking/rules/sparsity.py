@@ -1,0 +1,299 @@
+"""Rules about thresholds, dials of mixtures and drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.checking.findings import Facts, Finding, Origin, rule
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_parts import Moe
+from pi2.plan.documents.plan_units import SparsityMethod
+from pi2.plan.documents.quantities import approximate_bytes
+
+
+@rule("P257", "error", "plan", "model")
+def check_sparsity_fits_model(facts: Facts) -> Iterator[Finding]:
+    """``[sparsity]`` is for activations that are zero nowhere, and its method for the model's
+    neurons.
+
+    Why: inactive neurons of the ReLU family are exactly zero, and ``predictor = "gate"`` leaves
+    them out without loss; thresholds would only add an error. ``cats-teal`` skips down behind a
+    gate: neurons without gates have nothing else to skip, the kernel for biases reads a neuron as a
+    whole, and the neurons of a mixture are computed together, for which its experts' second
+    thresholds would differ.
+
+    Example: ``[sparsity]`` for a model with ``activation = "relu"``.
+
+    Fix: remove the table, or write ``method = "cats"``.
+    """
+    sparsity, model = facts.plan.sparsity, facts.model
+    if sparsity is None:
+        return
+    name = model.ffn.activation
+    if not model.is_smooth:
+        yield Finding(
+            path=("sparsity",),
+            message=f"neurons with {name} are zero when inactive: thresholds only add an error",
+            help='remove [sparsity]: predictor = "gate" loses nothing',
+            at="key",
+            origins=(
+                Origin(document="model", path=("ffn", "activation"), text=f'activation = "{name}"'),
+            ),
+        )
+    elif (problem := explain_method(sparsity.method, model)) is not None:
+        yield Finding(path=("sparsity", "method"), message=problem, help='write method = "cats"')
+
+
+def explain_method(method: SparsityMethod, model: Model) -> str | None:
+    """Why neurons of ``model`` cannot be cut by ``method``; None if they can."""
+    if method == "cats":
+        return None
+    if model.moe is not None:
+        return f"{method} is not for mixtures of experts: not for `{model.id}`"
+    if not model.ffn.gated or model.ffn.bias:
+        return f"{method} needs gates without biases: not `{model.id}`"
+    return None
+
+
+@rule("P259", "error", "plan")
+def check_sparsity_has_one_goal(facts: Facts) -> Iterator[Finding]:
+    """``[sparsity]`` states one goal: ``target`` or ``max_perplexity_increase``.
+
+    Why: thresholds are calibrated to leave out a share of the work, or as much as a loss of quality
+    allows; one follows from the other.
+
+    Example: both of them, or neither.
+
+    Fix: keep one of them.
+    """
+    sparsity = facts.plan.sparsity
+    if sparsity is None or (sparsity.target is None) != (sparsity.max_perplexity_increase is None):
+        return
+    message = "[sparsity] needs target or max_perplexity_increase"
+    if sparsity.target is not None:
+        message = "[sparsity] states target and max_perplexity_increase: one follows from the other"
+    yield Finding(
+        path=("sparsity",) if sparsity.target is None else ("sparsity", "target"),
+        message=message,
+        help="for example target = 0.5" if sparsity.target is None else "remove one of them",
+        at="key",
+    )
+
+
+@rule("P260", "warning", "plan")
+def check_sparsity_is_used(facts: Facts) -> Iterator[Finding]:
+    """``[sparsity]`` counts where ``decode.predictor`` is ``"gate"``.
+
+    Why: thresholds are compared with gates, which only this predictor computes first and keeps in
+    memory.  ``none`` computes every neuron, ``router`` all neurons of the chosen experts, and a
+    low-rank predictor names neurons by itself.
+
+    Example: ``[sparsity]`` in a plan with ``predictor = "none"``.
+
+    Fix: ``predictor = "gate"``, with room for the gate rows in ``memory.segments.predictor``.
+    """
+    plan = facts.plan
+    if plan.sparsity is None or plan.decode.predictor == "gate":
+        return
+    yield Finding(
+        path=("decode", "predictor"),
+        message=f'[sparsity] does nothing with predictor = "{plan.decode.predictor}"',
+        help='write predictor = "gate"',
+    )
+
+
+@rule("P258", "error", "resolved")
+def check_thresholds_fit_plan(facts: Facts) -> Iterator[Finding]:
+    """The thresholds that ``[sparsity]`` names were calibrated for this model and this target.
+
+    Why: the magnitudes of activations differ from model to model and from layer to layer;
+    thresholds of another model leave out other neurons than they were measured with, and the
+    perplexity that the file states says nothing.
+
+    Example: ``thresholds = "llama.thresholds.toml"`` in a plan for Mistral; or ``target = 0.7``
+    with thresholds that were made for 0.5.
+
+    Fix: calibrate again with `pi2 sparsity calibrate PLAN --text FILE`.
+    """
+    resolved = facts.resolved
+    sparsity, found = resolved.plan.sparsity, resolved.thresholds
+    if sparsity is None or found is None or not resolved.model.is_smooth:
+        return
+    again = "calibrate again: `pi2 sparsity calibrate PLAN --text FILE`"
+    path = ("sparsity", "thresholds")
+    if not found.fits(resolved.model):
+        shape = f"{len(found.layers)} layers of {found.neurons} neurons, {found.activation}"
+        message = f"these thresholds are of the model `{found.model}` ({shape})"
+        yield Finding(path=path, message=message, help=again)
+    elif found.method != sparsity.method:
+        message = f"these thresholds were made for method = {found.method!r}"
+        yield Finding(path=path, message=message, help=again)
+    elif found.max_perplexity_increase != sparsity.max_perplexity_increase or (
+        sparsity.target is not None and found.target != sparsity.target
+    ):
+        wish = f"target = {found.target:g}"
+        if found.max_perplexity_increase is not None:
+            wish = f"max_perplexity_increase = {found.max_perplexity_increase:g}"
+        message = f"these thresholds were made for {wish}"
+        yield Finding(path=path, message=message, help=again)
+
+
+@rule("P279", "error", "plan", "model")
+def check_dials_need_a_router(facts: Facts) -> Iterator[Finding]:
+    """The table ``[experts]`` deviates from routing where a router says what is read.
+
+    Why: ``prefer_cached``, ``least_weight``, ``read_best`` and ``most_reads`` choose among the
+    experts that a router names.  With another predictor, or in a model without experts, they do
+    nothing. ``prefer_cached`` compares scores, and knows of no others than a plain softmax or
+    sigmoid: groups of experts, biases that only choose, and a mixer are refused.
+
+    Example: ``least_weight = 0.05`` beside ``predictor = "low-rank"``.
+
+    Fix: ``decode.predictor = "router"``, or leave the table out.
+    """
+    experts, moe = facts.plan.experts, facts.model.moe
+    if not experts.is_lossy:
+        return
+    dial = "prefer_cached" if experts.prefer_cached else "least_weight"
+    if not (experts.prefer_cached or experts.least_weight):
+        dial = "most_reads" if experts.most_reads is not None else "layers"
+        dial = dial if experts.read_best is None else "read_best"
+    if facts.plan.decode.predictor != "router":
+        yield Finding(
+            path=("experts", dial),
+            message=f"{dial} does nothing with predictor = "
+            f'"{facts.plan.decode.predictor}": no router names what is read',
+            help='write decode.predictor = "router", or leave the table [experts] out',
+            origins=(
+                Origin(
+                    document="plan",
+                    path=("decode", "predictor"),
+                    text=f'predictor = "{facts.plan.decode.predictor}"',
+                ),
+            ),
+        )
+    elif moe is not None and experts.prefer_cached and (key := _find_other_choice(moe)):
+        yield Finding(
+            path=("experts", "prefer_cached"),
+            message=f"experts cannot be preferred: the model chooses them otherwise ({key})",
+            help="leave prefer_cached out; least_weight, read_best and most_reads work",
+            origins=(Origin(document="model", path=("moe", key), text="it is said here"),),
+        )
+
+
+def _find_other_choice(moe: Moe) -> str | None:
+    """The key by which experts are chosen by more than their scores; None if there is none."""
+    others = {
+        "router": moe.router == "mixer",
+        "choice_bias": moe.choice_bias,
+        "groups": moe.groups > 1,
+    }
+    return next((key for key, differs in others.items() if differs), None)
+
+
+@rule("P281", "error", "resolved")
+def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
+    """Guessed tokens are verified by a unit that computes layer by layer, and guessed more cheaply.
+
+    Why: tokens that were guessed go through the model together, and those that are not kept are
+    taken back; a unit that has the whole model in its own memory takes one token of each sequence
+    at a time. Guesses of what is in memory (``drafts = "resident"``) leave out neurons that a
+    predictor or a router names and that are missing; without one, every neuron computes, and so it
+    does in layers without a cutoff, where gates with cutoffs name those of others.
+
+    Example: ``decode.speculation = {}`` with ``layers.split = { gpu = 1.0 }``, or with
+    ``drafts = "resident"`` and ``decode.predictor = "none"``.
+
+    Fix: remove ``decode.speculation``, give some of the neurons to a CPU, or take another kind of
+    ``drafts``.
+    """
+    resolved = facts.resolved
+    decode = resolved.plan.decode
+    if decode.speculation is None:
+        return
+    if decode.speculation.drafts == "resident" and resolved.whole_layers:
+        yield Finding(
+            path=("decode", "speculation", "drafts"),
+            message="guesses leave nothing out: every neuron computes"
+            + (f" in {len(resolved.whole_layers)} layers" if resolved.named_layers else ""),
+            help='write drafts = "prompt", or choose another decode.predictor',
+            origins=(
+                Origin(
+                    document="plan",
+                    path=("decode", "predictor"),
+                    text=f'predictor = "{decode.predictor}"',
+                ),
+            ),
+        )
+    if not resolved.has_whole_unit:
+        return
+    yield Finding(
+        path=("decode", "speculation"),
+        at="key",
+        message=f"{resolved.sparse_unit!r} has the whole model, and verifies no guesses",
+        help="remove speculation, or give some of the neurons to a CPU",
+    )
+
+
+@rule("P284", "error", "resolved")
+def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
+    """The plan of a model that guesses tokens is one that can: same tokens, and room for both.
+
+    Why: a guess is a token of the model that verifies it, so that both need the same vocabulary;
+    what was guessed and not kept is taken back, which layers with a state cannot; and the budget is
+    a promise for the whole process.
+
+    Example: ``drafts = "plan"`` without ``plan``, or with one whose model has another vocabulary.
+
+    Fix: name the plan of a smaller model of the same family, without speculation of its own, on the
+    ``cpu`` backend, and leave room for its segments in ``memory.budget``.
+    """
+    resolved = facts.resolved
+    settings = resolved.plan.decode.speculation
+    if settings is None:
+        return
+    if (settings.drafts == "plan") != (settings.plan is not None):
+        is_unnamed = settings.plan is None
+        yield Finding(
+            path=("decode", "speculation", "drafts" if is_unnamed else "plan"),
+            message="no plan is named" if is_unnamed else "nobody guesses with this plan",
+            help='write plan = "./draft.plan.toml" and drafts = "plan", or neither',
+        )
+        return
+    if resolved.draft is None:
+        return
+    for message, help in _list_obstacles(resolved, resolved.draft):
+        yield Finding(path=("decode", "speculation", "plan"), message=message, help=help)
+
+
+def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tuple[str, str]]:
+    """What keeps a plan from guessing, and what to do about it."""
+    own, other = resolved.model.shape.vocab, draft.model.shape.vocab
+    if own != other:
+        yield (
+            f"its model has a vocabulary of {other} tokens, and this one of {own}",
+            "name the plan of a model with the same tokenizer",
+        )
+    if draft.plan.decode.speculation is not None:
+        yield "it speculates itself", "remove decode.speculation from it"
+    if draft.model.state_layers:
+        yield (
+            "its model has layers with a state, which cannot be taken back",
+            "name the plan of a model with attention in every layer",
+        )
+    if draft.has_whole_unit:
+        yield (
+            f"its unit {draft.sparse_unit!r} has the whole model",
+            "give its neurons to a CPU",
+        )
+    memory = resolved.plan.memory
+    free = memory.budget - sum(dict(memory.segments).values())
+    segments = draft.plan.memory.segments
+    needed = sum(dict(segments).values()) - segments.runtime
+    if needed > free:
+        yield (
+            f"it needs {approximate_bytes(needed)} beside this plan's segments, and memory.budget "
+            f"leaves {approximate_bytes(max(0, free))}",
+            "raise memory.budget, or make segments of one of both smaller",
+        )

@@ -1,0 +1,306 @@
+"""Rules about what units share: neurons, rows and sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from pi2.plan.arithmetic.resolved import find_sparse_unit
+from pi2.plan.checking.findings import (
+    Facts,
+    Finding,
+    Origin,
+    list_placed_splits,
+    list_row_splits,
+    rule,
+)
+from pi2.plan.documents.common import suggest
+from pi2.plan.documents.plan_units import BatchSplit, list_layers
+from pi2.plan.toml.text import KeyPath
+
+
+@rule("P262", "error", "resolved")
+def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
+    """A layer's neurons are divided between the sparse unit and at most one dense unit.
+
+    Why: the dense unit owns the first neurons in stored order, the hottest ones, and computes all
+    of them; the sparse unit computes what a predictor names of the rest.  There is one such
+    boundary.
+
+    Example: ``split = { cpu = 0.4, gpu = 0.3, npu = 0.3 }``.
+
+    Fix: give each layer to one unit beside the sparse one; other layers may have another
+    (``layers.overrides``).
+    """
+    sparse = find_sparse_unit(facts.plan, facts.device)
+    subjects = {}
+    for placed in list_placed_splits(facts.plan):
+        subjects[placed.path] = placed.subject
+        dense = _list_dense(placed.split, sparse)
+        if len(dense) > 1:
+            yield Finding(
+                path=placed.path,
+                message=f"{placed.subject} have two units beside `{sparse}`: "
+                f"{', '.join(f'`{name}`' for name in dense)}",
+                help=f"give the share of `{dense[-1]}` to `{dense[0]}` or `{sparse}`",
+            )
+    seen = set()
+    for layer, splits in enumerate(_list_splits_of_layers(facts)):
+        first: str | None = None
+        for path, split in splits.items():
+            dense = _list_dense(split, sparse)
+            if len(dense) != 1:
+                continue
+            if first is None:
+                first = dense[0]
+            elif dense[0] != first and path not in seen:
+                seen.add(path)
+                yield Finding(
+                    path=path,
+                    message=f"{subjects[path]} name `{dense[0]}`, and layer {layer} has "
+                    f"`{first}` otherwise",
+                    help=f"name `{first}` here, too: a unit keeps its neurons whatever the batch",
+                )
+
+
+def _list_dense(split: Mapping[str, float], sparse: str) -> list[str]:
+    return [name for name, share in split.items() if share > 0 and name != sparse]
+
+
+def _list_splits_of_layers(facts: Facts) -> list[dict[KeyPath, Mapping[str, float]]]:
+    """Every layer's splits by their places: that for one sequence, then those for several."""
+    plan, count = facts.plan, facts.resolved.model.shape.layers
+    base: KeyPath = ("layers",)
+    owners: list[tuple[KeyPath, Mapping[str, float]]] = [(base, plan.layers.split)] * count
+    tables = [(base, plan.layers.batches)] * count
+    for number, override in enumerate(plan.layers.overrides):
+        path: KeyPath = (*base, "overrides", number)
+        for layer in list_layers(override.select, count):
+            if override.split is not None:
+                owners[layer] = (path, override.split)
+            if override.batches is not None:
+                tables[layer] = (path, override.batches)
+    return [
+        {(*owner, "split"): split}
+        | {(*place, "batches", n, "split"): entry.split for n, entry in enumerate(table)}
+        for (owner, split), (place, table) in zip(owners, tables, strict=True)
+    ]
+
+
+@rule("P267", "error", "plan", "device")
+def check_rows_have_one_unit(facts: Facts) -> Iterator[Finding]:
+    """Rows of projections and of the head are divided between the sparse unit and one other.
+
+    Why: the other unit keeps the first rows of each matrix and computes them while the sparse unit
+    computes the rest; there is one such boundary, and the sparse unit has the last rows.  Weights
+    of rows are not read again when the unit is lost, so that the run cannot go on without it.
+
+    Example: ``projections.attention = { npu = 0.5, gpu = 0.5 }``, or rows for a unit with
+    ``on_failure = "cpu"``.
+
+    Fix: name the sparse unit and one other in both splits, and leave ``on_failure`` at ``"stop"``.
+    """
+    plan, sparse = facts.plan, find_sparse_unit(facts.plan, facts.device)
+    found: list[str] = []
+    for placed in list_row_splits(plan):
+        if placed.split.get(sparse, 0.0) <= 0:
+            yield Finding(
+                path=placed.path,
+                message=f"`{sparse}` has no rows of {placed.subject}",
+                help=f"give it a part, such as {sparse} = 0.1, and the others less",
+            )
+        for name, share in placed.split.items():
+            if share <= 0 or name == sparse or name in found:
+                continue
+            found.append(name)
+            if len(found) > 1:
+                yield Finding(
+                    path=(*placed.path, name),
+                    at="key",
+                    message=f"rows are given to `{found[0]}` and to `{name}`",
+                    help=f"give the share of `{name}` to `{found[0]}` or `{sparse}`",
+                )
+                continue
+            settings = plan.units.get(name)
+            if settings is not None and settings.on_failure != "stop":
+                yield Finding(
+                    path=("units", name, "on_failure"),
+                    message=f"a run cannot go on without `{name}`, which has rows of "
+                    f"{placed.subject}",
+                    help='write on_failure = "stop", or take the rows from the unit',
+                    origins=(
+                        Origin(document="plan", path=placed.path, text=f"{name} = {share:g}"),
+                    ),
+                )
+
+
+TOLERANCE = 1e-6
+
+
+@rule("P210", "error", "plan")
+def check_split_adds_up(facts: Facts) -> Iterator[Finding]:
+    """The shares of a split add up to 1.
+
+    Why: every neuron of a layer is computed exactly once, by one unit.
+
+    Example: ``split = { cpu = 0.3, npu = 0.8 }``.
+
+    Fix: change one of the shares; 0 leaves a unit out.
+    """
+    for placed in (*list_placed_splits(facts.plan), *list_row_splits(facts.plan)):
+        yield from _check_split(placed.split, placed.path, placed.subject)
+
+
+def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Iterator[Finding]:
+    total = sum(split.values())
+    if abs(total - 1.0) <= TOLERANCE:
+        return
+    unit = max(split, key=lambda name: split[name])
+    wanted = split[unit] - (total - 1.0)
+    help_text = "change the shares so that they add up to 1"
+    if 0.0 <= wanted <= 1.0:
+        verb = "lower" if total > 1.0 else "raise"
+        help_text = f"{verb} {unit} to {wanted:.6g}"
+    yield Finding(
+        path=path,
+        message=f"the shares of {subject} add up to {total:.6g}, expected 1",
+        help=help_text,
+    )
+
+
+@rule("P211", "error", "plan", "device")
+def check_split_names_units(facts: Facts) -> Iterator[Finding]:
+    """A split names units that the device has, and so do the tables of single units.
+
+    Why: work cannot be given to a unit that is not there; the names are those of the device's
+    ``[units.NAME]`` tables.
+
+    Example: ``split = { cpu = 0.5, npu = 0.5 }`` for a device whose only unit is ``cpu``.
+
+    Fix: use one of the device's units, or another device.
+    """
+    plan = facts.plan
+    for placed in (*list_placed_splits(plan), *list_row_splits(plan)):
+        yield from _check_names(facts, placed.split, placed.path)
+    yield from _check_names(facts, plan.units, ("units",))
+    yield from _check_names(facts, plan.memory.units, ("memory", "units"))
+    if plan.prefill.unit is not None:
+        yield from _check_names(facts, [plan.prefill.unit], ("prefill", "unit"), at="value")
+
+
+def _check_names(
+    facts: Facts, names: Iterable[str], path: KeyPath, at: Literal["key", "value"] = "key"
+) -> Iterator[Finding]:
+    units = facts.device.units
+    for name in names:
+        if name in units:
+            continue
+        near = suggest(name, units)
+        listed = ", ".join(units)
+        yield Finding(
+            path=(*path, name) if at == "key" else path,
+            at=at,
+            message=f"the device `{facts.device.id}` has no unit `{name}`",
+            help=f"did you mean `{near}`?" if near else f"its units: {listed}",
+            origins=(Origin(document="device", path=("units",), text=f"units: {listed}"),),
+        )
+
+
+@rule("P263", "error", "resolved")
+def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
+    """What a dense unit owns is hot, and all of a model that a unit has as a whole.
+
+    Why: a dense unit computes all of its neurons for every token, so that they have to stay in its
+    memory; ``layers.hot`` says what stays, the unit's neurons included.  A GPU that has the whole
+    model reads nothing while it computes.
+
+    Example: ``split = { npu = 0.5, cpu = 0.5 }`` with ``hot = 0.3``.
+
+    Fix: raise ``hot`` to the unit's share at least, or lower the share.
+    """
+    seen = set()
+    if facts.resolved.has_whole_unit:
+        yield from _check_whole(facts)
+        return
+    for layer in facts.resolved.layers:
+        if layer.dense is None or layer.dense.kept <= layer.hot_neurons:
+            continue
+        if layer.split_path in seen:
+            continue
+        seen.add(layer.split_path)
+        share = layer.dense.kept / facts.resolved.model.layer_neurons
+        if layer.dense.kept == layer.dense.by_sequences[0]:
+            share = layer.split[layer.dense.unit]
+        yield Finding(
+            path=layer.hot_path,
+            message=f"`{layer.dense.unit}` owns {share:.4g} of the neurons, and only "
+            f"{layer.hot:.4g} are hot",
+            help=f"write hot = {share:.4g}, or lower the share of `{layer.dense.unit}`",
+            origins=(
+                Origin(
+                    document="plan",
+                    path=layer.split_path,
+                    text=f"{layer.dense.unit} = {layer.split.get(layer.dense.unit, 0.0):.4g}",
+                ),
+            ),
+        )
+
+
+def _check_whole(facts: Facts) -> Iterator[Finding]:
+    """Everything stays in the memory of a unit that has the whole model."""
+    resolved = facts.resolved
+    unit, seen = resolved.sparse_unit, set()
+    for layer in resolved.layers:
+        if layer.hot_neurons == resolved.model.layer_neurons or layer.hot_path in seen:
+            continue
+        seen.add(layer.hot_path)
+        yield Finding(
+            path=layer.hot_path,
+            message=f"`{unit}` has the whole model in its memory, and only {layer.hot:.4g} of the "
+            "neurons are hot",
+            help="write hot = 1.0, or give a part of layers.split to a CPU",
+            origins=(
+                Origin(document="plan", path=layer.split_path, text=f"{unit} has all layers"),
+            ),
+        )
+
+
+@rule("P266", "error", "plan")
+def check_batches_are_in_order(facts: Facts) -> Iterator[Finding]:
+    """Splits for several sequences come in the order of their numbers, and are reached.
+
+    Why: an entry of ``layers.batches`` counts from its ``sequences`` up to the next entry's; one
+    that is out of order, or beyond ``decode.batch``, would never be used.
+
+    Example: ``batches = [{ sequences = 4, … }, { sequences = 2, … }]``, or ``sequences = 4`` with
+    ``decode.batch = 2``.
+
+    Fix: sort the entries, and raise ``decode.batch`` or take out what is beyond it.
+    """
+    layers, batch = facts.plan.layers, facts.plan.decode.step_tokens
+    yield from _check_table(layers.batches, ("layers", "batches"), batch)
+    for number, override in enumerate(layers.overrides):
+        path: KeyPath = ("layers", "overrides", number, "batches")
+        yield from _check_table(override.batches or (), path, batch)
+
+
+def _check_table(table: Sequence[BatchSplit], path: KeyPath, batch: int) -> Iterator[Finding]:
+    last = 1
+    for number, entry in enumerate(table):
+        place: KeyPath = (*path, number, "sequences")
+        if entry.sequences <= last and number:
+            yield Finding(
+                path=place,
+                message=f"{entry.sequences} sequences come after {last}",
+                help="write the entries in the order of their sequences, each number once",
+            )
+        elif entry.sequences > batch:
+            yield Finding(
+                path=place,
+                message=f"no step has {entry.sequences} sequences: decode.batch is {batch}",
+                help=f"raise decode.batch to {entry.sequences}, or take the entry out",
+                origins=(
+                    Origin(document="plan", path=("decode", "batch"), text=f"batch = {batch}"),
+                ),
+            )
+        last = entry.sequences

@@ -1,0 +1,346 @@
+"""What mixes tokens in a model document, and its residual stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Count, LayerNumber, Table
+from pi2.plan.weights.layout import fill_groups
+
+Divisor = Annotated[float, Field(ge=1e-6, le=1e9, examples=[1.5])]
+"""What a frequency is divided by."""
+
+
+class Rope(Table):
+    """Rotary position embedding, rotating pairs of a head's elements."""
+
+    kind: Literal["plain", "linear", "llama3", "yarn", "longrope", "proportional", "none"] = "plain"
+    """Scaling of positions or frequencies; ``proportional``: frequencies and pairs are those of the
+    whole head, and the first ``share`` of the pairs turn (Gemma 4); ``none`` rotates nothing."""
+    theta: float = Field(default=10000.0, gt=1.0)
+    """Base of the frequencies."""
+    share: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Part of a head that is rotated, from its first element on."""
+    pairs: Literal["halves", "swapped", "neighbours"] = "halves"
+    """Which elements of the checkpoint's heads turn together: one of each half of the rotated
+    part, the one of the second half taken for the first (``swapped``: heads turn the other way;
+    nanochat), or two that follow each other."""
+    factor: float = Field(default=1.0, ge=1.0)
+    """Factor by which the context is extended (all kinds but ``plain`` and ``none``)."""
+    low_frequency_factor: float = Field(default=1.0, gt=0.0)
+    """Longest wavelength kept unscaled by factor (``llama3``)."""
+    high_frequency_factor: float = Field(default=4.0, gt=0.0)
+    """Shortest wavelength that is scaled (``llama3``)."""
+    original_context: Count = 8192
+    """Context length before extension, in tokens (``llama3``, ``yarn``, ``longrope``)."""
+    fast_rotations: float = Field(default=32.0, gt=0.0)
+    """Pairs that turn at least so often within the original context are not scaled (``yarn``)."""
+    slow_rotations: float = Field(default=1.0, gt=0.0)
+    """Pairs that turn at most so often within it are scaled in full (``yarn``)."""
+    whole_pairs: bool = True
+    """Whether the two bounds are rounded to whole pairs (``yarn``)."""
+    attention_factor: float | None = Field(default=None, gt=0.0, le=1e6, examples=[1.1])
+    """Factor of sines and cosines; default: 0.1 ln(factor) + 1 (``yarn``), sqrt(1 + ln(factor)
+    / ln(original_context)) (``longrope``), 1 (other kinds)."""
+    short_factors: tuple[Divisor, ...] = ()
+    """Divisors of each pair's frequency in sequences of up to ``original_context`` tokens
+    (``longrope``)."""
+    long_factors: tuple[Divisor, ...] = ()
+    """Divisors of each pair's frequency in longer sequences (``longrope``)."""
+    long_attention_factor: float | None = Field(default=None, gt=0.0, le=1e6, examples=[1.2])
+    """Factor of sines and cosines in longer sequences, where it is another (``longrope``)."""
+
+    def count_rotated(self, head_dim: int) -> int:
+        """Elements of a head that have a pair; those of ``proportional`` need not turn."""
+        if self.kind == "proportional":
+            return head_dim
+        return 0 if self.kind == "none" else int(head_dim * self.share)
+
+
+class OtherRope(Rope):
+    """Rotary positions of some layers, where they are not those of ``rope``."""
+
+    layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[0, 2, 4]])]
+    """The layers that have them."""
+
+
+class OtherHeads(Table):
+    """Heads of some layers of attention, where they are other than those of ``shape`` (Gemma 4)."""
+
+    layers: Annotated[tuple[LayerNumber, ...], Field(min_length=1, examples=[[5, 11]])]
+    """The layers that have them."""
+    heads: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[64])
+    """Query heads; default: as many as other layers have."""
+    kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[2])]
+    """Key and value heads."""
+    head_dim: Annotated[int, Field(ge=1, le=2**14, examples=[512])]
+    """Width of one head."""
+    keys_are_values: bool = False
+    """Whether values are what the key projection gives: there is no other one."""
+
+
+class Positions(Table):
+    """Learned position vectors, added to the embeddings."""
+
+    offset: int = Field(default=0, ge=0, le=2**16, examples=[2])
+    """Rows of the checkpoint's table before that of position 0: 2 for OPT."""
+
+
+class Latent(Table):
+    """Latent attention (DeepSeek V2): keys and values of all heads are made of one short vector,
+    which is all that the KV cache keeps of a token.
+
+    A head's query and key have a part that is not rotated and one that is; the rotated part of the
+    key is the same for all heads.  ``shape.head_dim`` is the width of a head's value.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=2**16, examples=[512])]
+    """Width of the vector that keys and values are made of."""
+    query_rank: Annotated[int, Field(ge=1, le=2**16)] | None = Field(default=None, examples=[1536])
+    """Width of the vector that queries are made of; absent means that they are projected at
+    once."""
+    plain: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
+    """Elements of a head's query and key that are not rotated."""
+    rotated: Annotated[int, Field(ge=2, le=2**14, multiple_of=2, examples=[64])]
+    """Elements of a head's query and key that are rotated."""
+    epsilon: float = Field(default=1e-6, gt=0.0)
+    """Added to the mean of squares in the norms of both vectors."""
+    bias: bool = False
+    """Whether the projections to both vectors have a bias."""
+
+    @property
+    def key(self) -> int:
+        """Width of a head's query and key."""
+        return self.plain + self.rotated
+
+    @property
+    def kept(self) -> int:
+        """Elements that the KV cache keeps of a token: the vector and the rotated key."""
+        return self.rank + self.rotated
+
+
+class Attention(Table):
+    """Attention beyond its sizes."""
+
+    qkv_bias: bool = False
+    """Whether query, key and value projections have a bias."""
+    output_bias: bool = False
+    """Whether the output projection has a bias."""
+    head_norm: bool = False
+    """Whether queries and keys go through an RMSNorm."""
+    head_norm_weights: bool = True
+    """Whether checkpoints have weights of that norm; else all of them are 1 (Llama 4)."""
+    head_norm_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 1, 2]])
+    """Layers that have that norm; absent means all."""
+    head_norm_of: Literal["head", "all"] = "head"
+    """What that norm is taken of: every head, or all heads together (OLMo 2)."""
+    head_norm_place: Literal["before", "after"] = "before"
+    """Whether it comes ``before`` the rotation, or ``after`` it (Hunyuan)."""
+    value_width: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[128])
+    """Elements of a head's value in checkpoints, where it is narrower than its key: stores fill it
+    up with zeros, and the output projection's columns (MiMo V2 Flash)."""
+    value_scale: float = Field(default=1.0, gt=0.0, le=1e6)
+    """Factor of values (MiMo V2 Flash)."""
+    value_norm: bool = False
+    """Whether values go through an RMSNorm that has no weights, one for each head (Gemma 4)."""
+    output_gate: bool = False
+    """Whether queries come with as many gates, which multiply what the heads have mixed
+    (Qwen3-Next)."""
+    output_gate_of: Literal["element", "head"] = "element"
+    """What has a gate of its own: every element of what a head mixes, or every head (LFM3), whose
+    row of ``tensors.query_gate`` stores repeat for its elements; latent attention has gates of
+    heads, whose rows are not repeated (Ling 3)."""
+    output_gate_function: Literal["sigmoid", "softplus"] = "sigmoid"
+    """What becomes of a gate before it multiplies (``softplus``: Laguna)."""
+    sub_norm: bool = False
+    """Whether what the heads have mixed goes through an RMSNorm, all heads together, before the
+    output projection (BitNet)."""
+    clip: float | None = Field(default=None, gt=0.0, examples=[8.0])
+    """Queries, keys and values are cut to -clip..clip, where it is stated."""
+    sinks: bool = False
+    """Whether every head has a score of its own beside those of the tokens, whose share of the
+    attention goes nowhere (gpt-oss)."""
+    sink_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[1, 2, 3]])
+    """Layers that have such scores; absent means all (MiMo V2 Flash)."""
+    growth: float = Field(default=0.0, ge=0.0)
+    """Queries at position p are multiplied by 1 + growth ln(1 + floor((p + growth_offset) /
+    growth_interval)) (Ministral 3, Llama 4)."""
+    growth_interval: Count | None = Field(default=None, examples=[8192])
+    """Tokens after which queries grow; default: ``rope.original_context``."""
+    growth_offset: Annotated[int, Field(ge=0, le=1)] = 0
+    """What is added to positions before: 1 for Llama 4."""
+    growth_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[3, 7]])
+    """Layers whose queries grow; absent means all."""
+    latent: Latent | None = None
+    """Latent attention, if the model has it."""
+    scale: float | None = Field(default=None, gt=0.0, examples=[0.0625])
+    """Factor of attention scores; default: 1 / sqrt(head_dim)."""
+    softcap: float | None = Field(default=None, gt=0.0, examples=[50.0])
+    """Scores s become c tanh(s / c), where it is stated."""
+    sliding_window: Count | None = None
+    """Sliding window in tokens, the query's own included; absent means the whole context."""
+    window_kind: Literal["sliding", "chunked"] = "sliding"
+    """Whether a query sees that many tokens before it, or those of its own chunk of so many tokens,
+    counted from the first (``chunked``; Llama 4)."""
+    window_layers: tuple[LayerNumber, ...] | None = Field(default=None, examples=[[0, 2, 4]])
+    """Layers that have the sliding window; absent means all."""
+    kv_shared_layers: Annotated[int, Field(ge=0, le=1024, examples=[20])] = 0
+    """Last layers that have no keys and values of their own: they read those of the last layer
+    before them with the same window and the same heads (Gemma 4 E2B)."""
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether a layer's heads have scores of their own."""
+        return self.sinks and (self.sink_layers is None or layer in self.sink_layers)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the projection of what attention reads has a bias."""
+        return self.qkv_bias or (self.latent is not None and self.latent.bias)
+
+
+Mixer = Literal["attention", "delta", "mamba", "mamba1", "convolution"]
+"""What mixes tokens: softmax attention, a gated delta rule (Gated DeltaNet), Mamba-2, the first
+Mamba, or a short gated convolution."""
+
+_MIXER = "(attention|delta|mamba|mamba1|convolution)"
+
+LayerKind = Annotated[
+    str, Field(pattern=rf"^(none|{_MIXER}(\+{_MIXER}){{0,63}})$", examples=["mamba+attention"])
+]
+"""What mixes the tokens of a layer: a mixer, several with ``+`` between them, one after the other,
+each with a norm of its own and added to the residual stream (Nemotron-H), or ``none``."""
+
+StepLimit = Annotated[float, Field(ge=0.0, examples=[0.001])]
+"""A limit of step sizes."""
+
+
+class LayerKinds(Table):
+    """What mixes the tokens of each layer, where it is not attention in all of them."""
+
+    kinds: Annotated[
+        tuple[LayerKind, ...], Field(min_length=1, examples=[["delta", "delta", "attention"]])
+    ]
+    """One kind for every layer, the first first. ``delta``, ``mamba`` (Mamba-2), ``mamba1`` (the
+    first Mamba) and ``convolution`` keep a state of fixed size for each sequence instead of keys
+    and values; a model has at most one of them beside ``attention``. Layers of the kind
+    ``mamba+attention`` have both, Mamba-2 first; those of the kind ``mamba+mamba+mamba`` have three
+    of Mamba-2, each with its own weights and state; those of the kind ``none`` have an FFN alone.
+    No layer has attention twice."""
+
+
+class Recurrence(Table):
+    """Sizes of layers of the kinds ``delta`` (Yang, Kautz and Hatamizadeh 2024, "Gated Delta
+    Networks"; with decays of keys, Kimi Team 2025, "Kimi Linear"), ``mamba`` (Dao and Gu 2024,
+    "Transformers are SSMs") and ``mamba1`` (Gu and Dao 2023, "Mamba"), which has one head, whose
+    channels are its values."""
+
+    key_heads: Annotated[int, Field(ge=1, le=2**14, examples=[16])]
+    """Heads of queries and keys; Mamba-2's groups."""
+    value_heads: Annotated[int, Field(ge=1, le=2**14, examples=[32])]
+    """Heads of values, a multiple of ``key_heads``; Mamba-2's heads."""
+    key_dim: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
+    """Width of a key; Mamba-2's state size."""
+    value_dim: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
+    """Width of a value; Mamba-2's head width."""
+    kernel: Annotated[int, Field(ge=1, le=64, examples=[4])] = 4
+    """Tokens that the convolution before it reads, the token itself included."""
+    convolution_bias: bool = False
+    """Whether that convolution has a bias."""
+    projection_bias: bool = False
+    """Whether the projections into and out of the layer have biases (``mamba``)."""
+    step_rank: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[256])
+    """Elements that the step sizes of all channels are made of (``mamba1``, which needs it)."""
+    part_norm: Literal["none", "plain", "weighted"] = "none"
+    """Whether these elements, B and C go through an RMSNorm each, without weights (Falcon Mamba) or
+    with them (Jamba; ``mamba1``)."""
+    part_epsilon: float = Field(default=1e-6, gt=0.0)
+    """Added to the mean of squares there."""
+    decay_of: Literal["head", "key"] = "head"
+    """Whether a head's state decays as a whole, or every element of its keys has a decay of its
+    own (``delta``: Kimi Linear)."""
+    decay_rank: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[128])
+    """Elements that the decays of keys are made of, and these of the layer's input; absent means
+    that decays are made of the input."""
+    decay_floor: Annotated[float, Field(lt=0.0)] | None = Field(default=None, examples=[-5.0])
+    """Least logarithm of a decay of keys: decays are exp(floor sigmoid(rate step)) then (Ling 3);
+    absent means exp(-rate softplus(step))."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """What gates of the output go through (``delta``)."""
+    gate_rank: Annotated[int, Field(ge=1, le=2**14)] | None = Field(default=None, examples=[128])
+    """Elements that these gates are made of, and these of the layer's input (``delta``); absent
+    means that gates are made of the input."""
+    norm_groups: Count = 1
+    """Parts of its output that are normalised apart (``mamba``)."""
+    shortest_step: StepLimit = 0.0
+    """Least step size (``mamba``)."""
+    longest_step: Annotated[float, Field(gt=0.0, examples=[0.1])] | None = None
+    """Greatest step size (``mamba``); absent means no limit."""
+
+    @property
+    def width(self) -> int:
+        """Elements of all value heads together."""
+        return self.value_heads * self.value_dim
+
+
+class Convolution(Table):
+    """Layers of the kind ``convolution``: out(c * conv(b * x)), b, c and x projected (LFM2)."""
+
+    width: Annotated[int, Field(ge=1, le=2**20, examples=[2048])]
+    """Channels."""
+    kernel: Annotated[int, Field(ge=1, le=64, examples=[3])] = 3
+    """Tokens that the convolution reads, the token itself included."""
+    bias: bool = False
+    """Whether projections and convolution have biases."""
+
+
+class LayerEmbedding(Table):
+    """Embeddings that every layer has of its own (Gemma 4 E2B), in one table that stays
+    on flash: a token needs one row of it.
+
+    A layer's row, times ``factor``, and the norm of what a projection makes of the first layer's
+    input, times ``projection_factor``, are added and divided by sqrt(2): e.  After its FFN the
+    layer adds norm(output(act(gate x) * e)) to the residual stream x, with the FFN's activation.
+    """
+
+    width: Annotated[int, Field(ge=1, le=2**14, examples=[256])]
+    """Elements of a token's embedding for one layer."""
+    vocab: Count | None = Field(default=None, examples=[262144])
+    """Rows of the table, where there are fewer than tokens: the others have the first row."""
+    factor: float = Field(default=1.0, gt=0.0, examples=[16.0])
+    """Factor of the table's rows."""
+    projection_factor: float = Field(default=1.0, gt=0.0, examples=[0.0255])
+    """Factor of what the projection gives, before its norm."""
+
+    @property
+    def stored_width(self) -> int:
+        """Length of a layer's vectors in backends: zeros fill it up."""
+        return fill_groups(self.width)
+
+
+SMALLEST_SQUARE = 1e-5
+"""What a mean square is taken for at least where `AltUp` gives a stream the first one's."""
+
+
+class AltUp(Table):
+    """Residual streams that predict each other, and LAuReL (Gemma 3n; arXiv 2301.13310 and
+    2411.07501).
+
+    A token has ``streams`` vectors h.  The first is its embedding; of that, projections make the
+    others, each with the root mean square of the first.  A layer begins with predictions
+    p = h + C h, whose coefficients C [streams, streams] are a projection of
+    m = tanh(R norm(h[0]) / hidden).  Attention and the FFN change the first alone, x, and after
+    attention LAuReL adds u + norm(output(input u)), where u is what attention reads, and all is
+    divided by sqrt(2).  After the FFN, m is made anew, of x, and all streams become
+    h = p + (1 + Q m) (x - p[0]).  A layer's own embedding is gated by the first of them, times a
+    vector where ``scaled``, and added to the others.  After the last layer, projections of the
+    others, each with the root mean square of the first, and the first are averaged.
+    """
+
+    streams: Annotated[int, Field(ge=2, le=16, examples=[4])]
+    """Vectors of a token."""
+    laurel_rank: Count
+    """Rows of LAuReL's projection."""
+    scaled: bool = True
+    """Whether what gates a layer's own embedding is multiplied with a vector first."""

@@ -1,0 +1,292 @@
+"""Shape, FFN, experts and storage of a model document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Count, FilePath, LayerNumber, Origin, Share, Table
+from pi2.plan.weights.layout import fill_groups
+
+
+class Shape(Table):
+    """Sizes, in elements."""
+
+    layers: Annotated[int, Field(ge=1, le=1024, examples=[32])]
+    """Number of transformer blocks."""
+    hidden: Annotated[int, Field(ge=1, le=2**20, examples=[4096])]
+    """Width of the residual stream."""
+    ffn: Annotated[int, Field(ge=1, le=2**22, examples=[11008])]
+    """FFN neurons per layer; in a mixture of experts, of one expert."""
+    heads: Annotated[int, Field(ge=1, le=2**14, examples=[32])]
+    """Query heads."""
+    kv_heads: Annotated[int, Field(ge=1, le=2**14, examples=[8])]
+    """Key and value heads; fewer than ``heads`` is grouped-query attention (GQA)."""
+    head_dim: Annotated[int, Field(ge=1, le=2**14, examples=[128])]
+    """Width of one head."""
+    vocab: Annotated[int, Field(ge=1, le=2**24, examples=[32000])]
+    """Tokens of the vocabulary."""
+    context: Annotated[int, Field(ge=1, le=2**27, examples=[4096])]
+    """Longest sequence the model was made for, in tokens."""
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def stored_hidden(self) -> int:
+        """Length of the residual stream's vectors in stores and backends: zeros fill it up."""
+        return fill_groups(self.hidden)
+
+    @property
+    def stored_query(self) -> int:
+        """Length of attention's output in stores and backends: zeros fill it up."""
+        return fill_groups(self.query)
+
+
+class Norm(Table):
+    """Normalisation before attention, before the FFN, and at the end."""
+
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """``rmsnorm``: x / sqrt(mean(x^2) + epsilon) * weight; ``layernorm``: that of x - mean(x)."""
+    epsilon: float = Field(default=1e-5, gt=0.0)
+    """Added to the mean of squares."""
+    bias: bool = False
+    """Whether a bias is added."""
+    weights: bool = True
+    """Whether checkpoints have weights of the norms before attention, before the FFN and at the
+    end; else all of them are 1 (OLMo)."""
+    weight_offset: float = 0.0
+    """Constant added to the checkpoint's weights: 1 for Gemma, whose norms multiply by 1 +
+    weight."""
+    inputs: bool = True
+    """Whether the inputs of attention and FFN are normalised (not those of OLMo 2)."""
+    embedding: bool = False
+    """Whether embeddings go through an RMSNorm without weights before the first layer
+    (nanochat)."""
+    outputs: bool = False
+    """Whether the outputs of attention and FFN are normalised before they are added to the
+    residual stream (Gemma 2)."""
+
+
+class Multipliers(Table):
+    """Constants that a few families multiply by; 1 where they do not."""
+
+    embedding: float = 1.0
+    """Embeddings, as they enter the first layer."""
+    residual: float = 1.0
+    """What attention and the FFN add to the residual stream."""
+    logits: float = 1.0
+    """Logits, before their soft cap."""
+
+
+class Moe(Table):
+    """A mixture of experts: for every token a router picks a few of a layer's FFNs."""
+
+    experts: Annotated[int, Field(ge=1, le=4096, examples=[8])]
+    """FFNs of a layer, each of ``shape.ffn`` neurons."""
+    active_experts: Count
+    """Number of experts that compute each token."""
+    router: Literal["softmax", "sigmoid", "mixer", "none"] = "softmax"
+    """Function that turns router scores into weights; ``mixer``: a softmax for each active expert
+    of the scores that are not far below its own (Phi-3.5-MoE); ``none``: there is no router, the
+    experts are equal parts of one FFN and compute every token, so that layers may have FFNs of
+    different widths (Gemma 4 E2B)."""
+    router_input: Literal["ffn", "layer", "stream"] = "ffn"
+    """What the router reads: the normalised input of the FFN, the layer's input as it is, or what
+    the FFN normalises, through an RMSNorm of the router's own (Gemma 4)."""
+    input_scale: float = Field(default=1.0, gt=0.0, examples=[0.02])
+    """Factor of what the router reads (``stream``)."""
+    weighs: Literal["output", "input"] = "output"
+    """Whether the weight of an expert multiplies what it gives, or what it reads (Llama 4)."""
+    expert_scale: bool = False
+    """Whether the weight of each active expert is multiplied by a number of the expert's own."""
+    normalise_weights: bool = True
+    """Whether the weights of the active experts are scaled to add up to 1."""
+    shared_experts: Annotated[int, Field(ge=0, le=4096, examples=[4])] = 0
+    """FFNs beside them, of ``shape.ffn`` neurons each, that compute every token; one of four times
+    as many neurons is four."""
+    shared_gate: bool = False
+    """Whether a router of their own weights the shared experts, by the sigmoid of its score."""
+    shared_factor: float = Field(default=1.0, gt=0.0, examples=[0.5])
+    """Factor of what the shared experts give (Cohere 2 with experts)."""
+    shared_ffn: Count | None = None
+    """Neurons of all shared experts together, where the last one has fewer than the others."""
+    router_bias: bool = False
+    """Whether the router's scores have a bias."""
+    choice_bias: bool = False
+    """Whether experts are chosen by their weights and a bias of each, which is not part of the
+    weights (DeepSeek V3)."""
+    choice_bias_of: Literal["weight", "score"] = "weight"
+    """What that bias is added to: weights, or the scores that they are made of (Kolibri)."""
+    groups: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Groups of neighbouring experts, of which the best ones are chosen first."""
+    active_groups: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Groups whose experts may be active."""
+    group_score: Literal["best", "best-two"] = "best-two"
+    """What groups are compared by: their best expert, or the sum of the best two."""
+    scaling: float = Field(default=1.0, gt=0.0)
+    """Factor of the active experts' weights."""
+    tolerance: float = Field(default=0.01, gt=0.0)
+    """Scores that are lower by more than twice this share do not count (``mixer``)."""
+    dense_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[0]])
+    """Layers that are no mixture but have one FFN.  Its neurons are stored as those of the first
+    experts, as many as it takes, which then compute every token."""
+    dense_ffn: Count | None = Field(default=None, examples=[10944])
+    """Neurons of the FFN of ``dense_layers``."""
+    latent: Annotated[int, Field(ge=1, le=2**20)] | None = Field(default=None, examples=[1024])
+    """Width of what experts read and give, where it is not that of the residual stream: a
+    projection makes it of the FFN's input, and another one brings what they give back (Nemotron
+    3).  What is shared is a ``side_ffn`` then."""
+
+    def has_router(self, layer: int) -> bool:
+        """Whether a router chooses among the experts of ``layer``."""
+        return self.router != "none" and layer not in self.dense_layers
+
+    def find_dense_width(self, layer: int, ffn: int) -> int:
+        """Neurons of the FFN of a ``layer`` without router, whose experts have ``ffn`` each."""
+        if layer in self.dense_layers:
+            assert self.dense_ffn is not None
+            return self.dense_ffn
+        return self.experts * ffn
+
+    def count_shared(self, ffn: int) -> int:
+        """Neurons of the shared experts, of ``ffn`` neurons each unless stated otherwise."""
+        return self.shared_experts * ffn if self.shared_ffn is None else self.shared_ffn
+
+    def count_unrouted(self, layer: int, ffn: int) -> int:
+        """Experts of ``ffn`` neurons that compute every token in a ``layer`` without router."""
+        return -(-self.find_dense_width(layer, ffn) // ffn)
+
+    def count_dense(self, ffn: int) -> int:
+        """Experts of ``ffn`` neurons that it takes to hold the FFN of a dense layer."""
+        if not self.dense_layers or self.dense_ffn is None:
+            return 0
+        return -(-self.dense_ffn // ffn)
+
+
+class SideFfn(Table):
+    """A dense FFN beside the experts of every layer: what it and the experts give is added.
+
+    It is kept with the weights of attention, in their precision, and computes every token.  The
+    activation is that of ``ffn``, and so is whether neurons have gates.
+    """
+
+    width: Annotated[int, Field(ge=1, le=2**22, examples=[2112])]
+    """Neurons."""
+    norms: bool = True
+    """Whether it has a norm of its own before it, and what it and the experts give is normalised
+    apart (Gemma 4); else it reads what the router reads (Nemotron 3)."""
+
+
+Activation = Literal["relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh"]
+"""Activation of the FFN.  dReLU applies ReLU to gate and up (TurboSparse, eq. 2); FATReLU is zero
+below a threshold (ProSparse); relu2 is the square of ReLU; gelu_tanh is the approximation of GELU
+that Gemma uses."""
+
+SMOOTH_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_tanh"})
+"""Those that are zero nowhere: no neuron can be left out without changing the result."""
+
+
+class Ffn(Table):
+    """The feed-forward network: down(act(gate x) * up x), or down(act(up x)) without gates."""
+
+    activation: Activation
+    """Activation function."""
+    threshold: float = 0.0
+    """Activations at or below it are zero (``fatrelu``)."""
+    gated: bool = True
+    """Whether neurons have a gate."""
+    bias: bool = False
+    """Whether gate, up and down have biases."""
+    absent_layers: tuple[LayerNumber, ...] = Field(default=(), examples=[[51]])
+    """Layers that have no FFN; stores keep zeros for them, which add nothing."""
+    sub_norm: bool = False
+    """Whether the activations of all neurons go through an RMSNorm before they are multiplied with
+    down vectors (BitNet)."""
+    gate_sparsity: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], ...] = Field(
+        default=(), examples=[[0.95, 0.95, 0.0]]
+    )
+    """Share of each layer's gates that a cutoff closes, where it is not 0 (Gemma 3n).  For a token
+    the cutoff is the mean of all gates and as many of their standard deviations above it as leave
+    that share of a normal distribution below.  It is subtracted from gates, those below it count
+    as 0, and the activation follows."""
+    slope: float = Field(default=1.0, gt=0.0)
+    """SiLU is x sigmoid(slope x) (gpt-oss: 1.702)."""
+    limit: float | None = Field(default=None, gt=0.0, examples=[7.0])
+    """Gates are cut to at most the limit, ups to -limit..limit, where it is stated (``silu``)."""
+    up_offset: float = 0.0
+    """Added to ups before they are multiplied with gates (gpt-oss: 1)."""
+
+
+class Predictor(Table):
+    """Low-rank activation predictors: fc2 relu(fc1 x) + bias >= threshold, x after the FFN norm."""
+
+    rank: Count
+    """Rows of fc1, a multiple of 32; the largest where layers differ."""
+    recall: Share | None = None
+    """Recall: share of the active neurons that are predicted, on held-out text."""
+    active: Share | None = None
+    """Share of neurons that are predicted to be active."""
+
+
+class Sparsity(Origin):
+    """What is known of the FFN's activations."""
+
+    active: Share
+    """Mean share of neurons that a token activates; in a mixture, of its active experts'."""
+    skew: Share | None = None
+    """Share of a layer's neurons that make 80 % of its activations."""
+    gate_open: Share | None = None
+    """Mean share whose gate is open, which is what is computed where gates find active neurons;
+    absent means that it is not known."""
+
+
+def find_normal_quantile(share: float) -> float:
+    """Standard deviations above the mean that leave ``share`` of a normal distribution below."""
+    # It imports modules that start-up does without.
+    from statistics import NormalDist
+
+    return NormalDist().inv_cdf(share)
+
+
+Precision = Literal["int4", "int8", "fp16"]
+"""Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
+
+AttentionPrecision = Literal["ternary", "int4", "int8", "fp16"]
+"""Storage type of projections.  ternary weights are -1, 0 or 1, with one scale for a row: BitNet's
+are published so, and stores hold them exactly."""
+
+FfnPrecision = Literal["ternary", "int4", "int8", "fp16", "mxfp4"]
+"""Storage type of neurons.  mxfp4 is what gpt-oss is published in: 4-bit floats, of which 32 have a
+power of two as their scale; stores hold the published weights exactly."""
+
+
+class Tokenizer(Table):
+    """How text becomes tokens."""
+
+    file: FilePath = "tokenizer.json"
+    """File of the `tokenizers` library, relative to the neuron store."""
+    bos: int | None = Field(default=None, ge=0, examples=[1])
+    """Id of the beginning-of-sequence token."""
+    eos: tuple[int, ...] = Field(default=(), examples=[[2]])
+    """Ids of end-of-sequence tokens."""
+    add_bos: bool = False
+    """Whether a prompt begins with ``bos``."""
+
+
+class Quantization(Table):
+    """Precision of the weights by class of tensor."""
+
+    ffn: FfnPrecision = "int4"
+    """Neuron bundles."""
+    attention: AttentionPrecision = "int4"
+    """Query, key, value and output projections."""
+    embedding: Precision = "int8"
+    """Embedding table, and the head where it is tied."""
+    head: Precision = "int8"
+    """Output head where it is not tied."""
+    predictor: Precision = "int8"
+    """Activation predictors."""

@@ -1,0 +1,152 @@
+"""What is compared after planning: thresholds, promises and speeds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pi2.costs.cost import Cost, cost_plan, cost_resolved
+from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.fitting import Shortage, fit_plan, write_memory
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number, approximate_share
+from pi2.planning.planner import PlannedPlan, score_plan
+from pi2.planning.refinement import Decision
+from pi2.planning.wish import resolve_values
+from pi2.tracing import make_figure, save_figure
+
+WITHOUT = "none"
+
+
+def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
+    """The fastest of a mixture's plan and the same with the thresholds of its wish, by the cost
+    model; ``planned`` itself where the wish has none, or its plan does not fit them."""
+    wish, cost = planned.wish, planned.cost
+    usable = wish.thresholds is not None and wish.model.moe is not None
+    if not usable or cost.predictor != "router" or cost.whole_unit is not None:
+        return planned
+    found = [(WITHOUT, planned)]
+    for label, values in _list_candidates(planned):
+        budget = planned.resolved.plan.memory.budget
+        try:
+            fitted = fit_plan(_resolve(planned, values), budget).plan
+        except Shortage:
+            continue
+        values["memory"] |= write_memory(fitted)
+        values["layers"] = fitted.layers.model_dump(exclude_unset=True)
+        resolved = _resolve(planned, values)
+        own = cost_resolved(resolved, store=wish.store)
+        full = cost_resolved(resolved, store=wish.store, position=wish.context)
+        found.append(
+            (
+                label,
+                replace(
+                    planned,
+                    values=values,
+                    resolved=resolved,
+                    cost=own,
+                    full_tokens_s=full.tokens_s,
+                ),
+            )
+        )
+    found.sort(key=lambda item: score_plan(wish, item[1]))
+    chosen, best = found[0]
+    decision = Decision(
+        key="sparsity",
+        chosen=chosen,
+        tokens_s=tuple((label, item.cost.tokens_s) for label, item in found),
+    )
+    return replace(best, decisions=(*planned.decisions, decision))
+
+
+def _list_candidates(planned: PlannedPlan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Plans with thresholds, by what becomes of the gates."""
+    thresholds = planned.wish.thresholds
+    assert thresholds is not None
+    sparsity: dict[str, Any] = {"method": thresholds.method}
+    sparsity |= {"thresholds": planned.wish.thresholds_file}
+    if thresholds.max_perplexity_increase is None:
+        sparsity["target"] = thresholds.target
+    else:
+        sparsity["max_perplexity_increase"] = thresholds.max_perplexity_increase
+    whole = copy.deepcopy(planned.values)
+    whole["sparsity"] = sparsity
+    whole["decode"] |= {"predictor": "gate", "look_ahead": "none"}
+    yield "all gates in memory", whole
+
+
+def _resolve(planned: PlannedPlan, values: dict[str, Any]) -> ResolvedPlan:
+    """A plan's values with the wish's thresholds."""
+    wish = planned.wish
+    return replace(resolve_values(values, wish.device, wish.model), thresholds=wish.thresholds)
+
+
+LEAST_TOKENS = 16
+"""Fewer tokens say little about a speed."""
+CLOSE = 0.15
+"""Share of a prediction that a run may miss it by, beside what measurements were apart."""
+
+
+def find_promise(resolved: ResolvedPlan, position: int) -> Cost | None:
+    """What the plan is predicted to do where its device was probed; None elsewhere."""
+    if not any(unit.kernels for unit in resolved.device.units.values() if unit.kind == "cpu"):
+        return None
+    try:
+        return cost_plan(resolved, position=max(position, 1))
+    except UserError:
+        return None
+
+
+def describe_promise(cost: Cost, tokens_s: float) -> str:
+    """One line: the prediction, how the run compares, and what to do where it is far off."""
+    spread = cost.spread_tokens_s
+    within = f" ± {approximate_number(spread, 2)}" if spread > 0.01 * cost.tokens_s else ""
+    told = f"promise: predicted {approximate_number(cost.tokens_s)}{within} tokens/s"
+    away = tokens_s / cost.tokens_s - 1.0
+    if abs(tokens_s - cost.tokens_s) <= CLOSE * cost.tokens_s + spread:
+        return f"{told}: the run is as fast as that"
+    word = "slower" if away < 0 else "faster"
+    return (
+        f"{told}: the run is {abs(away):.0%} {word}; if no other work explains it, the device "
+        "file is out of date: measure again with `pi2 probe`, and plan again"
+    )
+
+
+def write_table(plans: Sequence[PlannedPlan]) -> Iterator[str]:
+    """A Markdown table, a plan a row."""
+    yield "| memory | tokens/s | in memory | waiting | predictor | keys and values | reads |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for item in plans:
+        plan, cost = item.resolved.plan, item.cost
+        waits = sum(layer.wait_s for layer in cost.layers) / cost.token_s
+        reads = "none"
+        if cost.hit_rate < 1.0:
+            io = plan.io
+            reads = (
+                f"io_uring, {io.depth} deep"
+                if io.engine == "io_uring"
+                else f"pread, {io.threads} threads"
+            )
+        yield (
+            f"| {approximate_bytes(plan.memory.budget)} | {approximate_number(cost.tokens_s)} |"
+            f" {cost.hit_rate:.1%} | {approximate_share(waits)} | {plan.decode.predictor} |"
+            f" {plan.kv.type} | {reads} |"
+        )
+
+
+def draw_curve(plans: Sequence[PlannedPlan], form: str) -> bytes:
+    """The picture's bytes; UserError P632 without matplotlib, P633 for a type of
+    picture that it does not draw."""
+    wish = plans[0].wish
+    figure = make_figure(7.0, 4.0)
+    axes = figure.add_subplot()
+    memories = [item.resolved.plan.memory.budget / 2**30 for item in plans]
+    axes.plot(memories, [item.cost.tokens_s for item in plans], marker="o")
+    axes.set_xlabel("memory of the process (GiB)")
+    axes.set_ylabel("tokens per second, predicted")
+    axes.set_title(f"{wish.model.name or wish.model.id} on {wish.device.name or wish.device.id}")
+    axes.set_ylim(bottom=0.0)
+    axes.grid(alpha=0.3)
+    return save_figure(figure, form)
