@@ -267,7 +267,6 @@ def compute_rope_tables(
 
 
 def _find_factor(rope: Rope, is_long: bool) -> float:
-    """What sines and cosines are multiplied by."""
     if is_long and rope.long_attention_factor is not None:
         return rope.long_attention_factor
     if rope.attention_factor is not None:

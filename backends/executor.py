@@ -73,7 +73,6 @@ class ObservableExecutor:
     _observer: ExecutorObserver | None = None
 
     def observe(self, observer: ExecutorObserver | None) -> None:
-        """See `pi2.backends.protocol.Executor`."""
         assert self._observer is None or observer is None, "one observer at a time"
         self._observer = observer
 

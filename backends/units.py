@@ -287,7 +287,6 @@ class TextRequest:
     folder: Path
     """Weights, in the program's own layout: the plan's ``store``."""
     model: Model
-    """The model that they must be of."""
     unit: Unit | None
     """What the device says of the unit; None leaves the choice to the program."""
     context: int

@@ -84,7 +84,6 @@ class Session:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """All messages."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*first, *self.answers]
 

@@ -53,7 +53,6 @@ def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> No
 
 
 def _wants_colour() -> bool:
-    """Whether terminals get colours: not those of people who set NO_COLOR."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

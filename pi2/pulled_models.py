@@ -244,7 +244,6 @@ def _list_paths(kind: str) -> Iterator[Path]:
 
 
 def _is_old(path: Path) -> bool:
-    """Whether a compiler that has made a folder must have ended."""
     try:
         return path.lstat().st_mtime < time.time() - _COMPILING_S
     except OSError:

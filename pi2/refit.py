@@ -146,7 +146,6 @@ def read_plan(
 
 
 def _leave_out_sizes(report: Report) -> Report:
-    """The report without sizes that follow from what is wrong otherwise."""
     others = [item for item in report.diagnostics if item.code not in SIZE_CODES]
     if all(item.severity != "error" for item in others):
         return report
@@ -179,7 +178,6 @@ def _overlap(key: str, other: str) -> bool:
 
 
 def _contradicts(fitted: Mapping[str, object], given: Mapping[str, object]) -> bool:
-    """Whether the fit is another one than what was given."""
     for key in fitted.keys() & given.keys():
         value = given[key]
         if key.startswith("memory.") and isinstance(value, str):
@@ -230,7 +228,6 @@ def _find_runtime(resolved: ResolvedPlan, budget_bytes: int) -> int:
 
 
 def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, object, str]]]:
-    """The plan with what else makes room for neurons: keys, values and reasons."""
     plan = resolved.plan
     found: list[tuple[str, object, str]] = []
     if "embedding" not in plan.memory.model_fields_set:
@@ -255,7 +252,6 @@ def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, 
 
 
 def _list_sizes(plan: Plan) -> dict[str, int]:
-    """Every size of a segment or a unit's memory, by key."""
     sizes = {f"memory.segments.{name}": size for name, size in plan.memory.segments}
     return sizes | {
         f"memory.units.{name}.budget": unit.budget for name, unit in plan.memory.units.items()
@@ -263,7 +259,6 @@ def _list_sizes(plan: Plan) -> dict[str, int]:
 
 
 def _list_shares(plan: Plan) -> dict[str, float | Mapping[str, float]]:
-    """Every share of hot neurons, and every split, by key."""
     layers = plan.layers
     shares: dict[str, float | Mapping[str, float]] = {"layers.hot": layers.hot}
     for number, override in enumerate(layers.overrides):

@@ -1,7 +1,4 @@
-"""Slices, arrows and counters of a run, and their form for Chrome's and Perfetto's viewers.
-
-A simulated run and a real one are recorded alike; the names of process and category say which.
-"""
+"""Slices, arrows and counters of a run, and their form for Chrome's and Perfetto's viewers."""
 
 from __future__ import annotations
 

@@ -79,8 +79,6 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """Quantised tokens: planes of codes, whose products are added."""
-
     address: int
     stride: int
     planes: int
@@ -309,7 +307,6 @@ class Builder:
             )
 
     def _name_form(self, weight: Weight) -> str:
-        """Name the form of activations: kind, and order of codes."""
         kind = weight.kind.activations
         if kind == "float":
             return kind
@@ -328,7 +325,6 @@ class Builder:
         return self._orders[offsets].ctypes.data
 
     def _find_grid(self, name: str) -> int:
-        """Return the address of the tables of a format."""
         if name not in self._grids:
             self._grids[name] = self.keep(make_tables(name))
         return self._grids[name].ctypes.data
@@ -371,7 +367,6 @@ class Builder:
         self.matrices.append(Matrix(product.key, self.layer, weight, (number,)))
 
     def _list_pairs(self, product: Product) -> dict[str, int]:
-        """Return what says which matrices tokens are multiplied with."""
         one, several, routed = self._zeros.ctypes.data, self._steps.ctypes.data, product.routed
         if routed is None:
             return {
@@ -401,7 +396,6 @@ class Builder:
         }
 
     def _list_ways(self, weight: Weight, routed: Routed | None) -> tuple[Way, Way, Way]:
-        """Return how a matrix is multiplied with a token, with several, and with many."""
         share = -(-weight.rows // (self._threads * _SHARES))
         grain = max(1, min(share, _GRAIN_BYTES // weight.row_bytes))
         one, few = (

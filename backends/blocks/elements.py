@@ -52,8 +52,6 @@ def emit_quantize(kind: Activations, table: Table) -> None:
 
 
 class _Rest:
-    """What rounding leaves, for another plane of codes."""
-
     def __init__(self, table: Table) -> None:
         self._array, self._is_kept = table.take_array("rest", "float32"), table.take("has_rest")
         self._stride = table.take("rest_stride")
@@ -240,7 +238,6 @@ def emit_normalize(table: Table) -> None:
 
 
 def _split_item(item: v.Expr, length: v.Expr) -> tuple[v.Expr, v.Expr, v.Expr]:
-    """Return the token of an item, and its first and last element."""
     pieces = v.let((length + PIECE - 1) // PIECE)
     token = v.let(item // pieces)
     first = v.let((item - token * pieces) * PIECE)
@@ -429,7 +426,6 @@ def _multiply_keys(
     base: v.Expr,
     width: v.Expr,
 ) -> v.Expr:
-    """Return the products of a query with as many keys as a register has lanes."""
     cells = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in range(lanes)]
     whole = v.let(width // lanes)
     with T.serial(lanes * width // 32) as line:
@@ -521,7 +517,6 @@ class _Tile:
             self._finish(query)
 
     def _find(self, query: v.Expr) -> tuple[v.Expr, v.Expr]:
-        """Return the token of a query, counted from the first, and its head."""
         token = v.let(query // self._group)
         return token, v.let(self._head * self._group + (query - token * self._group))
 
@@ -542,7 +537,6 @@ class _Tile:
             walk(T.int64(0), self._width, clear)
 
     def _turn_keys(self, base: v.Expr) -> None:
-        """Turn keys of some positions: element by element, those of all of them."""
         lanes = self._lanes
         with T.serial(self._width // lanes) as square:
             rows = [
@@ -561,7 +555,6 @@ class _Tile:
                 )
 
     def _score(self, query: v.Expr, place: v.Expr) -> None:
-        """Multiply some queries with the keys that were turned."""
         lanes = self._lanes
         numbers = [v.let(T.min(query + k, self._last)) for k in range(QUERIES)]
         starts = []
@@ -630,7 +623,6 @@ class _Tile:
             walk(T.int64(0), self._width, scale)
 
     def _mix(self, query: v.Expr, base: v.Expr, size: v.Expr) -> None:
-        """Add the values of a block of positions, times the weights of some queries."""
         lanes = self._lanes
         numbers = [v.let(T.min(query + k, self._last)) for k in range(QUERIES)]
         rows = [v.let(self._scores + number * SCORES) for number in numbers]

@@ -79,12 +79,10 @@ class Weight:
 
     @property
     def kind(self) -> Format:
-        """The format."""
         return find_format(self.format)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.kind.count_bytes(self.length)
 
     @property
@@ -208,8 +206,6 @@ class Program:
 
 
 class _Part:
-    """Instructions that compute the same number of tokens."""
-
     def __init__(
         self,
         code: I64,
@@ -275,7 +271,6 @@ class _Part:
 
 
 def _align(words: int) -> I64:
-    """Return zeros that begin at a cache line."""
     raw: Raw = np.zeros(words + _WORDS, np.int64)
     skip = -raw.ctypes.data // 8 % _WORDS
     return np.asarray(raw[skip : skip + words])

@@ -97,7 +97,6 @@ class Layers:
         return weight
 
     def _normalize(self, key: str, target: Area) -> Area:
-        """Return what attention or the FFN reads."""
         norm = self._model.norm
         if not norm.inputs:
             return self.x
@@ -229,7 +228,6 @@ class Layers:
         self._add_output(kinds[2], "ffn_output_norm", active, width, layer, bias, factor)
 
     def _add_mixture(self, layer: int, read: Area) -> None:
-        """Add experts, those that compute every token first."""
         builder, model, moe = self._builder, self._model, self._model.moe
         assert moe is not None
         width, active = model.shape.ffn, moe.active_experts
@@ -506,11 +504,9 @@ class BlockModel:
         self._note = note
 
     def read_context(self, sequence: int, first: int, end: int) -> U8:
-        """See `pi2.backends.protocol.ContextKeeper`."""
         return self._cache.read(sequence, first, end)
 
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
-        """See `pi2.backends.protocol.ContextKeeper`."""
         self._cache.put(sequence, first, end, kept)
 
     @property

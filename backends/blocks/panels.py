@@ -80,8 +80,6 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
 
 
 class _Panel:
-    """Unpacks blocks of some rows, and turns them."""
-
     def __init__(
         self, machine: Machine, unpacking: Unpacking, scratch: v.Buffer, base: v.Expr
     ) -> None:
@@ -257,8 +255,6 @@ def turn_square(rows: Sequence[v.Expr]) -> list[v.Expr]:
 
 
 class _Product:
-    """A panel times some tokens."""
-
     def __init__(
         self,
         machine: Machine,
@@ -275,7 +271,6 @@ class _Product:
         self._lanes = machine.lanes
 
     def _spread(self, place: v.Expr, dtype: str) -> v.Expr:
-        """Return a number of a token in all lanes."""
         return v.splat(v.load_as(self._codes, place, dtype, 1), self._lanes)
 
     def _zeros(self) -> list[v.Cell]:
@@ -284,7 +279,6 @@ class _Product:
     def _add_weights(
         self, block: v.Expr, first: v.Expr | int, count: int, place: v.Expr, sums: list[v.Cell]
     ) -> None:
-        """Add the products of some registers with codes from an element on."""
         machine, panel = self._machine, self._panel
         kind = "int8" if panel.flips or machine.is_arm else "uint8"
         for register in range(count):
@@ -343,7 +337,6 @@ class _Product:
         return cells
 
     def _take_mins(self, block: v.Expr, place: v.Expr, parts: list[v.Cell]) -> None:
-        """Take minima times sums of codes off."""
         panel, machine, lanes = self._panel, self._machine, self._lanes
         first = panel.weights + panel.pieces
         least = panel.load(block, first + panel.pairs, "float32")
@@ -384,7 +377,6 @@ class _Product:
         return [cell.get() for cell in totals]
 
     def _begin(self, start: v.Expr, number: v.Expr) -> v.Expr:
-        """Return the sum that takes the weights' offset off."""
         lanes, offset, length = self._lanes, self._panel.offset, self._length
         if not offset or self._panel.pieces > 1:
             return v.constant(0, "int32", lanes)

@@ -44,7 +44,6 @@ class Program:
     def write_objects(
         self, folder: Path, target: tvm.target.Target, report: Callable[[str, float], None]
     ) -> list[Path]:
-        """See `pi2.backends.compiler.compile.OwnProgram`."""
         kernels, texts = self.list_kernels(), self.list_texts()
         files = []
         if kernels:

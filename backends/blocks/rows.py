@@ -84,8 +84,6 @@ def emit_multiply_few(isa: Isa, unpacking: Unpacking, table: Table) -> None:
 
 
 class _Rows:
-    """The arguments of kernels that multiply rows as they lie."""
-
     def __init__(self, isa: Isa, unpacking: Unpacking, table: Table) -> None:
         self._machine = Machine(isa)
         self._unpacking = unpacking
@@ -119,7 +117,6 @@ class Pairs:
         self._size = table.take("expert_bytes")
 
     def find_expert(self, pair: v.Expr) -> v.Expr:
-        """Return the expert of a pair."""
         return v.let(v.wide(self._experts[pair]))
 
     def find_matrix(self, expert: v.Expr) -> v.Expr:
@@ -147,7 +144,6 @@ class Results:
         self._has_routes = table.take("has_routes")
 
     def _find(self, pair: v.Expr) -> tuple[v.Expr, v.Expr]:
-        """Return where the results of a pair begin, and their factor."""
         factor = v.Cell(self._factor)
         with T.If(self._has_routes != T.int64(0)), T.Then():
             factor.set(self._factor * self._routes[pair])

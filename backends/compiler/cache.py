@@ -1,11 +1,4 @@
-"""The cache of compiled kernels, by digest of everything that they depend on.
-
-An entry is a library ``KEY-CONTENT.so`` with the signatures of its functions
-(``KEY-CONTENT.signatures.json``), or an image for a GPU, ``KEY-CONTENT.json``: KEY is the SHA-256
-of the functions' sources, the versions of TVM and its FFI, and the spec; CONTENT that of the files
-themselves, so that a damaged entry is seen and built again.  Entries appear by rename: processes
-may compile the same kernels at once.
-"""
+"""The cache of compiled kernels, by digest of everything that they depend on."""
 
 from __future__ import annotations
 
@@ -79,7 +72,6 @@ def compute_key(spec: Spec, triple: str | None = None) -> str:
 
 
 def _find_sources(spec: Spec) -> Path:
-    """Return the folder of a spec's program."""
     found = importlib.util.find_spec(spec.program)
     assert found is not None and found.origin is not None, spec.program
     return Path(found.origin).parent
@@ -212,7 +204,6 @@ def _make_own_folder(folder: Path, reason: str, *, runs_code: bool) -> Path:
 
 
 def _refuse_folders(*tried: tuple[Path, str]) -> UserError:
-    """What to raise where kernels can be put nowhere."""
     (folder, problem), *others = tried
     return UserError.of(
         "P655",
@@ -272,7 +263,6 @@ def _compile(
     compiler: Compiler,
     triple: str | None,
 ) -> None:
-    """Run the compiler in a process of its own: on specs of one program."""
     progress(LABEL, 0.0)
     paths = [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     # The compiler's own files lie beside its output: there is room, or it is said of that folder.

@@ -38,8 +38,6 @@ _OF_NO_USE = frozenset({"torch", "ml_dtypes"})
 
 
 class _WithoutOthers(MetaPathFinder):
-    """Refuses to find libraries that are of no use, for the thread that made it."""
-
     def __init__(self) -> None:
         self._thread = threading.get_ident()
 

@@ -1,11 +1,4 @@
-"""Compiles a library in a process of its own that loads no more of TVM than processors need.
-
-``python -m pi2.backends.compiler.library_compiler MODULE SPEC.json OUT.so ... [TRIPLE]`` does what
-`pi2.backends.compiler.compile` says.  Without TVM's parts for GPUs, for several machines and for
-graphs of models it takes 37 MB less memory, and begins sooner.  Those parts fail to load where they
-are not installed, and the first failure makes TVM read the symbols of its whole library, to say
-where it was.
-"""
+"""Compiles a library in a process of its own that loads no more of TVM than processors need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compiled libraries, and calls of their functions with the arrays that stay the same.
-
-`functions` says how a function is found and called: this module depends on no TVM.
-"""
+"""Compiled libraries, and calls of their functions with the arrays that stay the same."""
 
 from __future__ import annotations
 
@@ -204,7 +201,6 @@ def _find_need(parameter: Parameter, sizes: Mapping[str, int]) -> Need:
 
 
 def _view_writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the same memory without the read-only mark, which DLPack cannot express."""
     raw = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
     writeable: U8 = np.ctypeslib.as_array(raw)
     return writeable.view(array.dtype)

@@ -1,8 +1,4 @@
-"""The parameters of compiled functions, which the compiling process writes beside their library.
-
-Plain Python: no TVM.  A function is declared once, where its TensorIR is (`parameters.Parameters`);
-everything else knows its parameters by name.
-"""
+"""The parameters of compiled functions, which the compiling process writes beside their library."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Small vocabulary of vector expressions over TVMScript's builder.
-
-Every function adds to the function under construction.  Weights are flat uint8 buffers read
-through `load_as`, which assumes no alignment: LLVM derives it from the index.
-"""
+"""Small vocabulary of vector expressions over TVMScript's builder."""
 
 from __future__ import annotations
 
@@ -151,7 +147,6 @@ def compress(value: Expr, mask: Expr, lanes: int) -> Expr:
 
 
 def find_largest(value: Expr, dtype: str, lanes: int) -> Expr:
-    """Return the largest lane."""
     while lanes > 2:
         value = let(value)
         value = T.max(low_half(value, dtype, lanes), high_half(value, dtype, lanes))

@@ -85,7 +85,6 @@ class States:
 
 
 def _name_tensors(layer: int, number: int, kinds: Sequence[str]) -> dict[str, str]:
-    """Return the names of a mixer's tensors, by the kernels' names for them."""
     return {kind: name_state_tensor(layer, number, kind) for kind in kinds} | {
         "norm": name_layer_tensor(layer, name_mixer_norm(number)),
         "norm_bias": name_layer_tensor(layer, "attention_norm_bias"),
@@ -318,13 +317,10 @@ class Attention:
 
 
 def _find_room(spec: KernelSpec) -> tuple[int, ...]:
-    """Return what layers have in common that work in the same room."""
     return spec.kv_heads, spec.head_dim, spec.qkv_rows
 
 
 class _Room:
-    """Where layers with the same heads work."""
-
     def __init__(self, space: Workspace, spec: KernelSpec, tokens: int, scratch: Scratch) -> None:
         self.mixed: F32 = space.make("float32", tokens, spec.width)
         self.qkv: F32 = space.make("float32", tokens, spec.qkv_rows)
@@ -355,14 +351,12 @@ class _Room:
 
 
 def _make_laurel_room(space: Workspace, spec: KernelSpec, length: int, tokens: int) -> Views:
-    """Return views of what LAuReL works with."""
     isa, upper = spec.isa, spec.upper_steps
     room = space.make_activations("laurel", tokens, length, spec.most_planes, isa=isa, upper=upper)
     return room | (space.make_tiles("laurel", spec, length) if isa.unpacks else {})
 
 
 def _cut_mixing_room(space: Workspace, spec: KernelSpec, scratch: Scratch) -> Views:
-    """Return views of what threads mix in for several tokens."""
     layout = lay_out_mixing(spec)
     sizes = {
         "mixing_floats": ("float32", layout.float_sizes),
@@ -376,7 +370,6 @@ def _cut_mixing_room(space: Workspace, spec: KernelSpec, scratch: Scratch) -> Vi
 def _make_latent_room(
     space: Workspace, spec: KernelSpec, latent: LatentShape, tokens: int
 ) -> Views:
-    """Return views of what latent attention works with."""
     vectors, planes = tokens * spec.heads, spec.most_planes
     room: Views = {}
     if latent.query_rank:

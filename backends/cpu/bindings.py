@@ -278,7 +278,6 @@ class Bindings:
         prediction.bind_foresight(self._library, self._norms, read, views)
 
     def _find_input(self, views: Views) -> Views:
-        """Return the view of what the FFN's norm is of, by the kernels' name."""
         # With parallel residuals, the FFN reads the layer's input.
         return {"x": views["before" if self._spec.parallel else "x"]}
 
@@ -302,7 +301,6 @@ class Bindings:
         return self._library.bind(function, "tokens room", *arrays, name="embed_layers")
 
     def _bind_end(self, function: str, arrays: Arrays) -> list[BoundCall]:
-        """Return the calls that end the FFN of each layer."""
         views = arrays.views
         # What the FFN has read is not needed any more when it ends.
         views = views | {"whole": views["hidden_values"]}
@@ -315,7 +313,6 @@ class Bindings:
         return calls
 
     def _tell_routed(self, layer: int) -> tuple[int, ...]:
-        """Return whether the compiled router is the layer's, where there is one."""
         return () if self._spec.router is None else (int(self.is_routed[layer]),)
 
     def _wrap_routers(self, layers: int) -> list[Views]:

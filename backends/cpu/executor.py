@@ -146,7 +146,6 @@ class CpuExecutor:
             attend(now.tokens, position, self._attention.context)
 
     def begin_attention(self, layer: int, position: int) -> F32:
-        """See `pi2.backends.protocol.RowDivider`."""
         now = self._now
         if layer == 0 and self._step is None and now.positions is not None:
             now.positions(now.tokens, position)
@@ -156,15 +155,12 @@ class CpuExecutor:
         return self._ends.normalize_attention(now.arrays.x[: now.tokens], layer)
 
     def project(self, layer: int) -> None:
-        """See `pi2.backends.protocol.RowDivider`."""
         self._find_parts(layer).project(self._now.tokens, 0, self._attention.context)
 
     def put_projected(self, layer: int, values: F32) -> None:
-        """See `pi2.backends.protocol.RowDivider`."""
         self._ends.put_projected(self._attention.qkv[: len(values)], layer, values)
 
     def mix(self, layer: int, position: int) -> F32:
-        """See `pi2.backends.protocol.RowDivider`."""
         count, context = self._now.tokens, self._attention.context
         mix = self._find_parts(layer).mix
         if self._step is None:
@@ -175,25 +171,20 @@ class CpuExecutor:
         return self._attention.mixed[:count]
 
     def project_output(self, layer: int) -> None:
-        """See `pi2.backends.protocol.RowDivider`."""
         self._find_parts(layer).output(self._now.tokens, 0, self._attention.context)
 
     def put_output(self, layer: int, values: F32) -> None:
-        """See `pi2.backends.protocol.RowDivider`."""
         self._ends.put_output(self._now.arrays.x[: len(values)], layer, values)
 
     def _find_parts(self, layer: int) -> PartCalls:
-        """The parts of the attention block for what is computed now."""
         # Rows are divided of layers with attention alone.
         return (self._now.parts if self._step is None else self._step_calls.attend)[layer][0]
 
     def read_head_input(self, first: int) -> F32:
-        """See `pi2.backends.protocol.RowDivider`."""
         end = min(self._now.tokens, first + len(self._logits))
         return self._ends.normalize_head(self._now.arrays.x[first:end])
 
     def put_logits(self, values: F32) -> F32:
-        """See `pi2.backends.protocol.RowDivider`."""
         logits: F32 = self._logits[: len(values)]
         self._ends.put_logits(logits, values)
         return logits
@@ -212,22 +203,18 @@ class CpuExecutor:
 
     @property
     def foresees(self) -> bool:
-        """See `pi2.backends.protocol.Foreseer`."""
         return self._spec.foresees
 
     def foresee(self, following: int, layer: int, threshold: float) -> None:
-        """See `pi2.backends.protocol.Foreseer`."""
         self._prediction.begin(self._now.tokens)
         self._prediction.foresee(following, layer, threshold)
         if self._observer is not None:
             self._observer.begin_ffn(layer)
 
     def list_foreseen(self) -> I32:
-        """See `pi2.backends.protocol.Foreseer`."""
         return self._prediction.list_foreseen()
 
     def _route(self, layer: int) -> None:
-        """Set the weights of the experts, unless the compiled router has."""
         if not self._bindings.is_routed[layer]:
             routes = self._routers[layer].route(self.read_router_input())
             self._now.arrays.routes[: self._now.tokens] = routes
@@ -274,7 +261,6 @@ class CpuExecutor:
 
     @property
     def parts(self) -> int:
-        """See `pi2.backends.protocol.PartAdder`."""
         return self._spec.parts
 
     def add_parts(
@@ -288,7 +274,6 @@ class CpuExecutor:
         size: int,
         finished: int,
     ) -> None:
-        """See `pi2.backends.protocol.PartAdder`."""
         self._neurons.add_parts(layer, arena, slots, indices, stretch, numbers, size, finished)
 
     def add_named_neurons(
@@ -348,25 +333,20 @@ class CpuExecutor:
             tables.expect(end)
 
     def read_context(self, sequence: int, first: int, end: int) -> U8:
-        """See `pi2.backends.protocol.ContextKeeper`."""
         return self._attention.read(sequence, first, end)
 
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
-        """See `pi2.backends.protocol.ContextKeeper`."""
         self._attention.put(sequence, first, end, kept)
 
     def read_state(self, sequence: int) -> F32:
-        """See `pi2.backends.protocol.StateKeeper`."""
         states = self._attention.states
         return np.zeros(0, np.float32) if states is None else states.read(sequence)
 
     def put_state(self, sequence: int, state: F32) -> None:
-        """See `pi2.backends.protocol.StateKeeper`."""
         if self._attention.states is not None:
             self._attention.states.put(sequence, state)
 
     def read_router_input(self) -> F32:
-        """Return what the router reads."""
         arrays = self._now.arrays
         kind = "ffn" if self._moe is None else self._moe.router_input
         read = arrays.x if kind == "stream" else arrays.normalized

@@ -1,7 +1,4 @@
-"""Memory that the cpu backend needs in the segment ``workspace``.
-
-Symbols: d hidden, h query heads, w head width, V vocabulary, f FFN neurons of a layer.
-"""
+"""Memory that the cpu backend needs in the segment ``workspace``."""
 
 from __future__ import annotations
 
@@ -161,7 +158,6 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
 
 
 def _list_inputs(plan: Plan, model: Model) -> list[int]:
-    """Lengths of what projections read, for which kernels may unpack rows."""
     shape, state, latent = model.shape, describe_state(model), model.attention.latent
     views = [view for view, _ in model.list_views()]
     lengths = [shape.stored_hidden, *(view.shape.stored_query for view in views)]
@@ -210,18 +206,15 @@ def count_chunk_bytes(resolved: ResolvedPlan) -> int:
 
 
 def _keeps_input(model: Model) -> bool:
-    """Whether what attention reads is needed again."""
     return model.residual == "parallel" or model.moe is not None or model.altup is not None
 
 
 def _count_streams(model: Model) -> int:
-    """Bytes of the residual streams of a token beside x."""
     assert model.altup is not None
     return 4 * (model.altup.streams - 1) * model.shape.stored_hidden
 
 
 def _count_latent_experts(plan: Plan, model: Model) -> int:
-    """Bytes that a token takes of what experts of another width read and give."""
     if model.moe is None or model.moe.latent is None:
         return 0
     width = model.stored_neuron_width
@@ -229,7 +222,6 @@ def _count_latent_experts(plan: Plan, model: Model) -> int:
 
 
 def _count_layer_inputs(model: Model) -> int:
-    """Bytes that layers have of their own for a token."""
     own = model.layer_embedding
     return 0 if own is None else 4 * model.shape.layers * own.stored_width
 
@@ -240,7 +232,6 @@ def _count_group_bytes(plan: Plan) -> int:
 
 
 def _count_planes(plan: Plan) -> int:
-    """Bytes that an input of a projection is rounded to, or takes as it is."""
     return 4 if "fp32" in (plan.decode.activations, plan.prefill.activations) else 2
 
 

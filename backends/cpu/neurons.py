@@ -188,7 +188,6 @@ class Neurons:
         self._arenas: dict[int, tuple[U8, Any]] = {}
 
     def _make_block_room(self, request: BuildRequest, space: Workspace) -> Views:
-        """Return what neurons are computed in that several tokens have named."""
         threads, tokens = self._spec.threads, request.step_tokens
         resident = ["block_firing_rows", "block_rows"] if self._rows is not None else []
         kinds = {"block_gates": "float32", "block_values": "float32"}
@@ -297,7 +296,6 @@ class Neurons:
         size: int,
         finished: int,
     ) -> None:
-        """See `pi2.backends.protocol.PartAdder`."""
         count = len(slots)
         self._slots[:count] = slots
         self._part_numbers[: len(numbers)] = numbers
@@ -362,7 +360,6 @@ class Neurons:
             add(count, tokens, *self._name_row(first), taken)
 
     def _name_row(self, first: int) -> tuple[int, ...]:
-        """Return the number that says which scales the first of some neighbours has."""
         return () if self._rows is None else (first,)
 
     def _add_experts(

@@ -168,7 +168,6 @@ class Prediction:
         return self._collect(layer, experts, lambda size, n: calls[n](size, *every[n], *one))
 
     def _list_all(self) -> tuple[int, ...]:
-        """First token and number of tokens of a prediction for all, where kernels ask."""
         return (0, self._tokens) if self._is_several else ()
 
     def _list_one(self) -> tuple[int, ...]:
@@ -198,7 +197,6 @@ class Prediction:
 
 
 def _wrap_gates(request: BuildRequest, space: Workspace, layer: int) -> list[Views]:
-    """Return views of the gate rows, scales and biases of each of a layer's experts."""
     assert request.gate_rows is not None
     if layer not in request.gate_rows:
         return []
@@ -221,7 +219,6 @@ def _wrap_gates(request: BuildRequest, space: Workspace, layer: int) -> list[Vie
 def _wrap_predictors(
     request: BuildRequest, space: Workspace, layer: int
 ) -> list[tuple[int, Views]]:
-    """Return rank and weights of the predictor of each of a layer's experts."""
     parts = request.model.expert_count
     inner, outer, bias = (
         name_layer_tensor(layer, f"predictor_{part}") for part in ("in", "out", "bias")

@@ -186,10 +186,8 @@ def _describe_router(model: Model) -> RouterShape | None:
 
 
 def _routes_by_input(model: Model) -> bool:
-    """Whether a router reads what attention reads."""
     return model.moe is not None and model.moe.router_input == "layer"
 
 
 def _knows_gates(request: BuildRequest) -> bool:
-    """Return whether gates are asked for before neurons are computed."""
     return request.gate_rows is not None

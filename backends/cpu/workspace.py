@@ -160,7 +160,6 @@ class Arrays:
 
 
 def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
-    """Make the arrays of a chunk."""
     x, normalized = (space.make("float32", chunk, spec.hidden) for _ in range(2))
     total = space.make("float32", chunk, spec.neuron_width)
     layer_input = space.make("float32", chunk, spec.hidden) if spec.keeps_input else None

@@ -29,8 +29,6 @@ from pi2.progress import Progress
 
 @dataclass(slots=True)
 class _RowsPlace:
-    """What a job reads and writes, on the device and in main memory."""
-
     arrays: Mapping[str, DeviceArray]
     inputs: F32
     outputs: F32
@@ -87,7 +85,6 @@ class DenseRows:
         return _RowsPlace(self._arrays.allocate(sizes), inputs, outputs)
 
     def _upload(self, name: str, tensor: Tensor) -> None:
-        """Send a matrix in pieces: one is rearranged while the one before is on its way."""
         shape = self._sizes.matrices[name]
         assert tensor.rows == shape.rows and tensor.precision == shape.precision, name
         uploaded: Event | None = None
@@ -188,8 +185,6 @@ class _Room:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a job reads and writes, on the device and in main memory."""
-
     arrays: Mapping[str, DeviceArray]
     inputs: F32
     sums: F32

@@ -37,16 +37,12 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A job with rows of a matrix."""
-
     name: str
     start_s: float
 
 
 @dataclass(slots=True)
 class _Tail:
-    """Neurons that do not fill a tile yet."""
-
     layer: int
     first: int
     bundles: U8

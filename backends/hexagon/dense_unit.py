@@ -45,8 +45,6 @@ from pi2.plan.weights.layout import Precision, round_up
 
 @dataclass(frozen=True, slots=True)
 class _Neurons:
-    """Neurons in the NPU's layout."""
-
     first: int
     """Where their arrays begin, in bytes from the start of the shared memory."""
     room: Room

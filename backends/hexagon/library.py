@@ -65,7 +65,6 @@ def write_library(spec: HexagonSpec, folder: Path, progress: Progress = ignore_p
 
 
 def _replace(target: Path, content: bytes) -> None:
-    """Write a file that appears whole."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         temporary = Path(folder) / target.name
         temporary.write_bytes(content)

@@ -1,12 +1,4 @@
-"""Weights and inputs rearranged and rounded for the NPU, as `kernels.products` reads them.
-
-Rows that are multiplied with inputs come in tiles of 32.  The store's int4 codes stay as they are;
-a row's scales become a float32 and an int16 *multiplier* for each group of 32, so that a row's
-product is an integer.  Other precisions are rounded to int8 with a scale for each row.  A neuron's
-down vector is rounded to int8 with a scale for each column: its sums run over neurons.
-
-Inputs are rounded to int8 with a scale for each token.
-"""
+"""Weights and inputs rearranged and rounded for the NPU, as `kernels.products` reads them."""
 
 from __future__ import annotations
 

@@ -149,7 +149,6 @@ class Session:
         return Reply(number, start_s + start_ns * 1e-9, end_s + end_ns * 1e-9, graphs)
 
     def _read_errors(self) -> str:
-        """The last line that the worker has written about itself."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]

@@ -257,7 +257,6 @@ def find_room(count: int, graphs: Sequence[int]) -> int:
 
 
 def list_ffn_graphs(tokens: Sequence[int], neurons: Sequence[int]) -> tuple[FfnGraph, ...]:
-    """A graph for every number of tokens and of neurons."""
     return tuple(FfnGraph(tokens=t, neurons=n) for t, n in product(tokens, neurons))
 
 

@@ -1,8 +1,4 @@
-"""What a library of graphs is compiled from; plain Python, without TVM.
-
-A *graph* computes one shape: a number of tokens and of neurons, or of a matrix's rows and length.
-Whoever runs it fills up what it has to that shape.
-"""
+"""What a library of graphs is compiled from; plain Python, without TVM."""
 
 from __future__ import annotations
 

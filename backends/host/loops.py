@@ -157,7 +157,6 @@ class CompiledLoops:
         scores: F32,
         used_at: I64,
     ) -> tuple[int, int, int]:
-        """Give candidates to what is missing."""
         sizes = (len(missing), len(candidates))
         if 0 in sizes:
             return 0, 0, 0

@@ -1,15 +1,4 @@
-"""The functions of the host loops' library; `pi2.backends.host.contract` says what each does.
-
-CRC-32 of bundles (as `zlib.crc32`), with the instructions that processors have for it.
-
-x86: bytes are a polynomial over GF(2), whose remainder is the check.  ``pclmulqdq`` multiplies such
-polynomials: a block of 16 bytes is replaced by one that is 64 (or 16) bytes later and has the same
-remainder, four blocks side by side.  What is left, 16 bytes, goes through a table of 256 entries.
-Source: V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction",
-Intel, 2009.
-
-ARM: ``crc32x`` takes 8 bytes.  Source: Arm Architecture Reference Manual (DDI 0487), CRC32X.
-"""
+"""The functions of the host loops' library; `pi2.backends.host.contract` says what each does."""
 
 from __future__ import annotations
 

@@ -243,8 +243,6 @@ class _Sieve:
 
 @dataclass(frozen=True)
 class _Places:
-    """Cold slots that may be given away, and who has them."""
-
     candidates: v.Buffer
     size: v.Expr
     held: v.Buffer
@@ -289,8 +287,6 @@ class _Places:
 
 
 class _Uses:
-    """The arrays in which uses are counted."""
-
     def __init__(self, take: Parameters) -> None:
         self.counts = take.take_given_array("counts", "float32")
         self.scores = take.take_given_array("scores", "float32")

@@ -206,13 +206,10 @@ def emit_submit_reads(architecture: str, take: Parameters) -> None:
 
 
 def _cut(value: v.Expr) -> v.Expr:
-    """The lower half of a difference of the ring's counters, which go round."""
     return T.bitwise_and(value, T.int64(_WORD))
 
 
 class _Ring:
-    """The ring's memory, which the kernel changes too, and the caller's pool."""
-
     def __init__(self, architecture: str, take: Parameters, slots: str = "slots") -> None:
         """``slots``: name of the array of submitted entries."""
         self._is_weak = architecture == "aarch64"
@@ -225,7 +222,6 @@ class _Ring:
     def emit_drive(
         self, begin: v.Expr, end: v.Expr, pending_value: v.Expr, found: v.Buffer
     ) -> None:
-        """Drive the ring as `emit_drive_ring` says."""
         control = self.control
         failed, is_over, pending = (v.Cell(T.int32(0)) for _ in range(3))
         self.emit_note()

@@ -1,8 +1,5 @@
 """Several residual streams, which predict each other, and LAuReL
 (`pi2.plan.documents.model_mixing`).
-
-The first stream is x; the others are ``streams`` float32 [tokens, others, hidden].  Everything but
-the projections is computed for a token by one thread, so that it is the same in company.
 """
 
 from __future__ import annotations

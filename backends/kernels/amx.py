@@ -428,10 +428,8 @@ def _emit_load(tile: int, buffer: v.Buffer, byte: v.Expr, stride: int) -> None:
 
 
 def _name_tile(number: int) -> v.Expr:
-    """Return what an instruction takes as a tile's number."""
     return T.IntImm("int8", number)
 
 
 def _emit_instruction(name: str, *operands: v.Expr) -> None:
-    """Emit an instruction of tiles."""
     T.evaluate(T.call_llvm_intrin("void", f"llvm.x86.{name}", *operands))

@@ -1,27 +1,4 @@
-"""Attention of one token with grouped queries over the KV cache (`pi2.backends.kernels.kv`).
-
-Several tokens of a sequence: `pi2.backends.kernels.chunk_attention`.
-
-The blocks of 16 tokens that a token sees are divided into up to `SPANS` spans of at least
-`SPAN_BLOCKS` blocks.  A task computes a few queries that share a key and value head over a span,
-with an online softmax: scores of a block have a token per lane and need no sum across lanes.  The
-sums of all spans are merged afterwards.  So every thread has work whatever the number of key heads,
-and the cost grows with the context, not faster.  The division depends on the position alone: equal
-input gives equal bits on any number of threads.
-
-Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2023 (division over the context).
-
-Latent attention: queries of what keys are made of, over a cache of one vector for each token.
-
-The vector of a token has what keys and values are made of, ``rank`` elements, and the rotated key
-that all heads share.  It lies in one row: scores are sums over a row, and values are its first
-``rank`` elements, so that it is kept once.  A head's query is turned into one of the vector
-beforehand, and what it has mixed is turned into values afterwards (`kernels.latent_block`).
-
-Online softmax and division into spans are those of `kernels.attention`.
-
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1, with its matrices absorbed.
-"""
+"""Attention of one token with grouped queries over the KV cache (`pi2.backends.kernels.kv`)."""
 
 from __future__ import annotations
 
@@ -47,8 +24,6 @@ NEVER = -1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Query:
-    """A query vector and the tokens that it sees."""
-
     source: v.Expr
     """Its first element in ``qkv``."""
     result: v.Expr

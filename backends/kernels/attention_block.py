@@ -1,10 +1,4 @@
-"""The functions of a layer's attention block, from norm to residual.
-
-Of a chunk of one sequence it is one function, or three where another unit computes rows of its
-projections.  A step of several sequences takes three, each with
-the same parameters: ``project`` for all tokens, ``mix`` for every token with the keys and values of
-its own sequence, ``output`` for all.
-"""
+"""The functions of a layer's attention block, from norm to residual."""
 
 from __future__ import annotations
 
@@ -147,8 +141,6 @@ def emit_attend_output(schedule: Schedule, take: Parameters) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block(MixingBlock):
-    """The parameters of all functions."""
-
     head_norms: tuple[v.Buffer, v.Buffer | None] | None
     sinks: v.Buffer | None
     growth: v.Buffer | None

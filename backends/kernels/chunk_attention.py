@@ -1,19 +1,4 @@
-"""Attention of several tokens of a sequence, block by block of keys and values.
-
-A task takes some tokens with all heads that share a key and value head, up to `TASK_QUERIES`
-queries, through the keys and values that they see, a block at a time.  A block is brought into the
-order of the arithmetic once, and used by all of the task's queries, `MixingLayout.rows` at a time,
-while it is in the first-level cache.  Blocks that a tile of queries does not see are left out.
-
-Scores of a block are turned into shares of the block's own largest score, so that shares are
-numbers of 0 to 1 whatever came before; the block's sum is then added with the factor that this
-score has beside the largest one so far (online softmax).
-
-Blocks begin at multiples of their length, and a query that sees nothing of a block keeps its sum
-bit by bit: equal input gives equal bits however tokens are divided into chunks, tasks and threads.
-
-Source: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttention-2).
-"""
+"""Attention of several tokens of a sequence, block by block of keys and values."""
 
 from __future__ import annotations
 
@@ -172,12 +157,10 @@ class _Task:
                 v.prefetch(buffer, first + line)
 
     def _find_query(self, slot: v.Expr) -> tuple[v.Expr, v.Expr]:
-        """Return the token in the chunk and the head of a query."""
         token = v.let(self.first + T.floordiv(slot, self.group))
         return token, v.let(self.kv_head * self.group + T.floormod(slot, self.group))
 
     def _emit_result(self, slot: v.Expr) -> None:
-        """Divide a query's sum by the total of its shares."""
         chunk, room, spec = self.chunk, self.room, self.chunk.schedule.spec
         totals = room.floats["totals"].load(slot * LANES, LANES)
         total = v.let(v.add_lanes(totals, "float32", LANES))

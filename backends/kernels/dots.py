@@ -1,22 +1,4 @@
-"""Dot products of packed vectors (`pi2.plan.weights.layout`) with quantised activations.
-
-An activation x of a group is ``scale * x16`` with x16 = 256 high + low in two int8 planes (or
-x = ``scale * x8`` in one), each plane in the interleaved int8 layout.  Weights enter as unsigned
-nibbles q + 8 (int4) or q + 128 (int8), so that one primitive, unsigned times signed byte, serves
-both; ``sums`` holds -8 * sum(x) of each group to take the offset out again.  Weights of int2 enter
-as (q + 3) / 2, those of int3 as (q + 7) / 2, and twice their sum as it is taken out; those of
-ternary as q + 1; those of mxfp4, from a table, as q + 12.  The integer sum of a group is exact:
-only its product with the two scales rounds.
-
-Several tokens of a step may be multiplied by the upper planes alone (`Activations.upper`): by 256
-high instead of x16.
-
-Overflow: a nibble times a byte is at most 15 * 128; ``maddubs`` adds 16 of them into an int16
-(30720), ``multiply`` adds 8 (15360).  Of mxfp4 it is 24 * 128, of which they add half as many: low
-and high nibbles have sums of their own (24576, 12288).
-
-Activations that are not rounded go another way (`kernels.floats`).
-"""
+"""Dot products of packed vectors (`pi2.plan.weights.layout`) with quantised activations."""
 
 from __future__ import annotations
 
@@ -217,7 +199,6 @@ def _load_chunk(vector: Vector, piece: _Piece, offset: int, size: int) -> v.Expr
 
 
 def _unpack(dot: DotPrimitive, raw: v.Expr, precision: Precision, split: bool) -> list[v.Expr]:
-    """Return what the primitive takes of a chunk of weights, named."""
     if precision in ("int2", "ternary"):
         return [v.let(dot.take_pair(raw, number)) for number in range(4)]
     if precision == "int4":

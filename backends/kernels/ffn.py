@@ -139,7 +139,6 @@ def _emit_tile_sum(
     tile: v.Expr,
     chosen: Chosen,
 ) -> None:
-    """Add a panel's neurons to one tile of y for all tokens."""
     per_block = count_tiles(spec.ffn)
     groups = 1 if spec.ffn == "fp16" else lanes
     first = v.let(group + T.floordiv(tile, per_block) * groups)
@@ -239,19 +238,16 @@ class _Unpacked:
         return v.let(v.splat(value, self.lanes))
 
     def load_sums(self, token: v.Expr) -> list[v.Cell]:
-        """Return y of a token."""
         base = v.let(self.own + token * (self.count * self.lanes))
         return [v.Cell(self._load(base + row * self.lanes)) for row in range(self.count)]
 
     def store_sums(self, token: v.Expr, sums: list[v.Cell]) -> None:
-        """Set y of a token."""
         base = v.let(self.own + token * (self.count * self.lanes))
         for row, cell in enumerate(sums):
             v.store(self.unpacked, base + row * self.lanes, cell.get(), self.lanes)
 
 
 def _emit_masked_sums(here: _Unpacked, tokens: v.Expr, masks: v.Buffer, part: v.Expr) -> None:
-    """Add the neurons of a part that fire, token by token."""
     with T.serial(tokens) as token:
         sums = here.load_sums(token)
         mask = v.Cell(masks[(here.origin + token) * PARTS + part])

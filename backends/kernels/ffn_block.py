@@ -100,7 +100,6 @@ def take_beginning(
 
 
 def _take_router(schedule: Schedule, take: Parameters, hidden: Activations) -> RouterArrays:
-    """Declare what a mixture's router works with."""
     spec, router = schedule.spec, schedule.spec.router
     assert router is not None
 
@@ -130,7 +129,6 @@ def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
 
 
 def _take_bundles(schedule: Schedule, take: Parameters, name: str) -> Bundles:
-    """Declare an array of bundles, and their scales where these are resident."""
     spec = schedule.spec
     arena = take.take_given_array(name, "uint8", "slots", spec.stride)
     scales = None
@@ -149,7 +147,6 @@ def _take_squares(schedule: Schedule, take: Parameters) -> v.Buffer | None:
 def _take_thread_squares(
     schedule: Schedule, take: Parameters, name: str = "own_squares"
 ) -> Squares | None:
-    """Declare them, and those of each thread."""
     total = _take_squares(schedule, take)
     if total is None:
         return None

@@ -365,7 +365,6 @@ def _list_firing(scratch: Scratch, first: v.Expr, count: v.Expr) -> PlaceList:
 
 
 def _note(scratch: Scratch, index: v.Expr, place: Place) -> None:
-    """Write a neuron to the list."""
     v.store(scratch.firing, index, place.slot, 1)
     if scratch.firing_rows is not None:
         v.store(scratch.firing_rows, index, place.row, 1)

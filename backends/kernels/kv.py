@@ -126,7 +126,6 @@ def emit_rope(
 
 
 def _find_query_scale(spec: KernelSpec, at: v.Expr, growth: v.Buffer | None) -> v.Expr:
-    """The factor of queries at a position."""
     scale = v.constant(spec.score_scale or 1.0 / math.sqrt(spec.head_dim), "float32")
     return v.let(scale if growth is None else scale * growth[at])
 

@@ -1,7 +1,4 @@
-"""The functions of a layer's latent attention, from norm to residual (`kernels.latent`).
-
-They have the names and the order of those of `kernels.attention_block`, and other parameters.
-"""
+"""The functions of a layer's latent attention, from norm to residual (`kernels.latent`)."""
 
 from __future__ import annotations
 
@@ -67,8 +64,6 @@ def emit_latent_output(schedule: Schedule, take: Parameters) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block(MixingBlock):
-    """The parameters of all functions."""
-
     latent: LatentShape
     query_norm: v.Buffer | None
     query_out: Matrix | None
@@ -143,7 +138,6 @@ class _Block(MixingBlock):
             v.store(self.qkv, place, v.take_sigmoid(v.let(self.qkv[place]), 1), 1)
 
     def _find_query(self, token: v.Expr, head: v.Expr) -> tuple[v.Buffer, v.Expr]:
-        """Where a head's query begins."""
         key, heads = self.latent.key, self.schedule.spec.heads
         if self.made is None:
             return self.qkv, v.let(token * self.schedule.spec.qkv_rows + head * key)
@@ -235,7 +229,6 @@ class _Block(MixingBlock):
                 self._emit_mix_chunk()
 
     def _list_heads(self, token: v.Expr, first: v.Expr) -> list[v.Expr]:
-        """Vectors of the heads that are computed together."""
         heads = self.schedule.spec.heads
         return [
             v.let(token * heads + first + index) for index in range(count_heads_together(heads))
@@ -274,7 +267,6 @@ class _Block(MixingBlock):
         )
 
     def _emit_mix_chunk(self) -> None:
-        """Attention of several tokens of a sequence."""
         spec, latent, kept, tokens = self.schedule.spec, self.latent, self.kept, self.tokens
         together = count_heads_together(spec.heads)
         with T.parallel(tokens * (spec.heads // together)) as task:

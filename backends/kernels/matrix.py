@@ -1,16 +1,4 @@
-"""Packed matrix times quantised activations, for one token or a chunk.
-
-A few rows and tokens are multiplied together, in registers (`Isa.tile_rows`, `Isa.tile_tokens`);
-the rows of a larger tile stay in the second-level cache while the chunk's tokens pass, so that a
-weight comes from memory once per chunk.  Meanwhile the next rows are asked for.
-
-Quantised activations: RMSNorm, and float32 vectors to one or two int8 planes.
-
-Per group of 32: ``scale`` = max|x| / 32512 and x16 = rint(x / scale) = 256 high + low, high in
--127..127, low in -128..127 (two planes, relative error of an element's group maximum 1.6e-5);
-``scale`` = max|x| / 127 (one plane, 4e-3).  A group of zeros has scale 0 and codes 0.  Or
-nothing is rounded, and values are only brought into lane order (`operands.FLOAT_PLANES`).
-"""
+"""Packed matrix times quantised activations, for one token or a chunk."""
 
 from __future__ import annotations
 
@@ -171,7 +159,6 @@ class Matrix:
     precision: Precision
 
     def take_row(self, row: v.Expr) -> Vector:
-        """Return one row."""
         wide = v.wide(row)
         return Vector(
             weights=self.weights,

@@ -1,14 +1,5 @@
-"""Products of queries with keys and of shares with values, a block and a tile of queries at a time.
-
-In float32, of keys and values of any type; as integers: `pi2.backends.kernels.mixing_arithmetic`.
-
-Products of queries with codes of int8 keys, and of shares with codes of values: ``vpdpbusd``.
-
-A query is rounded to two bytes an element with a scale for the vector (error relative to its
-largest element 1.5e-5), shares times the values' scales likewise with a scale for each query and
-block (7.6e-6).  High bytes are multiplied first, then low ones with the same sums.  These are exact
-integers, whatever wraps on the way: 65535 * 127 * 64 and, for heads of 512, 32512 * 127 * 512 are
-below 2^31.
+"""Products of queries with keys and of shares with values, a block and a tile of queries at a
+time.
 """
 
 from __future__ import annotations
@@ -69,7 +60,6 @@ class Room:
     codes: v.Buffer
 
     def take_thread(self, thread: v.Expr) -> MixingRoom:
-        """Return the room of a thread."""
         layout = self.layout
         return MixingRoom(
             layout=layout,
@@ -273,7 +263,6 @@ class FloatArithmetic(BaseArithmetic):
         self.emit_runs(layout.block // LANES, emit)
 
     def _find_part(self, block: Block, part: v.Expr) -> v.Expr:
-        """Return the first token of a part, counted through all heads."""
         return block.head + v.wide(block.token + part * KV_BLOCK)
 
     def emit_row_shares(self, row: v.Expr, shares: list[v.Expr]) -> None:
@@ -488,7 +477,6 @@ class IntegerArithmetic(BaseArithmetic):
 
 
 def _shift_planes(cells: list[list[v.Cell]]) -> None:
-    """Make room for the lower byte."""
     for own in cells:
         for cell in own:
             cell.set(cell.get() << v.constant(8, "int32", LANES))

@@ -1,7 +1,4 @@
-"""Sizes of the room in which a thread mixes for a chunk of tokens (`kernels.chunk_attention`).
-
-Plain Python: no TVM.
-"""
+"""Sizes of the room in which a thread mixes for a chunk of tokens (`kernels.chunk_attention`)."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ class MixingLayout:
 
     @property
     def byte_sizes(self) -> Mapping[str, int]:
-        """Bytes by what they are for."""
         if not self.rounds:
             return {}
         kept = self.block * self.width
@@ -83,7 +79,6 @@ class MixingLayout:
 
 
 def _fill_lines(sizes: Mapping[str, int], line: int) -> dict[str, int]:
-    """Return sizes in whole cache lines."""
     return {name: round_up(size, line) for name, size in sizes.items()}
 
 
@@ -93,7 +88,6 @@ def count(sizes: Mapping[str, int]) -> int:
 
 
 def lay_out_mixing(spec: KernelSpec) -> MixingLayout:
-    """Return the layout of a spec."""
     isa = spec.isa
     # Codes of int8 keys and values are multiplied as they are, unless the plan rounds nothing.
     rounds = (

@@ -52,7 +52,6 @@ class Bundles:
         return Neuron(base=base, scales_base=v.let(v.wide(row) * stride))
 
     def take_part(self, neuron: Neuron, name: PartName) -> Vector:
-        """Return a part of a neuron."""
         part = next(part for part in self.spec.bundle.parts if part.name == name)
         scales_base = neuron.scales_base if part.resident else neuron.base
         factor = self.spec.bundle.factor_offset if name == "down" else None
@@ -71,7 +70,6 @@ class Bundles:
         return [self.take_part(neuron, name) for neuron in neurons for name in names]
 
     def load_expert(self, neuron: Neuron) -> v.Expr:
-        """Return the number of a neuron's expert."""
         assert self.spec.bundle.expert_offset is not None
         base = neuron.base if neuron.expert_base is None else neuron.expert_base
         return v.load_as(self.arena, base + self.spec.bundle.expert_offset, "int32", 1)

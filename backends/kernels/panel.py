@@ -1,11 +1,4 @@
-"""Activations of a panel of contiguous neurons, for a chunk of tokens.
-
-Where a closed gate makes an activation zero whatever the up is (`KernelSpec.skips_ups`), the gates
-of all tokens come first, and then, token by token, the ups of the neurons whose gates are open: a
-few neurons share the loads of a token's input, as two tokens open different gates.  Tokens that are
-multiplied in pairs (`i8mm`) have a list in common.  A dot product has the same bits in every
-company, and so has an activation: threads may share the neurons of a token as they like.
-"""
+"""Activations of a panel of contiguous neurons, for a chunk of tokens."""
 
 from __future__ import annotations
 
@@ -265,7 +258,6 @@ def emit_open_values(
 def _emit_listed_ups(
     isa: Isa, activations: Activations, panel: Panel, opened: Opened, token: v.Expr
 ) -> None:
-    """Make activations of a token's open gates, a few neurons at a time."""
     place = v.let(panel.chosen.find_token(token))
     with T.serial(T.floordiv(opened.count + LISTED - 1, LISTED)) as step:
         top = v.let(step * LISTED)

@@ -77,7 +77,6 @@ class Stretches:
         return v.let(self.rows[number] * self.size + index)
 
     def _divide(self, place: v.Expr) -> tuple[v.Expr, v.Expr]:
-        """Return the stretch of a place, and the neuron's number in it."""
         number = v.let(T.floordiv(place, self.size))
         return number, v.let(place - number * self.size)
 
@@ -189,8 +188,6 @@ def _find_own(
 
 
 class _LinesAhead:
-    """The cache lines of some neurons, which are asked for one after the other."""
-
     def __init__(self, bundles: Bundles, neurons: Sequence[Neuron]) -> None:
         spec = bundles.spec
         self._arena = bundles.arena

@@ -110,7 +110,6 @@ def _emit_parts(
     first: v.Expr | None,
     count: v.Expr | None,
 ) -> None:
-    """Set what step sizes are made of, B and C."""
     shape, threads = arrays.shape, schedule.spec.threads
 
     def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
@@ -132,7 +131,6 @@ def _emit_steps(
     first: v.Expr | None,
     count: v.Expr | None,
 ) -> None:
-    """Set the step sizes of all channels."""
     threads = schedule.spec.threads
 
     def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
@@ -143,7 +141,6 @@ def _emit_steps(
 
 
 def _emit_norms(arrays: ScanArrays, token: v.Expr) -> None:
-    """Normalise what step sizes are made of, B and C, each alone."""
     shape = arrays.shape
     if shape.part_norm == "none":
         return
@@ -174,7 +171,6 @@ def _emit_norm(arrays: ScanArrays, buffer: v.Buffer, base: v.Expr, size: int, we
 
 
 def _emit_recurrence(arrays: ScanArrays, origin: v.Expr, tokens: v.Expr) -> None:
-    """Take the tokens through the state, one after the other."""
     shape = arrays.shape
     lanes = count_lanes(shape.width)
 
@@ -191,7 +187,6 @@ def _emit_recurrence(arrays: ScanArrays, origin: v.Expr, tokens: v.Expr) -> None
 def _emit_token(
     arrays: ScanArrays, token: v.Expr, base: v.Expr, memory: v.Expr, lanes: int
 ) -> None:
-    """Take one token through the state of some channels."""
     shape, factors, values = arrays.shape, arrays.factors, arrays.mixed.values
     place = v.let(arrays.find_result(token) + base)
     row = arrays.find_factors(token)

@@ -88,7 +88,6 @@ def take_tiles(take: Parameters, name: str, length: int, isa: Isa) -> v.Buffer:
 
 
 def _take_blocks(take: Parameters, name: str, length: int, planes: int, rows: str) -> v.Buffer:
-    """Declare the room for tokens in the order of tiles."""
     size = count_blocks_bytes(length, planes) // BLOCK_TOKENS
     return take.take_array(f"{name}_blocks", "int8", rows, size)
 

@@ -279,7 +279,6 @@ def _take_several(schedule: Schedule, take: Parameters) -> tuple[v.Expr, v.Expr]
 
 
 def _take_lists(take: Parameters) -> tuple[v.Buffer, v.Buffer, v.Buffer]:
-    """Declare scores and indices of neurons, and how many were found, of every token."""
     scores = take.take_array("scores", "float32", "sequences", "neurons")
     indices = take.take_array("indices", "int32", "sequences", "neurons")
     return scores, indices, take.take_array("found", "int32", "sequences")
@@ -288,7 +287,6 @@ def _take_lists(take: Parameters) -> tuple[v.Buffer, v.Buffer, v.Buffer]:
 def _emit_lists(
     several: tuple[v.Expr, v.Expr] | None, emit: Callable[[v.Expr | None], None]
 ) -> None:
-    """List the neurons of the only token, or of each."""
     if several is None:
         emit(None)
     else:

@@ -1,13 +1,4 @@
-"""The FFN of a few tokens over gathered neurons, each of which some of the tokens have named.
-
-Tokens of a step name neurons of their own, many of which others name, too.  The list of all of them
-is taken in blocks, and each block through one token after the other, as `kernels.gathered` takes a
-token's neurons: the first one that needs a neuron brings it from memory, the others find it in a
-cache.  There is one join of the threads for all tokens.
-
-Every thread takes those neurons of a token that it would take if the token were alone, in the same
-order, and adds them up apart: the bits of a token's sum do not depend on its company.
-"""
+"""The FFN of a few tokens over gathered neurons, each of which some of the tokens have named."""
 
 from __future__ import annotations
 

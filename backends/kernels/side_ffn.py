@@ -109,7 +109,6 @@ class RouterArrays:
 
 
 def emit_route_tokens(spec: KernelSpec, arrays: RouterArrays, tokens: v.Expr) -> None:
-    """Set the routes of all tokens."""
     router, threads = spec.router, spec.threads
     assert router is not None
 
@@ -133,7 +132,6 @@ def emit_route_tokens(spec: KernelSpec, arrays: RouterArrays, tokens: v.Expr) ->
 def _emit_products(
     spec: KernelSpec, arrays: RouterArrays, rows: list[v.Expr], tokens: list[v.Expr]
 ) -> None:
-    """Set the scores of some rows for some tokens."""
     zero, hidden = v.constant(0.0, "float32", 16), spec.hidden
     cells = [[v.Cell(zero) for _ in tokens] for _ in rows]
     with T.serial(hidden // 16) as step:
@@ -227,7 +225,6 @@ def _emit_shares(router: RouterShape, routes: v.Buffer, base: v.Expr) -> None:
 
 
 def _multiply_shared(spec: KernelSpec, arrays: RouterArrays, token: v.Expr) -> v.Expr:
-    """Return the score of the shared experts."""
     assert arrays.shared is not None
     cell = v.Cell(v.constant(0.0, "float32", 16))
     with T.serial(spec.hidden // 16) as step:
@@ -245,7 +242,6 @@ class SideNorms:
     weight: v.Buffer
     """Of what the FFN gives."""
     experts: v.Buffer
-    """Of what the experts give."""
     output: v.Buffer
     """What the FFN gives float32 [tokens, hidden]."""
 

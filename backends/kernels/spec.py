@@ -127,7 +127,6 @@ class RouterShape:
     shared_factor: float
     """What their weights are multiplied by."""
     shared_gate: bool
-    """Whether these have a router."""
     reads_layer_input: bool
     """Whether it reads the layer's input, instead of the FFN's."""
 
@@ -198,7 +197,6 @@ class KernelSpec:
     parallel: bool = False
     """Whether the FFN reads the layer's input."""
     embedding_norm: bool = False
-    """Whether embeddings are normalised."""
     positions: bool = False
     """Whether there are learned position vectors."""
     output_bias: bool = False
@@ -213,7 +211,6 @@ class KernelSpec:
     sinks: bool = False
     """Whether every head has a score that no token has."""
     value_norm: bool = False
-    """Whether values have a norm."""
     value_scale: float = 1.0
     """Factor of values, by which what heads mix is multiplied."""
     growth: bool = False
@@ -247,7 +244,6 @@ class KernelSpec:
     side_ffn: int = 0
     """Neurons of a dense FFN beside the experts; 0 without it."""
     side_norms: bool = True
-    """Whether that has norms of its own."""
     latent_experts: int = 0
     """Elements that experts read and give; 0 where it is the residual stream's."""
     layer_input: LayerInputShape | None = None

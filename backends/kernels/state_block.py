@@ -1,9 +1,4 @@
-"""The functions of a layer with a state, from norm to residual.
-
-As of attention, of a chunk of one sequence it is one function; a step of several sequences takes
-three with the same parameters: ``project`` for all tokens, ``mix`` for every token with the state
-of its own sequence, ``output`` for all.
-"""
+"""The functions of a layer with a state, from norm to residual."""
 
 from __future__ import annotations
 
@@ -52,8 +47,6 @@ def emit_state_output(schedule: Schedule, take: Parameters) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StateBlock(MixingBlock):
-    """The parameters of all functions."""
-
     gates: Matrix | None
     arrays: StateArrays
 
@@ -158,7 +151,6 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _StateBloc
 
 
 def _take_arrays(take: Parameters, shape: StateShape, mixed: Activations) -> StateArrays:
-    """Declare what the mixing reads and writes."""
 
     def take_vector(name: str, length: int, there: bool = True) -> v.Buffer | None:
         return take.take_array(f"state_{name}", "float32", length) if there else None

@@ -127,8 +127,6 @@ def _emit_clear(buffer: v.Buffer, size: int) -> None:
 
 
 class _Window:
-    """The last inputs of some channels, in registers, and their weights."""
-
     def __init__(self, arrays: StateArrays, base: v.Expr, lanes: int) -> None:
         self._arrays, self._base, self._lanes = arrays, base, lanes
         shape = arrays.shape
@@ -184,7 +182,6 @@ def _emit_convolution(arrays: StateArrays, first: v.Expr, count: v.Expr) -> None
 
 
 def _emit_gated_convolution(arrays: StateArrays, first: v.Expr, count: v.Expr) -> None:
-    """Set what is mixed to c * conv(b * x)."""
     shape = arrays.shape
     lanes = count_lanes(shape.width)
 
@@ -273,7 +270,6 @@ def _emit_key_decays(arrays: StateArrays, base: v.Expr, head: v.Expr) -> None:
 
 
 def _emit_key_norms(arrays: StateArrays, token: v.Expr) -> None:
-    """Normalise a token's queries and keys."""
     shape = arrays.shape
     lanes = count_lanes(shape.key_dim)
     row = arrays.find_row(token)
@@ -301,7 +297,6 @@ def _add_squares(
 
 
 def _emit_recurrence(arrays: StateArrays, first: v.Expr, count: v.Expr) -> None:
-    """Take the tokens through the recurrent state, one after the other."""
     shape = arrays.shape
     lanes = count_lanes(shape.value_dim)
     blocks = shape.value_dim // lanes
@@ -325,7 +320,6 @@ def _emit_token(
     memory: v.Expr,
     lanes: int,
 ) -> None:
-    """Take one token through some columns of a head's state."""
     shape, projected, gates = arrays.shape, arrays.projected, arrays.gates
     keys = shape.key_heads * shape.key_dim
     together = shape.value_heads // shape.key_heads
@@ -383,7 +377,6 @@ def _add_cells(cells: list[v.Cell]) -> v.Expr:
 
 
 def _emit_head_norms(spec: KernelSpec, arrays: StateArrays, token: v.Expr) -> None:
-    """RMSNorm of every value head, times SiLU or the sigmoid of its gates."""
     shape, values = arrays.shape, arrays.mixed.values
     activate = v.take_silu if shape.gate == "silu" else v.take_sigmoid
     assert arrays.norm is not None
@@ -403,7 +396,6 @@ def _emit_head_norms(spec: KernelSpec, arrays: StateArrays, token: v.Expr) -> No
 
 
 def _emit_mamba_norm(spec: KernelSpec, arrays: StateArrays, token: v.Expr) -> None:
-    """SiLU of the gates times what was mixed, then RMSNorm of every part."""
     shape, values = arrays.shape, arrays.mixed.values
     assert arrays.norm is not None
     size = shape.width // shape.norm_groups

@@ -1,18 +1,4 @@
-"""Packed vectors unpacked to floats, a tile at a time.
-
-A *tile* is what one chunk of a block unpacks to: 4 ``lanes`` bytes; of ternary, half of that: the
-registers have room for eight vectors.  Its elements are in *lane
-order*: within a block of L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in
-natural order.
-
-Blocks of fewer than 16 lanes, unpacked 16 elements at a time.
-
-A vector of 2,880 elements has blocks of 16, 8 and 2 lanes: tile by tile, its last tenth takes a
-third of the arithmetic.  Elements that follow each other in lane order are fields of a few words,
-though: of all groups the first field, then the next one.  So words are repeated for 16 lanes, and
-every lane takes its own field.  Each element gets the same operations as in `unpacking`: the same
-bits.
-"""
+"""Packed vectors unpacked to floats, a tile at a time."""
 
 from __future__ import annotations
 
@@ -164,7 +150,6 @@ def _unpack_ternary(
 
 
 def _list_ternary_places(start: v.Expr, lanes: int, tile: v.Expr | int) -> list[v.Expr]:
-    """Where the elements of a tile of ternary stand in y: field by field."""
     first = 4 * (tile // 2) + 16 * (tile % 2)
     return [start + (first + index % 4 + 8 * (index // 4)) * lanes for index in range(8)]
 

@@ -61,7 +61,6 @@ def need_unit_memory(facts: UnitFacts) -> Need:
 
 
 def build(request: BuildRequest) -> Executor:
-    """Make the executor."""
     from pi2.backends.null.executor import NullExecutor
 
     return NullExecutor(request)

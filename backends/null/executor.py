@@ -203,7 +203,6 @@ class NullExecutor(ObservableExecutor):
         return self._draw(self._chances, experts)
 
     def _draw(self, chances: F64, experts: I32 | None = None) -> I32:
-        """Stored indices, ascending, of neurons that fire, of a mixture's chosen experts."""
         fires = self._random.random(self._request.neurons) < chances
         if self._moe is not None:
             # Stored order is by hotness, so that a layer's experts lie mixed.

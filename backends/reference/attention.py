@@ -340,7 +340,6 @@ class Mixing:
             self._gates = self.read @ self._read_state(layer, "state_gates").T
 
     def _read_state(self, layer: int, kind: str) -> F32:
-        """Return a tensor of the mixer with a state whose turn it is."""
         return self._tensors.read(name_state_tensor(layer, self._number, kind))
 
     def put_projected(self, values: F32) -> None:

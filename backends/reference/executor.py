@@ -121,7 +121,6 @@ class ReferenceExecutor(ObservableExecutor):
             self.project_output(layer)
 
     def _list_parts(self, position: int) -> list[Part]:
-        """List the tokens of each sequence."""
         if self._step is None:
             return [(slice(0, len(self._now.x)), self._sequence, position)]
         return [
@@ -130,7 +129,6 @@ class ReferenceExecutor(ObservableExecutor):
         ]
 
     def begin_attention(self, layer: int, position: int) -> F32:
-        """See `pi2.backends.protocol.RowDivider`."""
         now = self._now
         if layer == 0 and self._model.positions is not None:
             table = self._dense.read(POSITIONS)
@@ -146,35 +144,28 @@ class ReferenceExecutor(ObservableExecutor):
         return self._mixing.read
 
     def project(self, layer: int) -> None:
-        """See `pi2.backends.protocol.RowDivider`."""
         self._mixing.project(layer)
 
     def put_projected(self, layer: int, values: F32) -> None:
-        """See `pi2.backends.protocol.RowDivider`."""
         self._mixing.put_projected(values)
 
     def mix(self, layer: int, position: int) -> F32:
-        """See `pi2.backends.protocol.RowDivider`."""
         return self._mixing.mix(layer, self._list_parts(position))
 
     def project_output(self, layer: int) -> None:
-        """See `pi2.backends.protocol.RowDivider`."""
         output = self._mixing.project_output(layer)
         if output is not None:
             self._add_mixed(layer, output)
 
     def put_output(self, layer: int, values: F32) -> None:
-        """See `pi2.backends.protocol.RowDivider`."""
         self._add_mixed(layer, self._mixing.put_output(values))
 
     def _add_mixed(self, layer: int, output: F32) -> None:
-        """Add what attention gives to x, and LAuReL."""
         self._add_output(output, layer, "attention_output_norm")
         if self._model.altup is not None:
             self._now.x = self._altup.add_laurel(layer, self._now.x, self._mixing.read)
 
     def _add_output(self, output: F32, layer: int, norm: str) -> None:
-        """Add what attention or the FFN gives to x."""
         output = self._dense.normalize_output(output, layer, norm)
         self._now.x = self._now.x + output * np.float32(self._model.multipliers.residual)
 
@@ -366,7 +357,6 @@ class ReferenceExecutor(ObservableExecutor):
         now.streams = now.streams + self._layer_inputs.mix(layer, read, now.added[layer])
 
     def _compute_side(self, layer: int, side: SideFfn) -> F32:
-        """What the FFN beside the experts gives."""
         u, is_gated = self._now.u, self._model.ffn.gated
         if side.norms:
             u = self._dense.normalize(self._now.x, name_layer_tensor(layer, "side_norm"))
@@ -380,43 +370,34 @@ class ReferenceExecutor(ObservableExecutor):
         return self._dense.normalize(output, name_layer_tensor(layer, "side_output_norm"))
 
     def expect(self, end: int) -> None:
-        """See `pi2.backends.protocol.LengthAware`."""
         self._mixing.attention.expect(end)
 
     def read_context(self, sequence: int, first: int, end: int) -> U8:
-        """See `pi2.backends.protocol.ContextKeeper`."""
         return self._mixing.attention.kept.copy(sequence, first, end)
 
     def put_context(self, sequence: int, first: int, end: int, kept: U8) -> None:
-        """See `pi2.backends.protocol.ContextKeeper`."""
         self._mixing.attention.kept.put(sequence, first, end, kept)
 
     def read_state(self, sequence: int) -> F32:
-        """See `pi2.backends.protocol.StateKeeper`."""
         states = self._mixing.states
         return np.zeros(0, np.float32) if states is None else states.read(sequence)
 
     def put_state(self, sequence: int, state: F32) -> None:
-        """See `pi2.backends.protocol.StateKeeper`."""
         if self._mixing.states is not None:
             self._mixing.states.put(sequence, state)
 
     def read_router_input(self) -> F32:
-        """See `pi2.backends.protocol.InputReader`."""
         now = self._now
         kind = "ffn" if self._model.moe is None else self._model.moe.router_input
         return {"ffn": now.u, "layer": now.input, "stream": now.x}[kind]
 
     def read_routes(self) -> F32:
-        """See `pi2.backends.protocol.InputReader`."""
         return self._now.routes
 
     def read_cutoffs(self) -> F32 | None:
-        """See `pi2.backends.protocol.InputReader`."""
         return self._now.cutoffs
 
     def read_head_input(self, first: int) -> F32:
-        """See `pi2.backends.protocol.RowDivider`."""
         tokens = slice(first, first + LOGIT_ROWS)
         x = self.join_streams(self._now.x[tokens], self._now.streams[:, tokens])
         return self._dense.normalize(x, FINAL_NORM)
@@ -435,7 +416,6 @@ class ReferenceExecutor(ObservableExecutor):
         return self._finish_logits()
 
     def put_logits(self, values: F32) -> F32:
-        """See `pi2.backends.protocol.RowDivider`."""
         self._products[:, : values.shape[1]] = values
         return self._finish_logits()
 

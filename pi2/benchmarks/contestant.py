@@ -320,8 +320,6 @@ class Contestant(Protocol):
 
 
 class ContestantRecipe(Recipe, Protocol):
-    """Makes a contestant."""
-
     @property
     def subject(self) -> str:
         """What findings call the program."""
@@ -339,17 +337,14 @@ class RemoteContestant:
             raise
 
     def run(self, workload: Workload) -> Sample:
-        """See `Contestant`."""
         sample: Sample = self._worker.call("run", workload)
         return sample
 
     def profile(self, workload: Workload) -> Profile | None:
-        """See `Contestant`."""
         found: Profile | None = self._worker.call("profile", workload)
         return found
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
-        """See `Contestant`."""
         found: TokenBytes | None = self._worker.call("count_bytes", workload, active)
         return found
 

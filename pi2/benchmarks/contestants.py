@@ -45,7 +45,6 @@ class PlanRecipe:
 
     @property
     def subject(self) -> str:
-        """See `pi2.benchmarks.contestant`."""
         return "pi2"
 
     def __call__(self, progress: Progress) -> PlanContestant:
@@ -75,7 +74,6 @@ class PlanContestant:
             self._tokens = TokenSource(np.array(ids, np.int32))
 
     def describe(self) -> Description:
-        """See `pi2.benchmarks.contestant`."""
         resolved, store = self._model.plan, self._model._parts.store
         backend = resolved.name_backend(resolved.sparse_unit)
         notes = []
@@ -99,7 +97,6 @@ class PlanContestant:
         )
 
     def run(self, workload: Workload) -> Sample:
-        """See `pi2.benchmarks.contestant`."""
         self._prepare(workload)
         before, idle = self._model.stats, self._read_busy_s()
         seconds = self._time(workload)
@@ -112,11 +109,9 @@ class PlanContestant:
         return Sample(tokens=tokens, seconds=seconds, counters=counters, busy_s=busy_s)
 
     def _read_busy_s(self) -> dict[str, float]:
-        """Seconds that each unit beside the sparse one has worked since loading."""
         return {unit.name: unit.busy_s for unit in self._model.units}
 
     def profile(self, workload: Workload) -> Profile | None:
-        """See `pi2.benchmarks.contestant`."""
         self._prepare(workload)
         with watch_parts(self._model._parts) as watches:
             seconds = self._time(workload)
@@ -124,7 +119,6 @@ class PlanContestant:
         return watches.report(tokens, seconds)
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
-        """See `pi2.benchmarks.contestant`."""
         store, file = self._model._parts.store, self._model.plan.file
         if workload.kind == "pp" or store is None:
             return None
@@ -150,14 +144,12 @@ class PlanContestant:
         )
 
     def _find_shared_share(self, sequences: int) -> float:
-        """Different neurons of a step, as a share of those that its tokens name."""
         if self._model.plan.plan.decode.predictor == "none":
             return 1 / sequences
         named = self._named[sequences]
         return self._different[sequences] / named if named else 1.0
 
     def close(self) -> None:
-        """See `pi2.benchmarks.contestant`."""
         self._model.close()
 
     def _prepare(self, workload: Workload) -> None:
@@ -241,7 +233,6 @@ class LlamaRecipe:
 
     @property
     def subject(self) -> str:
-        """See `pi2.benchmarks.contestant`."""
         return "llama.cpp"
 
     @property
@@ -294,7 +285,6 @@ class LlamaContestant:
         )
 
     def describe(self) -> Description:
-        """See `pi2.benchmarks.contestant`."""
         return Description(
             engine=f"llama.cpp (llama-cpp-python {self._library.__version__})",
             model=self._recipe.model.id,
@@ -309,7 +299,6 @@ class LlamaContestant:
         )
 
     def run(self, workload: Workload) -> Sample:
-        """See `pi2.benchmarks.contestant`."""
         self._prepare(workload.depth)
         tokens = self._tokens.take(workload.tokens)
         start = time.perf_counter()
@@ -344,7 +333,6 @@ class LlamaContestant:
         return count_dense_bytes(self._recipe.model, position=workload.mean_position)
 
     def close(self) -> None:
-        """See `pi2.benchmarks.contestant`."""
         self._library.llama_free(self._context)
         self._library.llama_model_free(self._model)
 

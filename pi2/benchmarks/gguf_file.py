@@ -1,10 +1,4 @@
-"""GGUF files of random weights in the shape and precisions of a model document.
-
-A mixture's may take words, norms and routers from a neuron store (`like`), and add as little to the
-residual stream as the store's layers do: then its tokens choose experts as the store's do.  With
-random words alone all tokens come to be alike in deep layers, a handful of experts computes them
-all, and a run from flash reads next to nothing.
-"""
+"""GGUF files of random weights in the shape and precisions of a model document."""
 
 from __future__ import annotations
 
@@ -327,7 +321,6 @@ def _draw_tensors(tensors: list[GgufTensor], like: NeuronStore | None) -> Iterat
 
 
 def _copy_tensor(tensor: GgufTensor, stored: Tensor) -> Raw:
-    """The same numbers as GGUF lays them out."""
     assert (tensor.rows, tensor.length, tensor.precision) == (
         stored.rows,
         stored.length,

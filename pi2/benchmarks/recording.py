@@ -155,8 +155,6 @@ class _Tape:
 
 
 class _KernelRecorder(ExecutorObserver):
-    """Records the kernels of an executor."""
-
     def __init__(self, tape: _Tape) -> None:
         self._tape = tape
 
@@ -167,8 +165,6 @@ class _KernelRecorder(ExecutorObserver):
 
 
 class _UnitRecorder(ShareObserver):
-    """Records what units beside the executor do, and waiting for them."""
-
     def __init__(self, tape: _Tape) -> None:
         self._tape = tape
 
@@ -187,8 +183,6 @@ class _UnitRecorder(ShareObserver):
 
 
 class _ReadRecorder(ReadObserver):
-    """Records reads and waits, and what the cache did until then."""
-
     def __init__(self, parts: Parts, tape: _Tape) -> None:
         self._reader = parts.reader
         self._cache = parts.cache
@@ -250,7 +244,6 @@ class _ReadRecorder(ReadObserver):
         self._tape.add_read(lane, name, begin, end)
 
     def _note_read(self, pending: PendingRead, number: int, noticed_s: float) -> None:
-        """Draw the read if no thread did, and the arrow to the computation that follows."""
         exact = self._exact.pop((id(pending.batch), number), None)
         if exact is None:
             place = pending.number + number
@@ -329,7 +322,6 @@ def _choose_tokens(model: LoadedModel) -> Callable[[F32, int], int]:
 
 @contextmanager
 def _recording(parts: Parts, tape: _Tape) -> Iterator[None]:
-    """Let everything that happens meanwhile be on the tape."""
     reads = _ReadRecorder(parts, tape)
     with observe_parts(parts, _KernelRecorder(tape), reads, _UnitRecorder(tape)):
         yield

@@ -1,7 +1,4 @@
-"""The command line.
-
-What is set here must be set before the first import of anything large.
-"""
+"""The command line."""
 
 from __future__ import annotations
 

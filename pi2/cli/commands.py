@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class _Output(io.FileIO):
-    """Standard output."""
-
     def write(self, data: bytes) -> int | None:  # type: ignore[override]
         """Write ``data``; UserError P631 where it cannot be, but for a pipe that nobody reads."""
         try:
@@ -43,8 +41,6 @@ class _Output(io.FileIO):
 
 
 class _Errors(io.FileIO):
-    """Standard error."""
-
     def write(self, data: bytes) -> int | None:  # type: ignore[override]
         """Write ``data`` where it can be."""
         try:
@@ -206,7 +202,6 @@ def list_groups() -> dict[str, dict[str, str]]:
 
 
 def _read_commands() -> dict[str, Entry]:
-    """Commands by name, as the modules' texts have them."""
     found = {}
     for path in _FOLDER.glob("*.py"):
         for item in _COMMAND.finditer(path.read_text(encoding="utf-8")):

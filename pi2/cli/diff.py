@@ -166,7 +166,6 @@ def _describe(
 
 
 def _describe_dense(layer: ResolvedLayer) -> dict[str, Any] | None:
-    """What a dense unit has of a layer."""
     if layer.dense is None:
         return None
     return {"unit": layer.dense.unit, "neurons": list(layer.dense.by_sequences)}

@@ -197,7 +197,6 @@ def describe_gpus(surveys: Sequence[Survey]) -> Iterator[str]:
 
 
 def _write(label: str, *lines: str, indent: int = 12, colour: str = "cyan") -> Iterator[str]:
-    """A label, and what belongs to it beside it."""
     for number, line in enumerate(lines):
         wrapped = _wrap(line, indent)
         if number == 0:

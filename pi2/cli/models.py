@@ -269,7 +269,6 @@ def _write_thing(thing: CachedThing) -> str:
 
 
 def _write_age(used_s: float | None) -> str:
-    """How long ago something was used."""
     if used_s is None:
         return "-"
     hours = max(0, int(time.time() - used_s)) // 3600

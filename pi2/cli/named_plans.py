@@ -314,7 +314,6 @@ def _find_pulled(reference: str) -> PulledModel:
 
 
 def _report_unknown(path: Path) -> UserError:
-    """The error for a name that nothing has, with names that are near."""
     from difflib import get_close_matches
 
     name, known = str(path), list_names()

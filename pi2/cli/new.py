@@ -272,7 +272,6 @@ def _choose_output(output: Path | None, default: str, kind: Kind, force: bool) -
 
 
 def _take_name(path: Path) -> str:
-    """A document's id is its file's name."""
     return path.name.split(".device.toml")[0].split(".model.toml")[0]
 
 

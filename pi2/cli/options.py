@@ -236,7 +236,6 @@ class ChosenPlan:
         return replace(self, settings={**self.settings, **values}) if values else self
 
     def load(self, progress: Progress | None = None) -> LoadedModel:
-        """Load the model."""
         import time
 
         from pi2.orchestrator import build

@@ -293,7 +293,6 @@ def _parse_speed(text: str) -> float:
 
 
 def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Path | None) -> None:
-    """Write the plan after checking it, whole or not at all."""
     from pi2.planning.text import write_planned
 
     wish = planned.wish
@@ -310,7 +309,6 @@ def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Pat
 
 
 def _show_pareto(wish: Wish, plot: Path | None) -> None:
-    """The fastest plans for several memories, as a table and as a picture."""
     from pi2.planning.comparison import draw_curve, write_table
     from pi2.planning.planner import trace_pareto
     from pi2.planning.speed import find_device_memory

@@ -195,7 +195,6 @@ def _probe_remote(
     features: str | None,
     threads: int,
 ) -> None:
-    """Measure another machine's kernels and write its device file."""
     from pi2.cli.commands import ProgressBar
     from pi2.phone.contents import ARCHITECTURES, USUAL_FEATURES, parse_features
     from pi2.probing.document import write_device

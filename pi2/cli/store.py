@@ -23,7 +23,6 @@ MIB = 1024 * 1024
 
 
 def _find_store(ctx: click.Context, option: click.Parameter, path: Path) -> Path:
-    """The folder of a store, or of the pulled or converted model of that name."""
     from pi2.pulled_models import find_model
 
     model = None if path.exists() else find_model(str(path))

@@ -356,7 +356,6 @@ def _print(
     output_format: str,
     output_file: Path | None,
 ) -> None:
-    """Write the report to a file or standard output."""
     shown = checked | {item.span.file for item in diagnostics if item.span is not None}
     texts = {
         name: text for name, text in sources.items() if name in shown or not _is_installed(name)
@@ -383,7 +382,6 @@ def _find_paths(files: Sequence[Path], found: dict[Diagnostic, None]) -> Iterato
 
 
 def _check_store(report: Report) -> list[Diagnostic]:
-    """What the plan's neuron store does not fit in, where there is one."""
     if report.resolved is None or not report.resolved.store_path.exists():
         return []  # nothing to import for
     from pi2.store.agreement import list_store_findings

@@ -309,7 +309,6 @@ def _list_quantiles(count: int) -> F64:
 
 
 def _compute_cdf(values: F64) -> F64:
-    """Compute the normal distribution function, element by element."""
     from math import erf, sqrt
 
     return np.array([0.5 * (1.0 + erf(value / sqrt(2.0))) for value in values.tolist()])

@@ -1,9 +1,4 @@
-"""How often a layer's neurons are used, and how many of them are missing from memory.
-
-A layer's neurons are taken in classes of equal hotness (`pi2.costs.activations`), whose chances
-follow from two numbers: the share that a token uses, and the share that makes 80 % of all uses.
-They come from the store's statistics, layer by layer, else from the model's document.
-"""
+"""How often a layer's neurons are used, and how many of them are missing from memory."""
 
 from __future__ import annotations
 
@@ -227,7 +222,6 @@ class LayerActivity:
 
     @property
     def _class_uses(self) -> float:
-        """Neurons of a class that may be used by a token."""
         return self.varied * self.chosen / CLASSES
 
 

@@ -48,8 +48,6 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counts:
-    """Expected numbers of neurons."""
-
     used: float
     """All that a token computes."""
     missing: float
@@ -111,8 +109,6 @@ def cost_layer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """What a layer's cost depends on beside numbers of neurons."""
-
     sizes: Sizes
     settings: Settings
     activity: LayerActivity
@@ -185,7 +181,6 @@ def _cost_counts(kind: _Kind, terms: LayerTerms, counts: _Counts, chance: float)
 
 
 def _count_possible(activity: LayerActivity) -> float:
-    """Neurons of the experts that compute a step."""
     return activity.neurons * activity.chosen
 
 

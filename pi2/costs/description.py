@@ -177,11 +177,9 @@ class LayerKind:
     routing: LayerActivity | None = None
     """How a router chooses experts, whose neurons are named or not; None without experts."""
     layers: tuple[int, ...]
-    """Their numbers."""
 
     @property
     def count(self) -> int:
-        """Number of layers."""
         return len(self.layers)
 
     def count_touched(self, tokens: int) -> float:
@@ -216,7 +214,6 @@ class Description:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return sum(kind.count for kind in self.kinds)
 
     @property

@@ -73,7 +73,6 @@ class KernelTimes:
         return kernel in self._kernels
 
     def _list_widths(self, kernel: KernelName) -> list[tuple[int, list[KernelFigure]]]:
-        """Figures of a kernel by the width of the model that they were measured with."""
         found: dict[int, list[KernelFigure]] = {}
         for item in self._kernels.get(kernel, []):
             found.setdefault(item.width or USUAL_WIDTH, []).append(item)
@@ -221,7 +220,6 @@ def _choose_figures(
 
 
 def _draw_gather(items: list[KernelFigure]) -> Linear:
-    """The line through the smallest and the largest of a width's measurements."""
     smallest, largest = items[0], items[-1]
     assert largest.bytes is not None and smallest.bytes is not None
     rate = largest.bytes / float(largest.time)
@@ -253,7 +251,6 @@ def _draw_touches(items: list[KernelFigure]) -> tuple[float, float]:
 
 
 def _draw_many(items: list[KernelFigure]) -> tuple[float, float] | None:
-    """Seconds of a weight for a pass, and for each token, from few and many tokens."""
     few, many = items[0], items[-1]
     if not few.giga_ops or not many.giga_ops or few.size == many.size:
         return None

@@ -166,7 +166,6 @@ def _time_layer(layer: PromptLayer, overlap: float) -> float:
 
 
 def _time_start(layers: Sequence[PromptLayer], overlap: float) -> float:
-    """What the first piece is waited for beyond what later ones are."""
     first = next((layer for layer in layers if layer.pieces), None)
     if first is None:
         return 0.0
@@ -247,7 +246,6 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
 
 
 def _time_pass(description: Description, kind: LayerKind, tokens: int) -> float:
-    """Seconds in which the weights that a chunk needs come from memory."""
     prompts = description.prompts
     size = kind.count_touched(tokens) * prompts.neuron_bytes
     return (description.sizes.projections + size) / prompts.bytes_s

@@ -116,7 +116,6 @@ class Rates:
     types: Mapping[tuple[KvType, ActivationType], Mapping[str, Any]] = field(default_factory=dict)
     """Kernels of other keys, values and activations than those above: fp16 and int16."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Source of each rate."""
     figures: tuple[Figure, ...] = ()
     """Figures of the device's document that the rates come from."""
     spreads: Mapping[str, float] = field(default_factory=dict)
@@ -196,7 +195,6 @@ _TYPED = ("multiply", "project", "attend", "predict", "gather")
 
 
 def _read_kernels(times: KernelTimes, bandwidth: float, norm_s: float) -> dict[str, Any]:
-    """Times of these kernels by name."""
     found = {
         name: times.find_linear(name, bandwidth, norm_s)
         for name in ("multiply", "project", "predict")
@@ -220,8 +218,6 @@ def find_stream_rate(flash: Flash, block_bytes: int = _STREAM_BLOCK) -> float:
 
 
 class _Reader:
-    """Reads a device, and remembers what it missed."""
-
     def __init__(self, device: Device, width: int | None, constants: Constants) -> None:
         self._device = device
         self._width = width
@@ -316,7 +312,6 @@ class _Reader:
     def _read_types(
         self, bandwidth: float, norm_s: float
     ) -> dict[tuple[KvType, ActivationType], dict[str, Any]]:
-        """Kernels for each pair of types, where any but the usual one was measured."""
         measured = {(item.kv, item.activations) for item in self._cpu.kernels}
         if measured <= {("fp16", "int16")}:
             return {}
@@ -339,7 +334,6 @@ class _Reader:
 
     @property
     def _is_warm(self) -> bool:
-        """Whether long runs are slower than the device's figures."""
         return self._is_phone and self._is_unseen
 
     @property
@@ -350,7 +344,6 @@ class _Reader:
         return self._cpu.read_bandwidth is None and any(x.status != "estimated" for x in reads)
 
     def _find_cpu_share(self) -> float:
-        """Part of the peak bandwidth that a CPU of this class reaches."""
         constants, peak = self._constants, self._device.memory.peak_bandwidth
         wide = peak is not None and peak.value > _WIDE_BYTES_S
         if wide:
@@ -428,12 +421,10 @@ class _Reader:
         )
 
     def _count_ops(self, figure: ComputeFigure) -> float:
-        """Operations per second that programs reach: vendors claim what none does."""
         claimed = figure.status == "vendor-claimed"
         return figure.giga_ops * 1e9 * (self._constants.vendor_ops_share if claimed else 1.0)
 
     def _find_dense_rate(self, name: str, unit: Unit, *, estimated: bool) -> float | None:
-        """Bytes per second that a unit reads of its own memory, or of main memory."""
         if unit.memory is None:
             if unit.read_bandwidth is None and not estimated:
                 return None
@@ -467,12 +458,10 @@ class _Reader:
         return max(float(small.time) - small.bytes * byte_s, 0.0)
 
     def _find_reading_core(self) -> str | None:
-        """The cluster whose cores issue reads: the first."""
         clusters = self._cpu.clusters
         return clusters[0].id if clusters else None
 
     def _read_power(self) -> float | None:
-        """Power of the processor, else that of the whole device."""
         figure = self._cpu.power or self._device.power
         if figure is not None:
             name = "power" if self._cpu.power is None else f"units.{self._name}.power"
@@ -480,7 +469,6 @@ class _Reader:
         return None if figure is None else float(figure.value)
 
     def _read_both_power(self, dense: DenseUnit | None) -> float | None:
-        """The whole device's, else that of the unit that takes more."""
         if self._device.power is not None:
             self._use("power", self._device.power.status, self._device.power.source)
             return float(self._device.power.value)

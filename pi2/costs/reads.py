@@ -293,7 +293,6 @@ def _find_request_share(flash: Flash, stride: int, range_bytes: int) -> float:
 def _divide_reads(
     flash: Flash, stride: int, range_bytes: int, place_s: float, phases: Phases
 ) -> list[IoChoice]:
-    """The settings where every neuron takes a read, and most of them a second one."""
     firsts = list_io_choices(flash, phases.gate_bytes, range_bytes, place_s)
     rests = list_io_choices(flash, stride - phases.gate_bytes, range_bytes)
     rest_s = {(item.engine, item.threads, item.depth): item.neuron_s for item in rests}

@@ -235,7 +235,6 @@ def sift(
 
 
 def _list_unused(project: ProjectSettings, checked: set[str]) -> Iterator[Ignore]:
-    """Ignores of the project that leave nothing out, if all their files were checked."""
     unused = [item for item in project.ignores if not item.is_used]
     if project.root is None or not unused:
         return
@@ -249,7 +248,6 @@ def _list_unused(project: ProjectSettings, checked: set[str]) -> Iterator[Ignore
 
 
 def _list_files(root: Path) -> Iterator[Path]:
-    """All documents of a project."""
     for parent, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:

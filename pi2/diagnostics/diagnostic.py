@@ -109,7 +109,6 @@ class UserError(Exception):
         super().__init__(self._summarise())
 
     def _summarise(self) -> str:
-        """Text for people who see the exception itself, such as users of the Python API."""
         lines = []
         for item in self.diagnostics:
             place = f"{item.span.place}: " if item.span is not None else ""

@@ -1,23 +1,4 @@
-"""Findings as reports for GitHub, GitLab, JUnit and SARIF.
-
-Fingerprints: names of findings that stay the same while a file changes elsewhere.
-
-A fingerprint is the SHA-256 of file, code and *anchor*.  The anchor is the key path of the finding;
-a finding without one (a syntax error) is anchored by the text of its line without the blanks around
-it, and where there is no text by its message.  Line numbers and values take no part: lines may be
-added above, and a value changed from one wrong one to another, and it is still the same finding.
-Equal findings of one report are told apart by a number, in their order.
-
-The file is its path in its repository, so that the folder in which pi2 was started takes no part;
-outside of any repository it is the file's name alone.
-
-JUnit format: one test case per file, which CI services show as a list of tests.
-
-A case whose file has errors fails once, with all of them in its text; what does not change the exit
-code (warnings, notes) is in its ``system-out``.  Files without findings are cases that pass, as are
-the devices and models that plans name.  The report is ASCII, whatever the terminal's encoding, and
-control characters, which XML cannot hold, are written visibly.
-"""
+"""Findings as reports for GitHub, GitLab, JUnit and SARIF."""
 
 from __future__ import annotations
 
@@ -161,7 +142,6 @@ def render_gitlab(
 
 
 def _name_file(file: str) -> str:
-    """GitLab's paths begin at the top of the repository."""
     return name_in_repository(file) or file.removeprefix("./")
 
 
@@ -231,7 +211,6 @@ def _summarise(errors: Sequence[Diagnostic]) -> str:
 
 
 def _make_visible(text: str) -> str:
-    """Escape what XML cannot hold, and other control characters, but not line ends."""
     return "\n".join(escape_controls(line) for line in text.split("\n"))
 
 
@@ -327,7 +306,6 @@ def _describe_result(item: Diagnostic, number: int, fingerprint: str) -> dict[st
 
 
 def _describe_note(note: str) -> dict[str, Any]:
-    """An origin with its place, if it names one."""
     parts = _NOTE.fullmatch(note)
     if parts is None:
         return {"message": {"text": note}}

@@ -136,7 +136,6 @@ def begin_sentence(text: str) -> str:
 
 
 def _join_lines(text: str) -> str:
-    """One line per paragraph, without blanks around."""
     paragraphs = re.split(r"\n\s*\n", text.strip())
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
@@ -161,8 +160,6 @@ def render_full(
 
 
 class _Texts:
-    """Lines of files, read once."""
-
     def __init__(self, sources: Mapping[str, str]) -> None:
         self.lines = {name: _split_lines(text) for name, text in sources.items()}
 
@@ -226,7 +223,6 @@ def _render_place(
 
 
 def _cut(line: str, span: Span) -> tuple[str, int, int]:
-    """The line as shown, the caret's offset in it and the number of carets."""
     first = min(span.column - 1, len(line))
     last = len(line) if span.end_line > span.line else min(span.end_column - 1, len(line))
     # Only the surroundings are measured: a line may be a whole file.

@@ -106,7 +106,6 @@ class RoutingDials:
         row[better] = shares[better] * scale * own[better]
 
     def _list_left_out(self, layer: int, row: F32, there: Bits, begun: int) -> I64:
-        """Experts that are missing and not worth a read."""
         settings, total = self._settings, float(row.sum())
         missing = (row != 0) & ~there
         gone = missing & (row < settings.least_weight * total)

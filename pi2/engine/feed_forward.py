@@ -1,23 +1,4 @@
-"""The FFN of a layer with its neurons in memory and on flash.
-
-Dense (prefill, and decode with ``predictor = "none"``): `pi2.engine.neuron_stream` gives all
-neurons, those on flash in long reads while others are computed; in a mixture those of the experts
-that any token chose.
-Sparse (decode): the predictor names the neurons, the cache says which are in memory; those compute
-while the missing ones are being read, and these, cluster by cluster, as they arrive
-(`pi2.engine.waves`).  Where the plan looks ahead, the prediction is made before
-the layer's attention, or while the layer before it computes, so that these hide the reads.
-
-In a step of several sequences, what any of their tokens needs is looked up and read once; each
-token computes what its own prediction named.
-
-The FFN of models with cutoffs of gates: layers that have one compute the neurons that it leaves
-open, and the others, whose activation is never zero, all of theirs.
-
-What is in memory changes no bit.  Named neurons are computed in stored order, in parts of
-`PART_NEURONS` that are counted from the layer's first: the hottest come first, so that the others
-are read meanwhile.  Layers that are computed whole are cut into pieces of their own.
-"""
+"""The FFN of a layer with its neurons in memory and on flash."""
 
 from __future__ import annotations
 
@@ -299,13 +280,11 @@ class FeedForward(Waves):
         return wave
 
     def _list_experts(self) -> list[I32]:
-        """Experts of each token."""
         if self._experts is None:
             return []
         return [self._executor.list_experts().copy() for _ in self._select_tokens()]
 
     def _list_unforeseen(self, wave: Wave) -> list[I32]:
-        """Experts of each token that looking ahead has not named."""
         late = []
         for chosen, guessed in zip(self._list_experts(), wave.experts or (), strict=False):
             late.append(chosen[~mark_experts(chosen, guessed)])

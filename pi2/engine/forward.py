@@ -139,7 +139,6 @@ class Sequences(ABC):
         self.positions[sequence] = position
 
     def _find_positions(self, sequences: Sequence[int]) -> list[int]:
-        """Where the tokens of a step stand."""
         following: dict[int, int] = {}
         found = []
         for sequence in sequences:
@@ -204,8 +203,6 @@ COPIED_TOKENS = 16 * CONTEXT_BLOCK
 
 @dataclass(slots=True)
 class _Mark:
-    """Where a sequence may be taken back to."""
-
     position: int
     state: F32
     """Copy of the states of its layers."""
@@ -264,24 +261,20 @@ class Forward(Sequences):
         self._feed_forward.abandon()
 
     def reset(self, sequence: int = 0) -> None:
-        """See `pi2.engine.forward.Sequences`."""
         super().reset(sequence)
         self._marks.pop(sequence, None)
 
     def go_on_from(self, sequence: int, position: int) -> None:
-        """See `pi2.engine.forward.Sequences`."""
         self._marks.pop(sequence, None)
         super().go_on_from(sequence, position)
 
     @property
     def copies(self) -> bool:
-        """See `pi2.engine.forward.Sequences`."""
         executor = self._executor
         has_keeper = not self._has_states or isinstance(executor, StateKeeper)
         return isinstance(executor, ContextKeeper) and has_keeper
 
     def copy(self, source: int, target: int) -> None:
-        """See `pi2.engine.forward.Sequences`."""
         executor, position = self._executor, self.positions[source]
         assert isinstance(executor, ContextKeeper), "nothing can be copied"
         self.go_on_from(target, position)
@@ -294,7 +287,6 @@ class Forward(Sequences):
             executor.put_state(target, executor.read_state(source))
 
     def mark(self, sequence: int) -> None:
-        """See `pi2.engine.forward.Sequences`."""
         super().mark(sequence)
         if self._has_states:
             assert isinstance(self._executor, StateKeeper), "states cannot be taken back"
@@ -326,7 +318,6 @@ class Forward(Sequences):
         end: int = 0,
         sequence: int = 0,
     ) -> F32:
-        """See `pi2.engine.forward.Sequences`."""
         read = self._rows.compute_logits
         return self._read_prompt(tokens, read, all_logits, take, progress, end, sequence)
 
@@ -371,7 +362,6 @@ class Forward(Sequences):
         return np.concatenate(parts if all_rows else parts[-1:])
 
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
-        """See `pi2.engine.forward.Sequences`."""
         for sequence in set(sequences):
             self._check_room(sequence, sequences.count(sequence))
         self._run_step(np.array(tokens, np.int32), sequences)

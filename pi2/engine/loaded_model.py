@@ -319,7 +319,6 @@ class LoadedModel:
         return AsyncGeneration(ticket, give_texts())
 
     def _get_driver(self) -> Driver:
-        """The thread that computes for those who do not."""
         with self._starting:
             self._scheduler.check_open()
             if self._driver is None:
@@ -378,7 +377,6 @@ class LoadedModel:
         )
 
     def _choose_sampling(self, **given: Any) -> SamplingOptions:
-        """What is given, and what the plan says of the rest."""
         planned = dict(self.plan.plan.sampling)
         return SamplingOptions(
             **planned | {name: value for name, value in given.items() if value is not None}

@@ -1,10 +1,4 @@
-"""The shapes in which chat templates want messages, found out once for each template.
-
-Templates differ in what they take: arguments of calls as objects or as JSON texts, contents as
-texts or as lists of parts, no content or an empty one beside calls, ids of nine signs.  Some refuse
-the other shape, some leave out what they do not understand, and some write a dictionary as Python
-does.  A conversation with known words says which shape a template renders whole.
-"""
+"""The shapes in which chat templates want messages, found out once for each template."""
 
 from __future__ import annotations
 
@@ -32,7 +26,6 @@ _CALL = {
 
 
 def _describe_probe(said: str) -> list[Message]:
-    """A call and its result, with what is said beside the call."""
     return [
         {"role": "user", "content": _WORD},
         {"role": "assistant", "content": said, "tool_calls": [_CALL]},
@@ -58,7 +51,6 @@ class Shape:
     """Results of tools are messages of the user's."""
 
     def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages in this shape."""
         found: list[dict[str, Any]] = []
         for message in map(dict, messages):
             if calls := message.get("tool_calls"):
@@ -108,7 +100,6 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 def _read_object(text: Any) -> Any:
-    """The object that a text is, else what is given."""
     if not isinstance(text, str):
         return text
     try:
@@ -190,7 +181,6 @@ class ShapedTemplate:
         raise first
 
     def _list_shapes(self, messages: Sequence[Message]) -> Iterator[Shape]:
-        """Shapes to try, the remembered one first, each of which changes something."""
         own = self._shape
         others = (
             replace(own, writes_arguments=not own.writes_arguments),
@@ -238,7 +228,6 @@ class ShapedTemplate:
         return text
 
     def _try_calls(self, render: Render) -> None:
-        """Find out in which shape calls and results are rendered whole."""
         best, chosen, knows_calls = -1, self._shape, False
         for shape in _SHAPES:
             score = 0
@@ -258,7 +247,6 @@ class ShapedTemplate:
 
 
 def _write_calls(message: dict[str, Any], write: WriteCalls) -> dict[str, Any]:
-    """A message whose calls are part of its content."""
     calls = message.get("tool_calls")
     if not calls:
         return message

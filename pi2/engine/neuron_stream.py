@@ -292,7 +292,6 @@ class NeuronStream:
             reads.append(self._reader.start_run(piece.layer, first, buffer[missing]))
 
     def _finish(self, filling: _Filling) -> None:
-        """Copy what is in memory, and wait for what is read."""
         slots, end = filling.piece.slots, 0
         for missing in [*filling.piece.find_missing(self.shortest_gap), slice(len(slots), None)]:
             here = slice(end, missing.start)
@@ -328,7 +327,6 @@ def _divide_staging(staging: U8, piece: int) -> U8:
 
 
 def _are_neighbours(first: int, slots: slice, next_first: int, next_slots: slice) -> bool:
-    """Whether neurons follow each other in the arena and in the store."""
     size = int(slots.stop) - int(slots.start)
     return bool(slots.stop == next_slots.start) and first + size == next_first
 

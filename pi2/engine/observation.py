@@ -1,10 +1,4 @@
-"""What each FFN reads while prompts are processed, and what its neurons answer.
-
-Any backend can be observed that shows its FFN's input (`pi2.backends.protocol.InputReader`): the
-activations are computed once more, in float32, from the bundles that pass by.  Only dense layers
-(prompts) are observed, since sparse ones leave neurons out.  In a mixture, neurons of experts that
-do not compute a token do nothing: they count as 0, and observers are told who computes what.
-"""
+"""What each FFN reads while prompts are processed, and what its neurons answer."""
 
 from __future__ import annotations
 
@@ -84,7 +78,6 @@ class DenseObserver(ExecutorObserver):
         self._chunk = number
 
     def begin_ffn(self, layer: int) -> None:
-        """Begin a layer."""
         self._pieces.pop(self._chunk, None)
         self._owners.pop(self._chunk, None)
 

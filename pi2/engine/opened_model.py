@@ -171,7 +171,6 @@ def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -
 
 
 def _cut_matrices(resolved: ResolvedPlan, name: str, request: BuildRequest) -> Mapping[str, Tensor]:
-    """Rows of projections and of the head that a unit has."""
     rows = resolved.divided_rows
     if rows is None or rows.unit != name:
         return {}

@@ -83,7 +83,6 @@ class PrefixFiles:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files."""
         return self._total
 
     def count_known(self, names: Sequence[str]) -> int:
@@ -157,7 +156,6 @@ class PrefixFiles:
             self._remove(next(iter(self._sizes)))
 
     def _give_up(self, error: OSError) -> None:
-        """Go on without writing: prompts are read instead."""
         if self._works:
             get_logger().warning("prefixes are not kept in files", reason=str(error.strerror))
         self._works = False
@@ -205,7 +203,6 @@ class KeptPrefixes:
         self._places = [_Place() for _ in forward.positions]
 
     def choose_place(self, free: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """See `pi2.engine.prefixes.Prefixes`."""
         ids = list(prompt_ids)
         most = len(ids) - 1
         usable = [self._count_usable(place, ids, most) for place in range(len(self._places))]
@@ -228,19 +225,16 @@ class KeptPrefixes:
         return target, reused
 
     def choose_empty(self, free: Sequence[int]) -> int:
-        """See `pi2.engine.prefixes.Prefixes`."""
         place = self._find_oldest(free)
         self._forward.reset(place)
         self.forget(place)
         return place
 
     def note_copy(self, source: int, target: int) -> None:
-        """See `pi2.engine.prefixes.Prefixes`."""
         kept = self._places[source]
         self._places[target] = replace(kept, ids=list(kept.ids), used_at=time.monotonic())
 
     def note_prompt(self, place: int, ids: I32) -> None:
-        """See `pi2.engine.prefixes.Prefixes`."""
         kept = self._places[place]
         if kept.exact == len(kept.ids):
             kept.exact = len(ids)
@@ -248,11 +242,9 @@ class KeptPrefixes:
         self._save(place)
 
     def note_token(self, place: int, token: int) -> None:
-        """See `pi2.engine.prefixes.Prefixes`."""
         self._places[place].ids.append(token)
 
     def note_end(self, place: int) -> None:
-        """See `pi2.engine.prefixes.Prefixes`."""
         kept = self._places[place]
         # What failed or was given up may have been read by some layers only.
         del kept.ids[self._forward.positions[place] :]
@@ -261,7 +253,6 @@ class KeptPrefixes:
         self._save(place)
 
     def forget(self, place: int) -> None:
-        """See `pi2.engine.prefixes.Prefixes`."""
         self._places[place] = _Place()
 
     def close(self) -> None:
@@ -284,7 +275,6 @@ class KeptPrefixes:
         return min(common, kept.exact) // self._block * self._block
 
     def _find_oldest(self, free: Sequence[int]) -> int:
-        """An empty place, or the one that was not used for longest."""
         return min(
             free, key=lambda place: (bool(self._places[place].ids), self._places[place].used_at)
         )
@@ -344,7 +334,6 @@ class KeptPrefixes:
 
 
 def _count_common(first: list[int], second: list[int]) -> int:
-    """Tokens that both begin with."""
     most = min(len(first), len(second))
     if first[:most] == second[:most]:
         return most

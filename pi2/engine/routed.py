@@ -1,24 +1,5 @@
 """The FFN of a mixture of which a token computes the neurons of its experts, all of them and no
 others (``predictor = "router"``).
-
-Nothing is predicted, so nothing is lost.  A layer's neurons are computed in parts of stored order
-whose bounds depend on the chosen experts alone, and the sums of parts are added up one after the
-other: whatever the cache has, the same numbers are added in the same order.  All missing neurons
-are asked for at once.  Of a single token, where the executor keeps the sums of parts
-(`pi2.backends.protocol.PartAdder`), those parts that are in memory are computed meanwhile, and the
-last one that is read is computed alone, since nothing is read meanwhile.  Otherwise parts are
-computed in their order.
-
-Looking ahead is to read what the router would choose: the next layer's on this layer's input, or
-this layer's before its attention.  A drive that has nothing to do when a layer's FFN begins reads
-for the layer after the next one, too: layers miss many experts or none, and evenly the drive would
-keep up.  What looking ahead gets wrong is read when the routing is known.
-
-Whether looking ahead pays, as tokens show: for a while some look ahead and some do not.
-
-Guesses that are wrong cost reads, and where the drive is the bottleneck, time; those that are right
-let it work while others compute.  Which of both is more depends on the drive, the model and what
-is in memory, so it is measured while the model runs.
 """
 
 from __future__ import annotations
@@ -243,7 +224,6 @@ class RoutedFeedForward(FeedForward):
         return {later: self._guess(later) for later in following if self._looks_ahead(later)}
 
     def _prefetch(self, layer: int, guessed: list[I32]) -> None:
-        """Begin to read what experts miss, of each token, as far as the cache has room."""
         owned, united = self._count_owned(layer), unite_experts(guessed)
         begun = self._begun.setdefault(layer, [])
         indices = self._leave_begun(self._groups.list_neurons(layer, united, owned), begun)
@@ -358,7 +338,6 @@ class RoutedFeedForward(FeedForward):
         return indices.compress(is_new.take(indices))
 
     def _compute_part(self, part: I32) -> None:
-        """Compute neurons when all of them have arrived, in stored order."""
         assert self._now is not None
         self._wait_for_part(part)
         slots = self._cache.locate(self._now.layer, part)
@@ -428,7 +407,6 @@ class RoutedFeedForward(FeedForward):
             wave.taken = end
 
     def _end_ahead(self) -> None:
-        """Keep what was read ahead, but hold it no longer."""
         for wave in self._ahead:
             self._wait(wave, self._cache.neurons)
         ahead, self._ahead = self._ahead, ()

@@ -267,7 +267,6 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
 
 
 def _describe_load(run: Mapping[str, Any]) -> str:
-    """Seconds, and the rate of a load that is large enough to have one."""
     seconds, size = run["load_s"], run["loaded_bytes"]
     return f"{seconds:.2f} s" + (f" ({size / seconds / 1e9:.1f} GB/s)" if size >= 1e8 else "")
 
@@ -304,7 +303,6 @@ def summarise_batch(model: LoadedModel, result: BatchResult) -> str:
 
 
 def _list_phases(run: dict[str, Any]) -> list[str]:
-    """How fast steps were while as many sequences went on, the most first."""
     if len(run["phases"]) < 2:
         return []
     parts = [
@@ -369,7 +367,6 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str) -> str:
 
 
 def _describe_weights(model: LoadedModel) -> str:
-    """Where the weights of a GGUF file are."""
     facts = model.plan.file
     assert facts is not None
     whole = approximate_bytes(facts.matrix_bytes)
@@ -380,7 +377,6 @@ def _describe_weights(model: LoadedModel) -> str:
 
 
 def _list_reads(model: LoadedModel, run: dict[str, Any]) -> list[str]:
-    """What came from flash, and how often it was in memory already."""
     if model.plan.has_whole_unit:
         return []
     hits = run["cache_hit_rate"]
@@ -406,7 +402,6 @@ def _describe_neurons(model: LoadedModel, run: dict[str, Any]) -> str:
 
 
 def _describe_left_out(decode: Decode, share: float) -> str:
-    """What was not worth a read, beside what the plan allows."""
     stated = decode.leave_out
     allowed = "" if stated is None else f" (decode.leave_out = {stated:g})"
     return f"left out: {_percent(share)} of the predictor's scores, instead of read{allowed}"

@@ -447,7 +447,6 @@ class Scheduler:
             self._running[own] = ticket
 
     def _read_prompts(self) -> None:
-        """Read pieces of prompts, together as many tokens as go through a layer at once."""
         room = self._piece_tokens
         while self._reading and room > 0:
             place, ticket = next(iter(self._reading.items()))
@@ -557,7 +556,6 @@ class Scheduler:
             self._fail(ticket, error)
 
     def _take(self, ticket: Ticket, logits: F32) -> None:
-        """Draw a token and put what it makes where the one who waits finds it."""
         answer = _get_answer(ticket)
         piece = answer.take(logits)
         if answer.reason is not None:

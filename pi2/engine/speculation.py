@@ -1,16 +1,4 @@
-"""Tokens that are guessed and verified together (``decode.speculation``).
-
-A step takes the last token of a sequence and the guesses that follow it through the model at once.
-Its logits are those that the tokens have one by one, so the answer draws from them as ever, one
-after the other with the same random numbers: the first token that differs from its guess ends the
-step's use, and what was guessed after it is taken back.
-
-Whether guessing tokens pays, by what steps with and without guesses touch and take.
-
-Tokens that are verified together touch more neurons than one does, and only those that are kept
-count.  How many that are depends on the text, so it is measured while the model runs.  Bytes do
-not depend on what else the machine does; seconds show what bytes do not.
-"""
+"""Tokens that are guessed and verified together (``decode.speculation``)."""
 
 from __future__ import annotations
 
@@ -56,8 +44,6 @@ class Drafter(Protocol):
 
 
 class _Index:
-    """Where the tokens of a sequence stand."""
-
     def __init__(self) -> None:
         self.ends: dict[tuple[int, ...], list[int]] = {}
         """Ends of the places of every few tokens that follow each other."""
@@ -91,7 +77,6 @@ class PromptLookup:
         return found
 
     def forget(self, place: int) -> None:
-        """See `Drafter`."""
         self._indexes.pop(place, None)
 
 
@@ -126,7 +111,6 @@ class PlanDrafts:
         return found[1:]
 
     def _catch_up(self, place: int, ids: I64) -> None:
-        """Let the other model read all but the last token."""
         known = self._known[place]
         count = min(len(known), len(ids) - 1)
         differ = np.flatnonzero(known[:count] != ids[:count])
@@ -137,7 +121,6 @@ class PlanDrafts:
             self._forward.prefill(missing, end=len(ids) - 1, sequence=place)
 
     def forget(self, place: int) -> None:
-        """See `pi2.engine.speculation.Drafter`."""
         if place < len(self._known):
             self._known[place] = np.empty(0, np.int64)
             self._forward.reset(place)
@@ -204,8 +187,6 @@ class Touched(NamedTuple):
 
 @dataclass(slots=True)
 class _Window:
-    """The last steps of a kind."""
-
     steps: deque[tuple[int, Touched, float]] = field(
         default_factory=lambda: deque(maxlen=WINDOW_STEPS)
     )
@@ -465,6 +446,5 @@ def make_speculation(parts: Parts) -> Speculation | None:
 
 
 def _add_counts(own: Callable[[], Touched], other: Callable[[], Touched]) -> Touched:
-    """What both models have touched."""
     mine, theirs = own(), other()
     return Touched(mine.memory + theirs.memory, mine.flash + theirs.flash)

@@ -26,13 +26,11 @@ class SpeculationCounters:
     drafted_bytes: int = 0
     """Bytes that these have touched in memory and on flash, guessing included."""
     drafted_flash_bytes: int = 0
-    """Those of them on flash."""
     plain_tokens: int = 0
     """Tokens that steps without guesses have made."""
     plain_bytes: int = 0
     """Bytes that these have touched in memory and on flash."""
     plain_flash_bytes: int = 0
-    """Those of them on flash."""
 
     def __add__(self, other: SpeculationCounters) -> SpeculationCounters:
         return self._combine(other, 1)

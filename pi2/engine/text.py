@@ -161,7 +161,6 @@ def read_chat_template(
 
 
 def _read_text(file: Path) -> str | None:
-    """The file's text, None if there is none."""
     try:
         return read_regular(file).decode("utf-8")
     except FileNotFoundError:

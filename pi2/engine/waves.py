@@ -185,7 +185,6 @@ class Waves:
         return indices.compress(self._cache.locate(layer, indices) != ABSENT)
 
     def _select_tokens(self) -> Iterator[int]:
-        """Let the executor's calls be about one token of a step after the other."""
         if self._tokens == 1:
             yield 0
             return

@@ -65,11 +65,9 @@ class WholeForward(Sequences):
 
     @property
     def copies(self) -> bool:
-        """See `pi2.engine.forward.Sequences`."""
         return isinstance(self._model, ContextKeeper) and not self._has_states
 
     def copy(self, source: int, target: int) -> None:
-        """See `pi2.engine.forward.Sequences`."""
         assert isinstance(self._model, ContextKeeper), "nothing can be copied"
         position = self.positions[source]
         self.go_on_from(target, position)
@@ -92,7 +90,6 @@ class WholeForward(Sequences):
         end: int = 0,
         sequence: int = 0,
     ) -> F32:
-        """See `pi2.engine.forward.Sequences`."""
         return self._read_prompt(
             tokens, self._model.logits, all_logits, take, progress, end, sequence
         )
@@ -138,7 +135,6 @@ class WholeForward(Sequences):
         return np.concatenate(parts if all_logits else parts[-1:])
 
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
-        """See `pi2.engine.forward.Sequences`."""
         for sequence in set(sequences):
             self._check_room(sequence, sequences.count(sequence))
         positions = self._find_positions(sequences)

@@ -147,8 +147,6 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """The text, as the first model that was loaded cut it."""
-
     texts: Sequence[str]
     ids: Sequence[list[int]]
     """Tokens of each text."""
@@ -222,7 +220,6 @@ def evaluate_plan(
 
 
 def _run_peer(model: LoadedModel, text: _Text, progress: Progress) -> Run:
-    """The run of llama.cpp on the same file."""
     from pi2.evaluation.peer import score_beside
 
     scores, divergence = score_beside(model, text.windows, lambda share: progress(PEER, share))
@@ -231,7 +228,6 @@ def _run_peer(model: LoadedModel, text: _Text, progress: Progress) -> Run:
 
 
 def _name_run(model: LoadedModel) -> str:
-    """The plan's predictor, or the method by which gates are cut."""
     plan = model.plan.plan
     cut = model.plan.thresholds is not None and plan.decode.predictor == "gate"
     return plan.sparsity.method if cut and plan.sparsity is not None else plan.decode.predictor
@@ -271,7 +267,6 @@ def _compare(
 
 
 def _check_tokens(model: LoadedModel, text: _Text, path: Path) -> None:
-    """Another plan's windows must be the same, token by token."""
     context = max(len(window.tokens) for window in text.windows)
     same = model.plan.plan.kv.context >= context and all(
         encode_text(model.tokenizer, piece) == ids

@@ -246,8 +246,6 @@ class State:
 
 
 class _LayerExecutor(ReferenceExecutor):
-    """The reference executor for one layer of many windows after the other."""
-
     def __init__(self, weights: Weights, model: Model, context: int) -> None:
         self._weights = weights
         self._tensors = _LazyTensors(weights)

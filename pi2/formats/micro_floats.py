@@ -16,7 +16,6 @@ class _ScaledByBytes(Format):
     __slots__ = ()
 
     def find_faults(self, raw: U8) -> Bits:
-        """See `Format.find_faults`."""
         import numpy as np
 
         count, mask = (1, 0xFF) if self.name == "mxfp4" else (4, 0x7F)

@@ -16,7 +16,6 @@ class _Plain(Format):
     __slots__ = ()
 
     def find_faults(self, raw: U8) -> Bits:
-        """See `Format.find_faults`."""
         import numpy as np
 
         found: Bits = ~np.isfinite(self.decode(raw))

@@ -16,7 +16,6 @@ class _SpreadScale(Format):
     __slots__ = ()
 
     def find_faults(self, raw: U8) -> Bits:
-        """See `Format.find_faults`."""
         import numpy as np
 
         blocks = np.ascontiguousarray(raw).reshape(*raw.shape[:-1], -1, self.block_bytes)

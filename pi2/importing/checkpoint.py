@@ -394,7 +394,6 @@ def _is_file_name(name: str) -> bool:
 
 
 def _check_index(folder: Path, tensors: Mapping[str, SourceTensor]) -> None:
-    """Each tensor must be in the file that the index names, where there is one."""
     index = find_index(folder)
     if index is None:
         return

@@ -79,7 +79,6 @@ class Config:
         return self._values
 
     def change(self, values: Mapping[str, Any]) -> Config:
-        """The configuration with other values."""
         return Config(self.file, {**self._values, **values})
 
     def set_default(self, key: str, value: Any) -> Config:

@@ -244,7 +244,6 @@ def keep_old_notes(output: Path, notes: Mapping[str, bytes]) -> dict[str, bytes]
 
 
 def _check_tokenizer(file: Path, content: bytes, model: Model) -> None:
-    """The tokenizer must work, and may not make tokens that the model lacks."""
     try:
         size = try_tokenizer(content).size
     except TokenizerRefused as error:

@@ -1,8 +1,4 @@
-"""Turns a checkpoint into a neuron store, tensor by tensor.
-
-At most the FFN matrices of one layer are in memory at once, of a mixture those of a few experts, as
-they are in the checkpoint.
-"""
+"""Turns a checkpoint into a neuron store, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -179,7 +175,6 @@ class _Conversion:
                 shards.drop(file)
 
     def _list_layer_files(self, layer: int, bundle: BundleLayout) -> set[Path]:
-        """Files in which the neurons of a layer lie."""
         names = [part.name for part in bundle.parts]
         biases = [f"{bias.name}_bias" for bias in bundle.biases]
         files = list_files(self._find_matrices(layer, [*names, *biases]))
@@ -189,7 +184,6 @@ class _Conversion:
         return files
 
     def _list_dense_files(self, tensor: DenseTensor) -> set[Path]:
-        """Files in which a dense tensor lies."""
         kind, layer = _split_name(tensor)
         tensors, model = self._source.tensors, self._model
         if kind.startswith("predictor_"):
@@ -237,7 +231,6 @@ class _Conversion:
         return self._quantize_rows(tensor, sources, pool)
 
     def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[Rows]]:
-        """Matrices of a layer's FFN by expert."""
         experts = range(self._model.expert_count)
         return [[self._find(name, layer, expert) for name in names] for expert in experts]
 
@@ -292,7 +285,6 @@ class _Conversion:
         return self._read_matrices(sources[number])
 
     def _read_matrices(self, group: list[Rows]) -> list[Raw]:
-        """Matrices of a layer's FFN, or of one expert's, each with neurons as rows."""
         *inner, down = group
         for source in group:
             self._advance(source)
@@ -353,7 +345,6 @@ class _Conversion:
     def _quantize_state(
         self, tensor: DenseTensor, layer: int, kind: str, pool: ThreadPoolExecutor
     ) -> TensorPieces:
-        """A tensor of a layer with a state."""
         tensors = self._source.tensors
         if tensor.precision != "fp32":
             sources = find_state_rows(tensors, self._model, kind, layer)
@@ -364,7 +355,6 @@ class _Conversion:
         yield pad_columns(values, tensor.length), None
 
     def _quantize_predictors(self, tensor: DenseTensor, layer: int, kind: str) -> TensorPieces:
-        """Rows of the predictors of a layer, or of one expert after the other."""
         assert self._predictors is not None
         found, ffn = self._predictors[layer], self._model.shape.ffn
         owners, neurons = np.divmod(self._order[layer], np.int32(ffn))
@@ -386,7 +376,6 @@ class _Conversion:
     def _pack_neurons(
         self, raw: Raw, source: SourceTensor, layer: int, part: Part
     ) -> tuple[Raw, Raw | None]:
-        """Rows of a part of neurons, packed."""
         precision, length = self._model.quantization.ffn, self._model.stored_neuron_width
         if precision != "mxfp4":
             # The rows of gate and up meet the FFN's input; those of down do not.
@@ -450,7 +439,6 @@ def _explain_weight(source: SourceTensor, error: ValueError) -> UserError:
 
 
 def _split_name(tensor: DenseTensor) -> tuple[str, int]:
-    """What a dense tensor is, and of which layer."""
     parts = tensor.name.split(".")
     return (parts[2], int(parts[1])) if len(parts) == 3 else (tensor.name, 0)
 

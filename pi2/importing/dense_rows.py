@@ -192,7 +192,6 @@ def _factor_products(gates: Rows) -> tuple[F64, F64]:
 
 
 def _factor_rows(gates: Rows) -> tuple[F64, F64]:
-    """The same by QR decomposition, whatever the rank."""
     blocks = _list_blocks(gates.count)
     sums = [gates.read(*block).sum(axis=0, dtype=np.float64) for block in blocks]
     mean: F64 = np.sum(sums, axis=0) / gates.count
@@ -403,8 +402,6 @@ def _turn_keys(whole: SourceTensor, model: Model) -> SourceTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack(SourceTensor):
-    """Vectors of equal length as the rows of a matrix."""
-
     parts: tuple[Rows, ...]
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:

@@ -1,9 +1,4 @@
-"""Opens GGUF files as the Hugging Face checkpoint that they were made from.
-
-What llama.cpp's converter does to tensors is undone: rows of queries and keys in another order,
-experts in one tensor, weights of norms with 1 added; of PowerInfer's files also down projections
-that are turned, and predictors that read what the FFN's norm reads.
-"""
+"""Opens GGUF files as the Hugging Face checkpoint that they were made from."""
 
 from __future__ import annotations
 
@@ -243,7 +238,6 @@ def find_parts(path: Path) -> list[Path]:
 
 
 def _check_split(files: list[GgufFile]) -> None:
-    """Files must be those that their names say, and together have all tensors."""
     for number, file in enumerate(files):
         for key, value in (("split.count", len(files)), ("split.no", number)):
             # A file that was never split may say that it is none of no files.
@@ -366,7 +360,6 @@ def _read_vector(files: list[GgufFile], name: str) -> F32 | None:
 
 
 def _make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
-    """A tensor as the file has it."""
     return GgufTensor(
         file=file.path,
         name=entry.name,

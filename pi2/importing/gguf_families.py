@@ -1,11 +1,4 @@
-"""GGUF files of families that differ from Llama in more than names.
-
-What GGUF files of Gemma 4 state, under the names of configurations.
-
-Layers with and without a window differ in heads, rotary positions and, of E2B, in the width of
-their FFNs: files have a number for every layer where that is so.  The part of a head that turns is
-told by divisors of frequencies, which are huge where nothing turns.
-"""
+"""GGUF files of families that differ from Llama in more than names."""
 
 from __future__ import annotations
 
@@ -201,7 +194,6 @@ def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> 
 
 
 def _read_experts(metadata: Metadata, experts: int) -> dict[str, Any]:
-    """Numbers and sizes of experts."""
     return {
         "enable_moe_block": True,
         "num_experts": experts,

@@ -19,7 +19,6 @@ Names = dict[str, str]
 
 
 def _name_both(gguf: str, hugging_face: str) -> Names:
-    """A projection or norm: its weight and its bias."""
     return {f"{gguf}.{part}": f"{hugging_face}.{part}" for part in ("weight", "bias")}
 
 
@@ -37,7 +36,6 @@ def _name_ffn(block: str, end: str = "", names: tuple[str, str, str] = _PROJECTI
 
 
 def _name_experts(block: str, names: tuple[str, str, str] = _PROJECTIONS) -> Names:
-    """Weights of all experts in one tensor for each part."""
     return _name_ffn(f"{block}.experts.{{expert}}", "_exps", names)
 
 

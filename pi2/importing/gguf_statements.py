@@ -1,8 +1,4 @@
-"""What a GGUF file states, held against the model that was made of it.
-
-A key that nothing reads may change what the model computes: it is a finding, unless it is known
-here.  Of others the value is compared with that of the model, whichever family has read it.
-"""
+"""What a GGUF file states, held against the model that was made of it."""
 
 from __future__ import annotations
 
@@ -71,7 +67,6 @@ def _factor(model: Model, value: float) -> bool:
 
 
 def _has_width(model: Model, value: int) -> bool:
-    """Whether some layer sees as many tokens, or all see no more."""
     window = model.attention.sliding_window
     return window == value or (window is None and value >= model.shape.context)
 
@@ -85,7 +80,6 @@ def _has_scale(model: Model, value: float) -> bool:
 
 
 def _turns(model: Model, value: int) -> bool:
-    """Whether so many elements of a head turn, in some layers."""
     latent = model.attention.latent
     if latent is not None:
         return value == latent.rotated
@@ -102,7 +96,6 @@ def _has_router(model: Model, value: int) -> bool:
 
 
 def _turns_around(model: Model, value: float) -> bool:
-    """Whether heads of some layers turn by this base."""
     return any(_is_same(rope.theta, value) for rope in model.list_turns().values())
 
 

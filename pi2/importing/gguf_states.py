@@ -212,7 +212,6 @@ def read_qwen_hybrid(metadata: Metadata, config: dict[str, Any], activation: str
 
 
 def _read_states(metadata: Metadata) -> dict[str, Any]:
-    """Sizes of Qwen's layers with a state."""
     values = metadata.read_count("{arch}.ssm.time_step_rank")
     return {
         "linear_num_key_heads": metadata.read_count("{arch}.ssm.group_count"),
@@ -255,8 +254,6 @@ class RateLogarithms(DecodedTensor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OrderedColumns(DecodedTensor):
-    """A matrix with its columns in another order."""
-
     source: SourceTensor
     columns: I64
 

@@ -1,10 +1,4 @@
-"""Makes a ``tokenizer.json`` from a GGUF file's metadata.
-
-Kinds are known by ``tokenizer.ggml.model``: ``gpt2``, pairs of bytes that are merged in a listed
-order, in words that `pi2.importing.text_cuts` cuts; ``gemma4``, the same with pairs of characters;
-``llama``, SentencePiece pieces, of which the best-scored pair is merged first and what no piece
-covers falls apart into bytes; ``t5``, such pieces of which the likeliest division of a text counts.
-"""
+"""Makes a ``tokenizer.json`` from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -65,7 +59,6 @@ class TokenMarks:
     """What the tokens of a file are for."""
 
     kinds: tuple[int, ...]
-    """The kind of each token."""
     begin: int | None
     ends: tuple[int, ...]
     """Tokens after which an answer is over, the file's own end token first."""
@@ -190,7 +183,6 @@ def _read_kinds(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) 
 def _build(
     file: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
-    """The tokenizer without marks and begin token, and whether texts begin with one."""
     kind = metadata.get("tokenizer.ggml.model")
     stated = metadata.get("tokenizer.ggml.add_bos_token")
     if kind in ("gpt2", "gemma4"):
@@ -363,7 +355,6 @@ def _read_scores(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str])
 
 
 def _find_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Pairs that make a piece, those of the best-scored piece first."""
     numbers = _number_tokens(tokens)
     merges = []
     for token, number in numbers.items():
@@ -378,7 +369,6 @@ def _find_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[s
 
 
 def _read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs that are merged, in this order."""
     pairs = []
     for merge in metadata.get("tokenizer.ggml.merges", []):
         left, _, right = str(merge).partition(" ")
@@ -419,7 +409,6 @@ def _add_marks(
 def _frame_texts(
     tokenizer: Tokenizer, tokens: Sequence[str], begin: int | None, end: int | None
 ) -> None:
-    """Put the begin token before texts, and the end token after whole ones."""
     from tokenizers import processors
 
     framing = [(tokens[number], number) for number in (begin, end) if number is not None]

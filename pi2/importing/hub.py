@@ -231,7 +231,6 @@ def check_family(folder: Path) -> None:
 
 
 def _find_cached(name: str, commit: str, files: Sequence[str]) -> Path | None:
-    """The folder of the hub's own cache if it has all the files."""
     from huggingface_hub import try_to_load_from_cache
 
     found = [try_to_load_from_cache(name, file, revision=commit) for file in files]

@@ -1,9 +1,4 @@
-"""Opens folders of MLC-LLM as the Hugging Face checkpoint that they were made from.
-
-``mlc-chat-config.json`` is the configuration; ``tensor-cache.json`` (``ndarray-cache.json`` before)
-lists shards and the tensors in them.  Query, key and value are one tensor there, gate and up too,
-and experts of a layer lie one after another.
-"""
+"""Opens folders of MLC-LLM as the Hugging Face checkpoint that they were made from."""
 
 from __future__ import annotations
 
@@ -180,7 +175,6 @@ def _read_record(index: Path, shard: Shard, entry: Any) -> Record:
 
 
 def _name_first(records: list[Any]) -> str:
-    """Name of the first tensor of a list that may be malformed."""
     first = records[0] if records else None
     return str(first.get("name", "?")) if isinstance(first, dict) else "?"
 

@@ -174,7 +174,6 @@ def has_ternary_weights(checkpoint: Checkpoint, model: Model) -> bool:
 
 
 def _name_matrices(model: Model) -> Iterator[str]:
-    """Names of the projections and FFNs of all layers, where none are in one tensor."""
     names = model.tensors
     ffn = [names.gate, names.up, names.down] if model.ffn.gated else [names.up, names.down]
     for layer in range(model.shape.layers):

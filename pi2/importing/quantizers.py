@@ -1,19 +1,4 @@
-"""How float32 weights become the codes and scales of a store.
-
-Rounding with the best scale: tries several for every group and keeps the one that errs least.
-
-`pi2.plan.weights.rounding.quantize` takes the scale from the largest weight of a group.  A smaller
-scale cuts that weight off and keeps the others better; a least-squares fit of the scale to the
-codes follows.  Errors count as much as the inputs that they meet: by their mean squares, where
-known (activation-aware, as in AWQ and in llama.cpp's importance matrices), else alike.
-
-Rounding that makes up for its own errors: what a column loses, later columns give back.
-
-Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
-(2022): with H = E[u u^T] over the inputs u of a matrix, the columns are rounded one after the
-other, and the error of each is spread over those still to come so that the matrix's output on such
-inputs changes least.  The scale of a group of 32 columns is searched when its turn comes.
-"""
+"""How float32 weights become the codes and scales of a store."""
 
 from __future__ import annotations
 

@@ -89,7 +89,6 @@ def _require(
 
 
 def _count_named(model: Model, key: str) -> int:
-    """Experts whose parts have names of their own."""
     pattern = getattr(model.tensors, key)
     return model.moe.experts if model.moe is not None and "{expert}" in pattern else 1
 
@@ -139,12 +138,10 @@ def _list_projections(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _has_gate_rows(model: Model) -> bool:
-    """Whether the gates of what heads mix are rows of the query projection."""
     return model.attention.output_gate and model.tensors.query_gate is None
 
 
 def _list_latent(model: Model) -> dict[str, tuple[int, ...]]:
-    """Those of latent attention, up to its output."""
     shape, latent = model.shape, model.attention.latent
     assert latent is not None
     hidden, heads, rank = shape.hidden, shape.heads, latent.query_rank
@@ -189,7 +186,6 @@ def _list_norms(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _list_altup(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a layer has for several residual streams, and for LAuReL."""
     altup, hidden = model.altup, model.shape.hidden
     if altup is None:
         return {}
@@ -207,7 +203,6 @@ def _list_altup(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _list_layer_embedding(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of what all layers' own embeddings have in common."""
     own, shape = model.layer_embedding, model.shape
     if own is None:
         return {}
@@ -258,7 +253,6 @@ def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def _list_experts(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of an expert, or of the FFN of a layer without experts."""
     hidden, ffn = model.neuron_width, model.shape.ffn
     sizes: dict[str, tuple[int, ...]] = {}
     for part in ("gate", "up") if model.ffn.gated else ("up",):
@@ -511,7 +505,6 @@ def _list_unused(checkpoint: Checkpoint, model: Model) -> list[str]:
 
 
 def _match_predictors(model: Model) -> Iterator[re.Pattern[str]]:
-    """Names of the tensors of predictors, which are read apart."""
     names = model.tensors
     for pattern in (names.predictor_in, names.predictor_out, names.predictor_bias):
         yield re.compile(re.sub(r"\\{\w+\\}", r"\\d+", f"^{re.escape(pattern)}$"))

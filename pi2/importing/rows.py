@@ -1,9 +1,4 @@
-"""Which rows of a checkpoint's tensors become which tensor of the store, and in which order.
-
-A checkpoint may keep query, key and value (or gate and up) in one tensor, and pairs of elements
-that are rotated together elsewhere than a store does (`pi2.plan.weights.projections`).  Here both
-are numbers of rows, so that weights are still read and quantised piece by piece.
-"""
+"""Which rows of a checkpoint's tensors become which tensor of the store, and in which order."""
 
 from __future__ import annotations
 
@@ -231,7 +226,6 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return self.tensor.shape[0] if self.index is None else len(self.index) + self.missing
 
     @property
@@ -308,7 +302,6 @@ def find_rows(tensors: Mapping[str, SourceTensor], model: Model, key: str, layer
 
 
 def _fill_values(tensor: SourceTensor, model: Model, key: str) -> SourceTensor:
-    """A projection of values as wide as keys, or the columns that take them."""
     width, shape = model.attention.value_width, model.shape
     if width is None or width == shape.head_dim:
         return tensor

@@ -227,7 +227,6 @@ class TorchTensor(SourceTensor):
     """A tensor of a PyTorch file, mapped into memory; ``offset`` means nothing here."""
 
     values: Any
-    """torch.Tensor."""
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows ``start`` to ``stop``, as `SourceTensor.read_raw` returns them."""

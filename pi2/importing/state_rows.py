@@ -1,7 +1,4 @@
-"""Which rows of a checkpoint's tensors become which tensor of a layer with a state.
-
-`pi2.plan.weights.states` says what a store has; checkpoints keep the same rows in other orders.
-"""
+"""Which rows of a checkpoint's tensors become which tensor of a layer with a state."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ def list_state_shapes(model: Model) -> Shapes:
 
 
 def _list_rank_shapes(shape: StateShape) -> Shapes:
-    """Projections of what decays and gates are made of."""
     needs: Shapes = {}
     if shape.decay_rank:
         needs["state_decays"] = (shape.decays, shape.decay_rank)
@@ -116,7 +112,6 @@ def _list_rows(model: Model, shape: StateShape, kind: str) -> Iterator[tuple[str
 
 
 def _ungroup(shape: StateShape) -> I64:
-    """Queries, keys, values and gates of rows that have them for every key head."""
     values = shape.value_heads // shape.key_heads * shape.value_dim
     sizes = (shape.key_dim, shape.key_dim, values, values)
     rows = np.arange(shape.rows).reshape(shape.key_heads, -1)
@@ -125,12 +120,10 @@ def _ungroup(shape: StateShape) -> I64:
 
 
 def _order_mamba(shape: StateShape) -> I64:
-    """C, B, x and gates of rows that have gates, x, B, C and step sizes."""
     return np.concatenate([_order_channels(shape) + shape.width, np.arange(shape.width)])
 
 
 def _order_channels(shape: StateShape) -> I64:
-    """C, B and x of channels that are x, B and C."""
     keys = shape.key_heads * shape.key_dim
     values, before, after = np.split(np.arange(shape.channels), [shape.width, shape.width + keys])
     return np.concatenate([after, before, values])
@@ -181,7 +174,6 @@ def list_vector_sources(
 
 
 def _has_step_bias(model: Model) -> bool:
-    """Whether step sizes come out of the projection with a bias of their own."""
     return model.tensors.state_order == "mamba" and _describe(model).projection_bias
 
 

@@ -1,11 +1,4 @@
-"""A document as an editor has it, checked.
-
-Quick fixes: what the help of a finding says to write, as changes of the text.
-
-Helps are written for people, in a few turns of phrase: ``write KEY = VALUE``, ``write VALUE``,
-``did you mean `NAME`?``, ``lower KEY to VALUE``, ``for example `KEY = VALUE` ``.  A phrase becomes
-a fix only where the place that it speaks of is in the text and of the kind that it speaks of.
-"""
+"""A document as an editor has it, checked."""
 
 from __future__ import annotations
 
@@ -208,7 +201,6 @@ class Checked:
                 yield self._find_reason(item), item
 
     def _find_reason(self, item: Diagnostic) -> Span:
-        """Place where this text names the file that a finding is in."""
         if item.span is not None:
             for kind in ("device", "model"):
                 source = self.report.files.get("device" if kind == "device" else "model")
@@ -260,7 +252,6 @@ def _write_values(doc: FieldDoc) -> str:
 
 
 def _write_origins(checked: Checked, path: KeyPath) -> Iterator[str]:
-    """Every file that says something about the value, the strongest first."""
     source = checked.source
     if source is None:
         return
@@ -362,7 +353,6 @@ def list_fixes(checked: Checked, span: Span, item: Diagnostic) -> Iterator[Fix]:
 
 
 def _read(checked: Checked, span: Span) -> str:
-    """The text at a span of one line."""
     line = checked.text.split("\n")[span.line - 1]
     return line[span.column - 1 : span.end_column - 1]
 

@@ -48,8 +48,6 @@ class Cursor:
 
 @dataclass
 class _Frame:
-    """A table or array that is open."""
-
     mark: str
     """Closing bracket, or nothing for the document."""
     path: KeyPath
@@ -72,8 +70,6 @@ class _Frame:
 
 
 class _Reader:
-    """Reads tokens up to the cursor."""
-
     def __init__(self) -> None:
         self.root = _Frame("", ())
         self.frames = [self.root]
@@ -251,7 +247,6 @@ def complete(checked: Checked, offset: int) -> tuple[Cursor, list[Item]]:
 
 
 def _list_keys(checked: Checked, kind: Kind, cursor: Cursor) -> Iterator[Item]:
-    """Keys of the table that are not there yet."""
     present = {path[-1] for path in checked.spans.keys if path[:-1] == cursor.path}
     for name in _list_names(checked, kind, cursor.path):
         if name in present and name != cursor.prefix:
@@ -276,7 +271,6 @@ def _describe_key(kind: Kind, path: KeyPath, name: str) -> Item:
 
 
 def _list_names(checked: Checked, kind: Kind, path: KeyPath) -> list[str]:
-    """Names that keys of a table may have, those of units too."""
     known = list_known_keys(DOCUMENTS[kind], path)
     if known:
         return known
@@ -288,7 +282,6 @@ def _list_names(checked: Checked, kind: Kind, path: KeyPath) -> list[str]:
 
 
 def _list_tables(checked: Checked, kind: Kind, cursor: Cursor) -> Iterator[Item]:
-    """Parts of a header: tables, and arrays of tables."""
     for name in _list_names(checked, kind, cursor.path):
         found = find_type(DOCUMENTS[kind], (*cursor.path, name))
         item = get_args(found)[0] if get_origin(found) is tuple else found
@@ -344,7 +337,6 @@ def _offer(value: Any, quote: str, detail: str) -> Iterator[Item]:
 
 
 def _list_documents(checked: Checked, kind: Kind, quote: str) -> Iterator[Item]:
-    """Locked references, files nearby, and shipped names."""
     for reference in _list_locked(checked, kind):
         yield from _offer_name(reference, quote, "locked")
     for name in _list_near(checked, kind):
@@ -387,7 +379,6 @@ def _list_near(checked: Checked, kind: Kind) -> Iterator[str]:
 
 
 def _list_stores(checked: Checked, quote: str) -> Iterator[Item]:
-    """Folders near the plan that hold a finished neuron store."""
     own = checked.path.parent
     for pattern in ("*/manifest.json", "stores/*/manifest.json", "../stores/*/manifest.json"):
         for path in sorted(own.glob(pattern))[:100]:

@@ -221,14 +221,12 @@ def _find_features(architecture: str, processors: Sequence[Processor]) -> frozen
 
 
 def _find_permitted(features: frozenset[IsaFeature], is_here: bool) -> frozenset[IsaFeature]:
-    """Return the features that the system lets this process use, if it runs there."""
     if is_here and "amx-int8" in features and not permit_tiles():
         return features - {"amx-int8"}
     return features
 
 
 def _group_cores(root: Path, processors: Sequence[Processor]) -> tuple[CpuCores, ...]:
-    """Put processors of the same micro-architecture and highest clock together."""
     groups: dict[tuple[float, str], int] = {}
     for processor in processors:
         folder = root / f"sys/devices/system/cpu/cpu{processor['processor']}"
@@ -252,7 +250,6 @@ def _name_core(processor: Processor) -> str | None:
 
 
 def _name_cpu(root: Path, processors: Sequence[Processor], clusters: Sequence[CpuCores]) -> str:
-    """Name for people: the chip's, else the board's, else its cores'."""
     for processor in processors[:1]:
         for key in ("model name", "Hardware"):
             if processor.get(key):

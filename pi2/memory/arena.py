@@ -181,7 +181,6 @@ def find_granule(resolved: ResolvedPlan, grouped: Sequence[I32] | None) -> int:
 
 
 def _find_hot(resolved: ResolvedPlan, layer: ResolvedLayer, alone: bool) -> range:
-    """Stored indices of the layer's hot neurons that lie in the arena."""
     if resolved.has_whole_unit:
         return range(layer.hot_neurons, layer.hot_neurons)
     if alone and layer.dense is not None and resolved.name_segment(layer.dense.unit) == "hot":

@@ -205,7 +205,6 @@ class Budget:
         return problem
 
     def _unlock(self, region: mmap.mmap, first: int, size: int) -> None:
-        """Let a part of a region go, which cannot be given back while it is locked."""
         if self._is_locked:
             unlock_region(_find_address(region) + first, size)
 
@@ -245,5 +244,4 @@ class Budget:
 
 
 def _find_address(region: mmap.mmap) -> int:
-    """Where a region begins."""
     return int(np.frombuffer(region, np.uint8, count=1).ctypes.data)

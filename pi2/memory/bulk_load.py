@@ -51,8 +51,6 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class _Window:
-    """A stretch of memory that is touched at once."""
-
     first: int
     last: int
     """Addresses."""
@@ -107,7 +105,6 @@ class BulkLoad:
         self._kept.callback(close)
 
     def add(self, batch: Batch, jobs: Sequence[Job]) -> None:
-        """See `Batch.add`."""
         self._touch(job.target for job in jobs if job.target is not None)
         with self._change:
             batch.left += len(jobs)
@@ -119,7 +116,6 @@ class BulkLoad:
             self._threads.submit(self._work)
 
     def finish(self, batch: Batch) -> None:
-        """See `Batch.finish`."""
         while True:
             with self._change:
                 if batch.left and self._error is None:
@@ -161,7 +157,6 @@ class BulkLoad:
                     self._change.notify_all()
 
     def _touch(self, targets: Iterable[U8]) -> None:
-        """Begin to touch memory, in the order in which it will be filled."""
         stretches = join_neighbours(targets)
         if sum(last - first for first, last in stretches) < LEAST_TOUCHED_BYTES:
             return

@@ -110,7 +110,6 @@ class WatchedRun(Future[None]):
         return self._read.cancel()
 
     def _take(self, read: Future[None]) -> None:
-        """End as the read has ended, once the observer knows."""
         if read.cancelled():
             super().cancel()
             return
@@ -198,13 +197,11 @@ class BundleFiles:
                 )
 
     def _accepts_bundle(self, fd: int, file: BundleFile, room: U8) -> bool:
-        """Try one read at the second bundle: only it shows whether the block size fits."""
         if len(room) == 0 or file.count < 2:
             return True
         return self._accepts(fd, room[: file.stride], file.bundles_offset + file.stride)
 
     def _accepts_gate(self, fd: int, file: BundleFile, room: U8) -> bool:
-        """Try to read the first bundle in two."""
         if len(room) == 0 or file.count == 0:
             return True
         size = self.gate_bytes
@@ -240,7 +237,6 @@ class BundleFiles:
             done += count
 
     def close(self) -> None:
-        """Close the files."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()

@@ -226,13 +226,11 @@ class FlashReader:
         return divide_clusters(count, settings.cluster, most)
 
     def _note_start(self, pending: PendingRead, start_s: float) -> PendingRead:
-        """Tell the observer, if there is one, of reads that have begun."""
         if self._observer is not None:
             self._observer.note_start(pending, start_s)
         return pending
 
     def _start_granules(self, layer: int, indices: I32, slots: I32) -> PendingRead:
-        """Begin to read granules, each of which is a cluster."""
         start_s = 0.0 if self._observer is None else time.perf_counter()
         base = self._files[layer].bundles_offset
         clusters, batch = self._granule_reads.plan(layer, indices, slots, base)
@@ -345,7 +343,6 @@ class FlashReader:
     def _verify(
         self, checks: NeuronChecks, layer: int, indices: I32, bundles: U8, slots: I32
     ) -> None:
-        """Compare bundles that are read for the first time with their checks."""
         damaged = checks.find_damaged(layer, indices, bundles, slots)
         if not damaged:
             return
@@ -443,7 +440,6 @@ class NullReader:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of up and down."""
         return self._stride - self._gate_bytes
 
     def advance(self) -> None:

@@ -1,10 +1,4 @@
-"""Neurons that are cached and read together, and what single neurons are to those who ask.
-
-A router names experts, never single neurons.  So the neighbours in stored order that one expert
-has take one slot of the cache, as far as they are not so many that a slot would be unwieldy: a
-lookup is of a few entries, a read fills one stretch of memory, and nothing is divided that is
-always used as a whole.
-"""
+"""Neurons that are cached and read together, and what single neurons are to those who ask."""
 
 from __future__ import annotations
 

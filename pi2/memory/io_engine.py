@@ -1,8 +1,4 @@
-"""What an I/O engine is, and those that need no more than the usual system calls.
-
-An engine takes a `ReadBatch`, reads, and writes results into it.  It does not retry and explains
-nothing: `pi2.memory.flash` does.
-"""
+"""What an I/O engine is, and those that need no more than the usual system calls."""
 
 from __future__ import annotations
 
@@ -62,7 +58,6 @@ class ReadBatch:
     parts: tuple[slice, ...] = ()
     """Requests that are issued and waited for together; empty: all of them."""
     content: Content = "neurons"
-    """What is read of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,7 +382,6 @@ class PreadEngine:
         self.note_part: NotePart | None = None
 
     def submit(self, batch: ReadBatch) -> None:
-        """See `IoEngine`."""
         self._jobs[id(batch)] = [
             self._pool.submit(self._read, batch, number) for number in range(len(batch.parts))
         ]
@@ -412,20 +406,16 @@ class PreadEngine:
         """Its threads do."""
 
     def is_idle(self) -> bool:
-        """See `IoEngine`."""
         return all(job.done() for jobs in self._jobs.values() for job in jobs)
 
     def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
-        """See `IoEngine`."""
         for job in self._jobs[id(batch)][part : part + count]:
             job.result()
         if part + count == len(batch.parts):
             del self._jobs[id(batch)]
 
     def abandon(self, batch: ReadBatch) -> None:
-        """See `IoEngine`."""
         wait([job for job in self._jobs.pop(id(batch), []) if not job.cancel()])
 
     def close(self) -> None:
-        """See `IoEngine`."""
         self._pool.shutdown()

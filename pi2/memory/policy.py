@@ -1,16 +1,4 @@
-"""What a replacement policy of the cold-neuron cache is, and the policies by their names.
-
-Every policy is vectorised: a request of n neurons costs a few array operations, no Python loop
-per neuron.  ``cache`` calls ``touch`` and then, for what is missing, ``replace``; nothing that was
-touched in a request is replaced in the same request.
-
-The policy ``lfu``: what is used least often goes; old uses count less and less.
-
-Every neuron of the model has a count, in memory or not, so that one that was evicted is known when
-it comes back.  Counts fade exponentially with the uses of all neurons; instead of making all of
-them smaller, the weight of a new use grows.  To start with, counts are those that a neuron's place
-in a store ordered by hotness makes likely.
-"""
+"""What a replacement policy of the cold-neuron cache is, and the policies by their names."""
 
 from __future__ import annotations
 
@@ -122,11 +110,9 @@ class LeastRecentlyUsed:
         self._clock = 0
 
     def adopt(self, keys: I64, order: I32) -> None:
-        """See `pi2.memory.policy.Policy`."""
         self._start(order)
 
     def touch(self, slots: I32, keys: I64) -> None:
-        """See `pi2.memory.policy.Policy`."""
         self._clock += 1
         self._append(slots)
 
@@ -178,7 +164,6 @@ class LeastRecentlyUsed:
         self._start(np.concatenate([slots, order[~dropped[order]]]).astype(np.int32))
 
     def renumber(self, source: I32, keys: I64) -> None:
-        """See `pi2.memory.policy.Policy`."""
         new_of_old = np.full(len(self._last_use), ABSENT, np.int32)
         known = np.flatnonzero(source != ABSENT).astype(np.int32)
         new_of_old[source[known]] = known
@@ -187,7 +172,6 @@ class LeastRecentlyUsed:
         self._start(np.concatenate([empty, moved[moved != ABSENT]]))
 
     def list_order(self) -> I32:
-        """See `pi2.memory.policy.Policy`."""
         self._compact()
         return self._slots[: self._tail].copy()
 
@@ -257,7 +241,6 @@ class LeastFrequentlyUsed:
         self._listed_at = 0
 
     def adopt(self, keys: I64, order: I32) -> None:
-        """See `pi2.memory.policy.Policy`."""
         full = keys != ABSENT
         self._scores = np.full(len(keys), _EMPTY, np.float32)
         self._scores[full] = self._counts[keys[full]]
@@ -266,7 +249,6 @@ class LeastFrequentlyUsed:
         self._candidates = np.empty(0, np.int32)
 
     def touch(self, slots: I32, keys: I64) -> None:
-        """See `pi2.memory.policy.Policy`."""
         self._clock += 1
         self._scores[slots] = self._count(keys)
         self._used_at[slots] = self._clock
@@ -434,18 +416,15 @@ class LeastFrequentlyUsed:
         self._listed_at = self._clock
 
     def drop(self, slots: I32) -> None:
-        """See `pi2.memory.policy.Policy`."""
         self._scores[slots] = _EMPTY
         self._used_at[slots] = 0
         others = self._candidates[~np.isin(self._candidates, slots)]
         self._candidates = np.concatenate([slots, others])
 
     def list_order(self) -> I32:
-        """See `pi2.memory.policy.Policy`."""
         return np.argsort(self._scores, kind="stable").astype(np.int32)
 
     def renumber(self, source: I32, keys: I64) -> None:
-        """See `pi2.memory.policy.Policy`."""
         full = keys != ABSENT
         self._scores = np.full(len(source), _EMPTY, np.float32)
         self._scores[full] = self._counts[keys[full]]

@@ -263,8 +263,6 @@ _NOTHING_PLANNED = (
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A batch whose results lie in the pool."""
-
     batch: ReadBatch
     first: int
     """Name of its first request: those of a job follow each other, in the pool too."""
@@ -316,7 +314,6 @@ class UringEngine:
         return ring
 
     def submit(self, batch: ReadBatch) -> None:
-        """See `pi2.memory.io_engine.IoEngine`."""
         count = len(batch.firsts)
         if count == 0:
             return
@@ -429,24 +426,20 @@ class UringEngine:
         entries[:, 4] = np.arange(first, first + len(entries))
 
     def _follow_caller(self) -> None:
-        """Make a ring for the calling thread, since another one's refuses it."""
         assert not self._ring.in_flight and not self._waits, "another thread's reads are under way"
         self._ring.close()
         self._ring = self._open_ring(int(self._ring.control[RingControl.NAMED]))
 
     def advance(self) -> None:
-        """See `pi2.memory.io_engine.IoEngine`."""
         if self._waits:
             self._drive(0, 0)
 
     def is_idle(self) -> bool:
-        """See `pi2.memory.io_engine.IoEngine`."""
         if self._waits or self._ring.in_flight:
             self._drive(0, 0)
         return not self._waits and not self._ring.in_flight
 
     def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
-        """See `pi2.memory.io_engine.IoEngine`."""
         first, last = batch.parts[part], batch.parts[part + count - 1]
         self._wait(batch, slice(first.start, last.stop))
 
@@ -474,7 +467,6 @@ class UringEngine:
         return None
 
     def abandon(self, batch: ReadBatch) -> None:
-        """See `pi2.memory.io_engine.IoEngine`."""
         job = self._find_job(batch)
         if job is None:
             return
@@ -511,7 +503,6 @@ class UringEngine:
             ring.enter(min(pending, ring.in_flight, 1))
 
     def close(self) -> None:
-        """See `pi2.memory.io_engine.IoEngine`."""
         # The kernel writes into our memory until the last read is over.
         for job in list(self._jobs):
             self.abandon(job.batch)

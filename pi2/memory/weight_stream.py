@@ -32,7 +32,6 @@ class Piece:
     """A part of a file that is read at once."""
 
     file: int
-    """Number of the file."""
     offset: int
     """First byte; need not be aligned."""
     size: int
@@ -90,7 +89,6 @@ class DirectFiles:
         return piece.offset - first
 
     def close(self) -> None:
-        """Close the files."""
         while self._open:
             os.close(self._open.pop())
 

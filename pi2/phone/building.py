@@ -240,7 +240,6 @@ def _write_version(room: Path) -> None:
 
 
 def _describe_tensors(model: Model) -> dict[str, Tensor]:
-    """Sizes of a store's dense tensors, which are not at hand."""
     ranks = None if model.predictor is None else [model.predictor.rank] * model.shape.layers
     return {
         tensor.name: Tensor(
@@ -279,7 +278,6 @@ def _name_checks(architecture: str) -> Literal["pclmulqdq", "crc32x"]:
 def _compile_kernels(
     room: Path, specs: list[Spec], triple: str, progress: Progress
 ) -> Iterator[tuple[Spec, Path]]:
-    """Compile the processor's libraries."""
     (room / KERNELS).parent.mkdir(parents=True)
     for number, spec in enumerate(specs):
         file = room / KERNELS
@@ -296,7 +294,6 @@ def _compile_kernels(
 
 
 def _bring_store(source: Path, target: Path, mode: StoreMode, progress: Progress) -> None:
-    """Link or copy the store, the manifest last: without it a store does not exist."""
     files = [path for path in sorted(source.rglob("*")) if path.is_file()]
     files.sort(key=lambda path: path.name == MANIFEST)
     for number, path in enumerate(files):

@@ -117,7 +117,6 @@ def list_imports(source: str) -> Iterator[str]:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes but those for type checkers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:

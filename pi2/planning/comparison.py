@@ -62,7 +62,6 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
 
 
 def _list_candidates(planned: PlannedPlan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Plans with thresholds, by what becomes of the gates."""
     thresholds = planned.wish.thresholds
     assert thresholds is not None
     sparsity: dict[str, Any] = {"method": thresholds.method}
@@ -78,7 +77,6 @@ def _list_candidates(planned: PlannedPlan) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _resolve(planned: PlannedPlan, values: dict[str, Any]) -> ResolvedPlan:
-    """A plan's values with the wish's thresholds."""
     wish = planned.wish
     return replace(resolve_values(values, wish.device, wish.model), thresholds=wish.thresholds)
 

@@ -100,7 +100,6 @@ def find_bounds(problem: Problem) -> tuple[int, int]:
 
 
 def _plan_within(wish: Wish) -> PlannedPlan:
-    """The best plan within the wish's memory."""
     whole = _plan_whole(wish)
     try:
         divided = _plan_divided(wish)
@@ -135,7 +134,6 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
 
 
 def _plan_divided(wish: Wish) -> PlannedPlan:
-    """The best plan whose processor computes, with or without a unit beside it."""
     rates = _read_rates(wish)
     stored = read_stored(wish.store)
     programs: list[tuple[Problem, Program]] = []
@@ -245,7 +243,6 @@ def choose_goal(wish: Wish) -> Goal:
 
 
 def _find_step_s(wish: Wish) -> float | None:
-    """Longest time between two tokens of a sequence that the program may choose."""
     goes_for_time = choose_goal(wish) == "time"
     return None if wish.tokens_s is None or goes_for_time else wish.batch / wish.tokens_s
 

@@ -57,7 +57,6 @@ class LayerGroup:
 
     @property
     def count(self) -> int:
-        """Number of layers."""
         return len(self.layers)
 
 
@@ -145,7 +144,6 @@ class Problem:
     embeddings: tuple[EmbeddingChoice, ...]
     head_s: float
     activities: Mapping[PredictorMode, Activity]
-    """Activity for each predictor mode."""
     by_expert: bool = False
     """Whether the store's order puts an expert's neurons together."""
 
@@ -237,7 +235,6 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
 def _list_chunks(
     wish: Wish, rates: Rates, mode: PredictorMode, kv: KvType, bundle: BundleLayout
 ) -> Iterator[ChunkChoice]:
-    """What a prompt's tokens may go through a layer in."""
     model = wish.model
     sizes = measure_sizes(model, mode, kv, bundle)
     weights = model.shape.layers * model.layer_neurons * sizes.neuron_weights
@@ -456,7 +453,6 @@ def _turns_down(a: tuple[float, float], b: tuple[float, float], c: tuple[float, 
 
 
 def _group_layers(activities: Sequence[LayerActivity]) -> tuple[LayerGroup, ...]:
-    """Layers by the neurons that would be missing with half of them in memory."""
     keys = [round(item.used - item.count_within(0.5), 6) for item in activities]
     kinds = sorted(set(keys))
     if len(kinds) <= GROUPS:

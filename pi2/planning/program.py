@@ -201,7 +201,6 @@ class Program:
         return terms, problem.head_s
 
     def _describe_dense_energy(self) -> dict[int, float]:
-        """What the dense unit's time adds to the processor's energy."""
         rates = self._problem.rates
         added_w = (rates.both_w or 0.0) - (rates.power_w or 0.0)
         if rates.dense is None or added_w <= 0.0:
@@ -212,7 +211,6 @@ class Program:
         }
 
     def _find_dense_neuron_s(self) -> float:
-        """Seconds of a neuron on the dense unit, beside the processor."""
         problem, rates = self._problem, self._problem.rates
         assert rates.dense is not None
         hidden = problem.wish.model.stored_neuron_width
@@ -227,7 +225,6 @@ class Program:
         return seconds
 
     def _describe_memory(self) -> tuple[dict[int, float], float]:
-        """Memory terms in MiB: solvers like numbers of similar size."""
         problem = self._problem
         terms: dict[int, float] = {}
         for group, r in zip(problem.groups, self._r, strict=True):
@@ -386,7 +383,6 @@ _MIB = float(1 << 20)
 
 
 def _count_used(mode: Mode, number: int) -> float:
-    """Neurons that a token uses: what is missing with nothing in memory."""
     return max((offset for _, offset in mode.lines[number]), default=0.0)
 
 

@@ -1,26 +1,5 @@
-"""Choices out of a few that no line describes, tried around the program's plan with the cost model.
-
-How many threads compute, with which engine and in how large parts neurons are read: what they cost
-depends on how many neurons are missing, which the program has just found out.  They are changed one
-after the other until no change helps.  What the others would have made is kept: it is the reason.
-
-Plans that give a card with enough memory of its own the whole model, and the CPU nothing.
-
-A unit that shares main memory is not asked: the processor beside it may read the same weights, and
-nobody measured how fast it would be alone.
-
-There is little to choose: everything is in one memory, so that what names a token's neurons and
-the type of keys and values are tried, and the cost model decides.
-
-How a layer's neurons lie in the store: the choices, and what a store has already.
-
-A direct read begins and ends at the device's blocks, so that the distance (stride) is a multiple of
-them.  Flash moves whole pages: neurons that begin anywhere take more pages to read than neurons
-that begin with one, but fewer bytes of memory.  Which is better depends on the device and on what
-the plan waits for; the planner makes a plan for each.
-
-Neurons without their scales may take whole blocks less.  Then the scales of all of them are in
-memory, which is a choice too.
+"""Choices out of a few that no line describes, tried around the program's plan with the cost
+model.
 """
 
 from __future__ import annotations
@@ -350,7 +329,6 @@ def list_whole(problem: Problem, values: Values) -> Iterator[Values]:
 
 
 def _fit_whole(problem: Problem, values: Values) -> bool:
-    """Give a plan its memory and say whether all its neurons stay hot within it."""
     wish = problem.wish
     assert wish.memory_bytes is not None
     try:
@@ -367,7 +345,6 @@ def _fit_whole(problem: Problem, values: Values) -> bool:
 def _list_dimensions(
     problem: Problem, values: Values, cost: Cost
 ) -> Iterator[tuple[str, Sequence[_Option]]]:
-    """Settings that matter to this plan."""
     cores = problem.rates.cores
     counts = sorted({cores, max(cores - 1, 1), max(cores // 2, 1)}, reverse=True)
     if len(counts) > 1:

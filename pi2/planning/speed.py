@@ -114,7 +114,6 @@ def _shrink(
 
 
 def _try(make: Callable[[_Given], PlannedPlan], value: _Given) -> Iterator[PlannedPlan]:
-    """A plan, or nothing where there is none."""
     try:
         yield make(value)
     except UserError:
@@ -122,7 +121,6 @@ def _try(make: Callable[[_Given], PlannedPlan], value: _Given) -> Iterator[Plann
 
 
 def _list_sparing(wish: Wish, make_plan: Planner) -> Iterator[PlannedPlan]:
-    """Plans of least energy, some of which are faster than the program has to be."""
     assert wish.tokens_s is not None
     for margin in _MARGINS:
         yield from _try(make_plan, replace(wish, tokens_s=wish.tokens_s / margin))
@@ -158,7 +156,6 @@ def _explain(wish: Wish, fastest: PlannedPlan, needed: PlannedPlan | None) -> Us
 
 
 def _round_down(speed: float) -> str:
-    """Three digits of a speed, none of which is more than there is."""
     digits = max(2 - floor(log10(speed)), 0)
     return approximate_number(floor(speed * 10**digits) / 10**digits, 9)
 

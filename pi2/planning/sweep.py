@@ -1,8 +1,4 @@
-"""Plan and simulate a grid of devices, models and memories, in several processes or on Ray.
-
-Every finished cell is a line of a file beside the results, written at once: a sweep that was
-killed goes on where it was.  At the end all cells become one Parquet file.
-"""
+"""Plan and simulate a grid of devices, models and memories, in several processes or on Ray."""
 
 from __future__ import annotations
 
@@ -252,7 +248,6 @@ def run_cell(cell: Cell) -> Outcome:
 
 
 def _simulate(resolved: ResolvedPlan, cell: Cell) -> dict[str, Any]:
-    """Simulated speed and times between tokens."""
     from pi2.simulate import read_inputs, simulate
 
     # In a folder that is not there: no store of the same name is looked at.

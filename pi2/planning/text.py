@@ -73,7 +73,6 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
 
 
 def _name_segments(planned: PlannedPlan) -> dict[str, str]:
-    """What the segments hold in this plan."""
     embedded = reads_embedding(planned.resolved.plan, planned.resolved.model)
     own = name_segments(planned.resolved.model)
     if planned.resolved.has_whole_unit:
@@ -92,7 +91,6 @@ def _write_layers(layers: dict[str, Any]) -> Iterator[str]:
 
 
 def _list_kinds(planned: PlannedPlan) -> set[UnitKind]:
-    """Kinds of units that the plan gives neurons to."""
     units = planned.resolved.device.units
     return {units[name].kind for layer in planned.resolved.layers for name in layer.split}
 
@@ -185,14 +183,12 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
 
 
 def _describe_read(cost: Cost, neuron_s: float) -> str:
-    """Time of what is read together."""
     if cost.grain > 1:
         return f"{neuron_s * cost.grain * 1e3:.2f} ms an expert of {cost.grain} neurons"
     return f"{neuron_s * 1e6:.1f} us a neuron"
 
 
 def _find_without_ahead(planned: PlannedPlan) -> float | None:
-    """Tokens per second of the same plan with reads that begin with their layer."""
     for decision in planned.decisions:
         if decision.key == "decode.look_ahead":
             return dict(decision.tokens_s).get("none")
@@ -200,7 +196,6 @@ def _find_without_ahead(planned: PlannedPlan) -> float | None:
 
 
 def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
-    """What holds neurons besides their own segments."""
     cost, resolved = planned.cost, planned.resolved
     if reads_embedding(resolved.plan, resolved.model):
         whole = sum(

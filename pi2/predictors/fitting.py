@@ -371,7 +371,6 @@ def _slope(scores: F32, active: Bits, active_weight: np.float32) -> F32:
 
 
 def _step(array: F32, gradient: F32, mean: F32, square: F32, rate: np.float32, step: int) -> None:
-    """One step of Adam, in place."""
     mean += np.float32(0.1) * (gradient - mean)
     square += np.float32(0.02) * (np.square(gradient) - square)
     size = np.sqrt(square / np.float32(1 - 0.98**step))

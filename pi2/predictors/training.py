@@ -293,7 +293,6 @@ def write_plan_text(resolved: ResolvedPlan, model: Model, device: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -314,7 +313,6 @@ class Training:
     plan: Path
     """The new plan, whose store has them."""
     fits: tuple[LayerFit, ...]
-    """By layer."""
     evaluation: Evaluation
     """Evaluation of the new plan on the ends of the texts."""
 

@@ -1,7 +1,4 @@
-"""Rates of GPUs, and of processors that play one, through the launchers that compute with them.
-
-Runs in a process of its own: a driver that crashes takes nothing else along.
-"""
+"""Rates of GPUs, and of processors that play one, through the launchers that compute with them."""
 
 from __future__ import annotations
 
@@ -154,7 +151,6 @@ class DeviceBench:
 
 
 def _check_product(found: F32, wanted: F32) -> None:
-    """Compare some rows with numpy's product."""
     error = float(np.abs(wanted - found).max() / np.abs(wanted).max())
     if not error < _SIMILAR:
         raise ArithmeticError(f"its results differ from the processor's by {error:.1%}")

@@ -127,7 +127,6 @@ def _measure_api(survey: _Survey, api: Api, progress: Progress, rounds: int) -> 
 
 
 def _shorten(error: UserError | RuntimeError) -> str:
-    """The last line of what went wrong."""
     if isinstance(error, UserError):
         return error.diagnostics[0].message
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -333,7 +332,6 @@ class Measurements:
     bandwidth: dict[int, list[float]]
     """Read bandwidth of main memory by number of threads."""
     read_work: str = "compiled loop"
-    """What has read it."""
     steps: tuple[StepFacts, ...]
     step_s: dict[Key, list[float]]
     reads: tuple[ReadSpec, ...]
@@ -440,8 +438,6 @@ def _measure_again(found: _Rounds, reads: Sequence[ReadSpec], bench: Worker, sma
 
 
 class _Rounds(defaultdict[str, dict[Key, list[float]]]):
-    """Measurements of all rounds, by kind and key."""
-
     def __init__(self) -> None:
         super().__init__(dict)
 

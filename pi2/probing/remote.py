@@ -83,7 +83,6 @@ class RemoteFunctions:
     def bind(
         self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
     ) -> tuple[Callable[..., object], Sequence[object]]:
-        """See `pi2.backends.compiler.functions`."""
         del given
         measure = self._module.time_evaluator(name, self._device, number=1, repeat=1)
 

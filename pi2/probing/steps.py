@@ -243,7 +243,6 @@ class Steps:
         return [replace(step, width=self._sizes.width) for step in steps]
 
     def _project(self, tokens: int) -> Step:
-        """A layer's attention for some tokens of a prompt."""
         executor, layers, shape = self._executor, self._sizes.layers, self._model.shape
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         weights = qkv * shape.stored_hidden + shape.stored_hidden * shape.stored_query
@@ -270,7 +269,6 @@ class Steps:
         executor.begin_ffn(0)
 
     def _wake(self) -> Step:
-        """What a call takes more where threads had nothing to do before it."""
         executor, count = self._executor, self._sizes.gathered[0]
         slots = synthetic.choose_slots(count, self._sizes.arena_neurons, VARIANTS)
 
@@ -344,7 +342,6 @@ class Steps:
         return run
 
     def _route(self) -> Step:
-        """Choosing two of eight experts."""
         moe = Moe(experts=EXPERTS, active_experts=2)
         random = np.random.default_rng(4)
         router = random.standard_normal((EXPERTS, self._sizes.width)).astype(np.float32)

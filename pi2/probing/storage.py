@@ -1,10 +1,4 @@
-"""Read rates of the storage, with the reader that plans use.
-
-Random reads come in large batches through `pi2.memory.flash`, so that what is measured is what a
-plan's missing neurons can reach; long sequential ones are handed to the reader's thread, block
-after block, as layers stream by.  Everything goes past the page cache where the file system allows
-it.
-"""
+"""Read rates of the storage, with the reader that plans use."""
 
 from __future__ import annotations
 
@@ -272,7 +266,6 @@ class StorageBench:
         return wait
 
     def _begin_stream(self, reader: FlashReader, spec: ReadSpec) -> Callable[[], None]:
-        """Ask for a run of neurons, as the prefill does."""
         if self._at + spec.block_bytes > self._size:
             self._at = 0
         first = self._at // spec.block_bytes
@@ -287,7 +280,6 @@ class StorageBench:
             reader.close()
 
     def _has_queue(self) -> bool:
-        """Whether this system has io_uring for us."""
         spec = ReadSpec(pattern="random", block_bytes=4096, depth=1)
         reader = self._make_reader(spec, 1)
         try:
@@ -309,7 +301,6 @@ class StorageBench:
             return os.open(self._path, os.O_RDONLY)
 
     def _stream(self, spec: ReadSpec) -> float:
-        """Blocks by the reader's own thread, each asked for when the last one has come."""
         reader = self._make_reader(spec, 1)
         done, start = 0, time.perf_counter()
         try:

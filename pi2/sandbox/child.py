@@ -142,7 +142,6 @@ def _answer(
     limits: Limits,
     request: bytes,
 ) -> tuple[bytes, int]:
-    """What is said to a request, and whether it has failed."""
     try:
         return work(request), 0
     except MemoryError:

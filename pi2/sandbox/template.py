@@ -104,7 +104,6 @@ def _list_items(value: Any) -> list[Any]:
 
 
 def make_environment() -> Sandbox:
-    """The sandbox."""
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )

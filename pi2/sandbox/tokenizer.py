@@ -1,8 +1,4 @@
-"""Tokenizers that have been tried (`pi2.sandbox.trial`), and what the library does with them.
-
-A trial is a process and takes a tenth of a second or more, so its result is kept: the same bytes
-are tried once.
-"""
+"""Tokenizers that have been tried (`pi2.sandbox.trial`), and what the library does with them."""
 
 from __future__ import annotations
 
@@ -142,7 +138,6 @@ def _describe_failure(work: str, error: TokenizerRefused) -> UserError:
 
 
 def _compute_key(content: bytes) -> str:
-    """Digest of everything that a trial's result depends on."""
     digest = hashlib.sha256(_describe_trial())
     digest.update(content)
     return digest.hexdigest()

@@ -73,7 +73,6 @@ def try_tokenizer(content: bytes) -> dict[str, Any]:
 
 
 def _check_growth(content: bytes) -> None:
-    """Count what the rules for texts, and those for tokens' texts, can do together."""
     rules = json.loads(content, object_pairs_hook=_make_object)
     if not isinstance(rules, dict):
         raise Refusal("it is no JSON object")
@@ -92,7 +91,6 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _list_rules(rule: Any) -> Iterator[dict[str, Any]]:
-    """The rules that are not sequences of rules, in any depth."""
     waiting = [rule]
     while waiting:
         rule = waiting.pop()
@@ -104,7 +102,6 @@ def _list_rules(rule: Any) -> Iterator[dict[str, Any]]:
 
 
 def _find_growth(rule: dict[str, Any]) -> float:
-    """Most characters that stand for one afterwards."""
     added = rule.get("content" if rule.get("type") == "Replace" else "prepend")
     if rule.get("type") not in ("Replace", "Prepend") or not isinstance(added, str):
         return 1.0

@@ -1,14 +1,4 @@
-"""Divides the text of an answer, as it comes, into reasoning, content and calls of tools.
-
-A mark counts where the format has it: reasoning at the beginning, after a call or after reasoning;
-a call in the content, but not within a code fence that ends after it.  Everything else is text.
-
-Formats of answers: how families of models mark reasoning and write calls of tools.
-
-A format is a table in ``formats/*.toml``, all of which are listed: another family needs a table
-there.  It is known by marks in the chat template, or in the vocabulary: the template says how
-earlier calls are written, and the model was trained to write its own in the same way.
-"""
+"""Divides the text of an answer, as it comes, into reasoning, content and calls of tools."""
 
 from __future__ import annotations
 
@@ -51,7 +41,6 @@ class Format:
     """Whether every message has a channel, as gpt-oss writes them."""
 
     def _score(self, template: str, vocabulary: Iterable[str]) -> tuple[int, int, int]:
-        """How surely it is known: marks in the template, all marks, and their length."""
         if not all(mark in template for mark in self.template_has):
             return (0, 0, 0)
         best = (0, 0, 0)
@@ -263,7 +252,6 @@ class MarkedReader:
         return found
 
     def _begin_part(self, found: Items, last: bool) -> bool:
-        """See what begins."""
         text = self._held.lstrip()
         if not text and not last:
             return False
@@ -329,7 +317,6 @@ class MarkedReader:
         return True
 
     def _read_content(self, found: Items, last: bool) -> bool:
-        """Give the text before the next mark."""
         marks = [*self._begins, *([self._end] if self._end else [])]
         if self._is_loose and not self._fence.is_open:
             marks.append(_FENCE)
@@ -355,7 +342,6 @@ class MarkedReader:
         return True
 
     def _open_fence(self, found: Items, last: bool) -> bool:
-        """See whether a fence holds calls."""
         if self._fence.is_inline and not self._blank:
             self._give_mark(found, _FENCE)
             return True
@@ -372,7 +358,6 @@ class MarkedReader:
         return True
 
     def _read_call(self, found: Items, last: bool) -> bool:
-        """Give the calls that the held text begins with."""
         begin = self._open[0][0].begin
         opening = None if begin else _OPENING.match(self._held)
         start = len(begin) if opening is None else opening.end()
@@ -415,7 +400,6 @@ class MarkedReader:
         raise NoCall
 
     def _is_quoted(self, form: CallForm, end: int, last: bool) -> bool:
-        """Whether a call with marks stands in a code fence that is closed after it."""
         if not self._fence.is_open:
             return False
         rest = self._held[end:].lstrip()
@@ -428,7 +412,6 @@ class MarkedReader:
         return rest.startswith(_FENCE)
 
     def _read_more(self, found: Items, last: bool) -> bool:
-        """Give further calls up to the mark that ends them."""
         form = self._open[0][0]
         text = self._held.lstrip(" \t\r\n" + (";," if form.is_json else ""))
         if form.end and text.startswith(form.end):
@@ -453,7 +436,6 @@ class MarkedReader:
         return True
 
     def _give(self, found: Items, part: Part, marks: Sequence[str]) -> None:
-        """Give what is held, but for what may become a mark, or an empty line before one."""
         cut = len(self._held) - find_overlap(self._held, marks)
         if part == "content" and self._begins:
             cut = len(self._held[:cut].rstrip("\n"))
@@ -461,7 +443,6 @@ class MarkedReader:
         self._held = self._held[cut:]
 
     def _give_mark(self, found: Items, mark: str) -> None:
-        """Give a mark that is text, and the line breaks before it."""
         self._add(found, "content", self._blank + mark)
         self._held, self._blank = self._held[len(mark) :], ""
 
@@ -476,13 +457,10 @@ class MarkedReader:
 
 
 def _is_beginning(text: str) -> bool:
-    """Whether a text may go on to be a call without marks."""
     return bool(_BARE_BEGINNING.match(text) or _LIST_BEGINNING.match(text))
 
 
 class _FenceTracker:
-    """Knows whether a text that comes in pieces is within a code fence."""
-
     def __init__(self) -> None:
         self._is_open = False
         """Before the line that is not whole."""

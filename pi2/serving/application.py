@@ -38,7 +38,6 @@ FILE = Path(__file__).with_name("page.html")
 
 @cache
 def read_page() -> bytes:
-    """The page."""
     return FILE.read_bytes()
 
 
@@ -118,7 +117,6 @@ def is_own_name(host: bytes, names: frozenset[str]) -> bool:
 
 
 def _cut_port(host: str) -> str:
-    """The name or address alone, as it is compared."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

@@ -1,8 +1,4 @@
-"""Grammars of answers that must be calls, or JSON, in the marks of a model's family.
-
-They are written in llguidance's Lark.  A mark that is a token of its own stands as that token: its
-letters would be other tokens.
-"""
+"""Grammars of answers that must be calls, or JSON, in the marks of a model's family."""
 
 from __future__ import annotations
 
@@ -90,7 +86,6 @@ class GrammarWriter:
         return self._finish(body)
 
     def _finish(self, body: str) -> str:
-        """The whole grammar: the model may reason first."""
         before, prompt = "", self._prompt
         opened = self._facts.find_open_reasoning(prompt)
         if self._facts.format.is_channels:
@@ -106,14 +101,12 @@ class GrammarWriter:
         return f"start: {before} {body}\n" + "\n".join(self._rules) + _TERMS
 
     def _has_reasoned(self, prompt: str) -> bool:
-        """Whether the prompt has written that there is no reasoning."""
         return any(prompt.rstrip().endswith(end) for _, end in self._facts.reasoning)
 
     def _write_reasoning(self, pair: Pair) -> str:
         return f"{self.write_text(pair[0])} {self._write_rest(pair)}"
 
     def _write_rest(self, pair: Pair) -> str:
-        """What is left of a reasoning that has begun, and what may stand after it."""
         skips = "".join(f" ({self.write_text(mark)})?" for mark in self._facts.format.skip)
         return f"{self.write_until(pair[1])} SPACE?{skips}"
 
@@ -292,7 +285,6 @@ def _name(types: Sequence[str]) -> str:
 
 
 def _list_values(root: Schema, schema: Any) -> list[Any]:
-    """The values that a schema lists."""
     found = resolve(root, schema)
     if not isinstance(found, Mapping):
         return []
@@ -300,7 +292,6 @@ def _list_values(root: Schema, schema: Any) -> list[Any]:
 
 
 def _keep_types(root: Schema, schema: Any, types: Sequence[str]) -> Any:
-    """A schema that lets some of its types be."""
     found = resolve(root, schema)
     stated = found.get("type") if isinstance(found, Mapping) else None
     if isinstance(stated, str) and [stated] == list(types):

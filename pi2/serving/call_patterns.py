@@ -166,8 +166,6 @@ def describe_kind(parameter: str, kind: str) -> str:
 
 
 class _Reader:
-    """Reads calls out of a text."""
-
     def __init__(self, form: CallForm, text: str, tools: Tools, *, last: bool) -> None:
         self._form = form
         self._text = text
@@ -267,7 +265,6 @@ class _Reader:
             calls.append(call)
 
     def read_pattern(self, at: int) -> tuple[ToolCall, int]:
-        """A call as the pattern has it."""
         parts = split_pattern(self._form.call.lstrip())
         name, arguments = "", "{}"
         for number, part in enumerate(parts):
@@ -313,7 +310,6 @@ class _Reader:
         return end, self._text[at:end]
 
     def _read_until(self, at: int, rest: Sequence[str]) -> tuple[int, str]:
-        """A word up to the literal that follows."""
         end = self._text.find(rest[0].strip(), at)
         if end < 0:
             if any(sign.isspace() for sign in self._text[at:]):
@@ -334,7 +330,6 @@ class _Reader:
         return end, keep_text(self._text[at:end], value)
 
     def _read_code(self, at: int) -> tuple[int, str, str]:
-        """Code as it is, which ends with the answer."""
         tool = next((name for name in _INTERPRETERS if name in self._tools), None)
         if tool is None:
             raise NoCall
@@ -347,7 +342,6 @@ class _Reader:
     def _read_parameters(
         self, at: int, name: str, rest: Sequence[str]
     ) -> tuple[int, dict[str, Any]]:
-        """Parameters one after the other, up to what follows them."""
         parts = split_pattern(self._form.parameter)
         number = parts.index("$value")
         opening, closing = parts[:number], "".join(parts[number + 1 :])

@@ -249,7 +249,6 @@ class Answers:
 
 
 def _make_tickets(host: Host, asks: Sequence[Ask], limits: Limits) -> list[Ticket]:
-    """The model's requests."""
     scheduler, count = host.model.scheduler, sum(ask.count for ask in asks)
     if count > MAX_CHOICES:
         raise ApiError(400, f"A request may have {MAX_CHOICES} sequences at most.", param="n")

@@ -154,7 +154,6 @@ class ChannelReader:
             start = at + len(mark)
 
     def _read_call(self, found: Items, last: bool) -> bool:
-        """Give the call whose arguments are held."""
         text = self._held.lstrip()
         if not text and not last:
             return False
@@ -182,7 +181,6 @@ class ChannelReader:
 
 
 def _is_beginning(text: str) -> bool:
-    """Whether a text may go on to be the head of a message, or a mark before it."""
     if "assistant".startswith(text):
         return True
     rest = text.removeprefix("assistant").lstrip()

@@ -249,7 +249,6 @@ class _CompletionWriter(Writer):
         self._scores: dict[int, CompletionScores] = {}
 
     def _begin(self, index: int, prompt_scores: Sequence[TokenScore]) -> dict[str, Any]:
-        """The parts of a choice before anything is generated: what is echoed."""
         number = index // self.asks[0].count
         ids = self.asks[number].prompt_ids
         echo = ""
@@ -263,7 +262,6 @@ class _CompletionWriter(Writer):
         return self._add_ids({"text": echo, "logprobs": told}, ())
 
     def _go_on(self, index: int, text: str, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        """The parts of a choice that were generated."""
         told = None
         if self._body.logprobs is not None and (scores or not self._body.stream):
             told = self._scores[index].write(scores)
@@ -328,7 +326,6 @@ class _CompletionWriter(Writer):
 
 
 def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a choice, one after the other."""
     found: dict[str, Any] = {}
     for key, value in second.items():
         before = first[key]
@@ -344,7 +341,6 @@ def _describe_end(end: Finished) -> str:
 
 
 def _measure_likelihood(item: Collected) -> float:
-    """Mean log probability of a sequence's tokens."""
     values = [score.log_probability for score in item.scores]
     return sum(values) / len(values) if values else 0.0
 

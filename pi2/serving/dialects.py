@@ -147,7 +147,6 @@ class AnswerStream(StreamingResponse):
         super().__init__(content, media_type=writer.media_type, headers=HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         async with self._kept:
             await super().__call__(scope, receive, send)
 

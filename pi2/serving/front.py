@@ -168,8 +168,6 @@ class Front:
 
 
 class _Passed:
-    """What a client has of an answer."""
-
     def __init__(self, request: Request, send: Send) -> None:
         self._request = request
         self._send = send

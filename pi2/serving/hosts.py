@@ -134,18 +134,15 @@ class Hosts:
         turn.host.waiting -= 1
 
     def _admit(self, turn: Turn) -> None:
-        """Let a request use its model."""
         turn.host.users += 1
         turn.ready.set_result(None)
 
     def _fail(self, turn: Turn, error: Exception) -> None:
-        """Tell a request in line that it cannot have its model."""
         self._remove(turn)
         if not turn.ready.done():
             turn.ready.set_exception(error)
 
     def _admit_all(self) -> None:
-        """Let those in line use what is loaded and stays."""
         for turn in list(self._line):
             if turn.host.is_loaded and turn.host not in self._leaving:
                 self._remove(turn)
@@ -153,7 +150,6 @@ class Hosts:
                     self._admit(turn)
 
     async def _move(self) -> None:
-        """Load the model of the first in line, then that of the next, until nobody waits."""
         try:
             while self._line:
                 host = self._line[0].host

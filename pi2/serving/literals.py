@@ -264,7 +264,6 @@ class Literals:
         return self._read_items(between, close, 0)
 
     def _skip(self) -> str:
-        """The next character that is no white space."""
         text = self._text
         while self.at < len(text) and text[self.at].isspace():
             self.at += 1

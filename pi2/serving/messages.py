@@ -37,8 +37,6 @@ from pi2.serving.requests import (
 
 
 class Message(Tolerant):
-    """A message."""
-
     role: Literal["user", "assistant", "system"]
     content: Text | list[dict[str, Any]] | None = None
 
@@ -242,14 +240,11 @@ def _read_input(call: ToolCall) -> Any:
 
 
 def _make_tool_use(call: ToolCall) -> dict[str, Any]:
-    """A call, but for its arguments."""
     identity = make_id("toolu_")
     return {"type": "tool_use", "id": identity, "name": call.name, "caller": {"type": "direct"}}
 
 
 class _MessageWriter(Writer):
-    """Writes what comes as blocks, one after the other."""
-
     def __init__(self, host: Host, ask: Ask) -> None:
         super().__init__(host, [ask])
         self._block = -1
@@ -325,7 +320,6 @@ class _MessageWriter(Writer):
             self._write_delta(found, {"type": "text_delta", "text": item.text})
 
     def _open(self, found: list[dict[str, Any]], kind: str, block: dict[str, Any]) -> None:
-        """Begin a block, unless one of its kind is open."""
         if self._kind == kind:
             return
         self._close(found)

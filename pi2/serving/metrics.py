@@ -1,7 +1,4 @@
-"""Numbers for Prometheus, called as vLLM calls them where it has them.
-
-``pi2:`` are pi2's own: what was read from flash, and what the neuron cache did.
-"""
+"""Numbers for Prometheus, called as vLLM calls them where it has them."""
 
 from __future__ import annotations
 
@@ -95,14 +92,11 @@ class Metrics:
 
 
 class _Labelled(Collector):
-    """The numbers of a registry with one more label."""
-
     def __init__(self, registry: CollectorRegistry, replica: str) -> None:
         self._registry = registry
         self._more = {"replica": replica}
 
     def collect(self) -> Iterator[Metric]:
-        """Give the numbers."""
         for metric in self._registry.collect():
             metric.samples = [
                 sample._replace(labels={**sample.labels, **self._more}) for sample in metric.samples
@@ -111,8 +105,6 @@ class _Labelled(Collector):
 
 
 class _ModelCollector(Collector):
-    """Numbers that models count themselves."""
-
     def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = hosts
 
@@ -167,7 +159,6 @@ class _ModelCollector(Collector):
         )
 
     def _collect_speculation(self) -> Iterator[Metric]:
-        """Give what guessing has brought to the models whose plans let them guess."""
         found = [
             (host.plan.name, host.model.stats.speculation)
             for host in self._hosts

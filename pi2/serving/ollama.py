@@ -45,8 +45,6 @@ class Call(Tolerant):
 
 
 class Message(Tolerant):
-    """A message."""
-
     fields: ClassVar[Fields] = openai_schema.OLLAMA_MESSAGE
     place: ClassVar[str] = "messages."
 

@@ -50,7 +50,6 @@ def has_template(host: Host) -> bool:
 
 
 async def show_model(request: Request, service: Service, body: ModelRequest) -> Response:
-    """What a model is and can do."""
     async with use_model(request, service, body.model) as (host, _):
         model, plan = host.model.plan.model, host.model.plan.plan
         capabilities, template = ["completion"], ""
@@ -143,7 +142,6 @@ def _describe_details(host: Host) -> dict[str, Any]:
 
 
 def _count_weights(host: Host) -> int:
-    """Weights of a model, near enough for a list."""
     model = host.read_plan().model
     matrices = 3 if model.ffn.gated else 2
     neurons = model.shape.layers * model.layer_neurons

@@ -1,8 +1,4 @@
-"""Bodies of OpenAI's requests, as far as they are understood.
-
-An unknown key at the top is refused, as OpenAI's server does; what is unknown inside messages and
-tools is tolerated, because clients send back what other servers have given them.
-"""
+"""Bodies of OpenAI's requests, as far as they are understood."""
 
 from __future__ import annotations
 
@@ -277,8 +273,6 @@ class FunctionTool(Tolerant):
 
 
 class Tool(Tolerant):
-    """A tool."""
-
     type: Literal["function"] | None = "function"
     function: FunctionTool
 

@@ -61,7 +61,6 @@ _REFUSALS = {
 
 @cache
 def describe_interface() -> dict[str, Any]:
-    """The description."""
     kinds = [(operation.body, "validation") for operation in OPERATIONS]
     refs, definitions = models_json_schema(
         kinds,  # type: ignore[arg-type]
@@ -200,7 +199,6 @@ class Traces:
                 span.set_status(Status(StatusCode.ERROR))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, span: Span) -> int:
-        """The status of the answer."""
         status = 0
 
         async def note(message: Message) -> None:

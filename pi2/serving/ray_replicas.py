@@ -129,7 +129,6 @@ class RayReplicas:
 
     @property
     def _need_bytes(self) -> int:
-        """Memory of a replica."""
         settings = self._settings
         return settings.memory_bytes or sum(plan.budget_bytes for plan in settings.plans)
 
@@ -152,7 +151,6 @@ class RayReplicas:
         get_logger().warning("waiting for machines", replicas=self._scaling.least, room=room)
 
     def _describe(self) -> Any:
-        """The Ray Serve deployment."""
         settings, scaling = self._settings, self._scaling
         number: dict[str, Any] = {"num_replicas": scaling.least}
         if scaling.most > scaling.least:

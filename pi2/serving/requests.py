@@ -190,7 +190,6 @@ def limit_tokens(given: int | None) -> int | None:
 
 
 def list_stops(stop: str | Sequence[str] | None) -> list[str]:
-    """Stop strings as a list."""
     return [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
 
 

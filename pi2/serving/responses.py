@@ -51,8 +51,6 @@ class TextSettings(Tolerant):
 
 
 class ResponsesRequest(Body):
-    """A request."""
-
     fields: ClassVar[Fields] = openai_schema.RESPONSES
 
     input: Text | list[dict[str, Any]]
@@ -151,8 +149,6 @@ async def prepare(host: Host, body: ResponsesRequest, client: str) -> Writer:
 
 
 class _ResponseWriter(Writer):
-    """Writes what comes of a request as items."""
-
     def __init__(self, host: Host, body: ResponsesRequest, ask: Ask) -> None:
         super().__init__(host, [ask])
         self._number = -1
@@ -272,7 +268,6 @@ class _ResponseWriter(Writer):
         return {"item_id": self._open["id"], "output_index": len(self._output)}
 
     def _begin(self, found: list[dict[str, Any]], kind: str) -> None:
-        """Begin an item, unless one of its kind is open."""
         if self._open is not None and self._open["type"] == kind:
             return
         self._end(found)
@@ -300,7 +295,6 @@ class _ResponseWriter(Writer):
             self._add(found, "response.reasoning_text.delta", **place)
 
     def _end(self, found: list[dict[str, Any]]) -> None:
-        """End the item that is open."""
         if self._open is None:
             return
         item = self._open
@@ -333,7 +327,6 @@ class _ResponseWriter(Writer):
 
 
 def _keep_text(value: Any) -> str | None:
-    """What is only given back, if it is a text."""
     return value if isinstance(value, str) else None
 
 

@@ -74,7 +74,6 @@ class Prepared:
 
     @property
     def file_name(self) -> str:
-        """Name of its file."""
         return f"{self.id}.device.toml"
 
 
@@ -153,7 +152,6 @@ def _is_same_document(path: Path, name: str, text: str, values: dict[str, object
 
 
 def _drop_local_schema(text: str) -> str:
-    """Without a first line that names a schema by a path of this machine."""
     first, newline, rest = text.partition("\n")
     if first.startswith("#:schema ") and "://" not in first:
         return rest
@@ -161,7 +159,6 @@ def _drop_local_schema(text: str) -> str:
 
 
 def _list_keys(values: object) -> object:
-    """The shape of a document: its keys, without the texts."""
     if isinstance(values, dict):
         return {key: _list_keys(value) for key, value in values.items()}
     if isinstance(values, list):

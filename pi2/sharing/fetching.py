@@ -87,7 +87,6 @@ def _fetch(url: str, timeout_s: float) -> bytes:
 
 
 def _follow(url: str, current: str, location: str) -> str:
-    """Target of a redirect, if it stays with the host."""
     target = location
     try:
         target = urljoin(current, location)

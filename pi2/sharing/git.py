@@ -1,10 +1,4 @@
-"""Files of git repositories, through git itself.
-
-Each fetch goes into an empty bare repository of its own that is deleted afterwards: one revision,
-no history, no tags, no work tree.  git asks nothing, runs no hooks, follows no redirects, fetches
-no submodules and speaks only the protocol that the reference names.  What it needs of the user's
-own configuration, such as proxies and credential helpers, stays in force.
-"""
+"""Files of git repositories, through git itself."""
 
 from __future__ import annotations
 
@@ -105,8 +99,6 @@ def _open_repository(url: str, timeout_s: float) -> Iterator[_Repository]:
 
 
 class _Repository:
-    """An empty bare repository and the one remote that it knows."""
-
     def __init__(self, program: str, folder: Path, url: str, timeout_s: float) -> None:
         self.program = program
         self.folder = folder
@@ -293,6 +285,5 @@ class _Repository:
 
 
 def _quote(text: str) -> str:
-    """A value of git's configuration."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

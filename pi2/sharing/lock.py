@@ -211,8 +211,6 @@ def edit_lock(path: Path) -> Iterator[_Edit]:
 
 
 class _Edit:
-    """A lock that is being changed."""
-
     def __init__(self, lock: Lock) -> None:
         self.lock = lock
 

@@ -72,7 +72,6 @@ class Project:
         return choose_lock(self.folder)
 
     def read_lock(self) -> Lock:
-        """The lock as it is."""
         return read_lock(find_lock(self.folder) or self.lock_path)
 
     def add(self, references: Sequence[str]) -> list[Outcome]:
@@ -146,7 +145,6 @@ class Project:
         )
 
     def _check_all(self, sources: Sequence[Source], lock: Lock) -> None:
-        """Refuse documents with errors, now that all that they need is here."""
         for source in sources:
             path = find_copy(source, self.cache)
             assert path is not None, source.reference
@@ -163,7 +161,6 @@ class Project:
             raise _report_unsound(reference, errors, report.sources)
 
     def _list_further(self, source: Source) -> list[str]:
-        """References that the locked document itself has."""
         path = find_copy(source, self.cache)
         assert path is not None, source.reference
         return list(list_references(path, source.reference))

@@ -205,7 +205,6 @@ def _parse_git(text: str, scheme: str, start: int) -> Reference:
 
 
 def _check_url(text: str, scheme: str, start: int, end: int) -> None:
-    """Refuse URLs with accounts, odd ports, and http: that leaves this machine."""
     url = text[start:end]
     try:
         parts = urlsplit(url)
@@ -242,7 +241,6 @@ def _check_url(text: str, scheme: str, start: int, end: int) -> None:
 
 
 def _check_path(text: str, path: str, start: int) -> None:
-    """Refuse paths that could lead out of their place."""
     if not path:
         _refuse(text, "P701", "the path of the file is missing", start)
     if path.startswith("/"):

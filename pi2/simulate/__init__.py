@@ -262,7 +262,6 @@ def read_inputs(
 
 
 def _check_reads(resolved: ResolvedPlan) -> list[Diagnostic]:
-    """Kinds of reads that the device says nothing about, where anything is read."""
     if all(layer.hot >= 1.0 for layer in resolved.layers):
         return []
     device = resolved.device

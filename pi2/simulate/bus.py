@@ -1,10 +1,4 @@
-"""Units at work, main memory as they share it, and a meter of who is at work.
-
-A piece of work takes its seconds with nothing else going on, and asks main memory for bytes
-meanwhile.  Decoding is bound by them: what all units together ask for beyond memory's rate slows
-down everything that reads.  Rates change when a piece of work begins or ends, so that time is exact
-between those events.
-"""
+"""Units at work, main memory as they share it, and a meter of who is at work."""
 
 from __future__ import annotations
 
@@ -92,7 +86,6 @@ class Bus:
         return job.done
 
     def _advance(self) -> None:
-        """Account for the time since the last event."""
         elapsed = self.env.now - self._since
         self._since = self.env.now
         if elapsed <= 0.0:
@@ -107,7 +100,6 @@ class Bus:
             job.left_s -= job.speed * elapsed
 
     def _schedule(self) -> None:
-        """Give every piece of work its speed, and wake up when the first ends."""
         taken = {"cpu": 0.0, "dense": 0.0, "flash": 0.0}
         for job in self._jobs:
             taken[job.unit] += job.share
@@ -186,8 +178,6 @@ def simulate_prefill(description: Description, tokens: int) -> PrefillRun | None
 
 
 class _Prompt:
-    """A thread that reads pieces, one ahead of the one that is computed."""
-
     def __init__(self, env: simpy.Environment, bus: Bus, layers: list[PromptLayer]) -> None:
         self._env, self._bus, self._layers = env, bus, layers
         self._ready = simpy.Store(env)

@@ -243,7 +243,6 @@ def _count_at(index: int, most: float) -> float:
 
 
 def _find_cells(counts: F64, most: float) -> tuple[I64, F64]:
-    """The grid line at or below each count, and how far it is on the way to the next."""
     safe = np.maximum(counts, 1.0)
     index = np.where(counts < 1.0, 0, 1 + np.floor(np.log(safe) / np.log(_STEP) + 1e-9))
     low = np.where(index <= 1, index, _STEP ** np.maximum(index - 1.0, 0.0))

@@ -59,8 +59,6 @@ class LayerPlan:
 
 @dataclass(slots=True)
 class _Task:
-    """A cluster's computation, and what it makes possible."""
-
     name: str
     neurons: float
     fixed_s: float = 0.0
@@ -112,7 +110,6 @@ class LayerRun:
         yield dense
 
     def _plan_clusters(self) -> Process:
-        """Queue what is resident as tasks and what is missing as reads."""
         resident, missing = self._work.resident, self._work.missing
         size, workers = self._plan.cluster, self._terms.workers
         if resident >= 1:
@@ -130,7 +127,6 @@ class LayerRun:
             self._open += parts
 
     def _compute(self, number: int) -> Process:
-        """A worker: takes tasks until no cluster of the layer is open."""
         terms = self._terms
         waited = False
         while self._open:
@@ -161,7 +157,6 @@ class LayerRun:
                     self._io_news = self._ring(self._io_news)
 
     def _read_clusters(self) -> Process:
-        """The reading thread: requests in order, first gates, then what gates asked for."""
         while self._open:
             if not self._wishes:
                 yield self._io_news
@@ -175,13 +170,11 @@ class LayerRun:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether neurons are read whole: where neighbours share a read."""
         stretches = self._stretches
         return stretches is not None and stretches.requests < _MERGED
 
     @property
     def _stretches(self) -> MergedReads | None:
-        """What is read with each other where many neurons are missing."""
         reads = self._settings.reads
         return None if reads is None else reads.merge_dense(self._work.missing, self._plan.absent)
 
@@ -201,7 +194,6 @@ class LayerRun:
         return "read up and down", rest_s, reads.stride - reads.phases.gate_bytes
 
     def _queue_compute(self, neurons: float, first: bool) -> None:
-        """Queue the computation that a finished read makes possible."""
         reads, now, fixed_s = self._settings.reads, self._env.now, self._terms.part_call_s
         assert reads is not None
         if reads.phases is None or self._is_whole:
@@ -256,7 +248,6 @@ class LayerRun:
         self._note(DENSE_LANE, "hot neurons", start)
 
     def _find_neurons(self) -> Process:
-        """Predict, and look up what is in memory."""
         start, predict = self._env.now, self._terms.predict
         if predict.seconds > 0:
             yield self._bus.work("cpu", predict.seconds, bytes_s=predict.bytes_s)
@@ -284,14 +275,12 @@ class LayerRun:
         self._recorder.add_flow(READ_LANE, task.ready_s, f"{CPU_LANE} thread {number}", start_s)
 
     def _note_worker(self, number: int, name: str, start_s: float) -> None:
-        """What one of several workers did, or all threads together."""
         if self._terms.workers == 1:
             self._note_threads(name, start_s)
         else:
             self._note(f"{CPU_LANE} thread {number}", name, start_s)
 
     def _note_threads(self, name: str, start_s: float) -> None:
-        """Something that all compute threads did together."""
         for number in range(self._threads):
             self._note(f"{CPU_LANE} thread {number}", name, start_s)
 

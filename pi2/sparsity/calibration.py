@@ -277,8 +277,6 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """What was observed of the dense model."""
-
     resolved: ResolvedPlan
     layers: Sequence[LayerMagnitudes]
     tokens: int
@@ -506,7 +504,6 @@ def _measure(
 def _describe(
     thresholds: Thresholds, scores: Scores, dense: Scores, figures: tuple[float, ...]
 ) -> Trial:
-    """What the first tokens of the held-out windows say of thresholds."""
     count = len(scores.losses)
     dense = Scores(dense.losses[:count], dense.choices[:count])
     change = scores.losses - dense.losses

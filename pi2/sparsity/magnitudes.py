@@ -1,13 +1,4 @@
-"""Histograms of a layer's magnitudes, and the thresholds that follow from them.
-
-In a mixture every expert has its own, of the tokens that it computes.
-
-Bins are the leading bits of float32 magnitudes: 64 to an octave for gates alone, 8 for gates
-against values, so that memory does not grow with the text, and equal texts give equal thresholds.
-
-Sources: CATS (Lee et al., 2024) cuts |act(gate)| at a quantile; TEAL (Liu et al., 2024) cuts the
-inputs of matrices, here those of down.
-"""
+"""Histograms of a layer's magnitudes, and the thresholds that follow from them."""
 
 from __future__ import annotations
 
@@ -98,7 +89,6 @@ class Histogram:
         return self._choose_both(target)
 
     def _choose_gate(self, target: float) -> LayerThresholds:
-        """CATS: the quantile of |act(gate)|, within a bin as if it were evenly filled."""
         sums = np.cumsum(self.gates)
         wanted = target * int(sums[-1])
         place = int(np.searchsorted(sums, wanted))
@@ -191,7 +181,6 @@ class MagnitudeObserver:
             histogram.add(values)
 
     def list_layers(self) -> list[LayerMagnitudes]:
-        """Magnitudes of each layer."""
         return [self.layers[layer] for layer in sorted(self.layers)]
 
 
@@ -214,5 +203,4 @@ def _find_fine_edge(place: int) -> float:
 
 
 def _shorten(value: float) -> float:
-    """Six digits: files that people read, and no share moves by it."""
     return float(f"{value:.6g}")

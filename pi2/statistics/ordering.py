@@ -1,13 +1,4 @@
-"""Orders of neurons that follow from activation statistics.
-
-By hotness the most active come first.  By co-activation, neurons that fire together lie together,
-so that what a token misses becomes fewer and longer reads; but only within bands of similar
-hotness, because the first neurons of a layer stay in memory and the cache begins with the next.
-Within a band, pairs are linked in the order of how often both fire, each neuron with two others at
-most, which leaves chains (as Ripple places neurons on flash); chains follow one another by hotness.
-By expert, what belongs to an expert of a mixture lies together, in narrower bands: a token that
-chooses two of eight experts misses nothing of the others.
-"""
+"""Orders of neurons that follow from activation statistics."""
 
 from __future__ import annotations
 

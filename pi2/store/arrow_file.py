@@ -1,10 +1,4 @@
-"""Lays out Arrow IPC files before their contents exist, so that a writer can stream into them.
-
-A file is a list of small known pieces (magic, metadata, names, footer) and holes for the large
-buffers, whose places are known in advance: neuron bundles begin at a multiple of 4096 bytes, so
-that one neuron is one direct read, and every other buffer at a multiple of 64.
-Format: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format (metadata V5).
-"""
+"""Lays out Arrow IPC files before their contents exist, so that a writer can stream into them."""
 
 from __future__ import annotations
 

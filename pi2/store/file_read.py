@@ -1,9 +1,5 @@
 """Ranges of a store's file on their way into memory, in pieces of a MiB that are compared with
 their checks where they are.
-
-The file is read past the page cache, where the system allows it: its bytes are in memory once, and
-nobody reads them again to compare them.  A piece that lies in memory as in the file is read
-straight into place; others go through a buffer.
 """
 
 from __future__ import annotations
@@ -52,8 +48,6 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Bytes of the file that lie in memory as they do there."""
-
     first: int
     last: int
     """In the file; ``last`` is behind it."""
@@ -126,7 +120,6 @@ class FileRead:
         return [_find(stretches, region, first, size) for first, size in ranges]
 
     def _divide(self, stretch: _Stretch, region: U8) -> None:
-        """Note which pieces a stretch is made of."""
         shift = stretch.place - stretch.first
         for number in range(stretch.first // CHECKED_BYTES, -(-stretch.last // CHECKED_BYTES)):
             start = number * CHECKED_BYTES
@@ -176,7 +169,6 @@ class FileRead:
             self._buffers.memory.madvise(mmap.MADV_DONTNEED)
 
     def _take_buffer(self) -> U8:
-        """The calling thread's buffer of a piece, page-aligned."""
         if not hasattr(self._buffers, "piece"):
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._buffers.memory = mmap.mmap(-1, CHECKED_BYTES, flags=flags)
@@ -195,7 +187,6 @@ class FileRead:
 
 
 def _find(stretches: Sequence[_Stretch], region: U8, first: int, size: int) -> U8:
-    """Where a range lies."""
     for stretch in stretches:
         if stretch.first <= first and first + size <= stretch.last:
             place = stretch.place + first - stretch.first

@@ -179,8 +179,6 @@ class StoredPredictor(Table):
 
 
 class StoredFile(Table):
-    """A file of the store."""
-
     path: StorePath
     """Path of the file inside the store, with ``/``."""
     bytes: Offset

@@ -116,7 +116,6 @@ class StoredLayer:
         return self._copy(np.uint32, self._entry.checks_offset)
 
     def _copy(self, dtype: type[Number], offset: int) -> npt.NDArray[Number]:
-        """A number for every neuron."""
         try:
             with open_stream(self.path) as file:
                 return np.fromfile(file, dtype, self.neurons, offset=offset)

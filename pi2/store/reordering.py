@@ -214,7 +214,6 @@ def _keeps_rows(old: NeuronStore, places: list[I64]) -> bool:
 
 
 def _read_notes(path: Path, manifest: Manifest) -> dict[str, bytes]:
-    """Files beside those of the manifest, such as plans."""
     listed = {MANIFEST, *(entry.path for entry in manifest.files)}
     return {
         file.name: read_regular(file)

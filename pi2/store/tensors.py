@@ -180,14 +180,12 @@ class DenseTensor:
 
     @property
     def row_weight_bytes(self) -> int:
-        """Bytes of the weights of one row."""
         if self.precision == "fp32":
             return 4 * self.length
         return weight_bytes(self.length, self.precision)
 
     @property
     def row_scale_bytes(self) -> int:
-        """Bytes of the scales of one row."""
         return 0 if self.precision == "fp32" else scale_bytes(self.length, self.precision)
 
 
@@ -277,7 +275,6 @@ def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]
 
 
 def _list_attention(model: Model, layer: int) -> list[DenseTensor]:
-    """Projections of an attention layer, and what belongs to them."""
     precision = model.quantization.attention
 
     def name(kind: str) -> str:
@@ -294,7 +291,6 @@ def _list_attention(model: Model, layer: int) -> list[DenseTensor]:
 
 
 def _list_state(model: Model, state: StateShape, layer: int, mixer: int) -> list[DenseTensor]:
-    """Tensors of a mixer with a state."""
     return [
         DenseTensor(
             name=name_state_tensor(layer, mixer, tensor.kind),

@@ -1,11 +1,4 @@
-"""Checks every byte of a neuron store against its manifest.
-
-The folder in which a store is made: locked, journalled, renamed when complete.
-
-``.NAME.partial`` lies beside the future store.  ``journal.jsonl`` in it begins with the key of
-the job and then lists every finished file with its hash, so that the same job, started again
-after a crash or Ctrl-C, keeps what is whole.  A folder of another job is thrown away.
-"""
+"""Checks every byte of a neuron store against its manifest."""
 
 from __future__ import annotations
 
@@ -135,7 +128,6 @@ class UnfinishedStore:
         return descriptor
 
     def _read_journal(self, job: str) -> dict[str, StoredFile]:
-        """Return the files of an earlier attempt at the same job that are still whole."""
         try:
             lines = (self.folder / JOURNAL).read_text().splitlines()
             if not lines or json.loads(lines[0]) != {"job": job}:
@@ -316,7 +308,6 @@ def _check_file(
 def _compare_contents(
     file: Path, entry: StoredFile, advance: Callable[[int], None]
 ) -> Iterator[Diagnostic]:
-    """Compare a file with its checks, with its hash where it has none."""
     yield from _compare_hash(file, entry, advance, hashed=entry.checks is None)
 
 
@@ -342,7 +333,6 @@ def _compare_hash(
 
 
 def _compare_layer(file: Path, entry: StoredFile, stride: int) -> str | None:
-    """Compare the columns that Arrow finds with the manifest's offsets."""
     import pyarrow as pa
 
     try:
@@ -367,7 +357,6 @@ def _compare_layer(file: Path, entry: StoredFile, stride: int) -> str | None:
 def _compare_rows(
     file: Path, entry: StoredFile, name: str, row_bytes: int, place: int
 ) -> str | None:
-    """Compare the column that Arrow finds with the manifest's offset."""
     import pyarrow as pa
 
     try:
@@ -387,7 +376,6 @@ def _compare_rows(
 
 
 def _compare_dense(file: Path, manifest: Manifest) -> str | None:
-    """Compare the tensors that Arrow finds with the manifest's."""
     import pyarrow as pa
 
     found = []

@@ -188,7 +188,6 @@ def _open_iq3_s(source: Source) -> Block:
 
 
 def _eighth(is_less: v.Expr) -> v.Expr:
-    """Return what is added to weights in eighths."""
     return T.int32(1) - (is_less << T.int32(1))
 
 

@@ -235,7 +235,6 @@ class ModelGraph:
             self._work.add("add_positions", arrays, numbers)
 
     def _begin_layer(self, layer: int, tokens: int) -> None:
-        """Take what the layer's parts read of x before attention changes it."""
         moe = self._find_mixture(layer)
         if moe is not None and moe.router_input == "layer":
             self._score_experts(layer, tokens, "x")
@@ -265,7 +264,6 @@ class ModelGraph:
             self._add_y(name_layer_tensor(layer, "attention_output_norm"), shape.tokens)
 
     def _add_y(self, norm: str, tokens: int) -> None:
-        """Add y to x, normalised where the model says so."""
         arrays = {"x": self._state["x"], "y": self._state["y"]}
         if not self._model.norm.outputs:
             self._work.add("add", arrays, {"tokens": tokens})
@@ -290,12 +288,10 @@ class ModelGraph:
             self._work.add("spread", arrays, {"tokens": tokens})
 
     def _find_mixture(self, layer: int) -> Moe | None:
-        """The mixture of a layer that is one."""
         moe = self._model.moe
         return None if moe is None or layer in moe.dense_layers else moe
 
     def _route(self, layer: int, tokens: int) -> None:
-        """Give experts their weights."""
         arrays, moe = {"routes": self._state["routes"]}, self._find_mixture(layer)
         if moe is None:
             assert self._model.moe is not None
@@ -322,7 +318,6 @@ class ModelGraph:
         self._work.add("route_scores", arrays, {"tokens": tokens})
 
     def _list_ffn_arrays(self, layer: int) -> dict[str, DeviceArray]:
-        """What kernels of neurons read and write."""
         state = self._state
         sums = state["x" if self._use.ffn_adds_to_stream else "y"]
         arrays = {**self._arrays.neurons[layer], "inputs": state["v"], "sums": sums}
@@ -331,7 +326,6 @@ class ModelGraph:
         return arrays | {name: state[name] for name in names if name in state}
 
     def _compute_all(self, layer: int, tokens: int) -> None:
-        """Add all neurons."""
         arrays, neurons = self._list_ffn_arrays(layer), self._model.layer_neurons
         size = choose_kernel_tokens(tokens)
         parts = self._choose_parts(neurons, tokens, size)
@@ -342,11 +336,9 @@ class ModelGraph:
         self._work.add("join", arrays, numbers)
 
     def _sums_hold_something(self) -> bool:
-        """Whether the FFN's sum is added to something: to x, or to biases."""
         return self._use.ffn_adds_to_stream or self._model.ffn.bias
 
     def _compute_named(self, layer: int, tokens: int) -> None:
-        """Find the neurons that compute each token, and add them."""
         arrays, neurons = self._list_ffn_arrays(layer), self._model.layer_neurons
         if self._model.moe is not None:
             arrays["order"] = self._state[f"order_{layer}"]
@@ -368,7 +360,6 @@ class ModelGraph:
             self._work.add(name, arrays, numbers)
 
     def _score_neurons(self, layer: int, tokens: int) -> None:
-        """Score all neurons with the layer's predictors."""
         model, state = self._model, self._state
         assert model.predictor is not None
         inner, outer, bias = (
@@ -408,7 +399,6 @@ class ModelGraph:
         )
 
     def _count_rows(self) -> int:
-        """Partial sums that there is room for."""
         return max(PARTIAL_ROWS, self._use.chunk)
 
     def _choose_parts(self, neurons: int, tokens: int, size: int) -> int:

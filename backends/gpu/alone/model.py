@@ -87,21 +87,17 @@ class GpuModel:
         return self._arrays
 
     def _enter(self) -> ModelArrays:
-        """The device's arrays, for the calling thread."""
         assert self._launcher is not None, "it is closed"
         self._launcher.enter()
         return self._device
 
     def put(self, tensor: Tensor, first: int) -> None:
-        """See `pi2.backends.units.WholeModel`."""
         self._enter().put(tensor, first)
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
-        """See `pi2.backends.units.WholeModel`."""
         self._enter().keep(layer, first, bundles)
 
     def expect(self, end: int) -> None:
-        """See `pi2.backends.units.WholeModel`."""
         self._enter().expect(end)
 
     def prefill(self, tokens: I32, sequence: int, position: int) -> None:
@@ -158,14 +154,12 @@ class GpuModel:
     def _send(
         self, tokens: I32, sequences: np.typing.ArrayLike, positions: np.typing.ArrayLike
     ) -> None:
-        """Send tokens and where they stand."""
         places = np.stack([np.asarray(sequences), np.asarray(positions)], 1).astype(np.int32)
         state = self._device.state
         self._queue.upload(state["ids"], np.array(tokens, np.int32))
         self._queue.upload(state["places"], places)
 
     def _fetch(self, logits: int, named: int) -> None:
-        """Wait for so many logits, and numbers of named neurons."""
         state = self._device.state
         self._queue.download(state["logits"], self._logits[:logits])
         if named:
@@ -184,7 +178,6 @@ class GpuModel:
         return found
 
     def _report(self, name: str) -> None:
-        """Count the time since the first submission that nobody has waited for."""
         assert self._begin_s is not None
         begin_s, end_s = self._begin_s, time.perf_counter()
         self._begin_s = None
@@ -193,17 +186,14 @@ class GpuModel:
             self._observer.note_kernel(name, None, begin_s, end_s)
 
     def count_named(self) -> int:
-        """See `pi2.backends.units.WholeModel`."""
         named, self._named = self._named, 0
         return named
 
     def observe(self, observer: ExecutorObserver | None) -> None:
-        """See `pi2.backends.units.WholeModel`."""
         self._observer = observer
 
     @property
     def busy_s(self) -> float:
-        """See `pi2.backends.units.WholeModel`."""
         return self._busy_s
 
     def close(self) -> None:

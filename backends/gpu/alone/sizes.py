@@ -331,7 +331,6 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
 
 
 def _list_unknown_layers(model: Model) -> list[str]:
-    """What the kernels do not have of norms, attention and routing."""
     attention, moe = model.attention, model.moe
     named = {
         "norm.inputs = false": not model.norm.inputs,

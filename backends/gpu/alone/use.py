@@ -133,7 +133,6 @@ class ModelUse:
 
     @property
     def attention(self) -> AttentionKernels:
-        """Kernels of attention."""
         shape, attention = self.model.shape, self.model.attention
         latent = attention.latent
         _, kv_heads, size = list_kept_vectors(self.model)

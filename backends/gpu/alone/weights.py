@@ -67,7 +67,6 @@ class ModelArrays:
                 self._send(self.state[name], np.zeros(self.state[name].size // 4, np.float32))
 
     def _send_growth(self) -> None:
-        """Send the factors of queries, of layers where they grow and where they do not."""
         model, context = self._use.model, self._use.context
         growing = model.attention.growth_layers
         for name, is_wanted in (("growth", True), ("no_growth", False)):
@@ -84,7 +83,6 @@ class ModelArrays:
         return self._own.total_bytes
 
     def put(self, tensor: Tensor, first: int) -> None:
-        """See `pi2.backends.units.WholeModel`."""
         shape = self._shapes.get(tensor.name)
         if shape is None:
             # Such as predictors that the plan does not use.
@@ -121,7 +119,6 @@ class ModelArrays:
             self._send(arrays[name], values, first // TILE * size)
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
-        """See `pi2.backends.units.WholeModel`."""
         if self._tail is not None and self._tail[0] == layer:
             assert first == self._tail[1] + len(self._tail[2]), "neurons come in stored order"
             first, bundles = self._tail[1], np.concatenate([self._tail[2], bundles])
@@ -219,7 +216,6 @@ class WorkList:
         self._work.append((self._bound[key], numbers))
 
     def find_tensor(self, name: str) -> Mapping[str, DeviceArray]:
-        """The arrays of a tensor."""
         return self.arrays.tensors[name]
 
     def find_vector(self, name: str) -> DeviceArray:

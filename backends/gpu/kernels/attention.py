@@ -46,7 +46,6 @@ _LOWEST = -1e30
 
 
 def list_attention_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
-    """Make all of them."""
     if attention.latent is None:
         yield make_keep(attention, attention.head_norm, "keep")
         if attention.head_norm and attention.some_plain:
@@ -177,7 +176,6 @@ def _normalise_ends(
 def _store_pairs(
     vector: c.Buffer, pairs: list[tuple[c.Expr, c.Expr, c.Cell, c.Cell]], half: int
 ) -> None:
-    """Store a thread's pairs of elements, and wait for those of others."""
     for pair, _, low, high in pairs:
         with c.when(pair < half):
             c.store(vector, pair, low.get())
@@ -329,7 +327,6 @@ def _emit_partial(
     partials: c.Buffer,
     tops: c.Buffer,
 ) -> None:
-    """Add up the slices of a work group, and write what it found."""
     words, each = attention.value_words, attention.elements_per_word
     size = attention.value_width
     # The last place of a slice is its sum of weights.

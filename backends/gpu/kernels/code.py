@@ -52,7 +52,6 @@ class Cell:
         T.buffer_store(self._cell, value, [0])
 
     def add(self, value: Expr) -> None:
-        """Add to its value."""
         self.set(self.get() + value)
 
 
@@ -186,7 +185,6 @@ class Kernel:
             yield Place(group=(groups[0], groups[1]), thread=(threads[0], threads[1], threads[2]))
 
     def _count(self, axis: Axis) -> Expr:
-        """Work groups of an axis."""
         if axis.number is None:
             return axis.times
         return axis.times * divide_up(self._expressions[axis.number], axis.per)

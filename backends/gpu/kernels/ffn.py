@@ -288,7 +288,6 @@ def make_join(ffn: FfnKernels) -> c.Kernel:
 
 
 def list_many_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
-    """Make them."""
     yield make_many_values(ffn, fp16)
     yield make_many_sums(ffn, fp16)
 

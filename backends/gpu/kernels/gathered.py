@@ -225,7 +225,6 @@ def _add_word(
     word: c.Expr,
     sums: list[c.Cell],
 ) -> None:
-    """Add the products of a word of every part that has a sum."""
     words = WORDS[ffn.precision]
     groups = ffn.hidden // GROUP
     group = c.let(T.floordiv(word, words))

@@ -51,7 +51,6 @@ class KeptVectors:
         )
 
     def find(self, sequence: c.Expr, head: c.Expr, position: c.Expr, context: c.Expr) -> c.Expr:
-        """Return the number of a vector."""
         return (sequence * self.attention.kv_heads + head) * context + position
 
     def load(self, vector: c.Expr, word: c.Expr) -> list[c.Expr]:
@@ -69,7 +68,6 @@ class KeptVectors:
         return codes
 
     def load_scale(self, vector: c.Expr) -> c.Expr:
-        """Return a vector's scale."""
         return c.number(1.0) if self.scales is None else c.let(self.scales[vector])
 
 
@@ -226,6 +224,5 @@ def _find_factor(
 def _turn(
     vectors: c.Buffer, first: c.Expr, index: c.Expr, half: int, cosine: c.Expr, sine: c.Expr
 ) -> tuple[c.Expr, c.Expr]:
-    """Return both elements of a rotated pair."""
     low, high = c.let(vectors[first + index]), c.let(vectors[first + index + half])
     return c.let(low * cosine - high * sine), c.let(high * cosine + low * sine)

@@ -52,7 +52,6 @@ class Tiles:
         return words
 
     def load_scale(self, tile: c.Expr, part: int, group: c.Expr, row: c.Expr) -> c.Expr:
-        """Return the scale of a group."""
         return self.weights.load_scale(
             ((tile * self.parts + part) * self.groups + group) * ROWS + row
         )
@@ -102,7 +101,6 @@ def _add_group(
     tokens: Sequence[c.Expr],
     sums: list[list[c.Cell]],
 ) -> None:
-    """Add the products of a group of every part."""
     precision = tiles.weights.precision
     parts = range(tiles.parts)
     # All loads come first: they are under way together.
@@ -308,7 +306,6 @@ _TILES = COLUMNS // STRIP
 
 
 def list_product_kernels(product: ProductKernels, fp16: bool) -> Iterator[c.Kernel]:
-    """Make all of them."""
     for tokens in FEW:
         yield make_product(product, fp16, tokens)
     if product.blocks == 1:
@@ -316,8 +313,6 @@ def list_product_kernels(product: ProductKernels, fp16: bool) -> Iterator[c.Kern
 
 
 class _Finish:
-    """What becomes of a product."""
-
     def __init__(self, kernel: c.Kernel, product: ProductKernels) -> None:
         self._product = product
         self._biases = kernel.take_array("biases", "float32") if product.bias else None

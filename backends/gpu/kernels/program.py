@@ -20,7 +20,6 @@ from pi2.backends.gpu.kernels.states import list_state_kernels
 
 
 def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
-    """Make all of them."""
     if spec.ffn is not None:
         yield from list_few_kernels(spec.ffn, spec.target.fp16)
         yield from list_many_kernels(spec.ffn, spec.target.fp16)

@@ -50,7 +50,6 @@ _NORM_WIDTH = 256
 
 
 def list_norm_kernels(norm: NormKernels) -> Iterator[c.Kernel]:
-    """Make all of them."""
     yield make_norm(norm)
     if norm.outputs:
         yield make_add_norm(norm)
@@ -184,7 +183,6 @@ _ROW_WIDTH = 64
 
 
 def list_embedding_kernels(embedding: EmbeddingKernels, fp16: bool) -> Iterator[c.Kernel]:
-    """Make all of them."""
     yield make_embed(embedding, fp16)
     if embedding.positions:
         yield make_add_positions(embedding)
@@ -269,7 +267,6 @@ _SMALLEST_SUM = 1e-20
 
 
 def list_router_kernels(router: RouterKernels) -> Iterator[c.Kernel]:
-    """Make all of them."""
     yield make_route_scores(router)
     yield make_route(router)
     if router.some_dense:
@@ -379,8 +376,6 @@ def make_route_first(router: RouterKernels) -> c.Kernel:
 
 
 class _Shares:
-    """Weights of experts before any is chosen."""
-
     def __init__(self, router: RouterKernels, scores: c.Buffer, first: c.Expr) -> None:
         self._router, self._scores, self._first = router, scores, first
         if router.kind == "softmax":
@@ -399,7 +394,6 @@ class _Shares:
 
 
 def _leave_out_groups(router: RouterKernels, wanted: c.Buffer, thread: c.Expr) -> None:
-    """Let nothing want the experts of groups that are not among the best ones."""
     groups, size = router.groups, router.experts // router.groups
     worths = c.share(groups)
     for turn in range(-(-groups // _THREADS)):
@@ -438,5 +432,4 @@ def _count_better(values: c.Buffer, place: c.Expr, count: int) -> c.Expr:
 
 
 def _squash(score: c.Expr) -> c.Expr:
-    """Return the logistic function of a named value."""
     return c.number(1.0) / (c.number(1.0) + T.exp(c.number(0.0) - score))

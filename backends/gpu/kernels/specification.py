@@ -365,7 +365,6 @@ class SelectKernels:
     experts: int = 0
     """Of a mixture, shared ones too; 0 without."""
     expert_neurons: int = 0
-    """Neurons of each."""
 
     def __post_init__(self) -> None:
         assert self.scored or self.experts, self

@@ -34,7 +34,6 @@ _SMALLEST_NORM = 1e-6
 
 
 def list_state_kernels(kernels: StateKernels) -> Iterator[c.Kernel]:
-    """Make all of them."""
     yield make_convolve(kernels)
     if kernels.shape.kind != "convolution":
         yield make_recur(kernels)
@@ -298,7 +297,6 @@ def make_gate_state(kernels: StateKernels) -> c.Kernel:
 
 
 def _squash(value: c.Expr) -> c.Expr:
-    """Return the logistic function of a named value."""
     return c.number(1.0) / (c.number(1.0) + T.exp(c.number(0.0) - value))
 
 

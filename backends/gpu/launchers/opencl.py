@@ -105,7 +105,6 @@ class OpenClLaunch:
         return OpenClLaunch(self.kernel, self._arrays)
 
     def set_numbers(self, numbers: Mapping[str, Number]) -> None:
-        """Set the numbers."""
         for index, name, dtype in self._numbers:
             self.object.set_arg(index, dtype(numbers[name]))
 
@@ -252,7 +251,6 @@ class OpenClLauncher:
 
 
 def _count_threads(signature: Signature, numbers: Mapping[str, Number]) -> tuple[int, int, int]:
-    """Threads by axis."""
     x, y = signature.count_groups(numbers)
     width, height, depth = signature.block
     return x * width, y * height, depth

@@ -1,7 +1,4 @@
-"""Plain C functions out of TensorIR, and the vocabulary of Hexagon's vectors.
-
-All parameters are int32: numbers, and addresses of the NPU.  Vectors have 128 bytes.
-"""
+"""Plain C functions out of TensorIR, and the vocabulary of Hexagon's vectors."""
 
 from __future__ import annotations
 

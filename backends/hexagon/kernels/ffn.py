@@ -139,7 +139,6 @@ def emit_multiply_int8(
 
 
 def _emit_add(sums: list[v.Cell], codes: c.Expr, words: c.Buffer, first: c.Expr) -> None:
-    """Add a word of every row times a word of every token."""
     for token, total in enumerate(sums):
         total.set(c.call_hvx("vrmpybus.acc", total.get(), codes, words[first + token]))
 

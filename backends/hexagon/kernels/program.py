@@ -224,7 +224,6 @@ def _name_product(weights: str, length: int, together: int) -> str:
 
 
 def _read_operands(names: Sequence[str], memory: c.Expr, operands: c.Expr) -> dict[str, c.Expr]:
-    """Operands by name: addresses, but for those that are numbers."""
     words = c.view(operands, "int32")
     return {
         name: words[place] if name in NUMBERS else memory + words[place]

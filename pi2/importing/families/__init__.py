@@ -1,11 +1,4 @@
-"""Model documents of the families that `pi2 model new` knows, from their ``config.json``.
-
-A family is a function from the configuration to the tables of a model document; what it leaves
-out has the document's default.  Names of tensors are those of the checkpoints on the hub.
-
-A module of this folder states the families that it describes in ``FAMILIES``, functions by
-``model_type``, and is found by being here.
-"""
+"""Model documents of the families that `pi2 model new` knows, from their ``config.json``."""
 
 from __future__ import annotations
 

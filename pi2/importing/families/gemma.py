@@ -56,7 +56,6 @@ def describe_hunyuan_moe(config: Config) -> Tables:
 
 
 def _read_same(config: Config, names: tuple[str, ...]) -> int:
-    """A number that may be stated for every layer, where all of them are the same."""
     found = next((config.read_list(name) for name in names if config.has(name)), [1])
     if len(set(map(str, found))) != 1 or type(found[0]) is not int:
         raise config.refuse(f"{names[0]} is not the same number in every layer")
@@ -313,7 +312,6 @@ def describe_gemma3n(config: Config) -> Tables:
 
 
 def _read_gate_sparsity(config: Config, layers: int) -> Tables:
-    """Shares of gates that cutoffs close, by layer."""
     shares = config.read_list("activation_sparsity_pattern")
     if not config.has("activation_sparsity_pattern"):
         shares = [0.95 if layer < 10 < layers else 0.0 for layer in range(layers)]
@@ -325,7 +323,6 @@ def _read_gate_sparsity(config: Config, layers: int) -> Tables:
 
 
 def _add_local_turns(config: Config, tables: Tables) -> None:
-    """State rotary positions, which layers with a window have of their own."""
     both = config.read_table("rope_parameters")
     full, local = both.read_table("full_attention"), both.read_table("sliding_attention")
     if config.has("rope_scaling"):
@@ -358,7 +355,6 @@ def _widen_last_layers(tables: Tables, first: int) -> None:
 
 
 def _add_experts(config: Config, tables: Tables) -> None:
-    """Experts beside the FFN that the others have alone."""
     tables["side_ffn"] = {"width": tables["shape"]["ffn"]}
     tables["shape"]["ffn"] = config.read("moe_intermediate_size", int)
     tables["moe"] = {
@@ -403,7 +399,6 @@ def _read_heads(config: Config, own: dict[str, int]) -> dict[str, int]:
 
 
 def _read_turns(config: Config, context: int, full: list[int]) -> Tables:
-    """Rotary positions of layers with a window, and of those without."""
     both = config.read_table("rope_parameters")
     if not config.has("rope_parameters"):
         whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}

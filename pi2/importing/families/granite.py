@@ -136,7 +136,6 @@ def describe_falcon_mamba(config: Config) -> Tables:
 
 
 def _rename(config: Config) -> Config:
-    """The configuration with the keys that hybrids have."""
     return config.change(
         {
             "mamba_d_state": config.read("state_size", int, 16),

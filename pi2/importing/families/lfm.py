@@ -55,7 +55,6 @@ def describe_llama4(config: Config) -> Tables:
 
 
 def _has_tuning(config: Config) -> bool:
-    """Whether queries grow: the first releases say so by a number."""
     stated = config.values.get("attn_temperature_tuning")
     if type(stated) is int:
         return stated != 0
@@ -76,7 +75,6 @@ def _list_turned(config: Config, layers: int) -> set[int]:
 
 
 def _describe_chunks(config: Config, layers: int, turned: set[int]) -> Tables:
-    """Chunks of attention, of layers that have them."""
     if not config.has("attention_chunk_size") and "attention_chunk_size" in config.values:
         return {}
     kinds = config.read_list("layer_types")
@@ -93,7 +91,6 @@ def _describe_chunks(config: Config, layers: int, turned: set[int]) -> Tables:
 
 
 def _add_experts(config: Config, tables: Tables) -> None:
-    """Experts, a shared one, and layers that have one FFN."""
     layers, every = tables["shape"]["layers"], config.read("interleave_moe_layer_step", int, 1)
     if every < 1:
         raise config.refuse(f"interleave_moe_layer_step is {every}")
@@ -215,7 +212,6 @@ def _name_window(config: Config) -> Config:
 
 
 def _add_heads(config: Config, tables: Tables, local: list[int]) -> None:
-    """State the keys of layers with a window: twice as many as in the others."""
     shape = tables["shape"]
     count = config.read("swa_num_key_value_heads", int, 2 * shape["kv_heads"])
     if count != shape["kv_heads"]:
@@ -227,7 +223,6 @@ def _add_heads(config: Config, tables: Tables, local: list[int]) -> None:
 
 
 def _add_turns(config: Config, tables: Tables) -> None:
-    """State rotary positions, whose bases are two."""
     both = config.read_table("rope_parameters")
     if both.has("full_attention"):
         full, local = (both.read_table(f"{kind}_attention") for kind in ("full", "sliding"))
@@ -300,7 +295,6 @@ def describe_lfm3(config: Config) -> Tables:
 
 
 def _name_lfm2_ffn() -> Tables:
-    """Names of an FFN that is no mixture."""
     names = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
     return {part: f"{LAYER}.feed_forward.{name}.weight" for part, name in names}
 

@@ -140,7 +140,6 @@ def describe_qwen3_5_moe(config: Config) -> Tables:
 
 
 def _describe_hybrid(config: Config) -> Tables:
-    """Gated DeltaNet beside gated attention, with a dense FFN."""
     defaults = {} if config.has("head_dim") else {"head_dim": 256}
     tables = describe_decoder(config.change(defaults), rotated=0.25)
     if tables["ffn"]["activation"] != "silu":
@@ -302,7 +301,6 @@ def describe_laguna(config: Config) -> Tables:
 
 
 def _add_heads(config: Config, tables: Tables) -> None:
-    """State the query heads of layers, which have the same keys and values."""
     shape = tables["shape"]
     counts = config.read_list("num_attention_heads_per_layer")
     if not counts:

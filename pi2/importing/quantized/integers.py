@@ -69,7 +69,6 @@ class ScaledTensor(DecodedTensor):
 
 
 def read_scales(tensor: SourceTensor) -> F32:
-    """All scales of a tensor."""
     found = read_array(tensor).reshape(tensor.shape)
     if tensor.dtype == "F8_E8M0":
         return decode_e8m0(found)

@@ -1,9 +1,5 @@
 """Compiled functions as ctypes calls them, in libraries that need no TVM
 (`pi2.backends.compiler.compile`).
-
-A function takes its arguments as tvm_ffi's packed calls do: ``int f(void *, const Any *, int32,
-Any *)``, an ``Any`` being two words, its kind and its value; an array is a ``DLTensor``.
-Source: include/tvm/ffi/c_api.h of tvm-ffi and dlpack.h.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ def configure_logging(verbosity: int = 0) -> None:
 
 
 class _Logger:
-    """Writes what is said, and what it is about."""
-
     def __init__(self, bound: dict[str, Any]) -> None:
         self._bound = bound
 

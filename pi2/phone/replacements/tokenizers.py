@@ -33,8 +33,6 @@ class Reader(Protocol):
 
 
 class _Library:
-    """The same, done by the library."""
-
     def __init__(self, content: bytes) -> None:
         import tokenizers
 

@@ -75,7 +75,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the options say."""
     configure_logging(options.verbose)
     if options.machine:
         return show_machine()

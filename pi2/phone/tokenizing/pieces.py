@@ -67,7 +67,6 @@ _GROUP = re.compile(r"\((\?(:|i:|=|!|>|<=|<!))?(?!\?)")
 
 
 def _find_group(expression: str, place: int) -> int:
-    """Where the beginning of a group ends."""
     found = _GROUP.match(expression, place)
     if found is None:
         raise Unsupported(f"the group at character {place} of {expression!r}")
@@ -340,7 +339,6 @@ def _split_all(
 
 
 def _divide(text: str, found: re.Pattern[str], inverted: bool) -> Iterator[tuple[str, bool]]:
-    """Parts of a text, and whether each is a match."""
     end = 0
     for match in found.finditer(text):
         if match.start() > end:
@@ -352,7 +350,6 @@ def _divide(text: str, found: re.Pattern[str], inverted: bool) -> Iterator[tuple
 
 
 def _join(parts: list[tuple[str, bool]], behaviour: str) -> list[str]:
-    """Parts as a behaviour wants them."""
     if behaviour == "Isolated":
         return [text for text, _ in parts]
     if behaviour == "Removed":

@@ -1,10 +1,4 @@
-"""A tokenizer of a ``tokenizer.json``.
-
-Known are: byte-pair encoding and unigram; the normalisers NFC, NFD, NFKC, NFKD, Lowercase, Prepend,
-Replace, Strip; the pre-tokenizers Split, Digits, ByteLevel, Metaspace; the decoders ByteLevel,
-ByteFallback, Fuse, Metaspace, Replace, Strip; sequences of them; and added tokens.  That is what
-Llama, Mistral, Qwen, Gemma, GPT-2, Falcon, OPT and their relatives have.
-"""
+"""A tokenizer of a ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -202,7 +196,6 @@ class Pairs:
         return symbols
 
     def _merge(self, symbols: list[int]) -> Sequence[int]:
-        """Merge pairs until none is left: the best first, of equal ones the leftmost."""
         merges, count = self._merges, len(symbols)
         after, before = list(range(1, count + 1)), list(range(-1, count - 1))
         alive = [True] * count
@@ -297,8 +290,6 @@ class Likeliest:
 
 @dataclass(frozen=True, slots=True)
 class _Added:
-    """A token that is found in the text before anything else happens."""
-
     token: int
     content: str
     single_word: bool
@@ -400,7 +391,6 @@ def _compile(contents: list[str]) -> re.Pattern[str] | None:
 def _find_added(
     text: str, found: re.Pattern[str] | None, added: dict[str, _Added]
 ) -> Iterator[tuple[str, _Added | None]]:
-    """Pieces of a text, and the added token that each is, if it is one."""
     end = 0
     for match in () if found is None else found.finditer(text):
         own = added[match.group()]

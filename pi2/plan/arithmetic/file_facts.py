@@ -20,7 +20,6 @@ class FileFacts:
     matrices: int
     """Matrices, those of all experts of a layer counted once."""
     matrix_bytes: int
-    """Bytes of all of them."""
     token_bytes: int
     """Bytes that a token reads of them: the embedding is looked up where it is not the head."""
     streamed_bytes: int

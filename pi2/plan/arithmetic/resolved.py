@@ -307,7 +307,6 @@ def resolve_layers(plan: Plan, model: Model, device: Device) -> tuple[ResolvedLa
 def _choose_split(
     split: Mapping[str, float], table: Sequence[BatchSplit], sequences: int
 ) -> Mapping[str, float]:
-    """The split of steps of so many sequences."""
     return next((entry.split for entry in reversed(table) if entry.sequences <= sequences), split)
 
 

@@ -1,10 +1,4 @@
-"""Bytes that a plan's segments need, from the model's shape and quantisation.
-
-Pure arithmetic over `pi2.plan.weights.layout`; the engine allocates by the same formulas.  Symbols:
-L layers, d hidden, f FFN neurons of a layer, or of an expert where a layer has e of them, h query
-heads, k key and value heads, w head width, V vocabulary, C tokens of a prefill chunk, S bytes from
-one neuron to the next (stride).
-"""
+"""Bytes that a plan's segments need, from the model's shape and quantisation."""
 
 from __future__ import annotations
 
@@ -359,7 +353,6 @@ def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
 
 
 def _need_workspace(resolved: ResolvedPlan) -> Need:
-    """What the sparse unit's backend works with, and two staging buffers of neurons."""
     need = _find_sparse_backend(resolved).need_workspace(resolved)
     neurons = count_staged_neurons(resolved)
     staging = STAGING_BUFFERS * neurons * resolved.bundle.stride

@@ -50,7 +50,6 @@ class DividedRows:
     output: int = 0
     """Rows of the projection of what attention has mixed, in every layer."""
     head: int = 0
-    """Rows of the head."""
 
 
 def count_rows(share: float, rows: int) -> int:
@@ -105,7 +104,6 @@ def count_side_bytes(model: Model) -> int:
 
 
 def _list_side(model: Model) -> list[tuple[int, int]]:
-    """Rows and length of these matrices."""
     own = (list_side_matrices, list_layer_input_matrices, list_laurel_matrices)
     return [size for list_some in own for size in list_some(model).values()]
 

@@ -62,7 +62,6 @@ def migrate_text(
 
 
 def _add_version(text: str, version: int) -> str:
-    """The version goes first, below a line for editors."""
     line = f"schema_version = {version}\n"
     if text.startswith("#:schema"):
         first, end, rest = text.partition("\n")
@@ -103,7 +102,6 @@ def _rename_keys(
 
 
 def _remove_keys(kind: Kind, text: str, renames: Sequence[Rename]) -> tuple[str, list[str]]:
-    """Remove the keys that are gone."""
     found = [
         path
         for rename in renames

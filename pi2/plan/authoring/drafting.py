@@ -145,7 +145,6 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
 
 
 def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
-    """Values of a plan whose sizes are still to be stated."""
     shape = model.shape
     context = wish.context or min(shape.context, MOST_CONTEXT)
     unit = next((name for name, item in device.units.items() if item.kind == "cpu"), None)
@@ -238,7 +237,6 @@ def name_segments(model: Model) -> dict[str, str]:
 
 
 def _describe_units(device: Device) -> list[str]:
-    """A remark on units that the draft does not use."""
     others = sorted({unit.kind for unit in device.units.values()} - {"cpu"})
     if not others:
         return []

@@ -48,7 +48,6 @@ def make_schemas() -> dict[str, str]:
 
 
 def make_schema(document: type[Document]) -> dict[str, Any]:
-    """The schema of one document."""
     raw = document.model_json_schema(ref_template="#/definitions/{model}")
     tables = {kind.__name__: kind for kind in _collect_tables(document)}
     entries = {kind.__name__ for table in tables.values() for kind in _list_entries(table)}
@@ -67,7 +66,6 @@ def make_schema(document: type[Document]) -> dict[str, Any]:
 
 
 def _collect_tables(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """The table and every table below it."""
     yield table
     for name in table.model_fields:
         kind = find_type(table, (name,))
@@ -80,7 +78,6 @@ def _collect_tables(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def _list_entries(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """Tables that are entries of the table's arrays."""
     for name in table.model_fields:
         if get_origin(find_type(table, (name,))) is tuple:
             kind = find_type(table, (name, 0))
@@ -89,7 +86,6 @@ def _list_entries(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def _simplify(schema: Any) -> Any:
-    """Leave out null, and keys that no pattern allows."""
     if isinstance(schema, list):
         return [_simplify(item) for item in schema]
     if not isinstance(schema, dict):
@@ -117,7 +113,6 @@ def _wrap_reference(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_table(table: type[BaseModel], schema: dict[str, Any]) -> dict[str, Any]:
-    """Add descriptions from docstrings, and examples."""
     schema["description"] = _clean(inspect.getdoc(table) or "")
     texts = read_docstrings(table)
     for name, item in schema.get("properties", {}).items():
@@ -168,7 +163,6 @@ def list_field_docs(table: type) -> Iterator[tuple[str, str]]:
 
 
 def _clean(text: str) -> str:
-    """One paragraph, with Markdown's backticks and emphasis."""
     return " ".join(text.split()).replace("``", "`")
 
 
@@ -248,7 +242,6 @@ def _find_own_examples(field: FieldInfo) -> Iterable[Any]:
 
 
 def _find_quantity(field: FieldInfo) -> dict[str, Any] | None:
-    """The JSON Schema of a quantity with a unit."""
     found = [*field.metadata]
     for option in get_args(field.annotation):  # Bytes | None
         found += get_args(option)[1:] if get_origin(option) is Annotated else ()
@@ -423,7 +416,6 @@ def explain_value(report: Report, kind: Kind, path: KeyPath) -> Explanation:
 
 
 def _dump(report: Report, kind: Kind, values: dict[str, Any]) -> Any:
-    """Values with defaults, where the document is sound."""
     document: Document | None = report.document
     if report.resolved is not None:
         documents: dict[Kind, Document] = {
@@ -439,7 +431,6 @@ def _dump(report: Report, kind: Kind, values: dict[str, Any]) -> Any:
 
 
 def _find_layer(report: Report, path: KeyPath) -> KeyPath:
-    """Where a layer's setting stands in the plan."""
     resolved = report.resolved
     assert resolved is not None
     number = path[1]

@@ -58,7 +58,6 @@ def write_body(document: Document, comment: Comment) -> str:
 
 
 def _describe_file(facts: FileFacts) -> Iterator[str]:
-    """What a plan makes of the GGUF file that it runs."""
     yield f"weights: {approximate_bytes(facts.matrix_bytes)} in {facts.matrices} matrices"
     if facts.streamed_bytes:
         yield (
@@ -71,7 +70,6 @@ def _describe_file(facts: FileFacts) -> Iterator[str]:
 
 
 def _describe(resolved: ResolvedPlan) -> Iterator[str]:
-    """What follows from the plan, for the reader."""
     if resolved.file is not None:
         yield from _describe_file(resolved.file)
         return
@@ -102,7 +100,6 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
 
 
 def _find_settings(layer: ResolvedLayer) -> tuple[object, ...]:
-    """What layers that are described together have in common."""
     return dict(layer.split), layer.hot, layer.dense
 
 

@@ -150,7 +150,6 @@ def find_matches(text: str) -> Iterator[Match]:
 
 
 def _locate(match: re.Match[str]) -> tuple[int, int]:
-    """Where the private part stands, without quotes around it."""
     named: str | int = "found" if match.groupdict().get("found") else 0
     start, end = match.span(named)
     text: str = match[named]
@@ -171,7 +170,6 @@ def _is_serial(pattern: re.Pattern[str], match: re.Match[str]) -> bool:
 
 
 def _has_check_digit(digits: str) -> bool:
-    """Whether the last digit is the check digit that an IMEI has (Luhn)."""
     total = 0
     for place, char in enumerate(reversed(digits)):
         value = int(char) * (1 + place % 2)

@@ -106,7 +106,6 @@ def prepare_overrides(values: Mapping[str, object]) -> tuple[Overrides, list[Dia
 
 
 def _find_unknown(path: KeyPath) -> int | None:
-    """Index of the first part that plans do not know."""
     if path[0] in COMPOSITION:
         return 0  # documents are put together before values are replaced
     for end in range(1, len(path) + 1):
@@ -232,7 +231,6 @@ class Node:
 
 
 def build_tree(file: SourceFile, values: Any, path: KeyPath = ()) -> Node:
-    """The tree of one file's values."""
     places = (Place(file, path),)
     if isinstance(values, dict):
         children = {key: build_tree(file, item, (*path, key)) for key, item in values.items()}
@@ -459,7 +457,6 @@ class ComposedFile(SourceFile):
 
     @cached_property
     def spans(self) -> Places:
-        """Places in all of its files."""
         return ComposedPlaces(self.tree, self.replaced)
 
 
@@ -507,7 +504,6 @@ def trace_value(source: SourceFile, path: KeyPath) -> tuple[Step, ...]:
 
 
 def _is_mixed(node: Node) -> bool:
-    """Whether an array has entries of several files."""
     return len({item.places[0].file.name for item in node.items or ()}) > 1
 
 

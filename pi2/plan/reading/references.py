@@ -220,7 +220,6 @@ def _find_name(reference: str, kind: Kind, base: Path, resolver: Resolver | None
 
 
 def _is_short_name(reference: str) -> bool:
-    """Whether the name can be that of a file in a folder of shipped documents."""
     parts = reference.split("/")
     return len(parts) <= 2 and all(
         part and not part.startswith(".") and part.isprintable() and "\\" not in part

@@ -148,7 +148,6 @@ def is_misspelt(source: SourceFile, document: type[BaseModel], path: KeyPath) ->
 
 
 def _suggest_line(document: type[BaseModel], path: KeyPath) -> str | None:
-    """An example of the missing key."""
     wanted = find_type(document, path)
     name = path[-1]
     if get_origin(wanted) is Literal:
@@ -206,7 +205,6 @@ def _find_home(document: type[BaseModel], name: str) -> str | None:
 def _explain_word(
     document: type[BaseModel], path: KeyPath, value: object
 ) -> tuple[str, str, str | None]:
-    """A value that is none of the known words."""
     options = [str(item) for item in get_args(find_type(document, path))]
     near = suggest(value, options) if isinstance(value, str) else None
     message = f"`{format_path(path)}` is {_list_options(options)}, got {describe_value(value)}"

@@ -1,8 +1,4 @@
-"""Where every key and value of a TOML text stands, from a tree-sitter parse.
-
-Built only when there is something to report: a file without findings is parsed once, by tomli.
-The tree keeps the keys of texts with errors too.
-"""
+"""Where every key and value of a TOML text stands, from a tree-sitter parse."""
 
 from __future__ import annotations
 
@@ -35,7 +31,6 @@ _TOKEN = re.compile(
 
 
 def _scan(text: str) -> Iterator[list[int]]:
-    """Yield the offsets of the open brackets after each bracket."""
     stack: list[int] = []
     for token in _TOKEN.finditer(text):
         if token[0] in ("[", "{"):

@@ -45,7 +45,6 @@ class StateShape:
     step_rank: int = 0
     """Elements that step sizes are made of; 0 where the layer's input gives them."""
     part_norm: Literal["none", "plain", "weighted"] = "none"
-    """Whether these, B and C are normalised, and with weights."""
     part_epsilon: float = 0.0
     """Added to the mean of squares there."""
     decay_of: Literal["head", "key"] = "head"

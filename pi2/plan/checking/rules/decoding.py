@@ -172,7 +172,6 @@ def check_look_ahead_hides(facts: Facts) -> Iterator[Finding]:
 
 
 def _count_read_bytes(resolved: ResolvedPlan) -> float:
-    """Bytes that a layer reads for a token, if the cache holds any cold neuron alike."""
     stride, neurons = resolved.bundle.stride, resolved.model.layer_neurons
     absent = sum(neurons - layer.hot_neurons for layer in resolved.layers)
     if absent == 0:

@@ -67,7 +67,6 @@ def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
 
 
 def _check_double(model: Model) -> Iterator[Finding]:
-    """Of several mixers in a layer, what comes between them is one norm of weights."""
     if not model.uneven_layers:
         return
     twice = [n for n in model.uneven_layers if model.list_mixers(n).count("attention") > 1]
@@ -137,7 +136,6 @@ def _check_recurrence(model: Model, states: Sequence[str]) -> Iterator[Finding]:
 
 
 def _check_delta(sizes: Recurrence, states: Sequence[str]) -> Iterator[Finding]:
-    """What only the delta rule has: decays of keys, and gates of other kinds."""
     of_keys = sizes.decay_of == "key"
     own = sizes.gate != "silu" or sizes.gate_rank is not None
     if states and states[0] != "delta" and (of_keys or own):
@@ -162,7 +160,6 @@ def _check_delta(sizes: Recurrence, states: Sequence[str]) -> Iterator[Finding]:
 
 
 def _check_first_mamba(sizes: Recurrence) -> Iterator[Finding]:
-    """The first Mamba has one head, and step sizes that are made of fewer elements."""
     if sizes.step_rank is None:
         yield _find_kind(
             ("recurrence", "step_rank"),

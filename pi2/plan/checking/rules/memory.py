@@ -213,7 +213,6 @@ def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
 
 
 def _explain_experts(resolved: ResolvedPlan) -> str:
-    """What a token of a mixture needs, as a product."""
     model = resolved.model
     size = approximate_bytes(model.shape.ffn * resolved.bundle.stride)
     counts = Counter(

@@ -117,7 +117,6 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
 
 
 def _check_scores(moe: Moe) -> Iterator[Finding]:
-    """Scores are chosen by where sigmoids of them become weights, and in no groups."""
     if moe.router != "sigmoid" or not moe.choice_bias or moe.groups > 1:
         yield Finding(
             document="model",
@@ -149,7 +148,6 @@ def _check_other_heads(model: Model) -> Iterator[Finding]:
 
 
 def _check_shared_keys(model: Model) -> Iterator[Finding]:
-    """Look for layers whose keys and values no layer before them has."""
     attention, layers = model.attention, model.shape.layers
     if not attention.kv_shared_layers:
         return
@@ -183,7 +181,6 @@ def _check_shared_keys(model: Model) -> Iterator[Finding]:
 
 
 def _check_layer_embedding(model: Model) -> Iterator[Finding]:
-    """Look for what embeddings of layers need."""
     own = model.layer_embedding
     if own is None:
         return
@@ -199,7 +196,6 @@ def _check_layer_embedding(model: Model) -> Iterator[Finding]:
 
 
 def _check_altup(model: Model) -> Iterator[Finding]:
-    """Look for what several residual streams need."""
     if model.altup is None:
         return
     reasons = {
@@ -213,7 +209,6 @@ def _check_altup(model: Model) -> Iterator[Finding]:
 
 
 def _check_cutoffs(model: Model) -> Iterator[Finding]:
-    """Look for what cutoffs of gates need."""
     shares = model.ffn.gate_sparsity
     if not shares:
         return
@@ -228,7 +223,6 @@ def _check_cutoffs(model: Model) -> Iterator[Finding]:
 
 
 def _check_side_ffn(model: Model) -> Iterator[Finding]:
-    """Look for what an FFN beside experts needs."""
     if model.side_ffn is None:
         return
     reasons = {
@@ -248,7 +242,6 @@ def _check_side_ffn(model: Model) -> Iterator[Finding]:
 
 
 def _check_absent(model: Model) -> Iterator[Finding]:
-    """Look for what layers without FFN need."""
     if not model.ffn.absent_layers:
         return
     yield from _find_missing(model, ("ffn", "absent_layers"), model.ffn.absent_layers)
@@ -263,7 +256,6 @@ def _check_absent(model: Model) -> Iterator[Finding]:
 
 
 def _check_latent_experts(model: Model) -> Iterator[Finding]:
-    """Look for what experts of another width than the residual stream's need."""
     moe = model.moe
     if moe is None or moe.latent is None:
         return
@@ -280,7 +272,6 @@ def _check_latent_experts(model: Model) -> Iterator[Finding]:
 
 
 def _check_activation(model: Model) -> Iterator[Finding]:
-    """Look for options of SiLU with another activation."""
     ffn = model.ffn
     for key, is_stated in (("slope", ffn.slope != 1.0), ("limit", ffn.limit is not None)):
         if is_stated and ffn.activation != "silu":
@@ -300,7 +291,6 @@ def _check_activation(model: Model) -> Iterator[Finding]:
 
 
 def _check_mixture(model: Model) -> Iterator[Finding]:
-    """Compare groups with experts, and what is said of layers that are no mixture."""
     moe = model.moe
     if moe is None:
         return
@@ -345,7 +335,6 @@ def _check_mixture(model: Model) -> Iterator[Finding]:
 
 
 def _check_latent(model: Model) -> Iterator[Finding]:
-    """Look for options of attention that latent attention does not have."""
     attention, shape = model.attention, model.shape
     if attention.latent is None:
         return

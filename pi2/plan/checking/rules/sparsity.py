@@ -268,7 +268,6 @@ def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
 
 
 def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """What keeps a plan from guessing, and what to do about it."""
     own, other = resolved.model.shape.vocab, draft.model.shape.vocab
     if own != other:
         yield (

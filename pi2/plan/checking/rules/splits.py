@@ -247,7 +247,6 @@ def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
 
 
 def _check_whole(facts: Facts) -> Iterator[Finding]:
-    """Everything stays in the memory of a unit that has the whole model."""
     resolved = facts.resolved
     unit, seen = resolved.sparse_unit, set()
     for layer in resolved.layers:

@@ -84,7 +84,6 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
 
 
 def _find_path(facts: Facts, unit: str) -> KeyPath:
-    """The key that names the unit's backend."""
     settings = facts.resolved.plan.units.get(unit)
     if settings is not None and settings.backend is not None:
         return ("units", unit, "backend")
