@@ -118,6 +118,7 @@ class SequenceResult:
     token_ids: tuple[int, ...]
     """Ids that were generated, end token included."""
     prompt_tokens: int
+    """Tokens of the prompt."""
     finish_reason: FinishReason
     """Why it ended."""
     ttft_s: float
