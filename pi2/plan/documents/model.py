@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field
 
+from pi2.model.blocks import Block, find_normal_quantile, make_blocks
 from pi2.plan.documents.common import (
     Document,
     Identifier,
@@ -37,7 +40,6 @@ from pi2.plan.documents.model_parts import (
     SideFfn,
     Sparsity,
     Tokenizer,
-    find_normal_quantile,
 )
 from pi2.plan.documents.model_tensors import Tensors
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
@@ -109,6 +111,16 @@ class Model(Document):
     sampling: Sampling | None = None
     """How the model's authors recommend that tokens are drawn: the table ``sampling`` of new plans;
     runs heed their plan's alone."""
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """What each layer is, the first layer first."""
+        return make_blocks(self)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update)  # values are frozen: deep ones are shared, too
+        copied.__dict__.pop("blocks", None)
+        return copied
 
     @property
     def layer_neurons(self) -> int:

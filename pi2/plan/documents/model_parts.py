@@ -244,14 +244,6 @@ class Sparsity(Origin):
     absent means that it is not known."""
 
 
-def find_normal_quantile(share: float) -> float:
-    """Standard deviations above the mean that leave ``share`` of a normal distribution below."""
-    # It imports modules that start-up does without.
-    from statistics import NormalDist
-
-    return NormalDist().inv_cdf(share)
-
-
 Precision = Literal["int4", "int8", "fp16"]
 """Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
 

@@ -132,10 +132,10 @@ class StateShape:
         return self.value_heads * self.key_dim * self.value_dim
 
 
-def describe_state(model: Model) -> StateShape | None:
-    """Sizes of the layers with a state; None of a model whose layers are all attention, or that
-    does not state the sizes."""
-    kind = model.state_kind
+def describe_state(model: Model, kind: StateKind | None = None) -> StateShape | None:
+    """Sizes of the layers with a state, those of ``kind`` where a document has several; None of a
+    model whose layers are all attention, or that does not state the sizes."""
+    kind = kind or model.state_kind
     if kind is None:
         return None
     if kind == "convolution":
