@@ -1,6 +1,6 @@
 """Measure a GPU: the contract suite, its read rate, and whole models of random weights on it.
 
-    python tools/bench_gpu.py --api cuda --tests -o docs/lab/gpu-h200.md
+    python tools/bench_gpu.py --api cuda --tests -o gpu-h200.md
     python tools/bench_gpu.py --api cuda --compile sm_90 --cache DIR    kernels, without a GPU
 
 Prints a Markdown page: the device with its driver and clocks, the suite's result, and in one run

@@ -4,7 +4,7 @@
 
 Both take what steps cost from one description (`pi2.costs`).  What may differ is what becomes of
 it: the planner puts expected numbers into a closed form, the simulator draws numbers for each token
-and plays the steps.  docs/lab/one-cost-model.md has the result of a large grid; a small one is part
+and plays the steps.  notes/planner.md has the result of a large grid; a small one is part
 of the tests (tests/unit/test_one_cost_model.py).
 """
 

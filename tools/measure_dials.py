@@ -1,7 +1,7 @@
 """What deviating from a mixture's routing costs, and what it saves: perplexity against bytes read.
 
     python tools/measure_dials.py mixture.plan.toml --text heldout.txt --cache 0.3 \\
-        --plot docs/images/dials.svg
+        --plot dials.svg
 
 Runs the model over the text token by token, with ``predictor = "router"`` and a cache of the
 given share of all experts, once for every setting of the table ``[experts]`` below.  Prints a table

@@ -24,15 +24,7 @@ from paper.scenarios import MIXTRAL, SYSTEMS, Scenario
 from pi2.costs.constants import Constants
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENTS = tuple(
-    REPOSITORY / "docs" / name
-    for name in (
-        "simulator.md",
-        "lab/simulator-errors.md",
-        "lab/simulator-model.md",
-        "lab/simulator-points.md",
-    )
-)
+DOCUMENTS = (REPOSITORY / "docs/simulator.md", REPOSITORY / "tools/results/simulator.md")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -61,7 +61,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         chunk_planes=PLANES[request.chunk_type],
         upper_steps=(request.token_type, request.step_type) == ("int16", "int8")
         and request.step_tokens > 1,
-        # With gates that are known there is less to read in a row: measured in docs/lab/kernels.md.
+        # With gates that are known there is less to read in a row: measured in notes/kernels.md.
         passes=request.passes or (1 if request.gate_rows is None else 2),
         architecture=request.architecture,
         features=tuple(sorted(request.features)),

@@ -1,6 +1,6 @@
 """Time of a generated token and of a prompt, as a sum of terms that can be looked at.
 
-Every term names where it comes from; docs/lab/cost-model.md explains them.  A layer of a token:
+Every term names where it comes from; notes/planner.md explains them.  A layer of a token:
 
     attention  weights of the projections, and keys and values of the context
     norm       what the FFN begins and ends with, and a mixture's router

@@ -241,7 +241,7 @@ def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
     """The plan's, where a mixture's neurons lie by expert.
 
     In other orders neighbours are missing together so rarely that rates of reads, which differ by
-    more, say as much: 2 to 10 % of the requests (docs/lab/io.md).
+    more, say as much: 2 to 10 % of the requests (notes/reads.md).
     """
     plan = resolved.plan
     if resolved.model.moe is None or plan.pipeline.phases != 1:

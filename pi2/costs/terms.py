@@ -303,7 +303,7 @@ def _time_neuron(
     """Seconds of a neuron that any sequence uses, with all threads; ``seconds`` for one sequence.
 
     The first sequence brings it from memory; for each other one the same arithmetic is done once
-    more, and reading hides none of it (docs/lab/kernels.md).
+    more, and reading hides none of it (notes/kernels.md).
     """
     named_apart = settings.predictor in ("gate", "low-rank") and rates.measured
     if settings.batch == 1 or not named_apart or not activity.products:

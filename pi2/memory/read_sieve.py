@@ -22,7 +22,7 @@ import numpy as np
 from pi2.arrays import F32, I32, Bits
 
 REQUEST_BYTES = 20 << 10
-"""Bytes that are read in the time that a request takes by itself (docs/lab/io.md)."""
+"""Bytes that are read in the time that a request takes by itself (notes/reads.md)."""
 _RESERVE_STEPS = 2.0
 """Steps whose allowance is kept in reserve, so that the limit need not be cut off."""
 _HORIZON_STEPS = 16.0

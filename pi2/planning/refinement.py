@@ -113,7 +113,7 @@ MOST_PADDING = 1.25
 """Distance of whole pages over that of blocks from which it is not worth a plan: small neurons."""
 LEAST_SAVING = 0.2
 """Part of the distance that has to go with the scales before it is worth a plan.  With a seventh, a
-7B with half of its neurons on flash ran no faster (docs/lab/io.md)."""
+7B with half of its neurons on flash ran no faster (notes/reads.md)."""
 REWRITE_GAIN = 0.02
 """Share by which a plan must be faster before an existing store is to be rewritten."""
 

@@ -17,7 +17,7 @@ def outcomes() -> list[Outcome]:
 def test_the_closed_form_is_near_the_simulated_events_over_a_random_grid(
     outcomes: list[Outcome],
 ) -> None:
-    """docs/lab/one-cost-model.md has the result of a larger grid."""
+    """notes/planner.md has the result of a larger grid."""
     errors = sorted(abs(item.error) for item in outcomes)
     far = [item.cell for item in outcomes if abs(item.error) > 0.10]
     assert len(far) <= 0.05 * len(outcomes), far

@@ -1,4 +1,4 @@
-"""The simulator against published figures, in a short form of docs/lab/simulator-points.md."""
+"""The simulator against published figures, in a short form of tools/results/simulator.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_fitted_figure_has_a_row_that_says_what_comparisons_are_without_it
     names = list_names()
     for name, _, _, kind, _ in describe_constants(Constants()):
         assert kind != "calibrated" or f"`{name}`" in names
-    page = Path(__file__).parents[2] / "docs/lab/simulator-errors.md"
+    page = Path(__file__).parents[2] / "tools/results/simulator.md"
     text = page.read_text("utf-8")
     assert [name for name in names if f"\n| {name} |" not in text] == []
 
@@ -45,7 +45,7 @@ def test_errors_are_within_the_goals(rows: list[Comparison]) -> None:
 
 
 def test_points_that_nothing_was_fitted_to_are_near() -> None:
-    """docs/lab/simulator-errors.md says of each that is further off than 20 % why."""
+    """tools/results/simulator.md says of each that is further off than 20 % why."""
     rows = compare(list_held_out(), tokens=32)
     assert [row.reason for row in rows if row.simulated is None] == []
     summary = summarise(rows)

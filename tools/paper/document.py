@@ -1,4 +1,4 @@
-"""The tables of docs/simulator.md and of the pages of docs/lab about the simulator."""
+"""The tables of docs/simulator.md and of tools/results/simulator.md."""
 
 from __future__ import annotations
 

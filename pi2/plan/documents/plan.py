@@ -217,7 +217,7 @@ class Decode(Table):
     """Passes over the neurons in memory: 1 takes gate, up and down of a few neurons at a time, 2
     the gates of all, then ups where gates are open, then downs where neurons fire.  Both give the
     same bits.  Absent means 2 with ``predictor = "gate"``, where gates are known beforehand, and
-    else 1, which was quicker with ReLU, dReLU and SiLU (docs/lab/kernels.md).  Neurons with biases
+    else 1, which was quicker with ReLU, dReLU and SiLU (notes/kernels.md).  Neurons with biases
     or without gates are computed one by one in either case."""
     activations: Literal["int16", "fp32"] = "int16"
     """Precision of matrix inputs in the cpu backend, as in ``prefill``: ``int16`` changes logits
