@@ -1,0 +1,134 @@
+"""Measure pi2 and llama.cpp on the same GGUF files, in turns, and write what was measured.
+
+    python tools/measure_real_models.py FILE.gguf... --peer PYTHON
+    python tools/measure_real_models.py --docs [--check]
+
+PYTHON is an interpreter that imports `llama_cpp`.  Results go to tools/results/real-models.json;
+``--docs`` writes the table of docs/performance.md from that file.  Models that the file has of the
+same machine and versions are kept.  Rows below
+100 % of a file run in a memory group of that size (Linux, root), which counts the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from limited.memory_group import GroupUnavailable, MemoryGroup
+from real.documents import write_documents
+from real.engines import LlamaCpp, Pi2, Workload, measure_quality
+from real.results import (
+    RESULTS,
+    Machine,
+    ModelResult,
+    Results,
+    Row,
+    keep_others,
+    measure_disk,
+    read_results,
+    write_results,
+)
+
+GROUP_SLACK = 1.02
+"""A memory group is larger than the budget by the pages of the kernel."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE.gguf")
+    parser.add_argument("--peer", default=sys.executable, help="Python that imports llama_cpp")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.8, 0.6, 0.4])
+    parser.add_argument("--no-quality", action="store_true")
+    parser.add_argument("--docs", action="store_true", help="write documents from the results")
+    parser.add_argument("--check", action="store_true", help="fail if documents differ")
+    parser.add_argument("--note", default="", help="a remark about the machine's state")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_arguments()
+    if options.docs:
+        return write_documents(read_results(), check=options.check)
+    engines = (Pi2(sys.executable), LlamaCpp(options.peer))
+    work = Workload(options.prompts, options.tokens)
+    models = []
+    for file in options.files:
+        rows = []
+        for share in options.shares:
+            for engine_row in measure_share(file, share, engines, work, options.turns):
+                print(engine_row.describe(), flush=True)
+                rows.append(engine_row)
+        quality = None if options.no_quality else measure_quality(file, engines)
+        models.append(ModelResult(file.name, file.stat().st_size, rows, quality))
+    machine = Machine(
+        processor=find_processor(),
+        kernel=platform.release(),
+        disk_bytes_s=measure_disk(options.files),
+        note=options.note,
+    )
+    versions = {engine.name: engine.find_version() for engine in engines}
+    command = "python tools/measure_real_models.py " + " ".join(file.name for file in options.files)
+    results = Results(datetime.now(UTC).date().isoformat(), machine, versions, command, models)
+    results = keep_others(results)
+    write_results(results)
+    print(f"wrote {RESULTS}")
+    return write_documents(results)
+
+
+def measure_share(
+    file: Path, share: float, engines: tuple[Pi2, LlamaCpp], work: Workload, turns: int
+) -> list[Row]:
+    """Rows of both engines with ``share`` of the file as the memory limit; 1 means no limit."""
+    limit = None if share >= 1 else int(file.stat().st_size * share)
+    found = []
+    runs: dict[str, list[dict[str, float]]] = {engine.name: [] for engine in engines}
+    failures: dict[str, str] = {}
+    for _ in range(turns):
+        for engine in engines:
+            command = engine.make_command(file, work, limit)
+            outcome = run_limited(command, limit)
+            try:
+                runs[engine.name].append(engine.read_figures(outcome))
+            except ValueError as error:
+                failures[engine.name] = str(error)
+    for engine in engines:
+        found.append(Row.of(engine.name, share, runs[engine.name], failures.get(engine.name)))
+    return found
+
+
+def run_limited(command: list[str], limit: int | None) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` with cold page cache in a memory group, or as it is without a limit."""
+    if limit is None:
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    drop_page_cache()
+    try:
+        with MemoryGroup(int(limit * GROUP_SLACK), name="real-models") as group:
+            process = group.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            out, errors = process.communicate()
+            return subprocess.CompletedProcess(command, process.returncode, out, errors)
+    except GroupUnavailable as error:
+        raise SystemExit(f"no memory group here: {error}") from error
+
+
+def drop_page_cache() -> None:
+    """Forget cached files, so that the limit decides what is cached."""
+    subprocess.run(["sync"], check=True)
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def find_processor() -> str:
+    """Model name of the processor, and its cores."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Engines, results and documents of measure_real_models.py."""

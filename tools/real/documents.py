@@ -1,0 +1,95 @@
+"""The table of real models in docs/performance.md, written from the results file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from real.results import ModelResult, Results, Row
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+BEGIN, END = "<!-- real models: begin -->", "<!-- real models: end -->"
+_HEAD = (
+    "| file, memory | engine | decode | ratio | prompts | load | peak |\n"
+    "|---|---|--:|--:|--:|--:|--:|"
+)
+
+
+def write_documents(results: Results, *, check: bool = False, page: Path = PAGE) -> int:
+    """Put the table between the page's markers; with ``check`` 1 if that would change it."""
+    text = page.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise SystemExit(f"{page}: no markers {BEGIN} and {END}")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = f"{before}{BEGIN}\n\n{render_results(results)}\n\n{END}{after}"
+    if check:
+        return int(made != text)
+    page.write_text(made, encoding="utf-8")
+    return 0
+
+
+def render_results(results: Results) -> str:
+    """Conditions, speeds and quality as Markdown."""
+    machine, versions = results.machine, results.versions
+    lines = [
+        f"{results.date}; {machine.processor}; sequential disk reads "
+        f"{machine.disk_bytes_s / 1e9:.1f} GB/s; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + f". {machine.note}".rstrip(". ")
+        + ". Both engines read the same file with a thread for each core, in turns; medians.",
+        "",
+        _HEAD,
+    ]
+    for model in results.models:
+        lines += render_rows(model)
+    lines += ["", "| file | perplexity | llama.cpp | KL divergence, nats | same top token |"]
+    lines.append("|---|--:|--:|--:|--:|")
+    lines += [render_quality(model) for model in results.models if model.quality is not None]
+    lines += ["", f"```sh\n{results.command}\n```"]
+    return "\n".join(lines)
+
+
+def render_rows(model: ModelResult) -> list[str]:
+    """The rows of a file, by limit and engine."""
+    lines = []
+    for row in model.rows:
+        memory = "no limit" if row.share >= 1 else f"{row.share:.0%} of the file"
+        head = f"| {model.file} ({model.size_bytes / 2**20:,.0f} MiB), {memory} | {row.engine} |"
+        if row.failure is not None:
+            lines.append(f"{head} {row.failure} | | | | |")
+            continue
+        peers = [
+            other
+            for other in model.rows
+            if other.share == row.share and other.engine != row.engine and other.figures
+        ]
+        ratio = ""
+        if row.engine == "pi2" and peers:
+            ratio = f"{row.figures['decode_tokens_s'] / peers[0].figures['decode_tokens_s']:.2f}x"
+        lines.append(f"{head} {render_figures(row, ratio)} |")
+    return lines
+
+
+def render_figures(row: Row, ratio: str) -> str:
+    """Cells of a row: tokens/s, ratio, prompts' tokens/s, seconds, MiB."""
+    figures = row.figures
+    prompts = [f"{value:,.0f}" for name, value in figures.items() if name.startswith("prompt_")]
+    return " | ".join(
+        [
+            f"{figures['decode_tokens_s']:,.1f} tok/s",
+            ratio,
+            " / ".join(prompts) + " tok/s",
+            f"{figures['load_s']:.2f} s",
+            f"{figures['peak_bytes'] / 2**20:,.0f} MiB",
+        ]
+    )
+
+
+def render_quality(model: ModelResult) -> str:
+    """Perplexities and distances of a file."""
+    quality = model.quality
+    assert quality is not None
+    return (
+        f"| {model.file} | {quality.perplexity:.3f} | {quality.peer_perplexity:.3f} "
+        f"| {quality.kl_nats:.4f} | {quality.top_equal:.1%} |"
+    )

@@ -1,0 +1,101 @@
+"""The two engines as programs that print their figures: pi2 and llama.cpp on one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from real.results import Quality
+
+HERE = Path(__file__).parent
+TEXT = HERE / "text.txt"
+"""Prose, code and three languages; the figures are of its first tokens."""
+QUALITY_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and tokens that every run has."""
+
+    prompts: list[int]
+    """Tokens of each prompt; the prompts have no token in common."""
+    tokens: int
+    """Tokens generated greedily after a prompt of 16."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A program in an interpreter of its own."""
+
+    python: str
+
+    name = ""
+    program = ""
+
+    def make_command(self, file: Path, work: Workload, limit: int | None) -> list[str]:
+        """The command of one run; ``limit``: the memory that it may use, in bytes."""
+        lengths = json.dumps(work.prompts)
+        memory = "" if limit is None else f"{limit} B"
+        return [
+            *(
+                self.python,
+                os.fspath(HERE / f"run_{self.program}.py"),
+                os.fspath(file),
+                os.fspath(TEXT),
+            ),
+            *(lengths, str(work.tokens), memory),
+        ]
+
+    def read_figures(self, run: subprocess.CompletedProcess[str]) -> dict[str, float]:
+        """Figures that a run printed; `ValueError` says why there are none."""
+        if run.returncode < 0:
+            raise ValueError("killed for memory")
+        if run.returncode:
+            lines = run.stderr.strip().splitlines()
+            raise ValueError(lines[-1][:200] if lines else f"exit {run.returncode}")
+        found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+        return found
+
+    def ask(self, *arguments: str) -> str:
+        """Output of the interpreter with ``arguments``."""
+        command = [self.python, *arguments]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        return run.stdout.strip()
+
+
+class Pi2(Engine):
+    """pi2, through its Python interface."""
+
+    name = "pi2"
+    program = "pi2"
+
+    def find_version(self) -> str:
+        return self.ask("-c", "import pi2; print(pi2.__version__)")
+
+
+class LlamaCpp(Engine):
+    """llama.cpp, through llama-cpp-python, with a thread for each core and its defaults else."""
+
+    name = "llama.cpp"
+    program = "llama_cpp"
+
+    def find_version(self) -> str:
+        return "llama-cpp-python " + self.ask(
+            "-c", "import llama_cpp; print(llama_cpp.__version__)"
+        )
+
+
+def measure_quality(file: Path, engines: tuple[Pi2, LlamaCpp]) -> Quality:
+    """Both engines' losses on the same `QUALITY_TOKENS` tokens, and how far they are apart."""
+    ours, peer = engines
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "logits.npz")
+        text, scorer = os.fspath(TEXT), os.fspath(HERE / "score_llama_cpp.py")
+        peer.ask(scorer, os.fspath(file), text, str(QUALITY_TOKENS), out)
+        return Quality(
+            **json.loads(ours.ask(os.fspath(HERE / "score_pi2.py"), os.fspath(file), out))
+        )

@@ -1,0 +1,156 @@
+"""Figures of real models, as tools/results/real-models.json keeps them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "real-models.json"
+_PIECE = 4 << 20
+_DISK_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Medians of one engine under one memory limit."""
+
+    engine: str
+    share: float
+    """Memory limit as a share of the file; 1 means no limit."""
+    turns: int
+    figures: dict[str, float]
+    """``load_s``, ``prompt_N_tokens_s``, ``decode_tokens_s``, ``peak_bytes``; empty on failure."""
+    spread: float
+    """Largest over smallest decode speed of the turns."""
+    ids: list[int]
+    """Tokens that were generated."""
+    failure: str | None
+
+    @classmethod
+    def of(
+        cls, engine: str, share: float, runs: Sequence[dict[str, Any]], failure: str | None
+    ) -> Self:
+        """Take the medians of ``runs``."""
+        ids = list(runs[0]["ids"]) if runs else []
+        names = [name for name in runs[0] if name != "ids"] if runs else []
+        speeds = [run["decode_tokens_s"] for run in runs]
+        return cls(
+            engine=engine,
+            share=share,
+            turns=len(runs),
+            figures={name: round(median(run[name] for run in runs), 4) for name in names},
+            spread=round(max(speeds) / min(speeds), 3) if speeds else 1.0,
+            ids=ids,
+            failure=failure if not runs else None,
+        )
+
+    def describe(self) -> str:
+        """A line for the terminal."""
+        head = f"{self.share:4.0%} {self.engine:10}"
+        if self.failure is not None:
+            return f"{head} failed: {self.failure}"
+        return head + "  ".join(f"{name} {value:,.2f}" for name, value in self.figures.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """How good both engines' predictions of one text are."""
+
+    perplexity: float
+    peer_perplexity: float
+    kl_nats: float
+    """Mean KL divergence from llama.cpp's distributions to pi2's."""
+    top_equal: float
+    """Share of tokens for which both predict the same one."""
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """All rows of one file."""
+
+    file: str
+    size_bytes: int
+    rows: list[Row]
+    quality: Quality | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where it was measured."""
+
+    processor: str
+    kernel: str
+    disk_bytes_s: float
+    """Sequential direct reads of one of the files."""
+    note: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """One run of the program."""
+
+    date: str
+    machine: Machine
+    versions: dict[str, str]
+    command: str
+    models: list[ModelResult]
+
+
+def write_results(results: Results, path: Path = RESULTS) -> None:
+    """Write the results file through a temporary file."""
+    made = path.with_suffix(".new")
+    made.write_text(json.dumps(asdict(results), indent=1) + "\n")
+    os.replace(made, path)
+
+
+def read_results(path: Path = RESULTS) -> Results:
+    """Read the results file."""
+    values = json.loads(path.read_text())
+    models = [
+        ModelResult(
+            item["file"],
+            item["size_bytes"],
+            [Row(**row) for row in item["rows"]],
+            None if item["quality"] is None else Quality(**item["quality"]),
+        )
+        for item in values["models"]
+    ]
+    machine = Machine(**values["machine"])
+    return Results(values["date"], machine, values["versions"], values["command"], models)
+
+
+def keep_others(results: Results, path: Path = RESULTS) -> Results:
+    """Add models of an earlier run of the same processor and versions that were not run now."""
+    if not path.exists():
+        return results
+    earlier = read_results(path)
+    same = earlier.machine.processor == results.machine.processor
+    if not same or earlier.versions != results.versions:
+        return results
+    now = {model.file for model in results.models}
+    others = [model for model in earlier.models if model.file not in now]
+    models = sorted([*others, *results.models], key=lambda model: model.size_bytes)
+    command = "python tools/measure_real_models.py " + " ".join(model.file for model in models)
+    return replace(results, models=models, command=command)
+
+
+def measure_disk(files: Sequence[Path]) -> float:
+    """Bytes per second of sequential reads of the largest file, without the page cache."""
+    if not files:
+        return 0.0
+    file = max(files, key=lambda path: path.stat().st_size)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        start, done = time.perf_counter(), 0
+        while done < _DISK_BYTES and (piece := len(os.pread(descriptor, _PIECE, done))):
+            done += piece
+        return done / (time.perf_counter() - start)
+    finally:
+        os.close(descriptor)
