@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from pi2.cli.commands import ProgressBar
-from pi2.cli.convert import read_model
+from pi2.cli.options import read_model
 from pi2.diagnostics import UserError, texts
 from pi2.importing.convert import convert_checkpoint
 from pi2.store.manifest import Manifest

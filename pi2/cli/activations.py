@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,15 @@ import click
 
 from pi2.cli.commands import in_help
 from pi2.cli.options import (
+    FILE,
+    JSON,
     ChosenPlan,
-    add_json_option,
-    add_path_option,
-    add_text_options,
+    TextOptions,
+    find_form,
+    option,
+    take_options,
     take_plan,
+    write_file,
 )
 from pi2.diagnostics import UserError
 
@@ -27,40 +31,27 @@ if TYPE_CHECKING:
 SHARES = ("5%", "10%", "20%", "30%", "50%", "70%")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    policies: tuple[str, ...] = option(
+        "--policy",
+        type=click.Choice(["lru", "lfu", "lru-layer", "lfu-layer", "belady", "belady-layer"]),
+    )
+    """Cache policy, repeatable: for all layers together, or one cache by layer. Default: all."""
+    sizes: tuple[str, ...] = option("--memory", metavar="SIZE")
+    """Size of the cache, repeatable: '4 GiB', or a share of all experts such as '30%'."""
+    skip: int = option(type=click.IntRange(min=0), default=0)
+    """First tokens that fill the cache and are not counted, such as a prompt's."""
+    plot: Path | None = option(type=FILE, metavar="FILE")
+    """Write a plot (needs the extra `plot`)."""
+    as_json: bool = JSON()
+
+
 @in_help("More commands", "Replay recorded routing through caches of experts.")
 @click.command("replay")
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    type=click.Choice(["lru", "lfu", "lru-layer", "lfu-layer", "belady", "belady-layer"]),
-    help="Cache policy, repeatable: for all layers together, or one cache by layer. Default: all.",
-)
-@click.option(
-    "--memory",
-    "sizes",
-    multiple=True,
-    metavar="SIZE",
-    help="Size of the cache, repeatable: '4 GiB', or a share of all experts such as '30%'.",
-)
-@click.option(
-    "--skip",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="First tokens that fill the cache and are not counted, such as a prompt's.",
-)
-@add_path_option("--plot", dir_okay=False, text="Write a plot (needs the extra `plot`).")
-@add_json_option
-def replay_command(
-    trace: Path,
-    policies: tuple[str, ...],
-    sizes: tuple[str, ...],
-    skip: int,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+@take_options(ReplayOptions)
+def replay_command(trace: Path, given: ReplayOptions) -> None:
     """Take the experts of TRACE (routing.parquet of `pi2 activations --routing`) through caches.
 
     belady knows what comes: no policy can be better.
@@ -68,17 +59,20 @@ def replay_command(
     from pi2.statistics.routing import POLICIES, ROUTING, read_trace, replay_trace
     from pi2.tracing import check_form
 
-    if plot is not None:
-        check_form(find_form(plot))
+    if given.plot is not None:
+        check_form(find_form(given.plot))
     found = read_trace(trace / ROUTING if trace.is_dir() else trace)
-    if skip >= len(found.chosen):
+    if given.skip >= len(found.chosen):
         raise click.BadParameter(f"the trace has {len(found.chosen)} tokens", param_hint="--skip")
-    slots = [count_slots(size, found) for size in sizes or SHARES]
-    chosen = [policy for policy in POLICIES if not policies or policy in policies]
-    rows = [[replay_trace(found, policy, count, skip=skip) for count in slots] for policy in chosen]
-    if plot is not None:
-        write_hits_plot(plot, rows)
-    if as_json:
+    slots = [count_slots(size, found) for size in given.sizes or SHARES]
+    chosen = [policy for policy in POLICIES if not given.policies or policy in given.policies]
+    rows = [
+        [replay_trace(found, policy, count, skip=given.skip) for count in slots]
+        for policy in chosen
+    ]
+    if given.plot is not None:
+        write_hits_plot(given.plot, rows)
+    if given.as_json:
         click.echo(json.dumps([asdict(item) for row in rows for item in row], indent=2))
     else:
         click.echo(write_hits(found, rows, slots))
@@ -157,40 +151,26 @@ def write_hits_plot(path: Path, rows: list[list[Replay]]) -> None:
     axes.set_ylabel("experts found in memory, %")
     axes.set_ylim(0, 100)
     add_legend(axes)
-    try:
-        path.write_bytes(save_figure(figure, find_form(path)))
-    except OSError as error:
-        raise UserError.of("P631", f"cannot write {path}: {error.strerror}") from None
+    write_file(path, save_figure(figure, find_form(path)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    output: Path = option("-o", "--output", type=FILE, default=Path("trace.json"))
+    """Output file of the trace."""
+    prompt: str = option("-p", "--prompt", default="The")
+    """Prompt."""
+    tokens: int = option("-n", "--tokens", type=click.IntRange(1, 64), default=4)
+    """Tokens to record."""
+    warm_up: int = option(type=click.IntRange(min=0), default=8)
+    """Tokens to generate before recording, so that the neuron cache is warm."""
 
 
 @in_help("More commands", "Record a timeline of a run, for Perfetto and Chrome.")
 @click.command("trace")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("trace.json"),
-    show_default=True,
-    help="Output file of the trace.",
-)
-@click.option("-p", "--prompt", default="The", show_default=True, help="Prompt.")
-@click.option(
-    "-n",
-    "--tokens",
-    type=click.IntRange(1, 64),
-    default=4,
-    show_default=True,
-    help="Tokens to record.",
-)
-@click.option(
-    "--warm-up",
-    type=click.IntRange(min=0),
-    default=8,
-    show_default=True,
-    help="Tokens to generate before recording, so that the neuron cache is warm.",
-)
+@take_options(TraceOptions)
 @take_plan()
-def trace_command(plan: ChosenPlan, output: Path, prompt: str, tokens: int, warm_up: int) -> None:
+def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
     """Run PLAN for a few tokens and record a timeline.
 
     The trace has a lane for each compute thread, each unit beside the CPU, and each thread or queue
@@ -204,78 +184,43 @@ def trace_command(plan: ChosenPlan, output: Path, prompt: str, tokens: int, warm
     from pi2.tracing import make_chrome_trace
 
     with ProgressBar() as bar, plan.load(bar) as model:
-        ids = model.encode(prompt)
-        recorder, summary = record_run(model, ids, tokens, warm_up=warm_up)
+        ids = model.encode(given.prompt)
+        recorder, summary = record_run(model, ids, given.tokens, warm_up=given.warm_up)
         notes = {
             "plan": str(plan.path),
             "plan_digest": model.plan.digest,
             "summary": summary.describe(),
         }
     document = make_chrome_trace(recorder, notes, process="pi2 (measured)", category="measured")
-    write_report(output, json.dumps(document))
-    click.echo(f"{output}: {summary.describe()}")
+    write_report(given.output, json.dumps(document))
+    click.echo(f"{given.output}: {summary.describe()}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationsOptions(TextOptions):
+    output: Path = option("-o", "--output", required=True, metavar="STATS")
+    """Output folder of the statistics."""
+    largest: float | None = option(type=click.FloatRange(0, 1, min_open=True), metavar="SHARE")
+    """For SiLU and GELU: count this share of a token's neurons, those of largest magnitude, as
+    active."""
+    samples: int = option(type=click.IntRange(min=0, max=4096), default=256)
+    """Neurons per layer whose co-activation is counted; 0 for none."""
+    moments: bool = False
+    """Also record second moments of the inputs of weights, for `pi2 convert --quantizer`."""
+    routing: bool = False
+    """For mixtures: record only which experts compute each token, for `pi2 replay`."""
+    plot: Path | None = option(type=FILE, metavar="FILE")
+    """Write a plot (needs the extra `plot`)."""
+    replace: bool = option("--force", "--replace")
+    """Overwrite the statistics of another run."""
+    as_json: bool = JSON()
 
 
 @in_help("More commands", "Record which neurons fire on a text.")
 @click.command("activations")
-@add_text_options("UTF-8 text; repeatable.")
-@add_path_option(
-    "-o",
-    "--output",
-    required=True,
-    metavar="STATS",
-    text="Output folder of the statistics.",
-)
-@click.option(
-    "--largest",
-    type=click.FloatRange(0, 1, min_open=True),
-    metavar="SHARE",
-    help=(
-        "For SiLU and GELU: count this share of a token's neurons, those of "
-        "largest magnitude, as active."
-    ),
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(min=0, max=4096),
-    default=256,
-    show_default=True,
-    help="Neurons per layer whose co-activation is counted; 0 for none.",
-)
-@click.option(
-    "--moments",
-    is_flag=True,
-    help="Also record second moments of the inputs of weights, for `pi2 convert --quantizer`.",
-)
-@click.option(
-    "--routing",
-    is_flag=True,
-    help="For mixtures: record only which experts compute each token, for `pi2 replay`.",
-)
-@add_path_option(
-    "--plot",
-    dir_okay=False,
-    text="Write a plot (needs the extra `plot`).",
-)
-@click.option(
-    "--force", "--replace", "replace", is_flag=True, help="Overwrite the statistics of another run."
-)
+@take_options(ActivationsOptions)
 @take_plan()
-@add_json_option
-def activations_command(
-    plan: ChosenPlan,
-    files: tuple[Path, ...],
-    output: Path,
-    context: int | None,
-    windows: int | None,
-    largest: float | None,
-    samples: int,
-    moments: bool,
-    routing: bool,
-    plot: Path | None,
-    replace: bool,
-    as_json: bool,
-) -> None:
+def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     """Run PLAN's model on texts and record in STATS how often each neuron fires.
 
     STATS gets activations.parquet (for `pi2 convert --activations`), coactivations.parquet and
@@ -283,62 +228,62 @@ def activations_command(
     routing.parquet alone: the experts of each token, with their weights.
     """
     from pi2.cli.commands import ProgressBar
+    from pi2.statistics.prediction import draw_activations
     from pi2.statistics.recording import RecordingOptions, record_activations
-    from pi2.statistics.texts import read_texts
     from pi2.tracing import check_form
 
-    if routing:
-        write_routing(plan, read_texts(files), output, context, windows, replace)
+    if given.routing:
+        write_routing(plan, given)
         return
-    if plot is not None:
-        check_form(find_form(plot))
+    if given.plot is not None:
+        check_form(find_form(given.plot))
     options = RecordingOptions(
-        context=context, windows=windows, largest=largest, samples=samples, moments=moments
+        context=given.context,
+        windows=given.windows,
+        largest=given.largest,
+        samples=given.samples,
+        moments=given.moments,
     )
     with ProgressBar() as progress:
         statistics = record_activations(
             plan.path,
-            read_texts(files),
-            output,
+            given.read_texts(),
+            given.output,
             overrides=plan.overrides,
             options=options,
-            replace=replace,
+            replace=given.replace,
             progress=progress,
         )
-    if plot is not None:
-        write_plot(plot, output, statistics)
-    click.echo(write_json(statistics) if as_json else write_table(statistics))
+    if given.plot is not None:
+        picture = draw_activations(given.output, statistics, find_form(given.plot))
+        write_file(given.plot, picture)
+    click.echo(
+        json.dumps(asdict(statistics), indent=2) if given.as_json else write_table(statistics)
+    )
 
 
-def write_routing(
-    plan: ChosenPlan,
-    texts: list[str],
-    folder: Path,
-    context: int | None,
-    windows: int | None,
-    replace: bool,
-) -> None:
-    """Record routing, and say how it repeats itself; UserError P664 if there is a recording and
-    ``replace`` is not said, P666 if it cannot be written."""
+def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
+    """Record routing and say how it repeats itself; UserError P664 if there is a recording that may
+    not be replaced, P666 if it cannot be written."""
     from pi2.cli.commands import ProgressBar
     from pi2.statistics.routing import ROUTING, encode_trace, record_routing
 
-    path = folder / ROUTING
-    if path.exists() and not replace:
+    path = given.output / ROUTING
+    if path.exists() and not given.replace:
         raise UserError.of(
             "P664", f"{path} is there already", help="choose another folder, or use --force"
         )
     with ProgressBar() as progress:
         trace, notes = record_routing(
             plan.path,
-            texts,
+            given.read_texts(),
             overrides=plan.overrides,
-            context=context,
-            windows=windows,
+            context=given.context,
+            windows=given.windows,
             progress=progress,
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        given.output.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".part")
         temporary.write_bytes(encode_trace(trace, notes))
         temporary.replace(path)
@@ -366,29 +311,6 @@ def describe_routing(trace: RoutingTrace) -> str:
         name = "mean" if layer is None else str(layer)
         lines.append(f"| {name} | {' | '.join(f'{x:.1%}' for x in shares)} | {mixed} |")
     return "\n".join(lines)
-
-
-def write_plot(path: Path, folder: Path, statistics: Statistics) -> None:
-    """Write a picture; UserError P631 if it cannot be written, P632 without matplotlib."""
-    from pi2.statistics.prediction import draw_activations
-
-    data = draw_activations(folder, statistics, find_form(path))
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise UserError.of("P631", f"cannot write {path}: {error.strerror}") from None
-
-
-def find_form(path: Path) -> str:
-    """Type of a picture, by its file's name."""
-    return path.suffix.lstrip(".").lower() or "png"
-
-
-def write_json(statistics: Statistics) -> str:
-    """The summary for programs."""
-    from dataclasses import asdict
-
-    return json.dumps(asdict(statistics), indent=2)
 
 
 def write_table(statistics: Statistics) -> str:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pi2.cli.commands import in_help
 from pi2.cli.options import (
+    FILE,
+    JSON,
+    MEMORY,
+    SET,
     ChosenPlan,
-    add_json_option,
-    add_memory_option,
-    add_path_option,
-    add_set_option,
-    add_text_options,
+    TextOptions,
     choose_plan,
+    option,
     suggest_plans,
+    take_options,
     take_plan,
 )
 from pi2.diagnostics import UserError
@@ -29,31 +32,22 @@ if TYPE_CHECKING:
 WORDS = ("reference", "gate", "low-rank", "llama.cpp")
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(TextOptions):
+    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
+    """UTF-8 text that the model was not trained on; repeatable."""
+    stride: int | None = option(type=click.IntRange(min=1))
+    """Tokens from the start of one window to the next; default: no overlap."""
+    against: tuple[str, ...] = option(metavar="WHAT")
+    """Also evaluate reference, gate, low-rank, llama.cpp (same GGUF file), or another plan."""
+    as_json: bool = JSON()
+
+
 @in_help("More commands", "Measure the perplexity of a plan's model.")
 @click.command("evaluate")
-@add_text_options("UTF-8 text that the model was not trained on; repeatable.")
-@click.option(
-    "--stride",
-    type=click.IntRange(min=1),
-    help="Tokens from the start of one window to the next; default: no overlap.",
-)
-@click.option(
-    "--against",
-    multiple=True,
-    metavar="WHAT",
-    help="Also evaluate reference, gate, low-rank, llama.cpp (same GGUF file), or another plan.",
-)
+@take_options(EvaluateOptions)
 @take_plan(has_files=True)
-@add_json_option
-def evaluate_command(
-    plan: ChosenPlan,
-    files: tuple[Path, ...],
-    context: int | None,
-    stride: int | None,
-    windows: int | None,
-    against: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
     """Measure the perplexity of PLAN's model on texts.
 
     The text is scored densely (every neuron is computed), then sparsely (only neurons that the
@@ -63,20 +57,19 @@ def evaluate_command(
     """
     from pi2.cli.commands import ProgressBar
     from pi2.evaluation import describe_evaluation, evaluate_plan, write_markdown
-    from pi2.statistics.texts import read_texts
 
     with ProgressBar() as progress:
         evaluation = evaluate_plan(
             plan.path,
-            read_texts(files),
+            given.read_texts(),
             overrides=plan.overrides,
-            context=context,
-            stride=stride,
-            windows=windows,
-            against=[item if item in WORDS else name_other(item) for item in against],
+            context=given.context,
+            stride=given.stride,
+            windows=given.windows,
+            against=[item if item in WORDS else name_other(item) for item in given.against],
             progress=progress,
         )
-    if as_json:
+    if given.as_json:
         click.echo(json.dumps(describe_evaluation(evaluation), indent=2))
     else:
         click.echo(write_markdown(evaluation))
@@ -117,6 +110,42 @@ def parse_counts(
     return counts
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    prompt: tuple[int, ...] = option(
+        "-p", "--prompt", callback=parse_lengths, metavar="N,...", default="128,512"
+    )
+    """Prompt lengths in tokens; 0 for none."""
+    generate: tuple[int, ...] = option(
+        "-n", "--generate", callback=parse_lengths, metavar="N,...", default="64"
+    )
+    """Numbers of tokens to generate; 0 for none."""
+    depth: tuple[int, ...] = option(
+        "-d", "--depth", callback=parse_lengths, metavar="N,...", default="0"
+    )
+    """Context depths: tokens in the KV cache before the test starts."""
+    sequences: tuple[int, ...] | None = option(callback=parse_counts, metavar="N,...")
+    """Generate for so many sequences at a time, in turns."""
+    repetitions: int = option("-r", "--repetitions", type=click.IntRange(min=1), default=5)
+    """Measured repetitions after a warm-up."""
+    form: Literal["md", "json", "csv"] = option("--format", default="md")
+    """Format of the results."""
+    output: Path | None = option("-o", "--output", type=FILE, metavar="FILE")
+    """Write the results to this file."""
+    with_profile: bool = option("--profile")
+    """Add a run of each test that shows where the time goes."""
+    only_load: bool = option("--load")
+    """Measure loading instead, beside the disk and the memory."""
+    against: str | None = option(type=click.Choice(AGAINST))
+    """Alternate runs with another engine."""
+    keep: bool = False
+    """Keep the other engine's files for the next comparison (`pi2 cache` lists them)."""
+    text: Path | None = None
+    """Take tokens from this text file instead of the vocabulary in order."""
+    memory: str | None = MEMORY()
+    settings: tuple[str, ...] = SET()
+
+
 @in_help("Run", "Measure the speed of a plan, beside the limits of the machine.")
 @click.command("bench")
 @click.argument(
@@ -127,98 +156,8 @@ def parse_counts(
     metavar="PLAN...",
     shell_complete=suggest_plans,
 )
-@click.option(
-    "-p",
-    "--prompt",
-    callback=parse_lengths,
-    metavar="N,...",
-    default="128,512",
-    show_default=True,
-    help="Prompt lengths in tokens; 0 for none.",
-)
-@click.option(
-    "-n",
-    "--generate",
-    callback=parse_lengths,
-    metavar="N,...",
-    default="64",
-    show_default=True,
-    help="Numbers of tokens to generate; 0 for none.",
-)
-@click.option(
-    "-d",
-    "--depth",
-    callback=parse_lengths,
-    metavar="N,...",
-    default="0",
-    show_default=True,
-    help="Context depths: tokens in the KV cache before the test starts.",
-)
-@click.option(
-    "--sequences",
-    callback=parse_counts,
-    metavar="N,...",
-    help="Generate for so many sequences at a time, in turns.",
-)
-@click.option(
-    "-r",
-    "--repetitions",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Measured repetitions after a warm-up.",
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["md", "json", "csv"]),
-    default="md",
-    show_default=True,
-    help="Format of the results.",
-)
-@add_path_option("-o", "--output", dir_okay=False, text="Write the results to this file.")
-@click.option(
-    "--profile",
-    "with_profile",
-    is_flag=True,
-    help=("Add a run of each test that shows where the time goes."),
-)
-@click.option(
-    "--load",
-    "only_load",
-    is_flag=True,
-    help="Measure loading instead, beside the disk and the memory.",
-)
-@click.option("--against", type=click.Choice(AGAINST), help=("Alternate runs with another engine."))
-@click.option(
-    "--keep",
-    is_flag=True,
-    help="Keep the other engine's files for the next comparison (`pi2 cache` lists them).",
-)
-@click.option(
-    "--text",
-    type=click.Path(path_type=Path),
-    help="Take tokens from this text file instead of the vocabulary in order.",
-)
-@add_memory_option
-@add_set_option
-def bench_command(
-    plans: tuple[Path, ...],
-    prompt: tuple[int, ...],
-    generate: tuple[int, ...],
-    depth: tuple[int, ...],
-    sequences: tuple[int, ...] | None,
-    repetitions: int,
-    form: str,
-    output: Path | None,
-    with_profile: bool,
-    only_load: bool,
-    against: str | None,
-    keep: bool,
-    text: Path | None,
-    memory: str | None,
-    settings: tuple[str, ...],
-) -> None:
+@take_options(BenchOptions)
+def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     """Measure how fast each PLAN processes prompts and generates tokens.
 
     Each test runs once as a warm-up, then repeatedly; results go to standard output.  The memory's
@@ -231,22 +170,29 @@ def bench_command(
     from pi2.benchmarks.session import measure_plan
     from pi2.cli.commands import ProgressBar
 
-    if output is not None and str(output) in ("md", "json", "csv"):
+    form: str = given.form
+    output = given.output
+    if str(output) in ("md", "json", "csv"):
         click.echo(f"note: -o names a file now: write --format {output}", err=True)
         form, output = str(output), None
-    chosen = [choose_plan(plan, settings, memory, has_files=not only_load) for plan in plans]
-    if only_load:
-        write_results(measure_loads(chosen, repetitions, form), output)
+    chosen = [
+        choose_plan(plan, given.settings, given.memory, has_files=not given.only_load)
+        for plan in plans
+    ]
+    if given.only_load:
+        write_results(measure_loads(chosen, given.repetitions, form), output)
         return
-    workloads = list_workloads(prompt, generate, depth, sequences or (None,))
+    workloads = list_workloads(
+        given.prompt, given.generate, given.depth, given.sequences or (None,)
+    )
     if not workloads:
         raise click.UsageError("nothing to measure: give -p or -n")
-    if sequences is not None and against is not None:
+    if given.sequences is not None and given.against is not None:
         raise click.UsageError("--against measures one sequence: leave --sequences out")
-    if sequences is not None:
-        chosen = [plan.change({"decode.batch": max(sequences)}) for plan in chosen]
-    content = None if text is None else read_text(text)
-    conditions = describe_conditions(None if text is None else text.name)
+    if given.sequences is not None:
+        chosen = [plan.change({"decode.batch": max(given.sequences)}) for plan in chosen]
+    content = None if given.text is None else read_text(given.text)
+    conditions = describe_conditions(None if given.text is None else given.text.name)
     outcomes: list[Outcome] = []
     lost: list[UserError] = []
     written: list[Path] = []
@@ -257,16 +203,16 @@ def bench_command(
                     plan.path,
                     plan.overrides,
                     workloads,
-                    repetitions=repetitions,
-                    with_profile=with_profile,
-                    against=against,
+                    repetitions=given.repetitions,
+                    with_profile=given.with_profile,
+                    against=given.against,
                     text=content,
                     progress=progress,
                     note_lost=lost.append,
                     note_file=written.append,
                 )
     finally:
-        for file in () if keep else written:
+        for file in () if given.keep else written:
             # It is as large as the model, and written again for the next comparison.
             file.unlink(missing_ok=True)
     write = {

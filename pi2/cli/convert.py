@@ -4,113 +4,70 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pi2.cli.commands import in_help
-from pi2.cli.options import add_path_option, add_tokenizer_option, suggest_models
+from pi2.cli.options import (
+    FILE,
+    MIB,
+    TOKENIZER,
+    option,
+    read_device,
+    read_model,
+    suggest_models,
+    take_options,
+    write_file,
+)
 from pi2.diagnostics import UserError
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
     from pi2.evaluation.conversion import ConversionCost
     from pi2.importing.checkpoint import Checkpoint
-    from pi2.importing.quantizers import Method, TensorError
+    from pi2.importing.quantizers import TensorError
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.model_parts import FfnPrecision, Precision
     from pi2.plan.weights.layout import ScalesPlace
 
 
-MIB = 1024 * 1024
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    model: str | None = option(metavar="FILE", shell_complete=suggest_models)
+    """Model document, as a path or short name.  [default: derived from the checkpoint]"""
+    output: Path = option("-o", "--output", required=True, metavar="STORE")
+    """Output folder of the new neuron store."""
+    quantization: Literal["int4", "int8", "fp16", "mxfp4", "ternary"] | None = None
+    """Weight precision; overrides the model document's."""
+    tokenizer: Path | None = TOKENIZER()
+    predictors: Path | None = option(metavar="FILE")
+    """Activation predictors to use if the checkpoint has none: a safetensors file, or a PowerInfer
+    folder (model_0.pt, ...; needs torch)."""
+    activations: Path | None = option(metavar="FILE")
+    """Parquet file of activation counts: neurons are stored in order of hotness."""
+    quantizer: Literal["nearest", "search", "compensated"] = "nearest"
+    """Rounding of int4: search and compensated are slower and more accurate."""
+    scales: Literal["inline", "resident"] = "inline"
+    """Where the scales of neurons are stored: in the bundles, or in separate files that stay in
+    memory."""
+    statistics: Path | None = option(metavar="STATS")
+    """Folder of `pi2 activations --moments`; needed by search and compensated."""
+    errors: Path | None = option(type=FILE, metavar="FILE")
+    """Write the quantisation error of every tensor as JSON."""
+    texts: tuple[Path, ...] = option("--evaluate", metavar="FILE")
+    """UTF-8 text to measure perplexity on, before and after conversion; repeatable."""
+    replace: bool = option("--force", "--replace")
+    """Overwrite an existing neuron store."""
 
 
 @in_help("Convert", "Convert a checkpoint into a neuron store.")
 @click.command("convert")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option(
-    "--model",
-    metavar="FILE",
-    shell_complete=suggest_models,
-    help="Model document, as a path or short name.  [default: derived from the checkpoint]",
-)
-@add_path_option(
-    "-o",
-    "--output",
-    required=True,
-    metavar="STORE",
-    text="Output folder of the new neuron store.",
-)
-@click.option(
-    "--quantization",
-    type=click.Choice(["int4", "int8", "fp16", "mxfp4", "ternary"]),
-    help="Weight precision; overrides the model document's.",
-)
-@add_tokenizer_option
-@add_path_option(
-    "--predictors",
-    text=(
-        "Activation predictors to use if the checkpoint has none: a "
-        "safetensors file, or a PowerInfer folder (model_0.pt, ...; needs "
-        "torch)."
-    ),
-)
-@add_path_option(
-    "--activations",
-    text="Parquet file of activation counts: neurons are stored in order of hotness.",
-)
-@click.option(
-    "--quantizer",
-    type=click.Choice(["nearest", "search", "compensated"]),
-    default="nearest",
-    show_default=True,
-    help="Rounding of int4: search and compensated are slower and more accurate.",
-)
-@click.option(
-    "--scales",
-    type=click.Choice(["inline", "resident"]),
-    default="inline",
-    show_default=True,
-    help=(
-        "Where the scales of neurons are stored: in the bundles, or in "
-        "separate files that stay in memory."
-    ),
-)
-@add_path_option(
-    "--statistics",
-    metavar="STATS",
-    text="Folder of `pi2 activations --moments`; needed by search and compensated.",
-)
-@add_path_option(
-    "--errors",
-    dir_okay=False,
-    text="Write the quantisation error of every tensor as JSON.",
-)
-@add_path_option(
-    "--evaluate",
-    "texts",
-    multiple=True,
-    text="UTF-8 text to measure perplexity on, before and after conversion; repeatable.",
-)
-@click.option(
-    "--force", "--replace", "replace", is_flag=True, help="Overwrite an existing neuron store."
-)
-def convert_command(
-    checkpoint: Path,
-    model: str | None,
-    output: Path,
-    quantization: FfnPrecision | None,
-    tokenizer: Path | None,
-    predictors: Path | None,
-    activations: Path | None,
-    quantizer: Method,
-    scales: ScalesPlace,
-    statistics: Path | None,
-    errors: Path | None,
-    texts: tuple[Path, ...],
-    replace: bool,
-) -> None:
+@take_options(ConvertOptions)
+def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     """Convert CHECKPOINT into the neuron store STORE.
 
     CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights as safetensors or,
@@ -129,54 +86,48 @@ def convert_command(
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_other_parts
+    from pi2.statistics.texts import read_texts
 
-    opened = use_tokenizer(open_checkpoint(checkpoint), tokenizer)
-    if model is None:
+    opened = use_tokenizer(open_checkpoint(checkpoint), given.tokenizer)
+    if given.model is None:
         document, origin = describe_checkpoint(opened).model, name_origin(checkpoint)
-        if predictors is not None and document.predictor is None:
-            document = announce_predictors(document, opened, predictors)
+        if given.predictors is not None and document.predictor is None:
+            document = announce_predictors(document, opened, given.predictors)
     else:
-        document, origin = read_model(model), model
-    if quantization is not None:
-        document = choose_precision(document, quantization)
-    notes, refusal = write_notes(opened, document, origin, scales)
-    passages = read_passages(texts)
-    rounding = Quantizer(quantizer, statistics, report=errors is not None or bool(texts))
+        document, origin = read_model(given.model), given.model
+    if given.quantization is not None:
+        document = choose_precision(document, given.quantization)
+    notes, refusal = write_notes(opened, document, origin, given.scales)
+    passages = read_texts(given.texts) if given.texts else []
+    rounding = Quantizer(
+        given.quantizer, given.statistics, report=given.errors is not None or bool(given.texts)
+    )
     with ProgressBar() as progress:
         manifest = convert_checkpoint(
             opened,
             document,
-            output,
-            predictors=predictors,
-            activations=activations,
+            given.output,
+            predictors=given.predictors,
+            activations=given.activations,
             notes=notes,
-            scales=scales,
+            scales=given.scales,
             quantizer=rounding,
-            replace=replace,
+            replace=given.replace,
             progress=progress,
         )
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
-    click.echo(f"{output}: {len(manifest.files)} files, {size_mib:.1f} MiB", err=True)
+    click.echo(f"{given.output}: {len(manifest.files)} files, {size_mib:.1f} MiB", err=True)
     for line in describe_other_parts(opened):
         click.echo(line, err=True)
-    cost = measure_cost(checkpoint, document, output, passages)
+    cost = measure_cost(checkpoint, document, given.output, passages)
     if rounding.errors is not None:
-        click.echo(write_errors(errors, rounding.errors.list_errors(), cost), err=True)
+        click.echo(write_errors(given.errors, rounding.errors.list_errors(), cost), err=True)
     if cost is not None:
         click.echo(describe_cost(cost), err=True)
     if PLAN in notes:
-        click.echo(f"next: pi2 run {output / PLAN} --prompt 'Hello'", err=True)
+        click.echo(f"next: pi2 run {given.output / PLAN} --prompt 'Hello'", err=True)
     else:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
-
-
-def read_passages(files: Sequence[Path]) -> list[str]:
-    """The texts to measure with, before anything takes its time."""
-    if not files:
-        return []
-    from pi2.statistics.texts import read_texts
-
-    return read_texts(files)
 
 
 def measure_cost(
@@ -213,10 +164,7 @@ def write_errors(
             "tensors": [asdict(error) for error in found],
             "evaluation": None if cost is None else asdict(cost),
         }
-        try:
-            file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-        except OSError as error:
-            raise UserError.of("P631", f"cannot write {file}: {error.strerror}") from None
+        write_file(file, f"{json.dumps(report, indent=1)}\n".encode())
     place = "errors" if file is None else str(file)
     if not found:
         return f"{place}: nothing was quantised; what a resumed job had done is not listed"
@@ -269,23 +217,8 @@ def draft_plan_here(model: Model, scales: ScalesPlace) -> str:
     from pi2.importing.new_model import draft_first_plan
     from pi2.machine import detect_machine
     from pi2.machine.memory import count_own_bytes
-    from pi2.plan.checking.check import check_file
-    from pi2.plan.documents.device import Device
-    from pi2.plan.reading.references import find_document
 
-    device = check_file(find_document("host", "device", Path.cwd())).document
-    assert isinstance(device, Device)
     available_bytes = detect_machine().memory.available_bytes
     if available_bytes:
         available_bytes += count_own_bytes()
-    return draft_first_plan(model, device, available_bytes, ".", scales)
-
-
-def read_model(reference: str) -> Model:
-    """Read a model document by path or short name; UserError with all findings."""
-    from pi2.plan.documents.model import Model
-    from pi2.planning.wish import read_document
-
-    document = read_document(reference, "model").document
-    assert isinstance(document, Model)
-    return document
+    return draft_first_plan(model, read_device("host"), available_bytes, ".", scales)

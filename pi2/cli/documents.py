@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -13,15 +15,17 @@ from pi2.cli.garbage import collect_as_usual
 from pi2.cli.main import print_diagnostics
 from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import (
+    FILE,
+    FORCE,
+    MEMORY,
+    SET,
     ChosenPlan,
-    add_memory_option,
-    add_path_option,
-    add_set_option,
     check_output,
-    force_option,
+    option,
     parse_changes,
     suggest_files,
     suggest_plans,
+    take_options,
     take_plan,
     write_checked,
 )
@@ -119,27 +123,23 @@ def schema_command(output: Path, check: bool) -> int:
     return code
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    resolved: bool = option(hidden=True)
+    """"""
+    origins: bool = False
+    """Show where each value comes from."""
+    document: Literal["plan", "device", "model"] = "plan"
+    """Print the plan's device or model instead of the plan."""
+    memory: str | None = MEMORY()
+    settings: tuple[str, ...] = SET()
+
+
 @in_help("Author", "Print a document with everything resolved.")
 @click.command("show")
 @click.argument("plan", metavar="FILE", shell_complete=suggest_plans)
-@click.option("--resolved", is_flag=True, hidden=True)
-@click.option("--origins", is_flag=True, help="Show where each value comes from.")
-@click.option(
-    "--document",
-    type=click.Choice(["plan", "device", "model"]),
-    default="plan",
-    help="Print the plan's device or model instead of the plan.",
-)
-@add_memory_option
-@add_set_option
-def show_command(
-    plan: str,
-    resolved: bool,
-    origins: bool,
-    document: str,
-    memory: str | None,
-    settings: tuple[str, ...],
-) -> None:
+@take_options(ShowOptions)
+def show_command(plan: str, given: ShowOptions) -> None:
     """Print FILE with everything resolved, and a plan's digest.
 
     FILE is a plan, device or model.  The output is a valid document: saved next to the original, it
@@ -151,11 +151,11 @@ def show_command(
     from pi2.plan.toml.source import detect_kind, display_path
     from pi2.sharing.resolver import LockedReferences
 
-    del resolved  # this is what it does
+    del given.resolved  # this is what it does
     path = find_document_path(Path(plan))
     kind = detect_kind(path.name) or "plan"
     if kind != "plan":
-        if settings or memory or document not in ("plan", kind):
+        if given.settings or given.memory or given.document not in ("plan", kind):
             options = "--set, --memory and --document"
             raise UserError.of("P016", f"{options} are for plans, this is a {kind}")
         resolver = LockedReferences(path.parent)
@@ -163,17 +163,19 @@ def show_command(
         if report.document is None or not report.is_sound:
             raise report.make_error()
         print_diagnostics(report.diagnostics, report.sources)
-        sys.stdout.write(write_document(report.document, report.files[kind] if origins else None))
+        sys.stdout.write(
+            write_document(report.document, report.files[kind] if given.origins else None)
+        )
         return
-    chosen = ChosenPlan(Path(plan), path, *parse_changes(settings, memory))
+    chosen = ChosenPlan(Path(plan), path, *parse_changes(given.settings, given.memory))
     found, report = chosen.resolved, chosen.fitted.report
     print_diagnostics(report.diagnostics, report.sources)
-    if document == "device":
-        text = write_document(found.device, report.files["device"] if origins else None)
-    elif document == "model":
-        text = write_document(found.model, report.files["model"] if origins else None)
+    if given.document == "device":
+        text = write_document(found.device, report.files["device"] if given.origins else None)
+    elif given.document == "model":
+        text = write_document(found.model, report.files["model"] if given.origins else None)
     else:
-        text = write_plan(found, report.files["plan"] if origins else None)
+        text = write_plan(found, report.files["plan"] if given.origins else None)
     sys.stdout.write(text)
 
 
@@ -227,12 +229,18 @@ def lsp_command() -> None:
         make_server().start_io(stdin, stdout)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    output: Path | None = option("-o", "--output", type=FILE, metavar="FILE")
+    """Output file, NAME.plan.toml."""
+    force: bool = FORCE()
+
+
 @in_help("More commands", "Fit a plan to another memory budget, context or batch.")
 @click.command("fit")
+@take_options(FitOptions)
 @take_plan(has_files=True)
-@add_path_option("-o", "--output", dir_okay=False, text="Output file, NAME.plan.toml.")
-@force_option
-def fit_command(plan: ChosenPlan, output: Path | None, force: bool) -> None:
+def fit_command(plan: ChosenPlan, given: FitOptions) -> None:
     """Fit PLAN to --memory, and to values of --set such as kv.context=8192 or decode.batch=4.
 
     Segments, shares of hot neurons and splits are worked out again; the changes go to standard
@@ -245,10 +253,10 @@ def fit_command(plan: ChosenPlan, output: Path | None, force: bool) -> None:
 
     if plan.memory_bytes is None and not plan.settings:
         raise click.UsageError("give --memory, --set or both")
-    target = output or Path("fitted.plan.toml")
-    if output is not None:
-        check_output(output, "plan", force)
-        if os.path.realpath(output) == os.path.realpath(plan.path):
+    target = given.output or Path("fitted.plan.toml")
+    if given.output is not None:
+        check_output(given.output, "plan", given.force)
+        if os.path.realpath(given.output) == os.path.realpath(plan.path):
             raise click.UsageError("-o names PLAN itself: choose another file, which extends it")
     shipped = {path.resolve(): name for name, path in list_shipped("plan").items()}
     base = shipped.get(plan.path.resolve()) or refer_from(plan.path, target)
@@ -257,10 +265,12 @@ def fit_command(plan: ChosenPlan, output: Path | None, force: bool) -> None:
     remark = f"Fitted by `pi2 fit`: {need} for the whole process."
     is_plan = plan.path.name.endswith(".toml")
     text = write_overlay(base, values, [remark], "extends" if is_plan else "weights")
-    if output is None:
+    if given.output is None:
         click.echo(text, nl=False)
     else:
-        write_checked(output, text, f"`pi2 diff {plan.given} {output}` compares the two")
+        write_checked(
+            given.output, text, f"`pi2 diff {plan.given} {given.output}` compares the two"
+        )
 
 
 def _state_arrays(plan: ChosenPlan) -> dict[str, object]:

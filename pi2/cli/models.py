@@ -6,20 +6,19 @@ import json
 import re
 import shutil
 import time
+from dataclasses import dataclass
 from dataclasses import replace as change
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pi2.cli.commands import Subcommands, in_help
+from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
 from pi2.pulled_models import LocalSource, Precision, PulledModel, Source
 
 if TYPE_CHECKING:
     from pi2.pulled_models import CachedThing
-
-
-MIB = 1024 * 1024
 
 
 @in_help("Run", "List models that were pulled or converted.")
@@ -42,26 +41,23 @@ def list_command() -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PullOptions:
+    quantization: Literal["int4", "int8", "fp16"] | None = None
+    """Weight precision.  [default: int4]"""
+    file: str | None = option(metavar="FILE")
+    """Which of several GGUF models of the repository."""
+    name: str | None = option(metavar="NAME")
+    """Name of the model here.  [default: the repository's]"""
+    replace: bool = option("--force", "--replace")
+    """Replace the model that has the name."""
+
+
 @in_help("Run", "Fetch a model from the hub and convert it.")
 @click.command("pull")
 @click.argument("model", metavar="[hf:]ORG/NAME[@REV]")
-@click.option(
-    "--quantization",
-    type=click.Choice(["int4", "int8", "fp16"]),
-    help="Weight precision.  [default: int4]",
-)
-@click.option("--file", metavar="FILE", help="Which of several GGUF models of the repository.")
-@click.option("--name", metavar="NAME", help="Name of the model here.  [default: the repository's]")
-@click.option(
-    "--force", "--replace", "replace", is_flag=True, help="Replace the model that has the name."
-)
-def pull_command(
-    model: str,
-    quantization: Precision | None,
-    file: str | None,
-    name: str | None,
-    replace: bool,
-) -> None:
+@take_options(PullOptions)
+def pull_command(model: str, given: PullOptions) -> None:
     """Fetch a model from the hub, convert it, and write a plan for this machine.
 
     A safetensors file is fetched when the conversion needs it, and deleted when nothing in it is
@@ -70,7 +66,7 @@ def pull_command(
     HF_TOKEN (or `hf auth login`) and HF_HUB_OFFLINE hold; what the hub's own cache has is not
     fetched again, nor deleted.
     """
-    made = fetch_model(model, quantization, file, name, replace=replace)
+    made = fetch_model(model, given.quantization, given.file, given.name, replace=given.replace)
     if made.plan.exists():
         click.echo(f"next: pi2 run {made.name} --prompt 'Hello', or pi2 chat {made.name}", err=True)
 
@@ -189,7 +185,7 @@ def check_kinds(
 
 @in_help("More commands", "List what pi2 keeps on this machine, and clear it.")
 @click.group("cache", cls=Subcommands, invoke_without_command=True)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@add_json_option
 @click.pass_context
 def cache_command(ctx: click.Context, as_json: bool) -> None:
     """List what pi2 keeps on this machine, and clear it.
@@ -227,37 +223,39 @@ def list_things(kinds: tuple[str, ...]) -> None:
             click.echo(_write_thing(thing))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClearOptions:
+    older_than: int | None = option(callback=parse_age, metavar="AGE")
+    """Keep what was used since; such as 12h, 30d or 8w."""
+    dry_run: bool = option("-n", "--dry-run")
+    """Remove nothing; say what would go."""
+
+
 @cache_command.command("clear")
 @click.argument("kinds", nargs=-1, callback=check_kinds, metavar="[KIND]...")
-@click.option(
-    "--older-than",
-    callback=parse_age,
-    metavar="AGE",
-    help="Keep what was used since; such as 12h, 30d or 8w.",
-)
-@click.option("-n", "--dry-run", is_flag=True, help="Remove nothing; say what would go.")
-def clear(kinds: tuple[str, ...], older_than: int | None, dry_run: bool) -> None:
+@take_options(ClearOptions)
+def clear(kinds: tuple[str, ...], given: ClearOptions) -> None:
     """Remove the things of each KIND; without one, all that pi2 makes again by itself.
 
     Models and what was typed in chats go if `models`, `stores` or `history` is named.
     """
     from pi2.pulled_models import KINDS, ONLY_NAMED, list_cached, remove_thing
 
-    before = None if older_than is None else time.time() - older_than
+    before = None if given.older_than is None else time.time() - given.older_than
     chosen = kinds or tuple(kind for kind in KINDS if kind not in ONLY_NAMED)
     things = [thing for kind in dict.fromkeys(chosen) for thing in list_cached(kind)]
     things = [thing for thing in things if before is None or thing.used_s < before]
     gone = 0
     for thing in things:
-        if dry_run:
+        if given.dry_run:
             click.echo(_write_thing(thing))
         elif not remove_thing(thing):
             click.echo(f"{thing.path} is in use by another process and stays", err=True)
             continue
         gone += thing.size_bytes
-    word = "would be removed" if dry_run else "were removed"
+    word = "would be removed" if given.dry_run else "were removed"
     click.echo(f"{gone / MIB:,.1f} MiB {word}", err=True)
-    if dry_run:
+    if given.dry_run:
         return
     for kind in dict.fromkeys(thing.kind for thing in things):
         click.echo(f"{kind}: {KINDS[kind]}", err=True)

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pi2.progress import Progress
 
 
-MIB = 1024 * 1024
 _CONFIGS = ("config.json", "mlc-chat-config.json")
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -85,7 +84,8 @@ def write_plan(folder: Path) -> None:
 
     UserError P026, with the least that is needed, if there is not.
     """
-    from pi2.cli.convert import draft_plan_here, read_model
+    from pi2.cli.convert import draft_plan_here
+    from pi2.cli.options import read_model
     from pi2.pulled_models import PLAN
     from pi2.sharing.fetching import write_atomically
     from pi2.store.manifest import read_manifest
@@ -170,6 +170,7 @@ def make_model(
     """Make the store ``output``, with a model document called ``title`` and a plan for this
     machine; returns the plan's path, which may not exist."""
     from pi2.cli.convert import choose_precision, write_notes
+    from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.new_model import describe_checkpoint, make_id
     from pi2.importing.requirements import describe_other_parts

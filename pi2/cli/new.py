@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,23 +13,40 @@ import click
 
 from pi2.cli.commands import Subcommands, in_help
 from pi2.cli.options import (
+    COUNT,
+    FORCE,
     check_output,
-    force_option,
     make_folder,
+    option,
+    read_device,
+    read_model,
+    read_texts,
     refer,
     suggest_devices,
     suggest_models,
+    take_options,
     write_checked,
 )
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.plan.authoring.drafting import MachineFacts
-    from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
 
 
-SUFFIX = ".model.toml"
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where a document is written."""
+
+    output: Path | None = option("-o", "--output", metavar="FILE")
+    """Output file, NAME.KIND.toml.  [default: one named after it, in this folder]"""
+    force: bool = FORCE()
+
+    def choose(self, name: str, kind: Kind) -> Path:
+        """The file of a document called ``name``; UserError P009 or P027."""
+        path = self.output or Path(f"{name}.{kind}.toml")
+        check_output(path, kind, self.force)
+        return path
 
 
 @in_help("More commands", "Write the model document of a checkpoint.")
@@ -39,15 +57,8 @@ def model_command() -> None:
 
 @model_command.command("new")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Output file, NAME.model.toml.  [default: MODEL.model.toml in this folder]",
-)
-@force_option
-def new(checkpoint: Path, output: Path | None, force: bool) -> None:
+@take_options(OutputOptions)
+def new(checkpoint: Path, given: OutputOptions) -> None:
     """Write the model document of CHECKPOINT: a Hugging Face folder, GGUF file or MLC-LLM folder.
 
     It is derived from the checkpoint's configuration or metadata, and every number is checked
@@ -56,25 +67,12 @@ def new(checkpoint: Path, output: Path | None, force: bool) -> None:
     from pi2.importing.new_model import describe_checkpoint
     from pi2.sharing.fetching import write_atomically
 
-    name = None if output is None else check_output(output, "model", force)
+    name = None if given.output is None else check_output(given.output, "model", given.force)
     made = describe_checkpoint(checkpoint, name)
-    path = output or Path(f"{made.model.id}{SUFFIX}")
-    check_output(path, "model", force)
+    path = given.choose(made.model.id, "model")
     make_folder(path)
     write_atomically(path, made.text.encode())
     click.echo(f"{path}: written; `pi2 show {path}` shows every value", err=True)
-
-
-_SHAPE = {
-    "layers": "Transformer blocks.",
-    "hidden": "Width of the residual stream.",
-    "ffn": "FFN neurons of a layer.",
-    "heads": "Query heads.",
-    "kv_heads": "Key and value heads.",
-    "head_dim": "Width of a head.",
-    "vocab": "Tokens of the vocabulary.",
-    "context": "Longest sequence, in tokens.",
-}
 
 
 @in_help("Author", "Write a valid starter document: a device, model or plan.")
@@ -87,142 +85,130 @@ def new_command() -> None:
     """
 
 
-def _output(function: Callable[..., None]) -> Callable[..., None]:
-    function = force_option(function)
-    text = "Output file, NAME.KIND.toml."
-    return click.option("-o", "--output", type=click.Path(path_type=Path), help=text)(function)
+@dataclass(frozen=True, kw_only=True)
+class NewPlanOptions(OutputOptions):
+    """Options of ``pi2 new plan``."""
+
+    device: str | None = option(metavar="DEVICE", shell_complete=suggest_devices)
+    """Device: a short name, path or reference."""
+    model: str | None = option(metavar="MODEL", shell_complete=suggest_models)
+    """Model: a short name, path or reference."""
+    memory: str | None = option(metavar="SIZE")
+    """Memory budget of the whole process, such as '4 GiB'."""
+    context: int | None = option(type=COUNT)
+    """Context length in tokens, prompt and answer together."""
+    store: str | None = None
+    """Folder of the neuron store.  [default: stores/MODEL]"""
 
 
 @new_command.command("plan")
-@click.option(
-    "--device",
-    metavar="DEVICE",
-    shell_complete=suggest_devices,
-    help="Device: a short name, path or reference.",
-)
-@click.option(
-    "--model",
-    metavar="MODEL",
-    shell_complete=suggest_models,
-    help="Model: a short name, path or reference.",
-)
-@click.option(
-    "--memory", metavar="SIZE", help="Memory budget of the whole process, such as '4 GiB'."
-)
-@click.option(
-    "--context",
-    type=click.IntRange(1, 2**31 - 1),
-    help=("Context length in tokens, prompt and answer together."),
-)
-@click.option("--store", help="Folder of the neuron store.  [default: stores/MODEL]")
-@_output
-def new_plan(
-    device: str | None,
-    model: str | None,
-    memory: str | None,
-    context: int | None,
-    store: str | None,
-    output: Path | None,
-    force: bool,
-) -> None:
+@take_options(NewPlanOptions)
+def new_plan(given: NewPlanOptions) -> None:
     """Write a plan whose segments fit the model and the memory."""
     from pi2.plan.authoring.drafting import Wish, draft_plan
-    from pi2.plan.documents.device import Device
-    from pi2.plan.documents.model import Model
     from pi2.plan.documents.quantities import parse_size
-    from pi2.planning.wish import read_document
 
-    device = _ask("--device", device, "Device", default="host", known=_list_shipped("device"))
-    model = _ask("--model", model, "Model", default="pi2-demo", known=_list_shipped("model"))
-    device_report = read_document(device, "device")
-    model_report = read_document(model, "model")
-    assert isinstance(device_report.document, Device)
-    assert isinstance(model_report.document, Model)
-    memory = _ask("--memory", memory, "Memory for the whole process", default="4 GiB")
+    devices, models = _list_shipped("device"), _list_shipped("model")
+    device = _ask("--device", given.device, "Device", default="host", known=devices)
+    model = _ask("--model", given.model, "Model", default="pi2-demo", known=models)
+    machine, network = read_device(device), read_model(model)
+    memory = _ask("--memory", given.memory, "Memory for the whole process", default="4 GiB")
     budget = parse_size(memory, code="P105")
-    name = f"{model_report.document.id}-on-{device_report.document.id}"
-    path = _choose_output(output, f"{name}.plan.toml", "plan", force)
+    path = given.choose(f"{network.id}-on-{machine.id}", "plan")
     wish = Wish(
         device=refer(device, path.parent),
         model=refer(model, path.parent),
-        store=store or f"stores/{model_report.document.id}",
+        store=given.store or f"stores/{network.id}",
         budget_bytes=budget,
-        context=context,
-        name=f"{_name(model_report)} on {_name(device_report)}"[:120],
+        context=given.context,
+        name=f"{network.name or network.id} on {machine.name or machine.id}"[:120],
     )
-    _write(path, draft_plan(wish, device_report.document, model_report.document))
+    _write(path, draft_plan(wish, machine, network))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewDeviceOptions(OutputOptions):
+    """Options of ``pi2 new device``."""
+
+    like: str | None = option(shell_complete=suggest_devices)
+    """Start from this device instead of this machine."""
 
 
 @new_command.command("device")
 @click.argument("name", required=False)
-@click.option(
-    "--like",
-    shell_complete=suggest_devices,
-    help="Start from this device instead of this machine.",
-)
-@_output
-def new_device(name: str | None, like: str | None, output: Path | None, force: bool) -> None:
+@take_options(NewDeviceOptions)
+def new_device(name: str | None, given: NewDeviceOptions) -> None:
     """Write the device NAME, describing this machine or starting from another device."""
     from pi2.plan.authoring.drafting import draft_device, draft_like
-    from pi2.planning.wish import read_document
 
     name = _ask("NAME", name, "Name of the device, such as acme-12")
-    path = _choose_output(output, f"{name}.device.toml", "device", force)
-    if like is not None:
-        read_document(like, "device")
-        _write(path, draft_like(_take_name(path), refer(like, path.parent)))
+    path = given.choose(name, "device")
+    if given.like is not None:
+        read_device(given.like)
+        _write(path, draft_like(_take_name(path), refer(given.like, path.parent)))
     else:
         _write(path, draft_device(_take_name(path), _look_at_machine()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShapeOptions:
+    """The dimensions of a model."""
+
+    layers: int | None = option(type=COUNT)
+    """Transformer blocks."""
+    hidden: int | None = option(type=COUNT)
+    """Width of the residual stream."""
+    ffn: int | None = option(type=COUNT)
+    """FFN neurons of a layer."""
+    heads: int | None = option(type=COUNT)
+    """Query heads."""
+    kv_heads: int | None = option(type=COUNT)
+    """Key and value heads."""
+    head_dim: int | None = option(type=COUNT)
+    """Width of a head."""
+    vocab: int | None = option(type=COUNT)
+    """Tokens of the vocabulary."""
+    context: int | None = option(type=COUNT)
+    """Longest sequence, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewModelOptions(ShapeOptions, OutputOptions):
+    """Options of ``pi2 new model``."""
+
+    like: str | None = option(shell_complete=suggest_models)
+    """Start from this model."""
+    checkpoint: Path | None = None
+    """Describe this checkpoint, as `pi2 model new` does."""
+    activation: str | None = None
+    """Activation function of the FFN, such as relu or silu."""
+
+
 @new_command.command("model")
 @click.argument("name", required=False)
-@click.option("--like", shell_complete=suggest_models, help="Start from this model.")
-@click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path),
-    help="Describe this checkpoint, as `pi2 model new` does.",
-)
-@click.option("--activation", help="Activation function of the FFN, such as relu or silu.")
-@_output
-def new_model(
-    name: str | None,
-    like: str | None,
-    checkpoint: Path | None,
-    activation: str | None,
-    output: Path | None,
-    force: bool,
-    **sizes: int | None,
-) -> None:
+@take_options(NewModelOptions)
+def new_model(name: str | None, given: NewModelOptions) -> None:
     """Write the model NAME from a checkpoint, another model, or its dimensions."""
     from pi2.plan.authoring.drafting import draft_like, draft_model
-    from pi2.planning.wish import read_document
 
     name = _ask("NAME", name, "Name of the model, such as acme-7b")
-    path = _choose_output(output, f"{name}.model.toml", "model", force)
-    if like is not None:
-        read_document(like, "model")
-        _write(path, draft_like(_take_name(path), refer(like, path.parent)))
+    path = given.choose(name, "model")
+    if given.like is not None:
+        read_model(given.like)
+        _write(path, draft_like(_take_name(path), refer(given.like, path.parent)))
         return
-    if checkpoint is not None:
+    if given.checkpoint is not None:
         from pi2.importing.new_model import describe_checkpoint
 
-        _write(path, describe_checkpoint(checkpoint, _take_name(path)).text)
+        _write(path, describe_checkpoint(given.checkpoint, _take_name(path)).text)
         return
     shape: dict[str, int] = {}
-    for key, text in _SHAPE.items():
-        given = None if sizes[key] is None else str(sizes[key])
-        answer = _ask(f"--{key.replace('_', '-')}", given, text.rstrip("."))
+    for key, text in read_texts(ShapeOptions).items():
+        stated = getattr(given, key)
+        answer = _ask(f"--{key.replace('_', '-')}", stated and str(stated), text.rstrip("."))
         shape[key] = _parse_count(answer, key)
-    activation = _ask("--activation", activation, "Activation", default="silu")
+    activation = _ask("--activation", given.activation, "Activation", default="silu")
     _write(path, draft_model(_take_name(path), shape, activation))
-
-
-for _key, _text in _SHAPE.items():
-    _option = click.Option(
-        [f"--{_key.replace('_', '-')}"], type=click.IntRange(1, 2**31 - 1), help=_text
-    )
-    new_model.params.append(_option)
 
 
 def _is_guided() -> bool:
@@ -254,21 +240,10 @@ def _list_shipped(kind: Kind) -> list[str]:
     return list(list_shipped(kind)) if _is_guided() else []
 
 
-def _name(report: Report) -> str:
-    assert report.document is not None
-    return report.document.name or str(getattr(report.document, "id", ""))
-
-
 def _parse_count(text: str, name: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 0 < int(text[:10]) < 2**31:
         raise UserError.of("P104", f"{name} is a whole number above 0, got {text!r}")
     return int(text)
-
-
-def _choose_output(output: Path | None, default: str, kind: Kind, force: bool) -> Path:
-    path = Path(default) if output is None else output
-    check_output(path, kind, force)
-    return path
 
 
 def _take_name(path: Path) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 from click.shell_completion import CompletionItem
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.checking.check import Report
+    from pi2.plan.documents.device import Device
+    from pi2.plan.documents.model import Model
     from pi2.plan.toml.source import Kind
     from pi2.progress import Progress
     from pi2.refit import FittedPlan
@@ -109,9 +114,6 @@ def _list_settings() -> Iterator[str]:
             yield f"{key}="
 
 
-force_option = click.option("--force", is_flag=True, help="Overwrite an existing file.")
-
-
 def check_output(path: Path, kind: Kind | None, force: bool) -> str:
     """The name of the document that is to be written to ``path``; UserError P009 for another
     suffix than the kind's, P027 for a file that exists."""
@@ -124,6 +126,39 @@ def check_output(path: Path, kind: Kind | None, force: bool) -> str:
         help_text = "use --force to overwrite it"
         raise UserError.of("P027", "the file exists already", file=str(path), help=help_text)
     return name
+
+
+def find_form(path: Path) -> str:
+    """Type of a picture, by its file's name."""
+    return path.suffix.lstrip(".").lower() or "png"
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a picture or a report; UserError P631."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UserError.of("P631", f"cannot write {path}: {error.strerror}") from None
+
+
+def read_device(reference: str) -> Device:
+    """A device by path, short name or reference; UserError with all findings."""
+    from pi2.plan.documents.device import Device
+    from pi2.planning.wish import read_document
+
+    document = read_document(reference, "device").document
+    assert isinstance(document, Device)
+    return document
+
+
+def read_model(reference: str) -> Model:
+    """A model by path, short name or reference; UserError with all findings."""
+    from pi2.plan.documents.model import Model
+    from pi2.planning.wish import read_document
+
+    document = read_document(reference, "model").document
+    assert isinstance(document, Model)
+    return document
 
 
 def refer(reference: str, folder: Path) -> str:
@@ -167,25 +202,161 @@ def make_folder(path: Path) -> None:
 
 
 Command = TypeVar("Command", bound=Callable[..., object])
+Options = TypeVar("Options")
 
-add_set_option = click.option(
+COUNT = click.IntRange(1, 2**31 - 1)
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+def option(*names: str, **settings: Any) -> Any:
+    """A field of a dataclass of options that needs more than a default.
+
+    ``names`` are the option's, if they are not the field's.  ``settings`` are click's.
+    """
+    return field(metadata={"names": names, "settings": settings})
+
+
+def take_options(kind: type[Options]) -> Callable[[Command], Command]:
+    """Give a command options, a field of the dataclass ``kind`` each, as the argument ``given``.
+
+    A field's type says what its option takes: a flag for bool, choices for Literal, any number of
+    values for a tuple.  The string below it is the help.
+    """
+    stated = dict(_make_options(kind))
+
+    def add(command: Command) -> Command:
+        @functools.wraps(command)
+        def call(**values: Any) -> object:
+            given = kind(**{name: values.pop(name) for name in stated})
+            return command(given=given, **values)
+
+        return add_options(list(stated.values()))(call)  # type: ignore[return-value] # what click calls
+
+    return add
+
+
+def _make_options(kind: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
+    hints, texts = get_type_hints(kind), read_texts(kind)
+    return [
+        (item.name, _make_option(item, hints[item.name], texts.get(item.name)))
+        for item in fields(kind)
+    ]
+
+
+def read_texts(kind: type[Any]) -> dict[str, str]:
+    """The strings below the fields of a dataclass: the options' help."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        source = Path(sys.modules[base.__module__].__file__ or "").read_text(encoding="utf-8")
+        body = source.partition(f"\nclass {base.__name__}")[2].partition("\n\n\n")[0]
+        found |= {name: re.sub(r"\n *", " ", text) for name, text in _FIELD.findall(body)}
+    return found
+
+
+_FIELD = re.compile(r'^    (\w+): .*\n(?:(?:     .*|    \))\n)*    """([^"]*)"""$', re.MULTILINE)
+
+
+def _make_option(item: Field[Any], hint: Any, text: str | None) -> Callable[[Any], Any]:
+    names = item.metadata.get("names") or (f"--{item.name.replace('_', '-')}",)
+    settings = dict(item.metadata.get("settings", {}))
+    if item.default is not MISSING:
+        settings["default"] = item.default
+    parts = get_args(hint)
+    kind = parts[0] if NoneType in parts else hint
+    if "callback" not in settings:
+        if get_origin(kind) is tuple:
+            kind, settings["multiple"] = get_args(kind)[0], True
+        if kind is bool:
+            settings["is_flag"] = True
+        elif get_origin(kind) is Literal:
+            settings.setdefault("type", click.Choice(get_args(kind)))
+        else:
+            settings.setdefault("type", click.Path(path_type=Path) if kind is Path else kind)
+    if settings.get("default") not in (None, ()) and kind is not bool:
+        settings.setdefault("show_default", True)
+    return click.option(*names, item.name, **{"help": text, **settings})
+
+
+MIB = 1024 * 1024
+
+add_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+JSON = partial(option, "--json", help="Print one JSON object.")
+FORCE = partial(option, "--force", help="Overwrite an existing file.")
+LOCKED = partial(option, "--locked", help="Fail if pi2.lock is out of date.")
+SET = partial(
+    option,
     "--set",
-    "settings",
-    multiple=True,
     metavar="KEY=VALUE",
     shell_complete=suggest_settings,
     help="Override a value of the plan; repeatable.",
 )
-"""The option ``--set`` (argument ``settings``)."""
-
-add_memory_option = click.option(
+MEMORY = partial(
+    option,
     "--memory",
     metavar="SIZE",
     help="Memory budget of the process, such as 3GiB; the plan is fitted to it.",
 )
+TOKENIZER = partial(
+    option,
+    "--tokenizer",
+    metavar="FILE",
+    help="tokenizer.json or tokenizer.model, or a folder that has one, instead of the "
+    "checkpoint's own.",
+)
+PLOT = partial(option, "--plot", type=FILE, help="Write a plot (needs the extra `plot`).")
 
-add_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-"""The option ``--json`` (argument ``as_json``)."""
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """The texts of a measurement, and the windows that are taken from them."""
+
+    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
+    """UTF-8 text; repeatable."""
+    context: int | None = option(type=click.IntRange(min=2))
+    """Window length in tokens; default: kv.context, at most 512."""
+    windows: int | None = option(type=click.IntRange(min=1))
+    """Number of windows, spread over the text; default: all."""
+
+    def read_texts(self) -> list[str]:
+        """The texts; UserError as `pi2.statistics.texts.read_texts`."""
+        from pi2.statistics.texts import read_texts
+
+        return read_texts(self.files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are drawn, where a plan's ``[sampling]`` shall not say it."""
+
+    temperature: float | None = None
+    """Sampling temperature; 0 is greedy.  [default: the plan's]"""
+    top_k: int | None = None
+    """Sample from the k most likely tokens; 0 for all."""
+    top_p: float | None = None
+    """Sample from the smallest set of tokens with at least this total probability."""
+    min_p: float | None = None
+    """Sample from tokens with at least this fraction of the top probability."""
+    repetition_penalty: float | None = None
+    """Penalty for tokens that were already used; above 1 avoids them."""
+    seed: int | None = None
+    """Random seed."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The values that are given."""
+        found = {item.name: getattr(self, item.name) for item in fields(SamplingOptions)}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What changes a plan that a command is given."""
+
+    memory: str | None = MEMORY()
+    settings: tuple[str, ...] = SET()
+    locked: bool = LOCKED()
+    tokenizer: Path | None = TOKENIZER()  # noqa: RUF009 # a field
 
 
 @dataclass(frozen=True)
@@ -280,12 +451,10 @@ def take_plan(
     """Give a command the argument PLAN and the option ``--set`` as one `ChosenPlan`; ``fitted``
     adds ``--memory``, ``locked`` adds ``--locked``, ``tokenizer`` adds ``--tokenizer``;
     ``has_files``: GGUF files are not converted for it."""
+    taken = {"memory": fitted, "settings": True, "locked": locked, "tokenizer": tokenizer}
     options = [
         click.argument("plan", type=click.Path(path_type=Path), shell_complete=suggest_plans),
-        *([add_memory_option] if fitted else []),
-        add_set_option,
-        *([add_locked_option] if locked else []),
-        *([add_tokenizer_option] if tokenizer else []),
+        *(make for name, make in _make_options(PlanOptions) if taken[name]),
     ]
 
     def add(command: Command) -> Command:
@@ -308,10 +477,6 @@ def take_plan(
     return add
 
 
-add_locked_option = click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
-"""The option ``--locked``."""
-
-
 def add_options(options: list[Callable[[Any], Any]]) -> Callable[[Command], Command]:
     """Add several options, in this order."""
 
@@ -322,38 +487,3 @@ def add_options(options: list[Callable[[Any], Any]]) -> Callable[[Command], Comm
         return command
 
     return add
-
-
-def add_path_option(
-    *names: str, text: str, metavar: str = "FILE", dir_okay: bool = True, **settings: Any
-) -> Callable[[Command], Command]:
-    """An option that takes the path of a file or a folder; ``text`` is its help."""
-    kind = click.Path(path_type=Path, dir_okay=dir_okay)
-    return click.option(*names, metavar=metavar, type=kind, help=text, **settings)
-
-
-add_tokenizer_option = add_path_option(
-    "--tokenizer",
-    text="tokenizer.json or tokenizer.model, or a folder that has one, instead of the "
-    "checkpoint's own.",
-)
-"""The option ``--tokenizer``."""
-
-
-def add_text_options(text_help: str) -> Callable[[Command], Command]:
-    """Add the options ``--text`` (argument ``files``), ``--context`` and ``--windows``."""
-    return add_options(
-        [
-            add_path_option("--text", "files", required=True, multiple=True, text=text_help),
-            click.option(
-                "--context",
-                type=click.IntRange(min=2),
-                help="Window length in tokens; default: kv.context, at most 512.",
-            ),
-            click.option(
-                "--windows",
-                type=click.IntRange(min=1),
-                help="Number of windows, spread over the text; default: all.",
-            ),
-        ]
-    )

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pi2.cli.commands import in_help
 from pi2.cli.options import (
+    COUNT,
+    FILE,
+    FORCE,
     check_output,
-    force_option,
+    find_form,
+    option,
+    read_device,
+    read_model,
     refer,
     refer_path,
     suggest_devices,
     suggest_models,
+    take_options,
     write_checked,
+    write_file,
 )
 from pi2.diagnostics import UserError
 
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 
     from pi2.plan.documents.device import Device
     from pi2.planning.planner import PlannedPlan
-    from pi2.planning.wish import Objective, Wish
+    from pi2.planning.wish import Wish
 
 
 SUFFIX = ".plan.toml"
@@ -35,131 +43,71 @@ POINTS = 9
 MOST_SEQUENCES = 64
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    device: str = option(metavar="DEVICE", required=True, shell_complete=suggest_devices)
+    """Device: a short name, path or reference."""
+    model: str = option(metavar="MODEL", required=True, shell_complete=suggest_models)
+    """Model: a short name, path or reference."""
+    memory: str | None = option(metavar="SIZE")
+    """Memory limit of the whole process, such as 3GiB."""
+    unit_memory: tuple[str, ...] = option(metavar="UNIT=SIZE")
+    """Memory limit of a unit with memory of its own, such as gpu=8GiB.  [default: all of it]"""
+    speed: str | None = option(metavar="RATE")
+    """Minimum decode speed of all sequences together, such as 10tok/s."""
+    objective: Literal["speed", "memory", "energy"] = "speed"
+    """What to optimise within the limits; energy is in joules per token."""
+    batch: str = option(default="1", metavar="N|N-M")
+    """Sequences that generate at the same time; a range writes one plan per number."""
+    context: int | None = option(type=COUNT)
+    """Context length in tokens.  [default: the model's, at most 4096]"""
+    exact: bool = False
+    """Only use settings that do not change results."""
+    store: Path | None = None
+    """Neuron store that the plan names and whose activation statistics are used.  [default:
+    stores/MODEL]"""
+    thresholds_file: Path | None = option("--thresholds", metavar="FILE")
+    """Thresholds for a mixture's experts, to be used where that is faster."""
+    leave_out: float = option(type=click.FloatRange(0.0, 0.5), metavar="SHARE", default=0.0)
+    """Share of the predictor's scores that may be left out instead of read."""
+    output: Path | None = option("-o", "--output")
+    """Output file, NAME.plan.toml."""
+    force: bool = FORCE()
+    pareto: bool = False
+    """Print speed against memory instead of one plan."""
+    plot: Path | None = option(type=FILE)
+    """Plot the curve of --pareto (needs the extra `plot`)."""
+
+
 @in_help("Plan", "Find the fastest plan for a memory limit, or one for a speed.")
 @click.command("plan")
-@click.option(
-    "--device",
-    metavar="DEVICE",
-    required=True,
-    shell_complete=suggest_devices,
-    help="Device: a short name, path or reference.",
-)
-@click.option(
-    "--model",
-    metavar="MODEL",
-    required=True,
-    shell_complete=suggest_models,
-    help="Model: a short name, path or reference.",
-)
-@click.option("--memory", metavar="SIZE", help="Memory limit of the whole process, such as 3GiB.")
-@click.option(
-    "--unit-memory",
-    "unit_memory",
-    metavar="UNIT=SIZE",
-    multiple=True,
-    help="Memory limit of a unit with memory of its own, such as gpu=8GiB.  [default: all of it]",
-)
-@click.option(
-    "--speed",
-    metavar="RATE",
-    help="Minimum decode speed of all sequences together, such as 10tok/s.",
-)
-@click.option(
-    "--objective",
-    type=click.Choice(["speed", "memory", "energy"]),
-    default="speed",
-    show_default=True,
-    help="What to optimise within the limits; energy is in joules per token.",
-)
-@click.option(
-    "--batch",
-    default="1",
-    show_default=True,
-    metavar="N|N-M",
-    help="Sequences that generate at the same time; a range writes one plan per number.",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(1, 2**31 - 1),
-    help="Context length in tokens.  [default: the model's, at most 4096]",
-)
-@click.option("--exact", is_flag=True, help="Only use settings that do not change results.")
-@click.option(
-    "--store",
-    type=click.Path(path_type=Path),
-    help=(
-        "Neuron store that the plan names and whose activation statistics are "
-        "used.  [default: stores/MODEL]"
-    ),
-)
-@click.option(
-    "--thresholds",
-    "thresholds_file",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Thresholds for a mixture's experts, to be used where that is faster.",
-)
-@click.option(
-    "--leave-out",
-    "leave_out",
-    metavar="SHARE",
-    type=click.FloatRange(0.0, 0.5),
-    default=0.0,
-    help="Share of the predictor's scores that may be left out instead of read.",
-)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help=("Output file, NAME.plan.toml.")
-)
-@force_option
-@click.option("--pareto", is_flag=True, help="Print speed against memory instead of one plan.")
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Plot the curve of --pareto (needs the extra `plot`).",
-)
-def plan_command(
-    device: str,
-    model: str,
-    memory: str | None,
-    unit_memory: tuple[str, ...],
-    speed: str | None,
-    objective: Objective,
-    batch: str,
-    context: int | None,
-    exact: bool,
-    store: Path | None,
-    thresholds_file: Path | None,
-    leave_out: float,
-    output: Path | None,
-    force: bool,
-    pareto: bool,
-    plot: Path | None,
-) -> None:
+@take_options(PlanOptions)
+def plan_command(given: PlanOptions) -> None:
     """Find the fastest plan for a memory limit, or the smallest for a speed.
 
     The choices, the reasons and the expected speed go to standard output, and into the plan as
     comments.  If a request cannot be met, the reason and the nearest request that can be met are
     printed.  With --batch 1-4, four plans are written: NAME.batch-1.plan.toml and so on.
     """
-    if pareto == (memory is not None or speed is not None):
+    if given.pareto == (given.memory is not None or given.speed is not None):
         raise click.UsageError("give --memory, --speed or both; or --pareto alone")
-    batches = parse_batches(batch)
-    outputs = {number: _name_output(output, number, batches) for number in batches}
+    batches = parse_batches(given.batch)
+    outputs = {number: _name_output(given.output, number, batches) for number in batches}
     for path in outputs.values():
         if path is not None:
-            check_output(path, "plan", force)
-    wish = _make_wish(device, model, memory, speed, objective, context, exact, store)
-    wish = replace(wish, unit_memory=_parse_unit_memory(unit_memory, wish.device))
-    if leave_out:
-        wish = _add_leave_out(wish, leave_out)
-    if thresholds_file is not None:
-        if exact or pareto:
+            check_output(path, "plan", given.force)
+    wish = _make_wish(given)
+    wish = replace(wish, unit_memory=_parse_unit_memory(given.unit_memory, wish.device))
+    if given.leave_out:
+        wish = _add_leave_out(wish, given.leave_out)
+    if given.thresholds_file is not None:
+        if given.exact or given.pareto:
             raise click.UsageError("--thresholds leaves neurons out: not with --exact or --pareto")
-        wish = _add_thresholds(wish, thresholds_file, output)
-    if pareto:
+        wish = _add_thresholds(wish, given.thresholds_file, given.output)
+    if given.pareto:
         if len(batches) > 1:
             raise click.UsageError("--pareto is for one --batch")
-        _show_pareto(replace(wish, batch=batches[0]), plot)
+        _show_pareto(replace(wish, batch=batches[0]), given.plot)
         return
     from pi2.planning.comparison import choose_thresholds
     from pi2.planning.planner import plan
@@ -170,7 +118,7 @@ def plan_command(
         click.echo("\n".join(describe_choices(planned)))
         path = outputs[planned.wish.batch]
         if path is not None:
-            _write(path, planned, device, model, store)
+            _write(path, planned, given)
     if len(found) > 1:
         click.echo("\n".join(("", *write_batches(found))))
 
@@ -195,34 +143,20 @@ def _name_output(output: Path | None, number: int, batches: range) -> Path | Non
     return output.with_name(f"{output.name.removesuffix(SUFFIX)}.batch-{number}{SUFFIX}")
 
 
-def _make_wish(
-    device: str,
-    model: str,
-    memory: str | None,
-    speed: str | None,
-    objective: Objective,
-    context: int | None,
-    exact: bool,
-    store: Path | None,
-) -> Wish:
-    from pi2.plan.documents.device import Device
-    from pi2.plan.documents.model import Model
+def _make_wish(given: PlanOptions) -> Wish:
     from pi2.plan.documents.quantities import parse_size
-    from pi2.planning.wish import Wish, read_document
+    from pi2.planning.wish import Wish
 
-    device_document = read_document(device, "device").document
-    model_document = read_document(model, "model").document
-    assert isinstance(device_document, Device)
-    assert isinstance(model_document, Model)
+    device, model = read_device(given.device), read_model(given.model)
     return Wish(
-        device=device_document,
-        model=model_document,
-        memory_bytes=None if memory is None else parse_size(memory, code="P105"),
-        tokens_s=None if speed is None else _parse_speed(speed),
-        objective=objective,
-        context=context or min(model_document.shape.context, 4096),
-        exact=exact,
-        store=store,
+        device=device,
+        model=model,
+        memory_bytes=None if given.memory is None else parse_size(given.memory, code="P105"),
+        tokens_s=None if given.speed is None else _parse_speed(given.speed),
+        objective=given.objective,
+        context=given.context or min(model.shape.context, 4096),
+        exact=given.exact,
+        store=given.store,
     )
 
 
@@ -292,15 +226,17 @@ def _parse_speed(text: str) -> float:
     return float(match[1])
 
 
-def _write(path: Path, planned: PlannedPlan, device: str, model: str, store: Path | None) -> None:
+def _write(path: Path, planned: PlannedPlan, given: PlanOptions) -> None:
     from pi2.planning.text import write_planned
 
     wish = planned.wish
     text = write_planned(
         planned,
-        device=refer(device, path.parent),
-        model=refer(model, path.parent),
-        store=f"stores/{wish.model.id}" if store is None else refer_path(store, path.parent),
+        device=refer(given.device, path.parent),
+        model=refer(given.model, path.parent),
+        store=f"stores/{wish.model.id}"
+        if given.store is None
+        else refer_path(given.store, path.parent),
         name=f"{wish.model.name or wish.model.id} on {wish.device.name or wish.device.id}"[:120],
     )
     own_memory = any(wish.device.units[name].memory for name in planned.resolved.dense_units)
@@ -316,7 +252,4 @@ def _show_pareto(wish: Wish, plot: Path | None) -> None:
     found = trace_pareto(wish, POINTS, most_bytes=find_device_memory(wish.device))
     click.echo("\n".join(write_table(found)))
     if plot is not None:
-        try:
-            plot.write_bytes(draw_curve(found, plot.suffix.lstrip(".") or "png"))
-        except OSError as error:
-            raise UserError.of("P631", f"cannot write {plot}: {error.strerror}") from None
+        write_file(plot, draw_curve(found, find_form(plot)))

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from pi2.cli.commands import Subcommands, in_help
-from pi2.cli.options import suggest_devices
+from pi2.cli.options import add_json_option, suggest_devices
 
 if TYPE_CHECKING:
     from pi2.sharing.lock import Source
     from pi2.sharing.project import Outcome, Project
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @in_help("More commands", "Fetch, lock, verify and publish device descriptions.")
@@ -31,17 +27,8 @@ def profile_command() -> None:
     """
 
 
-def _offline(function: F) -> F:
-    return click.option("--offline", is_flag=True, help="Do not use the network.")(function)
-
-
-def _locked(function: F) -> F:
-    text = "Fail where pi2.lock would have to change."
-    return click.option("--locked", is_flag=True, help=text)(function)
-
-
-def _as_json(function: F) -> F:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+_offline = click.option("--offline", is_flag=True, help="Do not use the network.")
+_locked = click.option("--locked", is_flag=True, help="Fail where pi2.lock would have to change.")
 
 
 @profile_command.command("add")
@@ -85,7 +72,7 @@ def update(
 
 
 @profile_command.command("list")
-@_as_json
+@add_json_option
 def list_sources(as_json: bool) -> None:
     """List the entries of pi2.lock and where their files are."""
     from pi2.diagnostics import UserError
@@ -112,7 +99,7 @@ def list_sources(as_json: bool) -> None:
 
 @profile_command.command("verify")
 @_offline
-@_as_json
+@add_json_option
 def verify(offline: bool, as_json: bool) -> int:
     """Check every file in pi2.lock, here and at its source.
 
@@ -146,7 +133,7 @@ def verify(offline: bool, as_json: bool) -> int:
 
 @profile_command.command("show")
 @click.argument("profile", shell_complete=suggest_devices)
-@_as_json
+@add_json_option
 def show(profile: str, as_json: bool) -> None:
     """Print a locked or shipped PROFILE: where it comes from, and every figure with its source."""
     from pi2.sharing.description import describe_profile, write_description
@@ -157,7 +144,7 @@ def show(profile: str, as_json: bool) -> None:
 
 @profile_command.command("search")
 @click.argument("words", nargs=-1, metavar="[WORD]...")
-@_as_json
+@add_json_option
 def search(words: tuple[str, ...], as_json: bool) -> None:
     """List shipped devices that match every WORD."""
     from pi2.sharing.description import search_profiles

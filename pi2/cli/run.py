@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import click
 
 from pi2.cli.commands import in_help, write_text
 from pi2.cli.hints import find_hint
-from pi2.cli.options import ChosenPlan, take_plan
+from pi2.cli.options import JSON, ChosenPlan, SamplingOptions, option, take_options, take_plan
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
 
@@ -26,25 +26,17 @@ if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
-PASSED_ON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-
-
 def run_mlc(
-    resolved: ResolvedPlan,
-    folder: Path | None,
-    prompt: str | Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    *,
-    as_json: bool,
+    resolved: ResolvedPlan, prompt: str | Sequence[Mapping[str, Any]], given: RunOptions
 ) -> None:
-    """Generate text with the folder's weights, or those that the plan's ``store`` names where it
-    names the backend; UserError P686-P689."""
+    """Generate text with the weights of ``--mlc``, or of the plan's ``store`` if the plan names the
+    backend; UserError P686-P689."""
     from pi2.backends.mlc.backend import open_text
     from pi2.backends.units import TextRequest
 
-    if options["ignore_eos"]:
+    if given.ignore_eos:
         raise UserError.of("P687", "MLC-LLM's interface has no --ignore-eos")
-    settings = resolved.plan
+    settings, folder = resolved.plan, given.mlc
     request = TextRequest(
         folder=resolved.store_path if folder is None else folder,
         model=resolved.model,
@@ -55,11 +47,11 @@ def run_mlc(
     with closing(open_text(request)) as engine:
         begun, first, pieces = time.monotonic(), None, []
         for piece in engine.generate(
-            prompt, settings.sampling, max_tokens=options["max_tokens"], stop=options["stop"]
+            prompt, settings.sampling, max_tokens=given.max_tokens, stop=given.stop
         ):
             first = time.monotonic() if first is None else first
             pieces.append(piece)
-            if not as_json:
+            if not given.as_json:
                 write_text(piece)
         ended, finished = time.monotonic(), engine.finished
     assert finished is not None
@@ -77,7 +69,7 @@ def run_mlc(
         "decode_tokens_s": None if rate is None else round(rate, 4),
         "plan_digest": resolved.digest,
     }
-    if as_json:
+    if given.as_json:
         click.echo(json.dumps(facts, indent=2))
         return
     waited = "-" if first is None else f"{(first - begun) * 1e3:.0f} ms"
@@ -89,11 +81,6 @@ def run_mlc(
         f" plan's holds · plan {resolved.digest[:12]}",
         err=True,
     )
-
-
-def choose_sampling(options: Mapping[str, Any]) -> dict[str, object]:
-    """Return the values of the plan that a run's options replace."""
-    return {f"sampling.{name}": options[name] for name in PASSED_ON if options[name] is not None}
 
 
 def log_plan(model: LoadedModel) -> None:
@@ -112,85 +99,50 @@ def log_counters(model: LoadedModel) -> None:
     log.debug("counters", io_engine=model.io_engine, **asdict(model.stats))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What is continued or answered."""
+
+    prompts: tuple[str, ...] = option("-p", "--prompt")
+    """Prompt; repeat for several sequences."""
+    prompt_file: Path | None = option("-f", "--file")
+    """Read the prompt from a file."""
+    list_file: Path | None = option("--prompts", metavar="FILE")
+    """Read one prompt per line from a file."""
+    chat: str | None = option(metavar="TEXT")
+    """User message, sent using the model's chat template."""
+    system: str | None = option(metavar="TEXT")
+    """System message, with --chat."""
+    max_tokens: int = option("-n", "--max-tokens", type=click.IntRange(min=1), default=128)
+    """Maximum number of tokens to generate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(SamplingOptions, PromptOptions):
+    """Options of ``pi2 run``."""
+
+    best_of: int | None = option(type=click.IntRange(2, 64))
+    """Draw N texts at the same time; print the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Stop at this text; repeatable."""
+    ignore_eos: bool = False
+    """Continue after an end-of-sequence token."""
+    mlc: Path | None = option(metavar="FOLDER")
+    """Let an installed MLC-LLM compute a dense model, with the weights of FOLDER."""
+    as_json: bool = JSON()
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """What `LoadedModel.generate` takes."""
+        own = {name: getattr(self, name) for name in ("max_tokens", "stop", "ignore_eos")}
+        return {**self.sampling, **own}
+
+
 @in_help("Run", "Generate text from a plan.")
 @click.command("run")
-@click.option(
-    "-p", "--prompt", "prompts", multiple=True, help="Prompt; repeat for several sequences."
-)
-@click.option(
-    "-f",
-    "--file",
-    "prompt_file",
-    type=click.Path(path_type=Path),
-    help=("Read the prompt from a file."),
-)
-@click.option(
-    "--prompts",
-    "list_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Read one prompt per line from a file.",
-)
-@click.option(
-    "--chat", metavar="TEXT", help=("User message, sent using the model's chat template.")
-)
-@click.option("--system", metavar="TEXT", help="System message, with --chat.")
-@click.option(
-    "-n",
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    default=128,
-    show_default=True,
-    help="Maximum number of tokens to generate.",
-)
-@click.option(
-    "--temperature", type=float, help=("Sampling temperature; 0 is greedy.  [default: the plan's]")
-)
-@click.option("--top-k", type=int, help="Sample from the k most likely tokens; 0 for all.")
-@click.option(
-    "--top-p",
-    type=float,
-    help=("Sample from the smallest set of tokens with at least this total probability."),
-)
-@click.option(
-    "--min-p",
-    type=float,
-    help=("Sample from tokens with at least this fraction of the top probability."),
-)
-@click.option(
-    "--repetition-penalty",
-    type=float,
-    help=("Penalty for tokens that were already used; above 1 avoids them."),
-)
-@click.option("--seed", type=int, help="Random seed.")
-@click.option(
-    "--best-of",
-    type=click.IntRange(min=2, max=64),
-    metavar="N",
-    help="Draw N texts at the same time; print the likeliest.",
-)
-@click.option("--stop", multiple=True, help="Stop at this text; repeatable.")
-@click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
-@click.option(
-    "--mlc",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Let an installed MLC-LLM compute a dense model, with the weights of FOLDER.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@take_options(RunOptions)
 @take_plan(locked=True, tokenizer=True, has_files=True)
-def run_command(
-    plan: ChosenPlan,
-    prompts: tuple[str, ...],
-    prompt_file: Path | None,
-    list_file: Path | None,
-    chat: str | None,
-    system: str | None,
-    mlc: Path | None,
-    as_json: bool,
-    best_of: int | None,
-    **options: Any,
-) -> None:
+def run_command(plan: ChosenPlan, given: RunOptions) -> None:
     """Generate text from PLAN.
 
     The prompt comes from --prompt, a file, or standard input; --chat sends a message using the
@@ -205,30 +157,29 @@ def run_command(
     from pi2.cli.commands import ProgressBar
     from pi2.engine.run_report import describe_run, summarise_run
 
-    alone = not prompts and prompt_file is None and list_file is None
-    messages = list_messages(chat, system, alone=alone)
-    texts = [] if messages else read_prompts(prompts, prompt_file, list_file)
-    if mlc is not None or plan.resolved.gives_text:
-        if plan.memory_bytes is not None or len(texts) > 1 or list_file is not None or best_of:
+    messages = list_messages(given)
+    texts = [] if messages else read_prompts(given)
+    is_one = given.list_file is None and len(texts) < 2
+    if given.mlc is not None or plan.resolved.gives_text:
+        if plan.memory_bytes is not None or not is_one or given.best_of:
             raise click.UsageError("MLC-LLM takes one prompt, and neither --memory nor --best-of")
-        resolved = plan.change(choose_sampling(options)).resolved
-        run_mlc(resolved, mlc, messages or texts[0], options, as_json=as_json)
+        changes = {f"sampling.{name}": value for name, value in given.sampling.items()}
+        run_mlc(plan.change(changes).resolved, messages or texts[0], given)
         return
-    if best_of is not None:
-        if list_file is not None or len(texts) > 1:
-            raise click.UsageError("--best-of takes one prompt")
-        given = messages or texts[0]
-        run_best_of(plan, given, best_of, as_json, options)
+    if given.best_of is not None and not is_one:
+        raise click.UsageError("--best-of takes one prompt")
+    if given.best_of is not None:
+        run_best_of(plan, messages or texts[0], given)
         return
-    if list_file is not None or len(texts) > 1:
-        run_batch(plan, texts, as_json, options)
+    if not is_one:
+        run_batch(plan, texts, given)
         return
     with ProgressBar() as progress, ExitStack() as cleanup:
         model = cleanup.enter_context(plan.load(progress))
         generation = model.generate(
             model.encode_chat(messages) if messages else texts[0],
             progress=lambda share: progress("reading the prompt", share),
-            **options,
+            **given.generation,
         )
         # The bar is gone before the first piece is shown.
         pieces = chain(list(islice(generation, 1)), generation)
@@ -236,10 +187,10 @@ def run_command(
     log_plan(model)
     with model:
         for piece in pieces:
-            if not as_json:
+            if not given.as_json:
                 write_text(piece)
         log_counters(model)
-        if as_json:
+        if given.as_json:
             click.echo(json.dumps(describe_run(model, generation.result), indent=2))
         else:
             write_text("\n")
@@ -262,7 +213,7 @@ def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
         click.echo(describe_promise(cost, speed), err=True)
 
 
-def run_batch(plan: ChosenPlan, texts: list[str], as_json: bool, options: dict[str, Any]) -> None:
+def run_batch(plan: ChosenPlan, texts: list[str], given: RunOptions) -> None:
     """Continue several prompts."""
     from pi2.cli.commands import ProgressBar
     from pi2.engine.run_report import describe_batch, summarise_batch
@@ -271,15 +222,15 @@ def run_batch(plan: ChosenPlan, texts: list[str], as_json: bool, options: dict[s
         model = plan.load(progress)
     log_plan(model)
     with model:
-        generation = model.generate_batch(texts, **options)
+        generation = model.generate_batch(texts, **given.generation)
         shown = 0
         for _ in generation:
-            while not as_json and shown in generation.finished:
+            while not given.as_json and shown in generation.finished:
                 write_text(f"--- {shown + 1}\n{generation.finished[shown].text}\n")
                 shown += 1
         result = generation.result
         log_counters(model)
-        if as_json:
+        if given.as_json:
             click.echo(json.dumps(describe_batch(model, result), indent=2))
             return
         for number in range(shown, len(texts)):
@@ -287,13 +238,7 @@ def run_batch(plan: ChosenPlan, texts: list[str], as_json: bool, options: dict[s
         click.echo(summarise_batch(model, result), err=True)
 
 
-def run_best_of(
-    plan: ChosenPlan,
-    given: str | list[dict[str, str]],
-    count: int,
-    as_json: bool,
-    options: dict[str, Any],
-) -> None:
+def run_best_of(plan: ChosenPlan, prompt: str | list[dict[str, str]], given: RunOptions) -> None:
     """Draw several texts after one prompt, and print the best; UserError P604 where all of them
     would be the same."""
     from pi2.cli.commands import ProgressBar
@@ -303,18 +248,18 @@ def run_best_of(
         model = plan.load(progress)
     log_plan(model)
     with model:
-        temperature = options["temperature"]
-        if not (model.plan.plan.sampling.temperature if temperature is None else temperature):
+        if not given.sampling.get("temperature", model.plan.plan.sampling.temperature):
             raise UserError.of(
                 "P604",
                 "all texts would be the same: the temperature is 0",
                 help="give --temperature 0.8, or leave --best-of out",
             )
-        ids = model.encode(given) if isinstance(given, str) else model.encode_chat(given)
-        result = model.generate_batch([ids] * count, scores=True, **options).result
+        ids = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
+        count = given.best_of or 1
+        result = model.generate_batch([ids] * count, scores=True, **given.generation).result
         assert result.best is not None
         log_counters(model)
-        if as_json:
+        if given.as_json:
             click.echo(json.dumps(describe_batch(model, result), indent=2))
             return
         write_text(f"{result.sequences[result.best].text}\n")
@@ -327,29 +272,30 @@ def run_best_of(
             )
 
 
-def list_messages(chat: str | None, system: str | None, *, alone: bool) -> list[dict[str, str]]:
+def list_messages(given: PromptOptions) -> list[dict[str, str]]:
     """The conversation that the options state, empty if they state none."""
-    if chat is None:
-        if system is not None:
+    if given.chat is None:
+        if given.system is not None:
             raise click.UsageError("--system goes with --chat")
         return []
-    if not alone:
+    if given.prompts or given.prompt_file is not None or given.list_file is not None:
         raise click.UsageError("give --chat or a prompt, not both")
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [*before, {"role": "user", "content": chat}]
+    before = [] if given.system is None else [{"role": "system", "content": given.system}]
+    return [*before, {"role": "user", "content": given.chat}]
 
 
-def read_prompts(prompts: tuple[str, ...], file: Path | None, list_file: Path | None) -> list[str]:
+def read_prompts(given: PromptOptions) -> list[str]:
     """Return the prompts; UserError P603 or P607 if there is none, or they cannot be read."""
-    if bool(prompts) + (file is not None) + (list_file is not None) > 1:
+    file = given.list_file
+    if bool(given.prompts) + (given.prompt_file is not None) + (file is not None) > 1:
         raise click.UsageError("give one of --prompt, --file and --prompts")
-    if prompts:
-        return list(prompts)
-    if list_file is None:
-        return [read_text(file)]
-    lines = [line for line in read_text(list_file).splitlines() if line.strip()]
+    if given.prompts:
+        return list(given.prompts)
+    if file is None:
+        return [read_text(given.prompt_file)]
+    lines = [line for line in read_text(file).splitlines() if line.strip()]
     if not lines:
-        raise UserError.of("P603", f"there is no prompt in {list_file}", help="write one per line")
+        raise UserError.of("P603", f"there is no prompt in {file}", help="write one per line")
     return lines
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import click
 
@@ -15,7 +16,15 @@ from pi2.caches import show_path
 from pi2.cli.commands import in_help, show_controls
 from pi2.cli.garbage import collect_as_usual
 from pi2.cli.named_plans import find_retokenized
-from pi2.cli.options import ChosenPlan, add_set_option, add_tokenizer_option, take_plan
+from pi2.cli.options import (
+    SET,
+    TOKENIZER,
+    ChosenPlan,
+    SamplingOptions,
+    option,
+    take_options,
+    take_plan,
+)
 from pi2.diagnostics import UserError
 from pi2.plan.composing.trees import parse_assignments
 from pi2.plan.documents.quantities import parse_size
@@ -33,15 +42,23 @@ if TYPE_CHECKING:
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(SamplingOptions):
+    """Options of ``pi2 chat``."""
+
+    system: str | None = option(metavar="TEXT")
+    """System message."""
+    first: str | None = option("-p", "--prompt", metavar="TEXT")
+    """First message."""
+    max_tokens: int | None = option("-n", "--max-tokens", type=click.IntRange(min=1))
+    """Longest answer, in tokens."""
+
+
 @in_help("Run", "Talk to a model in the terminal.")
 @click.command("chat")
-@click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.")
-@click.option("--seed", type=int, help="Random seed.")
-@click.option("-p", "--prompt", "first", metavar="TEXT", help="First message.")
-@click.option("-n", "--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@take_options(ChatOptions)
 @take_plan(tokenizer=True, has_files=True)
-def chat_command(plan: ChosenPlan, system: str | None, first: str | None, **options: Any) -> None:
+def chat_command(plan: ChosenPlan, given: ChatOptions) -> None:
     """Talk to the model of PLAN.
 
     Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer and Ctrl-D ends. /help lists
@@ -58,13 +75,13 @@ def chat_command(plan: ChosenPlan, system: str | None, first: str | None, **opti
         model.keep_prefixes()
         model.keep_template_process()
         check_template(model, plan.given)
-        given = {key: value for key, value in options.items() if value is not None}
-        session = Session(model, system=system, settings=given)
+        most = {} if given.max_tokens is None else {"max_tokens": given.max_tokens}
+        session = Session(model, system=given.system, settings={**given.sampling, **most})
         if is_terminal:
             click.echo(f"{model.plan.model.id}, {plan.path.name} · /help lists commands", err=True)
         collect_as_usual()
-        if first is not None:
-            answer(session, first, dim=is_terminal)
+        if given.first is not None:
+            answer(session, given.first, dim=is_terminal)
         talk(session, read, dim=is_terminal)
 
 
@@ -180,74 +197,39 @@ def make_prompt() -> Callable[[], str | None]:
 KEY_VARIABLE = "PI2_API_KEY"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    host: str = "127.0.0.1"
+    """Address; 0.0.0.0 for every network."""
+    port: int = option(type=click.IntRange(0, 65535), default=8000)
+    """Port; 0: any."""
+    keys: tuple[str, ...] = option("--api-key", metavar="KEY")
+    """Key that clients must give; repeatable.  [default: PI2_API_KEY]"""
+    origins: tuple[str, ...] = option("--allow-origin", metavar="ORIGIN")
+    """Allow pages of ORIGIN."""
+    memory: str | None = option(metavar="SIZE")
+    """Memory of the loaded models together: plans are fitted to it, and take turns in it."""
+    settings: tuple[str, ...] = SET()
+    tokenizer: Path | None = TOKENIZER()
+    max_waiting: int = option(type=click.IntRange(min=0), default=256)
+    """Sequences that may wait for a place in a model; others get 429."""
+    max_seconds: float = option(type=click.FloatRange(min=0, min_open=True), default=600.0)
+    """Longest time for an answer."""
+    max_body: str = option(default="8 MiB", metavar="SIZE")
+    """Largest body."""
+    on: Literal["here", "ray"] = "here"
+    """In this process, or in replicas on a Ray cluster."""
+    replicas: int | None = option(type=click.IntRange(min=1))
+    """Replicas on Ray.  [default: 1]"""
+    autoscale: str | None = option(metavar="MIN:MAX")
+    """Let Ray choose how many replicas there are."""
+
+
 @in_help("Run", "Serve plans over HTTP, for OpenAI and Anthropic clients.")
 @click.command("serve")
 @click.argument("plans", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address; 0.0.0.0 for every network."
-)
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0: any."
-)
-@click.option(
-    "--api-key",
-    "keys",
-    multiple=True,
-    metavar="KEY",
-    help=f"Key that clients must give; repeatable.  [default: {KEY_VARIABLE}]",
-)
-@click.option(
-    "--allow-origin", "origins", multiple=True, metavar="ORIGIN", help="Allow pages of ORIGIN."
-)
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    help="Memory of the loaded models together: plans are fitted to it, and take turns in it.",
-)
-@add_set_option
-@add_tokenizer_option
-@click.option(
-    "--max-waiting",
-    type=click.IntRange(min=0),
-    default=256,
-    show_default=True,
-    help="Sequences that may wait for a place in a model; others get 429.",
-)
-@click.option(
-    "--max-seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    default=600.0,
-    show_default=True,
-    help="Longest time for an answer.",
-)
-@click.option(
-    "--max-body", default="8 MiB", show_default=True, metavar="SIZE", help="Largest body."
-)
-@click.option(
-    "--on",
-    type=click.Choice(["here", "ray"]),
-    default="here",
-    show_default=True,
-    help="In this process, or in replicas on a Ray cluster.",
-)
-@click.option("--replicas", type=click.IntRange(min=1), help="Replicas on Ray.  [default: 1]")
-@click.option("--autoscale", metavar="MIN:MAX", help="Let Ray choose how many replicas there are.")
-def serve_command(
-    plans: tuple[Path, ...],
-    host: str,
-    port: int,
-    keys: tuple[str, ...],
-    origins: tuple[str, ...],
-    memory: str | None,
-    settings: tuple[str, ...],
-    tokenizer: Path | None,
-    max_waiting: int,
-    max_seconds: float,
-    max_body: str,
-    on: str,
-    replicas: int | None,
-    autoscale: str | None,
-) -> None:
+@take_options(ServeOptions)
+def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     """Serve PLANS over HTTP.
 
     Clients name a plan by its file's name without `.plan.toml`.  Requests join the sequences under
@@ -274,26 +256,26 @@ def serve_command(
     from pi2.serving.openapi import Traces, make_tracer
 
     tracer = make_tracer()
-    scaling = read_scaling(on, replicas, autoscale)
+    scaling = read_scaling(given.on, given.replicas, given.autoscale)
     configure_logging(1)
-    overrides = parse_assignments(settings)
+    overrides = parse_assignments(given.settings)
     known = os.environ.get(KEY_VARIABLE, "")
-    memory_bytes = None if memory is None else parse_size(memory)
-    served = list_plans(plans, overrides, memory_bytes, tokenizer)
-    known_keys = keys or ((known,) if known else ())
+    memory_bytes = None if given.memory is None else parse_size(given.memory)
+    served = list_plans(plans, overrides, memory_bytes, given.tokenizer)
+    known_keys = given.keys or ((known,) if known else ())
     chosen = Settings(
         plans=served,
         memory_bytes=memory_bytes,
         keys=known_keys,
-        origins=origins,
-        names=list_own_names(host, has_keys=bool(known_keys), origins=origins),
-        limits=Limits(waiting=max_waiting, time_s=max_seconds),
-        body_bytes=parse_size(max_body, "--max-body"),
+        origins=given.origins,
+        names=list_own_names(given.host, has_keys=bool(known_keys), origins=given.origins),
+        limits=Limits(waiting=given.max_waiting, time_s=given.max_seconds),
+        body_bytes=parse_size(given.max_body, "--max-body"),
     )
     application: ASGIApp
     models: Models
     renew = None
-    if on == "ray":
+    if given.on == "ray":
         from pi2.serving.front import make_front
         from pi2.serving.ray_replicas import RayReplicas
 
@@ -301,14 +283,14 @@ def serve_command(
         application = make_front(chosen, found)
 
         async def renew() -> None:
-            await found.change(list_plans(plans, overrides, memory_bytes, tokenizer))
+            await found.change(list_plans(plans, overrides, memory_bytes, given.tokenizer))
     else:
         application = make_application(chosen)
         models = application.state.hosts
     config = uvicorn.Config(
         application if tracer is None else Traces(application, tracer),
-        host=host,
-        port=port,
+        host=given.host,
+        port=given.port,
         log_level="warning",
         access_log=False,
         http=TimedConnection,
@@ -321,7 +303,7 @@ def serve_command(
     )
     names = [plan.name for plan in chosen.plans]
     collect_as_usual()
-    run_server(uvicorn.Server(config), models, names, host, port, renew)
+    run_server(uvicorn.Server(config), models, names, given.host, given.port, renew)
 
 
 class Models(Protocol):

@@ -6,103 +6,69 @@ import fnmatch
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pi2.cli.commands import in_help
-from pi2.cli.options import ChosenPlan, add_json_option, suggest_devices, suggest_models, take_plan
+from pi2.cli.options import (
+    COUNT,
+    FILE,
+    JSON,
+    ChosenPlan,
+    find_form,
+    option,
+    read_device,
+    read_model,
+    suggest_devices,
+    suggest_models,
+    take_options,
+    take_plan,
+    write_file,
+)
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.costs.description import Description
-    from pi2.plan.documents.device import Device
-    from pi2.plan.documents.model import Model
     from pi2.plan.toml.source import Kind
-    from pi2.planning.sweep import Place
-    from pi2.simulate import SimulationResult
 
 
 MOST_CELLS = 100_000
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    devices: tuple[str, ...] = option(
+        metavar="DEVICE", required=True, shell_complete=suggest_devices
+    )
+    """Devices: short name, path, or quoted pattern."""
+    models: tuple[str, ...] = option(metavar="MODEL", required=True, shell_complete=suggest_models)
+    """Models: short name, path, or quoted pattern."""
+    memory: str = option(metavar="FIRST:LAST:STEP", required=True)
+    """Memory limits, such as 4GiB:24GiB:1GiB."""
+    context: int = option(type=COUNT, default=2048)
+    """Context length in tokens."""
+    tokens: int = option(type=click.IntRange(min=1), default=64)
+    """Tokens to simulate per cell."""
+    jobs: int | None = option(type=click.IntRange(1, 1024))
+    """Number of workers.  [default: one per core]"""
+    on: Literal["processes", "ray"] = "processes"
+    """Where workers run: processes on this machine, or a Ray cluster (needs the extra `ray`)."""
+    output: Path = option("-o", "--output", required=True)
+    """Output file, Parquet."""
+    plot: Path | None = option(type=FILE)
+    """Plot speed against memory (needs the extra `plot`)."""
+    matrix: Path | None = option(type=FILE)
+    """Plot which device runs which model how fast (needs the extra `plot`)."""
+
+
 @in_help("More commands", "Plan and simulate many devices, models and memory limits.")
 @click.command("sweep")
-@click.option(
-    "--devices",
-    metavar="DEVICE",
-    multiple=True,
-    required=True,
-    shell_complete=suggest_devices,
-    help=("Devices: short name, path, or quoted pattern."),
-)
-@click.option(
-    "--models",
-    metavar="MODEL",
-    multiple=True,
-    required=True,
-    shell_complete=suggest_models,
-    help=("Models: short name, path, or quoted pattern."),
-)
-@click.option(
-    "--memory",
-    metavar="FIRST:LAST:STEP",
-    required=True,
-    help="Memory limits, such as 4GiB:24GiB:1GiB.",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(1, 2**31 - 1),
-    default=2048,
-    show_default=True,
-    help="Context length in tokens.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Tokens to simulate per cell.",
-)
-@click.option(
-    "--jobs", type=click.IntRange(1, 1024), help=("Number of workers.  [default: one per core]")
-)
-@click.option(
-    "--on",
-    type=click.Choice(["processes", "ray"]),
-    default="processes",
-    show_default=True,
-    help=(
-        "Where workers run: processes on this machine, or a Ray cluster (needs the extra `ray`)."
-    ),
-)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, help=("Output file, Parquet.")
-)
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Plot speed against memory (needs the extra `plot`).",
-)
-@click.option(
-    "--matrix",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Plot which device runs which model how fast (needs the extra `plot`).",
-)
-def sweep_command(
-    devices: tuple[str, ...],
-    models: tuple[str, ...],
-    memory: str,
-    context: int,
-    tokens: int,
-    jobs: int | None,
-    on: Place,
-    output: Path,
-    plot: Path | None,
-    matrix: Path | None,
-) -> None:
+@take_options(SweepOptions)
+def sweep_command(given: SweepOptions) -> None:
     """Find and simulate the fastest plan for every device, model and memory limit.
 
     An interrupted sweep resumes.  Devices that lack figures and requests that cannot be met are
@@ -121,27 +87,27 @@ def sweep_command(
     from pi2.sharing.fetching import write_atomically
     from pi2.tracing import check_form
 
-    for path in (plot, matrix):
+    for path in (given.plot, given.matrix):
         if path is not None:
-            check_form(path.suffix.lstrip(".") or "png")
+            check_form(find_form(path))
     cells = list_cells(
-        list(_read_devices(devices)),
-        list(_read_models(models)),
-        parse_range(memory),
-        context=context,
-        tokens=tokens,
+        [read_device(item) for item in expand_references(given.devices, "device")],
+        [read_model(item) for item in expand_references(given.models, "model")],
+        parse_range(given.memory),
+        context=given.context,
+        tokens=given.tokens,
     )
     if not 0 < len(cells) <= MOST_CELLS:
         raise UserError.of(
             "P105", f"a grid of {len(cells)} cells", help="the devices have less memory, or more"
         )
     with ProgressBar() as progress:
-        found = run_sweep(cells, output, jobs=jobs, progress=progress, on=on)
+        found = run_sweep(cells, given.output, jobs=given.jobs, progress=progress, on=given.on)
     click.echo("\n".join((*write_summary(found), "", *write_matrix(found))))
-    for path, draw in ((plot, draw_summary), (matrix, draw_matrix)):
+    for path, draw in ((given.plot, draw_summary), (given.matrix, draw_matrix)):
         if path is not None:
-            write_atomically(path, draw(found, path.suffix.lstrip(".") or "png"))
-    click.echo(f"{output}: {len(found)} cells", err=True)
+            write_atomically(path, draw(found, find_form(path)))
+    click.echo(f"{given.output}: {len(found)} cells", err=True)
 
 
 def parse_range(text: str) -> list[int]:
@@ -168,26 +134,6 @@ def parse_range(text: str) -> list[int]:
     return list(range(first, last + 1, step))
 
 
-def _read_devices(references: tuple[str, ...]) -> Iterator[Device]:
-    from pi2.plan.documents.device import Device
-    from pi2.planning.wish import read_document
-
-    for reference in expand_references(references, "device"):
-        document = read_document(reference, "device").document
-        assert isinstance(document, Device)
-        yield document
-
-
-def _read_models(references: tuple[str, ...]) -> Iterator[Model]:
-    from pi2.plan.documents.model import Model
-    from pi2.planning.wish import read_document
-
-    for reference in expand_references(references, "model"):
-        document = read_document(reference, "model").document
-        assert isinstance(document, Model)
-        yield document
-
-
 def expand_references(references: tuple[str, ...], kind: Kind) -> Iterator[str]:
     """Paths of patterns, else short names, sorted; UserError P015 for what means nothing."""
     from pi2.plan.reading.references import list_shipped
@@ -210,80 +156,55 @@ TRACED_TOKENS = 2
 """Tokens in a trace: more make files that viewers cannot open."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    tokens: int = option(type=click.IntRange(min=1), default=1024)
+    """Tokens to generate."""
+    prompt: int = option(type=click.IntRange(min=1), default=64)
+    """Prompt length in tokens."""
+    seed: int = option(type=click.IntRange(min=0), default=0)
+    """Random seed."""
+    trace: Path | None = option(type=FILE)
+    """Write 2 tokens as a Chrome or Perfetto trace."""
+    plot: Path | None = option(type=FILE)
+    """Plot the times between tokens (needs the extra `plot`)."""
+    as_json: bool = JSON()
+
+
 @in_help("More commands", "Predict what a plan does on its device, without the device.")
 @click.command("simulate")
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    default=1024,
-    show_default=True,
-    help="Tokens to generate.",
-)
-@click.option(
-    "--prompt",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Prompt length in tokens.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Random seed.",
-)
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help=f"Write {TRACED_TOKENS} tokens as a Chrome or Perfetto trace.",
-)
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Plot the times between tokens (needs the extra `plot`).",
-)
+@take_options(SimulateOptions)
 @take_plan()
-@add_json_option
-def simulate_command(
-    plan: ChosenPlan,
-    tokens: int,
-    prompt: int,
-    seed: int,
-    trace: Path | None,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
     """Simulate PLAN on the device that it names.
 
     All results are simulated, never measured; the last line shows where the figures of the device
     and the model come from.
     """
+    tokens = given.tokens
     from pi2.cli.commands import ProgressBar
-    from pi2.simulate import read_inputs, simulate
+    from pi2.simulate import draw_run, read_inputs, simulate
 
-    tokens = fit_context(prompt, tokens, plan.resolved.plan.kv.context)
+    tokens = fit_context(given.prompt, tokens, plan.resolved.plan.kv.context)
     inputs = read_inputs(plan.resolved)
     with ProgressBar() as bar:
         result = simulate(
             inputs,
-            prompt_tokens=prompt,
+            prompt_tokens=given.prompt,
             tokens=tokens,
-            seed=seed,
+            seed=given.seed,
             progress=lambda share: bar("simulating", share),
         )
-    if trace is not None:
-        write_trace(trace, inputs, prompt, seed)
-    if plot is not None:
-        write_plot(plot, result)
-    click.echo(json.dumps(result.describe(), indent=2) if as_json else result.summarise())
+    if given.trace is not None:
+        write_trace(given.trace, inputs, given.prompt, given.seed)
+    if given.plot is not None:
+        write_file(given.plot, draw_run(result, find_form(given.plot)))
+    click.echo(json.dumps(result.describe(), indent=2) if given.as_json else result.summarise())
 
 
 def fit_context(prompt: int, tokens: int, context: int) -> int:
     """Tokens that fit behind a prompt; UserError P601 where the prompt leaves no room, as in a
     run."""
-    from pi2.diagnostics import UserError
-
     room = context - prompt
     if room < 1:
         raise UserError.of(
@@ -305,20 +226,4 @@ def write_trace(path: Path, inputs: Description, prompt_tokens: int, seed: int) 
     notes = {"simulated": "true", "plan": inputs.name, "plan_digest": inputs.digest}
     process = "pi2 simulate (simulated, not measured)"
     document = make_chrome_trace(recorder, notes, process=process, category="simulated")
-    _write(path, json.dumps(document).encode())
-
-
-def write_plot(path: Path, result: SimulationResult) -> None:
-    """Write a picture; UserError P632 without matplotlib."""
-    from pi2.simulate import draw_run
-
-    _write(path, draw_run(result, path.suffix.lstrip(".") or "png"))
-
-
-def _write(path: Path, data: bytes) -> None:
-    from pi2.diagnostics import UserError
-
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise UserError.of("P631", f"cannot write {path}: {error.strerror}") from None
+    write_file(path, json.dumps(document).encode())

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from pi2.cli.commands import Subcommands, in_help
 from pi2.cli.options import (
+    FILE,
+    FORCE,
+    JSON,
     ChosenPlan,
-    add_json_option,
-    add_path_option,
-    add_text_options,
+    TextOptions,
     check_output,
-    force_option,
+    option,
+    take_options,
     take_plan,
 )
 from pi2.diagnostics import UserError
@@ -32,41 +35,25 @@ def predictor_command() -> None:
     """Train a model's activation predictors."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(TextOptions):
+    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
+    """UTF-8 training text; its last tenth is held out for evaluation.  Repeatable."""
+    output: Path = option("-o", "--output", required=True, metavar="FOLDER")
+    """Output folder of the store, model document and plan."""
+    rank: str = "auto"
+    """Rank of every layer, or auto."""
+    recall: float = option(type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.97)
+    """Share of active neurons to find: higher is more accurate and slower."""
+    passes: float | None = option(type=click.FloatRange(0, 1000, min_open=True))
+    """Epochs; default: 4 to 16, fewer for longer texts."""
+    as_json: bool = JSON()
+
+
 @predictor_command.command("train")
-@add_text_options("UTF-8 training text; its last tenth is held out for evaluation.  Repeatable.")
-@add_path_option(
-    "-o",
-    "--output",
-    required=True,
-    metavar="FOLDER",
-    text="Output folder of the store, model document and plan.",
-)
-@click.option("--rank", default="auto", show_default=True, help="Rank of every layer, or auto.")
-@click.option(
-    "--recall",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.97,
-    show_default=True,
-    help="Share of active neurons to find: higher is more accurate and slower.",
-)
-@click.option(
-    "--passes",
-    type=click.FloatRange(0, 1000, min_open=True),
-    help="Epochs; default: 4 to 16, fewer for longer texts.",
-)
+@take_options(TrainOptions)
 @take_plan()
-@add_json_option
-def train(
-    plan: ChosenPlan,
-    files: tuple[Path, ...],
-    output: Path,
-    rank: str,
-    recall: float,
-    passes: float | None,
-    context: int | None,
-    windows: int | None,
-    as_json: bool,
-) -> None:
+def train(plan: ChosenPlan, given: TrainOptions) -> None:
     """Train low-rank predictors for PLAN's model on its activations for a text.
 
     FOLDER gets a store with the predictors (neurons are shared with the old store), a model
@@ -76,21 +63,20 @@ def train(
     from pi2.cli.commands import ProgressBar
     from pi2.predictors.fitting import Recipe
     from pi2.predictors.training import train_predictors
-    from pi2.statistics.texts import read_texts
 
     with ProgressBar() as progress:
         training = train_predictors(
             plan.path,
-            read_texts(files),
-            output,
+            given.read_texts(),
+            given.output,
             overrides=plan.overrides,
-            recipe=Recipe(recall=recall, passes=passes),
-            rank=parse_rank(rank),
-            context=context,
-            windows=windows,
+            recipe=Recipe(recall=given.recall, passes=given.passes),
+            rank=parse_rank(given.rank),
+            context=given.context,
+            windows=given.windows,
             progress=progress,
         )
-    if as_json:
+    if given.as_json:
         click.echo(json.dumps(describe_training(training), indent=2))
     else:
         click.echo(write_training(training))
@@ -149,66 +135,34 @@ def sparsity_command() -> None:
     """Calibrate which neurons of a SiLU or GELU model can be skipped."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(TextOptions):
+    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
+    """UTF-8 calibration text; its last tenth is held out for evaluation.  Repeatable."""
+    target: float | None = option(
+        type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE"
+    )
+    """Share of up and down projections to skip, such as 0.5."""
+    loss: str | None = option(metavar="SHARE")
+    """Skip as much as raises perplexity by at most this, such as 2%."""
+    method: Literal["cats", "cats-teal"] | None = None
+    """Which values are compared with thresholds.  [default: cats]"""
+    output: Path | None = option("-o", "--output", type=FILE, metavar="FILE")
+    """Output file of the thresholds; default: the one that the plan names."""
+    new_plan: Path | None = option("--plan", type=FILE, metavar="FILE")
+    """Also write a plan that extends PLAN and uses them."""
+    evaluated: int = option(type=click.IntRange(min=1), default=16)
+    """Most windows for measuring perplexity; fewer where its error is small."""
+    error: str | None = option(metavar="SHARE")
+    """Largest error of the change of perplexity, such as 1%.  [default: half of the change]"""
+    force: bool = FORCE()
+    as_json: bool = JSON()
+
+
 @sparsity_command.command("calibrate")
-@add_text_options("UTF-8 calibration text; its last tenth is held out for evaluation.  Repeatable.")
-@click.option(
-    "--target",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    metavar="SHARE",
-    help="Share of up and down projections to skip, such as 0.5.",
-)
-@click.option(
-    "--loss",
-    metavar="SHARE",
-    help=("Skip as much as raises perplexity by at most this, such as 2%."),
-)
-@click.option(
-    "--method",
-    type=click.Choice(["cats", "cats-teal"]),
-    help="Which values are compared with thresholds.  [default: cats]",
-)
-@add_path_option(
-    "-o",
-    "--output",
-    dir_okay=False,
-    text="Output file of the thresholds; default: the one that the plan names.",
-)
-@add_path_option(
-    "--plan",
-    "new_plan",
-    dir_okay=False,
-    text="Also write a plan that extends PLAN and uses them.",
-)
-@click.option(
-    "--evaluated",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Most windows for measuring perplexity; fewer where its error is small.",
-)
-@click.option(
-    "--error",
-    metavar="SHARE",
-    help="Largest error of the change of perplexity, such as 1%.  [default: half of the change]",
-)
-@force_option
+@take_options(CalibrateOptions)
 @take_plan(fitted=False)
-@add_json_option
-def calibrate(
-    plan: ChosenPlan,
-    files: tuple[Path, ...],
-    target: float | None,
-    loss: str | None,
-    method: str | None,
-    output: Path | None,
-    new_plan: Path | None,
-    context: int | None,
-    windows: int | None,
-    evaluated: int,
-    error: str | None,
-    force: bool,
-    as_json: bool,
-) -> None:
+def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     """Find thresholds below which the neurons of PLAN's model count as zero.
 
     The model runs on the texts densely; each layer's threshold is the quantile of its gates at the
@@ -221,25 +175,24 @@ def calibrate(
     from pi2.plan.authoring.writing import write_document
     from pi2.sharing.fetching import write_atomically
     from pi2.sparsity.calibration import calibrate_thresholds, describe_changes, relate
-    from pi2.statistics.texts import read_texts
 
-    goal = parse_goal(target, loss, method)
-    named = find_output(plan.path, plan.settings, output)
-    check_output(named, None, force)
-    if new_plan is not None:
-        check_output(new_plan, "plan", force)
+    goal = parse_goal(given.target, given.loss, given.method)
+    named = find_output(plan.path, plan.settings, given.output)
+    check_output(named, None, given.force)
+    if given.new_plan is not None:
+        check_output(given.new_plan, "plan", given.force)
     partial = named.with_name(f"{named.name}.partial")
     try:
         with ProgressBar() as progress:
             calibration = calibrate_thresholds(
                 plan.path,
-                read_texts(files),
+                given.read_texts(),
                 goal=goal,
                 overrides=plan.settings,
-                context=context,
-                windows=windows,
-                evaluated=evaluated,
-                max_error=None if error is None else parse_share(error, "--error"),
+                context=given.context,
+                windows=given.windows,
+                evaluated=given.evaluated,
+                max_error=None if given.error is None else parse_share(given.error, "--error"),
                 partial=partial,
                 progress=progress,
             )
@@ -249,20 +202,20 @@ def calibrate(
         raise
     thresholds = calibration.chosen.thresholds
     write_atomically(named, write_document(thresholds).encode())
-    user = new_plan or plan.path
+    user = given.new_plan or plan.path
     changes = describe_changes(
         calibration.resolved, thresholds, calibration.goal, relate(named, user)
     )
-    if new_plan is not None:
-        text = write_overlay(refer_from(plan.path, new_plan), changes)
-        write_atomically(new_plan, text.encode())
-    if as_json:
+    if given.new_plan is not None:
+        text = write_overlay(refer_from(plan.path, given.new_plan), changes)
+        write_atomically(given.new_plan, text.encode())
+    if given.as_json:
         click.echo(json.dumps(describe_calibration(calibration, named, changes), indent=2))
         return
     click.echo(write_report(calibration))
     click.echo(f"\n{named}: thresholds of {len(thresholds.layers)} layers", err=True)
-    if new_plan is not None:
-        click.echo(f"next: pi2 run {new_plan} --prompt 'Hello'")
+    if given.new_plan is not None:
+        click.echo(f"next: pi2 run {given.new_plan} --prompt 'Hello'")
     elif calibration.resolved.plan.sparsity is None:
         click.echo(
             f"\nto use them, write into {plan.path}:\n\n{write_tables_of(changes)}", err=True

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pi2.cli.commands import Subcommands, in_help
-from pi2.cli.options import add_json_option
+from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.statistics.ordering import Kind
     from pi2.store.manifest import Manifest
-
-
-MIB = 1024 * 1024
 
 
 def _find_store(ctx: click.Context, option: click.Parameter, path: Path) -> Path:
@@ -94,48 +91,24 @@ def verify(path: Path, as_json: bool) -> int:
     return 1 if findings else 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReorderOptions:
+    kind: Literal["hotness", "coactivation", "expert"] = option("--by", required=True)
+    """Order of neurons: by hotness; or in bands of similar hotness, sorted by co-activation or by
+    expert within each."""
+    statistics: Path | None = option(metavar="STATS")
+    """Folder of `pi2 activations`.  For hotness a Parquet file of counts is enough; for expert a
+    store in order of hotness needs none."""
+    output: Path | None = option("-o", "--output", metavar="STORE")
+    """Output folder of the new store.  [default: replace the old one]"""
+    replace: bool = option("--force", "--replace")
+    """Overwrite an existing neuron store at OUTPUT."""
+
+
 @store_command.command("reorder")
 @take_store
-@click.option(
-    "--by",
-    "kind",
-    required=True,
-    type=click.Choice(["hotness", "coactivation", "expert"]),
-    help=(
-        "Order of neurons: by hotness; or in bands of similar hotness, sorted "
-        "by co-activation or by expert within each."
-    ),
-)
-@click.option(
-    "--statistics",
-    metavar="STATS",
-    type=click.Path(path_type=Path),
-    help=(
-        "Folder of `pi2 activations`.  For hotness a Parquet file of counts is "
-        "enough; for expert a store in order of hotness needs none."
-    ),
-)
-@click.option(
-    "-o",
-    "--output",
-    metavar="STORE",
-    type=click.Path(path_type=Path),
-    help="Output folder of the new store.  [default: replace the old one]",
-)
-@click.option(
-    "--force",
-    "--replace",
-    "replace",
-    is_flag=True,
-    help="Overwrite an existing neuron store at OUTPUT.",
-)
-def reorder(
-    path: Path,
-    kind: Kind,
-    statistics: Path | None,
-    output: Path | None,
-    replace: bool,
-) -> None:
+@take_options(ReorderOptions)
+def reorder(path: Path, given: ReorderOptions) -> None:
     """Rewrite STORE with its neurons in another order.
 
     Results do not change.  Disk space for a second store is needed; the old store is kept until the
@@ -145,45 +118,32 @@ def reorder(
     from pi2.statistics.ordering import choose_orders
     from pi2.store.reordering import reorder_store
 
-    if statistics is None and kind != "expert":
-        raise click.UsageError(f"--by {kind} needs --statistics STATS")
-    orders = choose_orders(path, kind, statistics)
+    if given.statistics is None and given.kind != "expert":
+        raise click.UsageError(f"--by {given.kind} needs --statistics STATS")
+    orders = choose_orders(path, given.kind, given.statistics)
     with ProgressBar() as progress:
-        reorder_store(path, orders, kind, output=output, replace=replace, progress=progress)
-    click.echo(f"{output or path}: {len(orders)} layers in order of {kind}", err=True)
+        reorder_store(
+            path, orders, given.kind, output=given.output, replace=given.replace, progress=progress
+        )
+    click.echo(f"{given.output or path}: {len(orders)} layers in order of {given.kind}", err=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepackOptions:
+    stride: str | None = option(metavar="SIZE")
+    """Distance from one neuron to the next, such as '8 KiB'."""
+    scales: Literal["inline", "resident"] | None = None
+    """Where scales are stored: in the bundles, or in separate files that stay in memory."""
+    output: Path | None = option("-o", "--output", metavar="STORE")
+    """Output folder of the new store.  [default: replace the old one]"""
+    replace: bool = option("--force", "--replace")
+    """Overwrite an existing neuron store at OUTPUT."""
 
 
 @store_command.command("repack")
 @take_store
-@click.option(
-    "--stride", metavar="SIZE", help="Distance from one neuron to the next, such as '8 KiB'."
-)
-@click.option(
-    "--scales",
-    type=click.Choice(["inline", "resident"]),
-    help="Where scales are stored: in the bundles, or in separate files that stay in memory.",
-)
-@click.option(
-    "-o",
-    "--output",
-    metavar="STORE",
-    type=click.Path(path_type=Path),
-    help="Output folder of the new store.  [default: replace the old one]",
-)
-@click.option(
-    "--force",
-    "--replace",
-    "replace",
-    is_flag=True,
-    help="Overwrite an existing neuron store at OUTPUT.",
-)
-def repack(
-    path: Path,
-    stride: str | None,
-    scales: Literal["inline", "resident"] | None,
-    output: Path | None,
-    replace: bool,
-) -> None:
+@take_options(RepackOptions)
+def repack(path: Path, given: RepackOptions) -> None:
     """Rewrite STORE with another stride, or with its scales in another place.
 
     A plan's bundle.stride and bundle.scales must match its store; `pi2 plan` shows which stride
@@ -194,16 +154,16 @@ def repack(
     from pi2.cli.commands import ProgressBar
     from pi2.store.reordering import repack_store
 
-    if stride is None and scales is None:
+    if given.stride is None and given.scales is None:
         raise click.UsageError("Say what shall change: --stride, --scales, or both.")
-    size = None if stride is None else _parse_stride(stride)
+    size = None if given.stride is None else _parse_stride(given.stride)
     with ProgressBar() as progress:
         manifest = repack_store(
-            path, size, scales, output=output, replace=replace, progress=progress
+            path, size, given.scales, output=given.output, replace=given.replace, progress=progress
         )
     bundle = manifest.bundle
     click.echo(
-        f"{output or path}: neurons lie {bundle.stride} bytes apart, scales {bundle.scales}",
+        f"{given.output or path}: neurons lie {bundle.stride} bytes apart, scales {bundle.scales}",
         err=True,
     )
 

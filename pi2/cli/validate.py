@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,17 @@ from pi2.cli.commands import in_help
 from pi2.cli.main import print_diagnostics, wants_colour
 from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import (
+    FILE,
+    MEMORY,
+    SET,
     ChosenPlan,
-    add_memory_option,
-    add_set_option,
     choose_plan,
+    find_form,
+    option,
     parse_changes,
     suggest_codes,
     suggest_plans,
+    take_options,
 )
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
@@ -37,28 +41,22 @@ COLUMNS = 88
 """Width of pages that are not written to a terminal."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    memory: str | None = MEMORY()
+    settings: tuple[str, ...] = SET()
+    cost: bool = False
+    """Show a plan's predicted time per token, layer by layer."""
+    plot: Path | None = option(type=FILE)
+    """With --cost, also write a plot (needs the extra `plot`)."""
+
+
 @in_help("Author", "Explain a finding's code, or a key: meaning, origin and cost.")
 @click.command("explain")
 @click.argument("what", required=False, metavar="[CODE|KEY]", shell_complete=suggest_codes)
 @click.argument("file", required=False, metavar="[FILE]", shell_complete=suggest_plans)
-@add_memory_option
-@add_set_option
-@click.option(
-    "--cost", is_flag=True, help=("Show a plan's predicted time per token, layer by layer.")
-)
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="With --cost, also write a plot (needs the extra `plot`).",
-)
-def explain_command(
-    what: str | None,
-    file: str | None,
-    memory: str | None,
-    settings: tuple[str, ...],
-    cost: bool,
-    plot: Path | None,
-) -> None:
+@take_options(ExplainOptions)
+def explain_command(what: str | None, file: str | None, given: ExplainOptions) -> None:
     """Explain a CODE such as P210, or a KEY such as kv.context.
 
     With FILE, a plan, device or model, it shows the key's value in that file, where it comes from
@@ -70,13 +68,13 @@ def explain_command(
     """
     from pi2.plan.checking.check import load_pages
 
-    if cost or plot is not None:
-        if what is None or file is not None or not cost:
+    if given.cost or given.plot is not None:
+        if what is None or file is not None or not given.cost:
             raise click.UsageError("--cost and --plot go with a plan: pi2 explain PLAN --cost")
-        _explain_cost(choose_plan(Path(what), settings, memory), plot)
+        _explain_cost(choose_plan(Path(what), given.settings, given.memory), given.plot)
         return
     if what is not None and file is not None:
-        click.echo(_explain_value(what, Path(file), settings, memory), nl=False)
+        click.echo(_explain_value(what, Path(file), given.settings, given.memory), nl=False)
         return
     pages = load_pages()
     if what is None:
@@ -108,7 +106,7 @@ def _explain_cost(plan: ChosenPlan, plot: Path | None) -> None:
     if plot is not None:
         model, device = resolved.model, resolved.device
         title = f"{model.name or model.id} on {device.name or device.id}"
-        write_atomically(plot, draw_cost(cost, plot.suffix.lstrip(".") or "png", title))
+        write_atomically(plot, draw_cost(cost, find_form(plot), title))
 
 
 def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str | None) -> str:
@@ -213,6 +211,24 @@ def find_near(code: str, pages: Mapping[str, Page]) -> list[str]:
     return [item for item, page in pages.items() if word and word in page.what.casefold()][:3]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions:
+    output_format: str = option(
+        "--format", "--output-format", type=click.Choice(list_formats()), default="full"
+    )
+    """Output format of findings."""
+    output_file: Path | None = option("-o", "--output", "--output-file", type=FILE)
+    """Write findings to this file instead of standard output."""
+    strict: bool = option("--strict", "--warnings-as-errors")
+    """Treat warnings as errors."""
+    baseline: Path | None = option(type=FILE)
+    """Report only findings that this file does not list."""
+    writes: bool = option("--write-baseline")
+    """Write today's findings into --baseline."""
+    locked: bool = False
+    """Fail if pi2.lock is out of date."""
+
+
 @in_help("Author", "Check plans, devices and models.")
 @click.command("validate")
 @click.argument(
@@ -223,44 +239,8 @@ def find_near(code: str, pages: Mapping[str, Page]) -> list[str]:
     type=click.Path(path_type=Path),
     shell_complete=suggest_plans,
 )
-@click.option(
-    "--format",
-    "--output-format",
-    "output_format",
-    type=click.Choice(list_formats()),
-    default="full",
-    show_default=True,
-    help="Output format of findings.",
-)
-@click.option(
-    "-o",
-    "--output",
-    "--output-file",
-    "output_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write findings to this file instead of standard output.",
-)
-@click.option(
-    "--strict", "--warnings-as-errors", "strict", is_flag=True, help="Treat warnings as errors."
-)
-@click.option(
-    "--baseline",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Report only findings that this file does not list.",
-)
-@click.option(
-    "--write-baseline", "writes", is_flag=True, help="Write today's findings into --baseline."
-)
-@click.option("--locked", is_flag=True, help="Fail if pi2.lock is out of date.")
-def validate_command(
-    files: tuple[Path, ...],
-    output_format: str,
-    output_file: Path | None,
-    strict: bool,
-    baseline: Path | None,
-    writes: bool,
-    locked: bool,
-) -> int:
+@take_options(ValidateOptions)
+def validate_command(files: tuple[Path, ...], given: ValidateOptions) -> int:
     """Check plans, devices and models.
 
     FILE is a *.plan.toml, *.device.toml or *.model.toml, a folder that is searched for them, or a
@@ -273,19 +253,20 @@ def validate_command(
     references are resolved through pi2.lock; nothing is fetched.  Exits with 0 without errors, 1
     with errors, 2 if a file cannot be read.
     """
+    baseline = given.baseline
     from pi2.diagnostics.baseline import read_project, sift
     from pi2.plan.toml.source import CANNOT_READ
 
     project = read_project(files[0].parent)
     baseline = baseline or project.baseline
-    if writes and baseline is None:
+    if given.writes and baseline is None:
         raise click.UsageError("--write-baseline needs --baseline FILE")
-    number, checked, diagnostics, sources = _check_files(files, locked)
+    number, checked, diagnostics, sources = _check_files(files, given.locked)
     sifted = sift(diagnostics, sources, checked, project)
     diagnostics, remarks = sifted.diagnostics, []
     if sifted.ignored:
         remarks.append(f"{sifted.ignored} ignored")
-    if writes:
+    if given.writes:
         assert baseline is not None
         return _write_baseline(baseline, diagnostics, sources)
     if baseline is not None:
@@ -298,18 +279,18 @@ def validate_command(
         if gone:
             remarks.append(f"{len(gone)} of the baseline mended: --write-baseline drops them")
         diagnostics = new
-    if strict or project.strict:
+    if given.strict or project.strict:
         diagnostics = tuple(
             replace(item, severity="error") if item.severity == "warning" else item
             for item in diagnostics
         )
     diagnostics = sort_diagnostics(diagnostics)
-    _print(diagnostics, checked, sources, output_format, output_file)
-    if diagnostics and output_format == "full":
+    _print(diagnostics, checked, sources, given.output_format, given.output_file)
+    if diagnostics and given.output_format == "full":
         click.echo(err=True)
     more = f" ({'; '.join(remarks)})" if remarks else ""
     click.echo(summarise(number, diagnostics) + more, err=True)
-    if diagnostics and output_format == "full":
+    if diagnostics and given.output_format == "full":
         click.echo(f"for more, run `pi2 explain {_find_worst(diagnostics).code}`", err=True)
     if any(item.code in CANNOT_READ for item in diagnostics):
         return 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pi2.cli.convert import read_model
+from pi2.cli.options import read_model
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint, write_counts, write_safetensors
