@@ -151,7 +151,6 @@ def show_command(plan: str, given: ShowOptions) -> None:
     from pi2.plan.toml.source import detect_kind, display_path
     from pi2.sharing.resolver import LockedReferences
 
-    del given.resolved  # this is what it does
     path = find_document_path(Path(plan))
     kind = detect_kind(path.name) or "plan"
     if kind != "plan":
@@ -170,12 +169,9 @@ def show_command(plan: str, given: ShowOptions) -> None:
     chosen = ChosenPlan(Path(plan), path, *parse_changes(given.settings, given.memory))
     found, report = chosen.resolved, chosen.fitted.report
     print_diagnostics(report.diagnostics, report.sources)
-    if given.document == "device":
-        text = write_document(found.device, report.files["device"] if given.origins else None)
-    elif given.document == "model":
-        text = write_document(found.model, report.files["model"] if given.origins else None)
-    else:
-        text = write_plan(found, report.files["plan"] if given.origins else None)
+    origins = report.files[given.document] if given.origins else None
+    other = {"device": found.device, "model": found.model}.get(given.document)
+    text = write_plan(found, origins) if other is None else write_document(other, origins)
     sys.stdout.write(text)
 
 
