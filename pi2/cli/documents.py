@@ -125,8 +125,7 @@ def schema_command(output: Path, check: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    resolved: bool = option(hidden=True)
-    """"""
+    resolved: bool = option(hidden=True)  # what it does anyway
     origins: bool = False
     """Show where each value comes from."""
     document: Literal["plan", "device", "model"] = "plan"
