@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pi2.plan.authoring.explanation import FieldDoc, describe_field, find_table, list_keys
 from pi2.plan.documents.common import Document, Origin, find_type
 from pi2.plan.documents.device import Device
-from pi2.plan.documents.model import Model
+from pi2.plan.documents.model import WrittenModel
 from pi2.plan.documents.plan import Plan
 from pi2.plan.toml.text import KeyPath, format_path
 
@@ -24,7 +24,7 @@ BEGIN = "<!-- Written by tools/write_key_docs.py: change the docstrings in pi2/p
 DOCUMENTS: dict[str, type[BaseModel]] = {
     "A plan": Plan,
     "A device": Device,
-    "A model": Model,
+    "A model": WrittenModel,
 }
 COMMON: dict[str, type[BaseModel]] = {
     "Every document": Document,

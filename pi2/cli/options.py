@@ -74,14 +74,14 @@ def suggest_codes(
     """Codes of findings, keys of all kinds of documents, and files."""
     from pi2.plan.authoring.explanation import list_keys
     from pi2.plan.checking.check import load_pages
-    from pi2.plan.reading.references import DOCUMENTS
+    from pi2.plan.reading.references import WRITTEN
     from pi2.plan.toml.text import format_path
 
     found = [CompletionItem(word, type="file")]
     for code, page in load_pages().items():
         if code.startswith(word.upper()):
             found.append(CompletionItem(code, help=page.what))
-    keys = {format_path(path) for model in DOCUMENTS.values() for path in list_keys(model)}
+    keys = {format_path(path) for model in WRITTEN.values() for path in list_keys(model)}
     found += [CompletionItem(key) for key in sorted(keys) if word and key.startswith(word)]
     return found
 

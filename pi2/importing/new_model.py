@@ -28,6 +28,7 @@ from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_tensors import TENSOR_OPTIONS, Tensors
 from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_quantity
+from pi2.plan.reading.block_entries import gather_blocks, list_entries, write_entries
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
 from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
@@ -208,6 +209,11 @@ def write_model(model: Model, origin: str) -> str:
     }
     values["rope"] = {"kind": model.rope.kind, **values.get("rope", {})}
     values["quantization"] = model.quantization.model_dump(mode="json")
+    entries = list_entries(model)
+    blocks = []
+    if len(entries) > 1:
+        values = gather_blocks(model, values)
+        blocks = values.pop("blocks", [])
     lines = [f"# Written by `pi2 model new` from {origin}"]
     plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
     first = [key for key in _FIRST if key in plain]
@@ -216,6 +222,8 @@ def write_model(model: Model, origin: str) -> str:
     for key, table in values.items():
         if isinstance(table, Mapping):
             lines += ["", f"[{write_key(key)}]", *_write_table(table)]
+    if blocks:
+        lines += ["", *write_entries(blocks)]
     return "\n".join(lines) + "\n"
 
 

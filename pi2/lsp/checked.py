@@ -17,7 +17,7 @@ from pi2.plan.arithmetic.costs import list_costs
 from pi2.plan.authoring.explanation import FieldDoc, describe_field, write_chain
 from pi2.plan.checking.check import Report
 from pi2.plan.composing.trees import trace_value
-from pi2.plan.reading.references import DOCUMENTS, Located, UnknownName, locate_document
+from pi2.plan.reading.references import WRITTEN, Located, UnknownName, locate_document
 from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.spans import SpanIndex, index_spans
 from pi2.plan.toml.text import KeyPath, format_path, write_text
@@ -226,7 +226,7 @@ def explain_place(checked: Checked, line: int, column: int) -> tuple[Span, str] 
     if kind is None or found is None:
         return None
     path, span = found
-    doc = describe_field(DOCUMENTS[kind], path)
+    doc = describe_field(WRITTEN[kind], path)
     if doc is None:
         return None
     parts = [f"**`{format_path(path)}`** — {doc.text}", _write_values(doc)]

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pi2.lsp.checked import Checked
 from pi2.plan.authoring.explanation import describe_field
 from pi2.plan.documents.common import find_type, list_known_keys
-from pi2.plan.reading.references import DOCUMENTS, list_shipped
+from pi2.plan.reading.references import WRITTEN, list_shipped
 from pi2.plan.toml.source import Kind, detect_kind
 from pi2.plan.toml.text import KeyPath, write_text
 
@@ -255,8 +255,8 @@ def _list_keys(checked: Checked, kind: Kind, cursor: Cursor) -> Iterator[Item]:
 
 
 def _describe_key(kind: Kind, path: KeyPath, name: str) -> Item:
-    doc = describe_field(DOCUMENTS[kind], path)
-    found = find_type(DOCUMENTS[kind], path)
+    doc = describe_field(WRITTEN[kind], path)
+    found = find_type(WRITTEN[kind], path)
     is_table = isinstance(found, type) and issubclass(found, BaseModel)
     if doc is None:
         return Item(label=name, insert=name, sort="key")
@@ -271,10 +271,10 @@ def _describe_key(kind: Kind, path: KeyPath, name: str) -> Item:
 
 
 def _list_names(checked: Checked, kind: Kind, path: KeyPath) -> list[str]:
-    known = list_known_keys(DOCUMENTS[kind], path)
+    known = list_known_keys(WRITTEN[kind], path)
     if known:
         return known
-    if get_origin(find_type(DOCUMENTS[kind], path)) is not dict:
+    if get_origin(find_type(WRITTEN[kind], path)) is not dict:
         return []
     if kind == "plan" and (path[-1:] == ("split",) or path in _TABLES_OF_UNITS):
         return checked.list_units()
@@ -283,7 +283,7 @@ def _list_names(checked: Checked, kind: Kind, path: KeyPath) -> list[str]:
 
 def _list_tables(checked: Checked, kind: Kind, cursor: Cursor) -> Iterator[Item]:
     for name in _list_names(checked, kind, cursor.path):
-        found = find_type(DOCUMENTS[kind], (*cursor.path, name))
+        found = find_type(WRITTEN[kind], (*cursor.path, name))
         item = get_args(found)[0] if get_origin(found) is tuple else found
         if get_origin(item) is dict or (isinstance(item, type) and issubclass(item, BaseModel)):
             yield _describe_key(kind, (*cursor.path, name), name)
@@ -305,7 +305,7 @@ def _list_values(checked: Checked, kind: Kind, cursor: Cursor, quote: str) -> It
         for name in checked.list_units():
             yield from _offer(name, quote, "unit of the device")
         return
-    found = find_type(DOCUMENTS[kind], path)
+    found = find_type(WRITTEN[kind], path)
     options = [found]
     if get_origin(found) in (Union, types.UnionType):
         options = list(get_args(found))
@@ -315,7 +315,7 @@ def _list_values(checked: Checked, kind: Kind, cursor: Cursor, quote: str) -> It
                 yield from _offer(value, quote, "")
         elif option is bool:
             yield from (Item(label=text, insert=text) for text in ("true", "false") if quote)
-    doc = describe_field(DOCUMENTS[kind], path)
+    doc = describe_field(WRITTEN[kind], path)
     if doc is not None:
         examples = [item for item in (doc.default, *doc.examples) if item is not None]
         for text in examples:

@@ -27,15 +27,11 @@ from pi2.plan.arithmetic.costs import Cost, list_costs
 from pi2.plan.checking.check import Report
 from pi2.plan.composing.trees import Step, look_up, trace_value
 from pi2.plan.documents.common import Document, find_type, list_known_keys, suggest
-from pi2.plan.documents.device import Device
-from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Plan
-from pi2.plan.reading.references import DOCUMENTS
+from pi2.plan.reading.references import DOCUMENTS, WRITTEN
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, KeyPath, format_path, write_value
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
-_KINDS: Mapping[str, type[Document]] = {"plan": Plan, "device": Device, "model": Model}
 
 
 def make_schemas() -> dict[str, str]:
@@ -43,7 +39,7 @@ def make_schemas() -> dict[str, str]:
     return {
         f"{kind}.schema.json": json.dumps(make_schema(document), indent=2, ensure_ascii=False)
         + "\n"
-        for kind, document in _KINDS.items()
+        for kind, document in WRITTEN.items()
     }
 
 
@@ -324,7 +320,7 @@ def is_known_path(text: str) -> bool:
     """Whether ``text`` begins with a key of some document."""
     match = _PART.match(text)
     name = match["plain"] if match is not None else None
-    return name is not None and any(name in model.model_fields for model in DOCUMENTS.values())
+    return name is not None and any(name in model.model_fields for model in WRITTEN.values())
 
 
 def describe_path(text: str) -> list[Explanation]:
@@ -334,7 +330,7 @@ def describe_path(text: str) -> list[Explanation]:
     for kind in DOCUMENTS:
         own = _find_document(kind, path)
         if own is not None:
-            doc = describe_field(DOCUMENTS[own[0]], own[1])
+            doc = describe_field(WRITTEN[own[0]], own[1])
             if doc is not None:
                 found.append(Explanation(path=own[1], kind=own[0], value=None, steps=(), doc=doc))
     if not found:
@@ -397,7 +393,7 @@ def explain_value(report: Report, kind: Kind, path: KeyPath) -> Explanation:
     resolved = report.resolved
     if owner == "plan" and len(path) > 1 and path[0] == "layers" and isinstance(path[1], int):
         own = _find_layer(report, path) if resolved is not None else own
-    doc = describe_field(DOCUMENTS[owner], own)
+    doc = describe_field(WRITTEN[owner], own)
     if doc is None:
         raise _report_unknown(format_path(path), own, owner)
     source = report.files.get(owner)
@@ -448,7 +444,7 @@ def _find_layer(report: Report, path: KeyPath) -> KeyPath:
 
 def _report_unknown(text: str, path: KeyPath, kind: Kind) -> UserError:
     for end in range(1, len(path) + 1):
-        known = list_known_keys(DOCUMENTS[kind], path[: end - 1])
+        known = list_known_keys(WRITTEN[kind], path[: end - 1])
         name = str(path[end - 1])
         if known and name not in known:
             near = suggest(name, known)

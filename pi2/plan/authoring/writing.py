@@ -13,7 +13,9 @@ from pi2.plan.arithmetic.file_facts import FileFacts
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs
 from pi2.plan.documents.common import Document, find_type
+from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.reading.block_entries import gather_blocks, list_entries
 from pi2.plan.toml.source import SourceFile
 from pi2.plan.toml.text import KeyPath, write_key, write_value
 
@@ -54,6 +56,11 @@ def find_origin(source: SourceFile, path: KeyPath) -> str:
 def write_body(document: Document, comment: Comment) -> str:
     """Write all values of a document with the remarks that ``comment`` gives."""
     values = document.model_dump(mode="json", exclude_none=True)
+    if isinstance(document, Model):
+        return (
+            "\n".join(_write_table(WrittenModel, (), gather_blocks(document, values), comment))
+            + "\n"
+        )
     return "\n".join(_write_table(type(document), (), values, comment)) + "\n"
 
 
@@ -70,6 +77,10 @@ def _describe_file(facts: FileFacts) -> Iterator[str]:
 
 
 def _describe(resolved: ResolvedPlan) -> Iterator[str]:
+    for entry in list_entries(resolved.model):
+        layers = f"layers {entry['layers']}" if "layers" in entry else "blocks"
+        parts = (f"{key} = {write_value(entry[key])}" for key in ("mix", "ffn") if key in entry)
+        yield f"{layers}: {', '.join(parts)}"
     if resolved.file is not None:
         yield from _describe_file(resolved.file)
         return
@@ -115,7 +126,9 @@ def _write_table(
     """Write the plain keys, then the tables below; free-key tables stay on one line."""
     tables: dict[str, list[Mapping[str, Any]]] = {}
     for key, value in values.items():
-        if _is_model(find_type(root, (*path, key))) or _holds_models(root, (*path, key), value):
+        if path[:1] == ("blocks",):
+            yield f"{write_key(key)} = {write_value(value)}"
+        elif _is_model(find_type(root, (*path, key))) or _holds_models(root, (*path, key), value):
             tables[key] = [value]
         elif isinstance(value, list) and value and _is_model(find_type(root, (*path, key, 0))):
             tables[key] = value

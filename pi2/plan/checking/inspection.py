@@ -23,6 +23,7 @@ from pi2.plan.checking.rules import load_rules
 from pi2.plan.composing.trees import Chain, Link
 from pi2.plan.documents.common import COMPOSITION, Document
 from pi2.plan.documents.plan import Plan
+from pi2.plan.reading.block_entries import spread_blocks
 from pi2.plan.reading.deprecations import modernise
 from pi2.plan.reading.references import (
     DOCUMENTS,
@@ -198,9 +199,12 @@ class Inspection:
             return
         source, warnings = modernise(source, kind)
         self.diagnostics += warnings
-        whole = True
+        source, faults = spread_blocks(source) if kind == "model" else (source, [])
+        self.diagnostics += faults
+        whole = not faults
         if any(key in source.values for key in COMPOSITION):
-            source, whole = self.compose(source, kind, located.reference)
+            source, composes = self.compose(source, kind, located.reference)
+            whole = whole and composes
         self.accept(source, kind, located, whole)
 
     def take(self, located: Located, values: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from pi2.plan.composing.trees import (
     remove_node,
 )
 from pi2.plan.documents.common import COMPOSITION, suggest
+from pi2.plan.reading.block_entries import spread_blocks
 from pi2.plan.reading.deprecations import modernise
 from pi2.plan.reading.references import (
     DOCUMENTS,
@@ -256,6 +257,9 @@ class _Composer:
             if not isinstance(read, list):
                 read, warnings = modernise(read, self.kind)
                 self.result.warnings += warnings
+                if self.kind == "model":
+                    read, faults = spread_blocks(read)
+                    self.result.diagnostics += faults
             self.read[located.path] = read
         source = self.read[located.path]
         if isinstance(source, list):

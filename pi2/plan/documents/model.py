@@ -14,6 +14,7 @@ from pi2.plan.documents.common import (
     Identifier,
     Sampling,
 )
+from pi2.plan.documents.model_blocks import BlockEntry
 from pi2.plan.documents.model_mixing import (
     AltUp,
     Attention,
@@ -45,8 +46,8 @@ from pi2.plan.documents.model_tensors import Tensors
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
 
 
-class Model(Document):
-    """A model (``*.model.toml``): shape, operators, tensors, tokenizer, quantisation."""
+class ModelKeys(Document):
+    """Keys of a model document that say one thing of all layers, or list layers."""
 
     id: Identifier
     """Short name, the same as the file's."""
@@ -111,6 +112,17 @@ class Model(Document):
     sampling: Sampling | None = None
     """How the model's authors recommend that tokens are drawn: the table ``sampling`` of new plans;
     runs heed their plan's alone."""
+
+
+class WrittenModel(ModelKeys):
+    """A model (``*.model.toml``): shape, operators, tensors, tokenizer, quantisation."""
+
+    blocks: tuple[BlockEntry, ...] = Field(default=(), exclude=True)
+    """What layers differ in, instead of the keys that list layers: entries of ``[[blocks]]``."""
+
+
+class Model(ModelKeys):
+    """A model document as it was read: blocks are keys by layer."""
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

@@ -19,7 +19,7 @@ import pi2
 from pi2.diagnostics import Diagnostic, Span
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.device import Device
-from pi2.plan.documents.model import Model
+from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.plan import Plan
 from pi2.plan.toml.source import Kind, detect_kind, display_path
 
@@ -45,6 +45,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 DOCUMENTS: Mapping[Kind, type[Document]] = {"plan": Plan, "device": Device, "model": Model}
+WRITTEN: Mapping[Kind, type[Document]] = {**DOCUMENTS, "model": WrittenModel}
+"""Classes with every key that may be written."""
 
 
 def check_suffix(file_name: str, name: str, kind: Kind) -> Diagnostic | None:
@@ -89,7 +91,7 @@ def guess_kind(values: Mapping[str, Any], kind: Kind) -> Kind | None:
         own = set(_list_own_keys(other))
         scores[other] = len(keys & own) / len(own)
     best = max(scores, key=lambda item: scores[item])
-    unknown = keys - set(DOCUMENTS[kind].model_fields)
+    unknown = keys - set(WRITTEN[kind].model_fields)
     if best != kind and scores[best] > 0.6 and scores[kind] < 0.4 and unknown:
         return best
     return None

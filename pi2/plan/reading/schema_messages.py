@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.documents.common import MAX_COMPARED, find_type, list_known_keys, suggest
+from pi2.plan.documents.model_blocks import LAYER_CHOICE
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.toml.source import SourceFile
 from pi2.plan.toml.text import KeyPath, format_path, name_path, write_value
@@ -42,6 +43,10 @@ _PATTERNS = {
     r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$": (
         "layer numbers and ranges",
         'for example `select = "0-7,28-31"`',
+    ),
+    LAYER_CHOICE: (
+        "layer numbers, ranges and slices",
+        'for example `layers = "3::4"`, or `"0-2, -1"`',
     ),
     r"^[^\x00]*$": ("a path or a name without NUL characters", None),
 }
