@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pi2.formats import name_packings
 from pi2.plan.documents.model import Model
 
 
@@ -9,10 +10,11 @@ def list_unknown_weights(model: Model) -> list[str]:
     """Precisions and norms inside an FFN that such a unit does not know, each as the end of a
     sentence that begins with its name."""
     precisions, limits = model.quantization, []
-    if precisions.ffn in ("mxfp4", "ternary"):
+    tables = name_packings("tables")
+    if precisions.ffn not in tables:
         limits.append(f"computes no neurons of {precisions.ffn}")
-    if precisions.attention == "ternary":
-        limits.append("computes no projections of ternary weights")
+    if precisions.attention not in tables:
+        limits.append(f"computes no projections of {precisions.attention} weights")
     if model.ffn.sub_norm:
         limits.append("computes no neurons whose activations are normalised (ffn.sub_norm)")
     if model.ffn.gate_sparsity:

@@ -14,6 +14,6 @@ I8 = npt.NDArray[np.int8]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.bool_]
-Scales = npt.NDArray[np.float16 | np.float32]
-"""Scales of packed vectors (`pi2.plan.weights.layout`)."""
+Scales = npt.NDArray[np.float16 | np.float32 | np.uint8]
+"""Scales of packed vectors (`pi2.formats.packing`)."""
 Raw = npt.NDArray[np.generic]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from pi2.caches import VARIABLE, Kept, find_cache_folder, find_home
 from pi2.diagnostics import UserError
@@ -29,9 +29,6 @@ _LEAVING = ".leaving-"
 """Begins the name of a model that is being removed."""
 
 
-Precision = Literal["int4", "int8", "fp16"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """What a store was made from: a commit of a repository."""
@@ -41,7 +38,7 @@ class Source:
     revision: str
     """What was asked for: a branch, a tag or a commit."""
     commit: str
-    quantization: Precision | None
+    quantization: str | None
     file: str | None = None
     """The one of several GGUF models."""
 
@@ -63,7 +60,7 @@ class LocalSource:
     """The file or folder, absolute."""
     files: tuple[tuple[str, int, int], ...]
     """Name, bytes and time of change (ns) of each file, which differ if it is another one."""
-    quantization: Precision | None = None
+    quantization: str | None = None
     tokenizer: str | None = None
     """The file of a tokenizer that was given, absolute."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
+from pi2.formats import find_packing
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import UnitKind
 from pi2.tile_permission import permit_tiles
@@ -62,8 +63,8 @@ def find_limits(facts: UnitFacts) -> list[str]:
     if rows is not None and model.altup is not None:
         limits.append("cannot divide projections of a model with several residual streams (altup)")
     has_gates = facts.resolved.plan.decode.predictor == "gate"
-    if has_gates and model.quantization.ffn == "mxfp4":
-        limits.append("keeps no gates of mxfp4: no `gate` predictor")
+    if has_gates and find_packing(model.quantization.ffn).shares_down_scales:
+        limits.append(f"keeps no gates of {model.quantization.ffn}: no `gate` predictor")
     return limits
 
 

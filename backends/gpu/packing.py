@@ -27,9 +27,9 @@ from pi2.backends.compiler.compilers import Compiler
 from pi2.backends.gpu.kernels.specification import GpuSpec, KernelImage
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, LoadedKernel
 from pi2.backends.gpu.sizes import TILE
+from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part
 from pi2.plan.weights.layout import BundleLayout, Precision, round_up
-from pi2.plan.weights.rounding import order_words
 from pi2.progress import Progress
 
 
@@ -137,7 +137,7 @@ def pack_matrix(
     weights: U8, scales: Scales | None, length: int, precision: Precision
 ) -> tuple[U32, Scales | None]:
     """Arrange a packed matrix uint8 [rows, weight_bytes] in tiles; the last is filled up."""
-    words = pack_tiles([fill_tile(order_words(weights, length, precision))])
+    words = pack_tiles([fill_tile(find_packing(precision).order_words(weights, length))])
     return words, None if scales is None else pack_tile_scales([fill_tile(scales)])
 
 
@@ -146,7 +146,8 @@ def pack_neurons(bundles: U8, layout: BundleLayout) -> DeviceNeurons:
     inputs = range(len(layout.parts) - 1)
     parts = [slice_part(bundles, layout, index) for index in range(len(layout.parts))]
     words = [
-        fill_tile(order_words(weights, layout.hidden, layout.precision)) for weights, _ in parts
+        fill_tile(find_packing(layout.precision).order_words(weights, layout.hidden))
+        for weights, _ in parts
     ]
     scales = [fill_tile(part_scales) for _, part_scales in parts if part_scales is not None]
     biases = [slice_bias(bundles, layout, index) for index in range(len(layout.biases))]
@@ -166,7 +167,9 @@ def pack_slots(bundles: U8, layout: BundleLayout) -> DeviceNeurons:
     a neuron's inputs' one after the other."""
     inputs = range(len(layout.parts) - 1)
     parts = [slice_part(bundles, layout, index) for index in range(len(layout.parts))]
-    words = [order_words(weights, layout.hidden, layout.precision) for weights, _ in parts]
+    words = [
+        find_packing(layout.precision).order_words(weights, layout.hidden) for weights, _ in parts
+    ]
     scales = [part_scales for _, part_scales in parts if part_scales is not None]
     biases = [slice_bias(bundles, layout, index) for index in range(len(layout.biases))]
     mixed = layout.expert_offset is not None

@@ -14,9 +14,9 @@ from pi2.backends.hexagon.specification import (
     Weights,
     count_together,
 )
+from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part, unpack_part
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
-from pi2.plan.weights.rounding import dequantize, order_words
 
 _TOP = np.float32(127)
 _INT4_BIAS, _INT8_BIAS = 8, 128
@@ -50,11 +50,11 @@ def pack_rows(weights: U8, scales: Scales | None, length: int, precision: Precis
     if precision == "int4":
         assert scales is not None
         return _pack_int4(weights, scales, length)
-    return _pack_int8(dequantize(weights, scales, length, precision))
+    return _pack_int8(find_packing(precision).dequantize(weights, scales, length))
 
 
 def _pack_int4(weights: U8, scales: Scales, length: int) -> Arrays:
-    words = order_words(weights, length, "int4")
+    words = find_packing("int4").order_words(weights, length)
     count, groups = words.shape[:2]
     rows, wide = round_up(count, LANES), round_up(length, LENGTH_STEP) // GROUP
     codes = np.zeros((rows, wide, 4), np.uint32)

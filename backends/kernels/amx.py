@@ -46,7 +46,8 @@ from pi2.backends.kernels.operands import (
 )
 from pi2.backends.kernels.products import find_numbers
 from pi2.backends.kernels.unpacking import load_scales
-from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
+from pi2.formats import find_packing
+from pi2.plan.weights.layout import GROUP, Precision, weight_bytes
 
 ROWS = 16
 """Rows of weights of a tile."""
@@ -349,7 +350,7 @@ def _emit_sixteen_groups(
     """Unpack 16 groups of each vector to the places that ``find`` gives."""
     precision = vectors[0].precision
     tiles, group_bytes = activations.tiles, weight_bytes(GROUP, precision)
-    with T.serial(v.wide(count_chunks(precision) * activations.once)) as word:
+    with T.serial(v.wide(find_packing(precision).chunks * activations.once)) as word:
         byte = v.let(group * group_bytes + word * (4 * LANES))
         packed = [
             v.let(v.load_as(vector.weights, vector.weights_base + byte, "int32", LANES))
@@ -377,7 +378,7 @@ def _emit_few_groups(
         byte = v.let(vector.weights_base + group * group_bytes)
         with T.serial(lanes * activations.once) as lane:
             target = v.let(find(lane) + row * 4)
-            with T.serial(v.wide(count_chunks(precision) * activations.once)) as word:
+            with T.serial(v.wide(find_packing(precision).chunks * activations.once)) as word:
                 four = byte + word * (4 * lanes) + lane * 4
                 words = v.let(v.load_as(vector.weights, four, "int32", 1))
                 for chunk, numbers in _unpack_words(precision, words, word, 1):

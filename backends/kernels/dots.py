@@ -13,7 +13,8 @@ from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
 from pi2.backends.kernels.products import DotPrimitive, emit_float_block, emit_half_dots
 from pi2.backends.kernels.unpacking import load_scales
-from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
+from pi2.formats import find_packing
+from pi2.plan.weights.layout import GROUP, Precision, weight_bytes
 
 
 def emit_dots(
@@ -67,7 +68,7 @@ def _emit_block(
     group_bytes = weight_bytes(GROUP, precision)
     groups = activations.length // GROUP
     # A block narrower than a register: several of its chunks fill one.
-    fold = min(max(isa.lanes // lanes, 1), 4, count_chunks(precision))
+    fold = min(max(isa.lanes // lanes, 1), 4, find_packing(precision).chunks)
     if precision == "int3":
         # Both chunks take bits of a third.
         fold = 1
@@ -128,7 +129,7 @@ def _emit_groups(
     dot = DotPrimitive(isa, wide)
     planes = activations.used_planes
     precision = vectors[0].precision
-    chunks = count_chunks(precision)
+    chunks = find_packing(precision).chunks
     int8 = precision == "int8"
     # Weights of int8 are two nibbles: 16 high + low; vnni and sdot take whole bytes.
     split = precision in ("int8", "mxfp4") and not dot.whole_bytes

@@ -40,7 +40,8 @@ from pi2.backends.kernels.operands import (
 )
 from pi2.backends.kernels.products import find_numbers
 from pi2.backends.kernels.unpacking import load_scales
-from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
+from pi2.formats import find_packing
+from pi2.plan.weights.layout import GROUP, Precision, weight_bytes
 
 TOKENS = 4
 """Tokens that `ROWS` rows are multiplied with at once: with 8 integer sums, 8 float sums and what
@@ -225,7 +226,7 @@ def _emit_unpacked_groups(
         at = place + (index * GROUP_BYTES + step * (ROWS // 2) * 16)
         v.store(tiles, at, weights, 16)
 
-    for half in range(count_chunks(precision) // 2):
+    for half in range(find_packing(precision).chunks // 2):
         columns = []
         for vector in vectors:
             byte = vector.weights_base + group * group_bytes + quarter * (4 * width)

@@ -17,8 +17,8 @@ from pi2.backends.kernels.unpacking import (
     emit_tile,
     load_block_scale,
 )
+from pi2.formats.micro_floats import MAGNITUDES
 from pi2.plan.weights.layout import GROUP, Precision, weight_bytes
-from pi2.plan.weights.rounding import MAGNITUDES
 
 
 def emit_float_block(

@@ -8,8 +8,9 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import Vector, list_runs
-from pi2.plan.weights.layout import GROUP, Precision, count_chunks, weight_bytes
-from pi2.plan.weights.rounding import MAGNITUDES
+from pi2.formats import find_packing
+from pi2.formats.micro_floats import MAGNITUDES
+from pi2.plan.weights.layout import GROUP, Precision, weight_bytes
 
 
 def list_tiles(hidden: int, precision: Precision) -> list[tuple[int, int, int]]:
@@ -24,14 +25,14 @@ def count_tiles(precision: Precision) -> int:
     """Return the tiles of a block."""
     if precision == "fp16":
         return 1
-    return 4 if precision == "ternary" else count_chunks(precision)
+    return 4 if precision == "ternary" else find_packing(precision).chunks
 
 
 def count_tile_bytes(precision: Precision, lanes: int) -> int:
     """Return the bytes of weights that a tile of a block of ``lanes`` begins to read."""
     if precision == "fp16":
         return 2 * GROUP
-    return 4 * lanes * count_chunks(precision) // count_tiles(precision)
+    return 4 * lanes * find_packing(precision).chunks // count_tiles(precision)
 
 
 def emit_tile(
@@ -200,7 +201,7 @@ def _find_magnitude(code: v.Expr, lanes: int) -> v.Expr:
 
 
 def _take_unit(word: v.Expr, byte: int, lanes: int) -> v.Expr:
-    """Return the unit (`pi2.plan.weights.rounding`) whose exponent is a byte of int32 lanes."""
+    """Return the unit (`pi2.formats.micro_floats`) whose exponent is a byte of int32 lanes."""
     shift = v.constant(abs(23 - 8 * byte), "int32", lanes)
     moved = word << shift if byte < 3 else word >> shift
     bits = moved & v.constant(0x7F800000, "int32", lanes)

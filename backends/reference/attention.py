@@ -19,11 +19,11 @@ from pi2.backends.reference.operators import (
     take_softplus,
 )
 from pi2.backends.reference.states import States
+from pi2.formats import find_packing
 from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES, DividedRows
 from pi2.plan.documents.model_mixing import Mixer
 from pi2.plan.weights.layout import fill_groups
 from pi2.plan.weights.projections import list_kept_vectors, name_layer_tensor, name_state_tensor
-from pi2.plan.weights.rounding import dequantize
 from pi2.plan.weights.states import describe_state
 
 
@@ -126,7 +126,7 @@ class LatentAttention:
         if tensor.precision is None:
             return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
         weights = np.asarray(tensor.weights).view(np.uint8)
-        return dequantize(weights, tensor.scales, tensor.length, tensor.precision)
+        return find_packing(tensor.precision).dequantize(weights, tensor.scales, tensor.length)
 
     def _normalize(self, layer: int, x: F32, kind: str) -> F32:
         norm = self._model.norm.model_copy(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.backends.limits import list_unknown_weights
+from pi2.formats import find_packing
 from pi2.plan.arithmetic.sizes import (
     LOGIT_ROWS,
     STAGED_NEURONS,
@@ -117,8 +118,10 @@ def find_limits(facts: UnitFacts) -> list[str]:
     if facts.neurons is not None:
         limits += list_unknown_weights(model)
     has_gates = facts.resolved.plan.decode.predictor == "gate"
-    if has_gates and model.quantization.ffn == "mxfp4":
-        limits.append("keeps no gates of mxfp4: no `gate` predictor, no [sparsity]")
+    if has_gates and find_packing(model.quantization.ffn).shares_down_scales:
+        limits.append(
+            f"keeps no gates of {model.quantization.ffn}: no `gate` predictor, no [sparsity]"
+        )
     return limits
 
 

@@ -14,9 +14,9 @@ from pi2.arrays import F32, U8
 from pi2.backends.protocol import Tensor
 from pi2.backends.reference.operators import compute_activations, multiply_down
 from pi2.backends.units import UnitFailed, UnitObserver, UnitRequest
+from pi2.formats import find_packing
 from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.rounding import dequantize
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ def widen(tensor: Tensor) -> F32:
     """Rows of a quantised tensor in float32 [rows, length]."""
     assert tensor.precision is not None, tensor.name
     weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
-    return dequantize(weights, tensor.scales, tensor.length, tensor.precision)
+    return find_packing(tensor.precision).dequantize(weights, tensor.scales, tensor.length)
 
 
 def join_layer_scales(

@@ -10,6 +10,7 @@ import numpy as np
 from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.formats import find_packing
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
 from pi2.plan.documents.model_parts import Norm
@@ -22,7 +23,6 @@ from pi2.plan.weights.projections import (
     STREAM_OUT,
     name_layer_tensor,
 )
-from pi2.plan.weights.rounding import dequantize
 
 
 def activate(model: Model, gate: F32, up: F32 | None, cutoffs: F32 | None = None) -> F32:
@@ -174,7 +174,7 @@ class DenseTensors:
         assert tensor.precision is not None
         weights = np.asarray(tensor.weights).view(np.uint8)[rows]
         scales = None if tensor.scales is None else tensor.scales[rows]
-        return dequantize(weights, scales, tensor.length, tensor.precision)
+        return find_packing(tensor.precision).dequantize(weights, scales, tensor.length)
 
     def normalize(self, x: F32, name: str) -> F32:
         """Return the norm of x [T, hidden] whose weights are the tensor ``name``."""
@@ -201,7 +201,7 @@ def widen(tensor: Tensor) -> F32:
     if tensor.precision is None:
         return tensor.weights.reshape(tensor.rows, tensor.length).astype(np.float32)
     weights = np.asarray(tensor.weights).view(np.uint8)
-    return dequantize(weights, tensor.scales, tensor.length, tensor.precision)
+    return find_packing(tensor.precision).dequantize(weights, tensor.scales, tensor.length)
 
 
 class LayerInputs:
@@ -364,7 +364,7 @@ class Prediction:
         assert self._request.gate_rows is not None
         weights, scales = self._request.gate_rows[layer]
         layout = self._request.bundle
-        gate = dequantize(weights, scales, layout.hidden, layout.precision) @ u[0]
+        gate = find_packing(layout.precision).dequantize(weights, scales, layout.hidden) @ u[0]
         if self._request.gate_biases is not None:
             gate = gate + self._request.gate_biases[layer]
         if self._model.is_smooth:

@@ -18,16 +18,16 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.backends.reference.operators import compute_activations, multiply_down
+from pi2.formats import find_packing, name_packings
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision, round_up, scale_bytes, weight_bytes
-from pi2.plan.weights.rounding import dequantize
 
 MESSAGE = struct.Struct("<9q")
 """Its number; tokens; bytes from the start of the shared memory to: inputs, routes (-1: none), the
 sum, and bundles; neurons, of which 0 ask for nothing but a reply; and for rows of a matrix their
 length and the place of their precision in `PRECISIONS`, else 0.  Rows lie in the place of bundles,
 with their scales behind them."""
-PRECISIONS: tuple[Precision, ...] = ("int4", "int8", "fp16")
+PRECISIONS: tuple[Precision, ...] = name_packings("tables")
 REPLY = struct.Struct("<2q2d200s")
 """The message's number; 0, or 1 after a failure; when the work began and ended, in seconds of
 `time.perf_counter`; and what failed, in UTF-8."""
@@ -79,7 +79,7 @@ def view_rows(memory: mmap.mmap, place: int, count: int, length: int, precision:
     scales = None
     if size := count * scale_bytes(length, precision):
         scales = np.frombuffer(memory, np.float16, size // 2, scales_at).reshape(count, -1)
-    return dequantize(weights.reshape(count, -1), scales, length, precision)
+    return find_packing(precision).dequantize(weights.reshape(count, -1), scales, length)
 
 
 if __name__ == "__main__":

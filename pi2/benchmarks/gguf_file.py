@@ -16,10 +16,10 @@ import numpy as np
 from pi2.arrays import U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
+from pi2.formats import Format, Packing, find_format, find_packing
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import FfnPrecision
 from pi2.plan.weights.layout import GROUP
-from pi2.plan.weights.rounding import dequantize, unpack_codes
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
@@ -58,6 +58,16 @@ class GgufTensor:
     """Whether products are added to the residual stream."""
     experts: int | None = None
     """Matrices of this size, one after the other, where every expert of a layer has one."""
+
+    @property
+    def packing(self) -> Packing:
+        return find_packing(self.precision or "fp32")
+
+    @property
+    def block(self) -> Format:
+        """The format of the same numbers in a file."""
+        assert self.packing.like is not None
+        return find_format(self.packing.like)
 
     @property
     def all_rows(self) -> int:
@@ -181,13 +191,6 @@ def write_gguf(
         ) from None
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    kinds = {
-        "int4": gguf.GGMLQuantizationType.Q4_0,
-        "int8": gguf.GGMLQuantizationType.Q8_0,
-        "fp16": gguf.GGMLQuantizationType.F16,
-        "mxfp4": gguf.GGMLQuantizationType.MXFP4,
-        None: gguf.GGMLQuantizationType.F32,
-    }
     architecture = "qwen2" if model.attention.qkv_bias else "llama"
     if model.attention.sinks:
         architecture = "gpt-oss"
@@ -196,7 +199,7 @@ def write_gguf(
         _add_settings(writer, model)
         tensors = list_gguf_tensors(model)
         for tensor in tensors:
-            _add_tensor(writer, tensor, kinds[tensor.precision])
+            _add_tensor(writer, tensor, gguf.GGMLQuantizationType(tensor.block.number))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -261,23 +264,9 @@ def _add_tensor(writer: GGUFWriter, tensor: GgufTensor, kind: GGMLQuantizationTy
         shape = (tensor.experts, *shape)
     elif tensor.rows == 1:
         shape = (tensor.length,)
-    dtype = np.dtype(np.float16 if tensor.precision == "fp16" else np.float32)
-    size = tensor.all_rows * _count_row_bytes(tensor)
+    dtype = np.dtype(tensor.packing.plain_type or np.float32)
+    size = tensor.all_rows * tensor.block.count_bytes(tensor.length)
     writer.add_tensor_info(tensor.name, shape, dtype, size, raw_dtype=kind)
-
-
-def _count_row_bytes(tensor: GgufTensor) -> int:
-    match tensor.precision:
-        case "int4":
-            return tensor.length // 32 * 18
-        case "int8":
-            return tensor.length // 32 * 34
-        case "mxfp4":
-            return tensor.length // 32 * 17
-        case "fp16":
-            return tensor.length * 2
-        case _:
-            return tensor.length * 4
 
 
 def _draw_tensors(tensors: list[GgufTensor], like: NeuronStore | None) -> Iterator[Raw]:
@@ -299,18 +288,19 @@ def _draw_tensors(tensors: list[GgufTensor], like: NeuronStore | None) -> Iterat
             # Of a router: it shall not send every token to the same experts.
             spread = _draw_bytes(bits, count).astype(np.float32)
             yield (spread - 127.5) / np.float32(74.0) * np.float32(deviation)
-        elif tensor.precision == "fp16":
+        elif tensor.packing.is_plain:
             raw = _draw_bytes(bits, count)
             values = (raw.astype(np.float32) - 127.5) / 74.0 * deviation
             yield values.astype(np.float16)
-        elif tensor.precision == "mxfp4":
+        elif tensor.packing.top == 0:
             # A group is an exponent, then 32 codes; a random one is 2.9 on average.
-            blocks = _draw_bytes(bits, count // 32 * 17).reshape(count // 32, 17)
+            width = tensor.block.block_bytes
+            blocks = _draw_bytes(bits, count // 32 * width).reshape(count // 32, width)
             blocks[:, 0] = 127 + round(math.log2(deviation / 2.9))
             yield blocks
         else:
             # A group is a scale, then the codes: 32 of 4 bits around 8, or of 8 bits around 0.
-            width, steps = (18, 4.6) if tensor.precision == "int4" else (34, 74.0)
+            width, steps = tensor.block.block_bytes, 4.6 if tensor.packing.bits == 4 else 74.0
             groups = count // 32
             blocks = _draw_bytes(bits, groups * width).reshape(groups, width)
             if tensor.experts is not None:
@@ -329,11 +319,12 @@ def _copy_tensor(tensor: GgufTensor, stored: Tensor) -> Raw:
     if stored.precision is None:
         return np.array(stored.weights, np.float32)
     packed = stored.weights.view(np.uint8)
-    if stored.precision == "fp16":
-        return dequantize(packed, None, tensor.length, "fp16").astype(np.float16)
+    packing = tensor.packing
+    if packing.is_plain:
+        return packed.view(np.float16)
     assert stored.scales is not None
-    codes = unpack_codes(packed, tensor.length, stored.precision).reshape(-1, GROUP)
-    if stored.precision == "int4":
+    codes = packing.unpack(packed, tensor.length).reshape(-1, GROUP)
+    if packing.bits == 4:
         nibbles = (codes + 8).view(np.uint8)
         laid = nibbles[:, : GROUP // 2] | nibbles[:, GROUP // 2 :] << np.uint8(4)
     else:

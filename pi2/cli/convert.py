@@ -23,6 +23,7 @@ from pi2.cli.options import (
     write_file,
 )
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing, name_packings
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
     from pi2.importing.quantizers import TensorError
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_parts import FfnPrecision, Precision
+    from pi2.plan.documents.model_parts import FfnPrecision
     from pi2.plan.weights.layout import ScalesPlace
 
 
@@ -40,7 +41,7 @@ class ConvertOptions:
     """Model document, as a path or short name.  [default: derived from the checkpoint]"""
     output: Path = option("-o", "--output", required=True, metavar="STORE")
     """Output folder of the new neuron store."""
-    quantization: Literal["int4", "int8", "fp16", "mxfp4", "ternary"] | None = None
+    quantization: str | None = option(type=click.Choice(name_packings("neurons")))
     """Weight precision; overrides the model document's."""
     tokenizer: Path | None = TOKENIZER()
     predictors: Path | None = option(metavar="FILE")
@@ -174,11 +175,12 @@ def write_errors(
 
 def choose_precision(model: Model, precision: FfnPrecision) -> Model:
     """The model with weights of one type; tables, heads and predictors have 8 bits at least, and
-    beside neurons of mxfp4 all others have."""
+    as projections have that cannot have that type."""
     from pi2.plan.documents.model_parts import Quantization
 
-    attention = "int8" if precision == "mxfp4" else precision
-    careful: Precision = "fp16" if precision == "fp16" else "int8"
+    packing = find_packing(precision)
+    attention = precision if "projections" in packing.uses else "int8"
+    careful = precision if packing.is_plain else "int8"
     chosen = Quantization(
         ffn=precision, attention=attention, embedding=careful, head=careful, predictor=careful
     )

@@ -8,14 +8,15 @@ import shutil
 import time
 from dataclasses import dataclass
 from dataclasses import replace as change
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
 from pi2.cli.commands import Subcommands, in_help
 from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
-from pi2.pulled_models import LocalSource, Precision, PulledModel, Source
+from pi2.formats import name_packings
+from pi2.pulled_models import LocalSource, PulledModel, Source
 
 if TYPE_CHECKING:
     from pi2.pulled_models import CachedThing
@@ -43,7 +44,7 @@ def list_command() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions:
-    quantization: Literal["int4", "int8", "fp16"] | None = None
+    quantization: str | None = option(type=click.Choice(name_packings("tables")))
     """Weight precision.  [default: int4]"""
     file: str | None = option(metavar="FILE")
     """Which of several GGUF models of the repository."""
@@ -73,7 +74,7 @@ def pull_command(model: str, given: PullOptions) -> None:
 
 def fetch_model(
     model: str,
-    quantization: Precision | None = None,
+    quantization: str | None = None,
     file: str | None = None,
     name: str | None = None,
     *,

@@ -13,12 +13,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
 from pi2.caches import VARIABLE, has_gguf_suffix, is_gguf, show_path
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.plan.reading.references import list_shipped
 from pi2.plan.toml.source import KINDS, Kind
 from pi2.pulled_models import (
@@ -164,7 +165,7 @@ def make_model(
     *,
     title: str,
     origin: str,
-    quantization: Literal["int4", "int8", "fp16"] | None = None,
+    quantization: str | None = None,
     replace: bool,
 ) -> Path:
     """Make the store ``output``, with a model document called ``title`` and a plan for this
@@ -180,7 +181,7 @@ def make_model(
     # Many checkpoints do not say what they are called.
     document = document.model_copy(update={"name": title[:120]})
     precision = quantization
-    if precision is None and document.quantization.ffn not in ("mxfp4", "ternary"):
+    if precision is None and not find_packing(document.quantization.ffn).is_published:
         precision = find_precision(checkpoint)
     if precision is not None:
         document = choose_precision(document, precision)
@@ -207,7 +208,7 @@ def make_model(
     return output / PLAN
 
 
-def find_precision(checkpoint: Checkpoint) -> Literal["int4", "int8", "fp16"] | None:
+def find_precision(checkpoint: Checkpoint) -> str | None:
     """The precision nearest to that of a GGUF file, whose user has chosen one already; None for
     other checkpoints."""
     from math import prod

@@ -16,6 +16,7 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.caches import open_stream, read_regular
 from pi2.diagnostics import UserError
 from pi2.fit import locate_findings
+from pi2.formats import find_packing
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.bundle_files import BundleFile
@@ -25,7 +26,7 @@ from pi2.memory.granules import SingleNeurons
 from pi2.plan.arithmetic.costs import choose_request_bytes, count_requests_in_flight
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
-from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part, view_scales
+from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.projections import LAYER_EMBEDDING
 from pi2.progress import Progress
@@ -191,7 +192,7 @@ def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, Scal
     if size == 0:
         return weights.reshape(neurons, -1), None
     scales = budget.allocate("predictor", neurons * size)
-    return weights.reshape(neurons, -1), view_scales(scales, neurons, bundle.precision)
+    return weights.reshape(neurons, -1), find_packing(bundle.precision).view_scales(scales, neurons)
 
 
 def open_reader(
@@ -294,6 +295,7 @@ def load_gates(
             layout = request.whole_bundle
             weights[rows], piece_scales = slice_part(piece, layout, 0)
             if scales is not None:
+                assert piece_scales is not None
                 scales[rows] = piece_scales
             if request.gate_biases is not None:
                 request.gate_biases[layer][rows] = slice_bias(piece, layout, 0)

@@ -24,6 +24,7 @@ from pi2.backends.reference.states import ChunkState, begin_chunk
 from pi2.diagnostics import UserError
 from pi2.engine.loading import read_tokenizer
 from pi2.evaluation import Scores
+from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.convert import pad_columns
 from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors
@@ -39,7 +40,6 @@ from pi2.plan.weights.projections import (
     LAYER_EMBEDDING,
     is_state_kind,
 )
-from pi2.plan.weights.rounding import dequantize
 from pi2.progress import Progress, ignore_progress
 from pi2.sandbox.tokenizer import encode_text
 from pi2.statistics.texts import Window, cut_windows
@@ -87,7 +87,9 @@ class StoreWeights:
         if tensor.precision is None:
             return np.asarray(weights, np.float32)
         scales = None if tensor.scales is None else tensor.scales[wanted]
-        return dequantize(weights.view(np.uint8), scales, tensor.length, tensor.precision)
+        return find_packing(tensor.precision).dequantize(
+            weights.view(np.uint8), scales, tensor.length
+        )
 
     def list_neurons(self, layer: int) -> Iterator[NeuronPiece]:
         layout, stored = self._store.bundle.inline, self._store.layers[layer]

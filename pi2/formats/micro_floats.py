@@ -1,13 +1,35 @@
-"""Floats of 4 bits with scales of 8 bits: MXFP4 (OCP Microscaling) and NVFP4."""
+"""Floats of 4 bits with scales of 8 bits: MXFP4 (OCP Microscaling) and NVFP4.
+
+Stores keep MXFP4 as packed vectors.  A *code* is 0 to 15: its low three bits are the place of its
+magnitude in `MAGNITUDES`, its highest bit is its sign.  A scale is one byte, the *exponent* e of
+the unit 2^(e - 127) of magnitudes; 0 stands for zeros.  E2M1 calls half of each magnitude by the
+same code, so that e is one less than the E8M0 scale of the same group.
+
+Rounding follows the specification: the largest magnitude of a group takes the highest binary place
+there is, ties go to even codes, and what passes the largest code becomes that.  Numbers that are
+MXFP4 already are met exactly (units of 2^-126 and more).
+
+Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from pi2.formats.format import Format
+from pi2.formats.integers import PACKINGS as INTEGERS
+from pi2.formats.packing import GROUP, Packing
 
 if TYPE_CHECKING:
-    from pi2.arrays import U8, Bits
+    from pi2.arrays import F32, I8, U8, Bits, Scales
+
+
+MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
+"""What a code without its sign stands for, in units of its group."""
+NUMBERS = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
+"""What codes stand for."""
+_BYTES = next(own for own in INTEGERS if own.bits == 8)
+"""Spread exponents are laid out like codes of 8 bits."""
 
 
 class _ScaledByBytes(Format):
@@ -24,7 +46,81 @@ class _ScaledByBytes(Format):
         return found
 
 
+class _PowersOfTwo(Packing):
+    """Groups lie along rows, or, where these are spread, across 32 rows, which share exponents:
+    those of a row are uint8 [length], packed as bytes."""
+
+    __slots__ = ()
+
+    def take_numbers(self, codes: I8) -> F32:
+        import numpy as np
+
+        return np.array(NUMBERS, np.float32)[codes]
+
+    def take_scales(self, scales: Scales) -> F32:
+        import numpy as np
+
+        return (scales.astype(np.uint32) << np.uint32(23)).view(np.float32)
+
+    def quantize(self, rows: F32, *, spread: bool = False) -> tuple[U8, Scales]:
+        import numpy as np
+
+        count, length = rows.shape
+        if not spread:
+            codes, exponents = find_codes(rows.reshape(count, length // GROUP, GROUP), axis=2)
+            return self.pack(codes.reshape(rows.shape)), exponents
+        codes, exponents = find_codes(rows.reshape(count // GROUP, GROUP, length), axis=1)
+        packed = _BYTES.pack(np.ascontiguousarray(exponents).view(np.int8))
+        return self.pack(codes.reshape(rows.shape)), np.repeat(packed, GROUP, axis=0)
+
+    def dequantize(
+        self, weights: U8, scales: Scales | None, length: int, *, spread: bool = False
+    ) -> F32:
+        import numpy as np
+
+        if not spread:
+            return Packing.dequantize(self, weights, scales, length)
+        assert scales is not None
+        units = _BYTES.unpack(scales.view(np.uint8), length).view(np.uint8)
+        numbers = self.take_numbers(self.unpack(weights, length))
+        return np.asarray(numbers * self.take_scales(units))
+
+
+def find_codes(groups: F32, axis: int) -> tuple[I8, U8]:
+    """Codes int8 of ``groups`` float32, in its shape, and exponents uint8, in its shape without
+    ``axis``, along which groups lie.  Raises `ValueError` if a weight is not finite, or larger than
+    the largest code times the largest power of two."""
+    import numpy as np
+
+    peaks = np.abs(groups).max(axis=axis, keepdims=True)
+    if not np.isfinite(peaks).all():
+        raise ValueError("a weight is not a finite number")
+    exponents = np.where(peaks > 0, np.maximum(np.frexp(peaks)[1] + 123, 1), 0)
+    if exponents.max(initial=0) > 254:
+        raise ValueError(f"a weight of magnitude {float(peaks.max()):.4g} does not fit into mxfp4")
+    units = np.ldexp(np.float32(1), exponents - 127).astype(np.float32)
+    sizes = np.abs(groups) / units
+    steps = np.where(sizes < 4, np.float32(1), np.where(sizes < 8, np.float32(2), np.float32(4)))
+    rounded = np.minimum(np.rint(sizes / steps) * steps, MAGNITUDES[-1])
+    places: I8 = np.zeros(MAGNITUDES[-1] + 1, np.int8)
+    places[list(MAGNITUDES)] = range(len(MAGNITUDES))
+    codes = places[rounded.astype(np.int8)]
+    codes[(groups < 0) & (codes > 0)] += np.int8(8)
+    return codes, np.squeeze(exponents, axis).astype(np.uint8)
+
+
 FORMATS = (
     _ScaledByBytes(name="mxfp4", number=39, block=32, block_bytes=17, activations="q8_0"),
     _ScaledByBytes(name="nvfp4", number=40, block=64, block_bytes=36, activations="q8_0"),
+)
+PACKINGS = (
+    _PowersOfTwo(
+        name="mxfp4",
+        bits=4,
+        uses=frozenset({"neurons"}),
+        scale_type="|u1",
+        like="mxfp4",
+        is_published=True,
+        shares_down_scales=True,
+    ),
 )

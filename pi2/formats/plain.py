@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.formats.format import Format
+from pi2.formats.packing import Packing, explain_overflow
 
 if TYPE_CHECKING:
-    from pi2.arrays import U8, Bits
+    from pi2.arrays import F32, U8, Bits, Scales
 
 
 class _Plain(Format):
@@ -22,8 +23,48 @@ class _Plain(Format):
         return found
 
 
+class _PlainVectors(Packing):
+    __slots__ = ()
+
+    def quantize(self, rows: F32, *, spread: bool = False) -> tuple[U8, None]:
+        import numpy as np
+
+        with np.errstate(over="ignore"):
+            plain = np.ascontiguousarray(rows, dtype=self.plain_type)
+        if not np.isfinite(plain).all():
+            raise ValueError(explain_overflow(rows))
+        return plain.view(np.uint8), None
+
+    def dequantize(
+        self, weights: U8, scales: Scales | None, length: int, *, spread: bool = False
+    ) -> F32:
+        import numpy as np
+
+        assert scales is None and self.plain_type is not None
+        plain = np.ascontiguousarray(weights).view(self.plain_type)
+        return plain.reshape(len(weights), length).astype(np.float32)
+
+
 FORMATS = (
     _Plain(name="f32", number=0, block=1, block_bytes=4, activations="float"),
     _Plain(name="f16", number=1, block=1, block_bytes=2, activations="float"),
     _Plain(name="bf16", number=30, block=1, block_bytes=2, activations="float"),
+)
+PACKINGS = (
+    _PlainVectors(
+        name="fp16",
+        bits=16,
+        uses=frozenset({"tables", "projections", "neurons"}),
+        scaled="nothing",
+        plain_type="<f2",
+        like="f16",
+    ),
+    _PlainVectors(
+        name="fp32",
+        bits=32,
+        uses=frozenset({"vectors"}),
+        scaled="nothing",
+        plain_type="<f4",
+        like="f32",
+    ),
 )

@@ -15,6 +15,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, U8, Raw, Scales
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint, use_tokenizer
 from pi2.importing.conversion_job import (
     choose_order,
@@ -38,7 +39,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import assemble_bundles
 from pi2.plan.weights.layout import GROUP, BundleLayout, Part, ScalesPlace, round_up
 from pi2.plan.weights.projections import is_state_kind
-from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.tensors import DenseTensor, StoredPrecision
@@ -299,7 +299,7 @@ class _Conversion:
         columns = []
         for bias in bundle.biases:
             sources = [self._find(f"{bias.name}_bias", layer, expert) for expert in experts]
-            parts = [self._quantize(item.read(), "fp32", item.tensor)[0] for item in sources]
+            parts = [_check_floats(item.read(), item.tensor) for item in sources]
             columns.append(np.concatenate(parts))
         return np.stack(columns, axis=1).astype(np.float32)
 
@@ -309,8 +309,7 @@ class _Conversion:
             return None
         source = self._source.tensors[fill_name(self._model.tensors.ffn_sub_norm, layer)]
         factors = read_factors(self._source.tensors, self._model, layer)
-        self._quantize(factors[None], "fp32", source)  # says what is wrong
-        return factors
+        return _check_floats(factors, source)
 
     def _quantize_rows(
         self, tensor: DenseTensor, sources: list[Rows], pool: ThreadPoolExecutor
@@ -321,7 +320,7 @@ class _Conversion:
             offset = self._model.norm.weight_offset if tensor.name.endswith("_norm") else 0.0
             vectors = [source.read()[None] + np.float32(offset) for source in sources]
             pairs = zip(vectors, sources, strict=True)
-            parts = [self._quantize(vector, "fp32", source.tensor)[0] for vector, source in pairs]
+            parts = [_check_floats(vector, source.tensor) for vector, source in pairs]
             yield pad_columns(np.concatenate(parts, axis=1), tensor.length), None
             return
         step = max(1, _PIECE_WEIGHTS // tensor.length)
@@ -338,21 +337,20 @@ class _Conversion:
 
         yield from _map_in_order(pool, pack, pieces)
         missing = tensor.rows - sum(source.count for source in sources)
-        if missing > 0 and tensor.precision != "fp32":
+        if missing > 0 and not tensor.packing.is_float32:
             # What is added to the residual stream is as long as its vectors are.
-            yield quantize(np.zeros((missing, tensor.length), np.float32), tensor.precision)
+            yield tensor.packing.quantize(np.zeros((missing, tensor.length), np.float32))
 
     def _quantize_state(
         self, tensor: DenseTensor, layer: int, kind: str, pool: ThreadPoolExecutor
     ) -> TensorPieces:
         tensors = self._source.tensors
-        if tensor.precision != "fp32":
+        if not tensor.packing.is_float32:
             sources = find_state_rows(tensors, self._model, kind, layer)
             yield from self._quantize_rows(tensor, sources, pool)
             return
         values, source = read_state_vector(tensors, self._model, kind, layer)
-        self._quantize(values, "fp32", source)  # says what is wrong
-        yield pad_columns(values, tensor.length), None
+        yield pad_columns(_check_floats(values, source), tensor.length), None
 
     def _quantize_predictors(self, tensor: DenseTensor, layer: int, kind: str) -> TensorPieces:
         assert self._predictors is not None
@@ -369,7 +367,7 @@ class _Conversion:
                 yield self._quantize(rows, tensor.precision, source.outer)
             else:
                 bias = source.read_bias()[mine][None]
-                biases.append(self._quantize(bias, "fp32", source.bias or source.outer)[0])
+                biases.append(_check_floats(bias, source.bias or source.outer))
         if biases:
             yield np.concatenate(biases, axis=1), None
 
@@ -377,15 +375,9 @@ class _Conversion:
         self, raw: Raw, source: SourceTensor, layer: int, part: Part
     ) -> tuple[Raw, Raw | None]:
         precision, length = self._model.quantization.ffn, self._model.stored_neuron_width
-        if precision != "mxfp4":
-            # The rows of gate and up meet the FFN's input; those of down do not.
-            ffn_layer = None if part.name == "down" else layer
-            return self._pack_rows(raw, precision, source, length, ffn_layer)
-        rows = pad_columns(source.widen(raw), length)
-        try:
-            return self._quantizer.quantize_exponents(rows, source.name, spread=part.spread)
-        except ValueError as error:
-            raise _explain_weight(source, error) from None
+        # The rows of gate and up meet the FFN's input; those of down do not.
+        ffn_layer = None if part.name == "down" else layer
+        return self._pack_rows(raw, precision, source, length, ffn_layer, spread=part.spread)
 
     def _pack_rows(
         self,
@@ -394,16 +386,18 @@ class _Conversion:
         source: SourceTensor,
         length: int,
         ffn_layer: int | None = None,
+        *,
+        spread: bool = False,
     ) -> Packed:
         """Rows of ``source`` as it stores them, packed as vectors of ``length``: their own codes
         where they will do, which fill groups in any case."""
-        taken = None if precision == "fp32" else source.take_codes(raw, precision)
-        if taken is None or precision == "fp32":
+        taken = source.take_codes(raw, precision)
+        if taken is None:
             rows = pad_columns(source.widen(raw), length)
-            return self._quantize(rows, precision, source, ffn_layer)
+            return self._quantize(rows, precision, source, ffn_layer, spread=spread)
         if self._quantizer.errors is not None:
             rows = source.widen(raw)
-            stored = dequantize(*taken, rows.shape[1], precision)
+            stored = find_packing(precision).dequantize(*taken, rows.shape[1])
             self._quantizer.errors.add(source.name, rows, stored, precision)
         return taken
 
@@ -413,16 +407,14 @@ class _Conversion:
         precision: StoredPrecision,
         source: SourceTensor,
         ffn_layer: int | None = None,
+        *,
+        spread: bool = False,
     ) -> Packed:
         """Quantise rows of ``source``; `UserError` P539 if they hold what cannot be stored."""
         try:
-            if precision != "fp32":
-                return self._quantizer.quantize(rows, precision, source.name, ffn_layer)
-            if not np.isfinite(rows).all():
-                raise ValueError("a weight is not a finite number")
+            return self._quantizer.quantize(rows, precision, source.name, ffn_layer, spread=spread)
         except ValueError as error:
             raise _explain_weight(source, error) from None
-        return rows, None
 
     def _find(self, key: str, layer: int, expert: int) -> Rows:
         return find_ffn_rows(self._source.tensors, self._model, key, layer, expert)
@@ -432,7 +424,14 @@ class _Conversion:
         self._read_bytes += source.size_bytes
 
 
-def _explain_weight(source: SourceTensor, error: ValueError) -> UserError:
+def _check_floats(values: F32, source: SourceTensor) -> F32:
+    """Return values of ``source``; `UserError` P539 if they hold what cannot be stored."""
+    if not np.isfinite(values).all():
+        raise _explain_weight(source, "a weight is not a finite number")
+    return values
+
+
+def _explain_weight(source: SourceTensor, error: ValueError | str) -> UserError:
     return UserError.of(
         "P539", f"tensor {source.name!r} in {source.file} cannot be stored: {error}"
     )

@@ -22,9 +22,8 @@ import numpy as np
 from pi2.arrays import F16, F32, I8, U8
 from pi2.caches import GGUF_MAGICS, open_stream
 from pi2.diagnostics import UserError
-from pi2.formats import find_format, list_formats
+from pi2.formats import find_format, find_packing, list_formats
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.rounding import pack_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,6 @@ BLOCKS = {
 }
 """Types of blocks by the number that a file states."""
 
-_OWN = {"Q8_0": "int8", "Q4_0": "int4"}
-"""Types that stores have too, and what they are there."""
-
 
 def check_block(block: BlockType, tensor: str, file: str) -> None:
     """`UserError` P535 if the installed `gguf` package does not decode ``tensor``."""
@@ -74,14 +70,15 @@ def decode_blocks(raw: U8, block: BlockType) -> F32:
 
 def take_blocks(raw: U8, block: BlockType, precision: Precision) -> tuple[U8, F16] | None:
     """Rows of blocks as packed weights and scales of a store, if they are just that."""
-    if _OWN.get(block.name) != precision:
+    packing = find_packing(precision)
+    if packing.top == 0 or packing.like != block.name.lower():
         return None
     codes, scales = split_blocks(raw, block)
-    if precision == "int8" and codes.min() == -128:
+    if codes.min() < -max(packing.offset, packing.top):
         return None  # a store's int8 is symmetric
     if not np.isfinite(scales).all():
         return None
-    return pack_codes(codes, precision), scales
+    return packing.pack(codes), scales
 
 
 def split_blocks(raw: U8, block: BlockType) -> tuple[I8, F16]:

@@ -17,11 +17,11 @@ import numpy.typing as npt
 from pi2.arrays import F16, F32, I8, U8, Raw
 from pi2.caches import open_stream
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, check_place, read_json
 from pi2.importing.decoded_tensor import PackedTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.rounding import pack_codes
 
 STORAGE = {
     "float16": "<f2",
@@ -249,12 +249,12 @@ class MlcTensor(PackedTensor):
         return values.reshape(count, length)
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        if self.scales is None or precision != "int4" or raw.dtype != np.uint8:
+        if self.scales is None or find_packing(precision).like != "q4_0" or raw.dtype != np.uint8:
             return None
         codes, scales = self._split(raw.view(np.uint8))
         if scales.dtype != np.float16 or codes.max() > _ZERO or not np.isfinite(scales).all():
             return None
-        return pack_codes(codes, precision), scales.astype(np.float16, copy=False)
+        return find_packing(precision).pack(codes), scales.astype(np.float16, copy=False)
 
     def _scale_bytes(self) -> int:
         assert self.scales is not None

@@ -12,14 +12,8 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I8, U8, Scales
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.rounding import (
-    dequantize,
-    dequantize_exponents,
-    pack_codes,
-    quantize,
-    quantize_exponents,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +73,8 @@ class ErrorReport:
         ]
 
 
-BOTTOM, TOP = -8, 7
-"""Codes of int4."""
+_INT4 = find_packing("int4")
+BOTTOM, TOP = -_INT4.offset, _INT4.top
 _FACTORS = np.linspace(0.68, 1.0, 9, dtype=np.float32)
 """Scales that are tried, as shares of the one that the largest weight asks for."""
 _TILE_WEIGHTS = 2**15
@@ -90,13 +84,14 @@ _TILE_WEIGHTS = 2**15
 def quantize_by_search(
     rows: F32, precision: Precision, importance: F32 | None = None
 ) -> tuple[U8, Scales | None]:
-    """Quantise and pack ``rows`` float32 [n, length] like `pi2.plan.weights.rounding.quantize`.
+    """Quantise and pack ``rows`` float32 [n, length] like `Packing.quantize`.
 
     ``importance`` float32 [length]: what squared errors of each column weigh.  Only int4 gains;
     other types are rounded to nearest.  Raises `ValueError` for weights that cannot be stored.
     """
-    if precision != "int4":
-        return quantize(rows, precision)
+    packing = find_packing(precision)
+    if not packing.is_searched:
+        return packing.quantize(rows)
     count, length = rows.shape
     groups = rows.reshape(count, length // GROUP, GROUP)
     weights = None if importance is None else importance.reshape(length // GROUP, GROUP)
@@ -105,9 +100,9 @@ def quantize_by_search(
     for start in range(0, count, step):
         scales[start : start + step] = find_scales(groups[start : start + step], weights)
     if not np.isfinite(scales).all():
-        quantize(rows, precision)  # says what is wrong
+        packing.quantize(rows)  # says what is wrong
     codes = round_groups(groups, scales).reshape(count, length)
-    return pack_codes(codes, "int4"), scales
+    return _INT4.pack(codes), scales
 
 
 def find_scales(groups: F32, importance: F32 | None) -> F16:
@@ -218,7 +213,7 @@ def quantize_with_compensation(rows: F32, factor: F32, importance: F32) -> tuple
             errors[:, place] = error
             block[:, place + 1 :] -= error[:, None] * factor[column, column + 1 : end]
         rest[:, end:] -= errors @ factor[first:end, end:]
-    return pack_codes(codes, "int4"), scales
+    return _INT4.pack(codes), scales
 
 
 Method = Literal["nearest", "search", "compensated"]
@@ -262,37 +257,33 @@ class Quantizer:
         return [self.method, *([file.name, file.stat().st_mtime_ns] for file in files)]
 
     def quantize(
-        self, rows: F32, precision: Precision, tensor: str, ffn_layer: int | None = None
+        self,
+        rows: F32,
+        precision: Precision,
+        tensor: str,
+        ffn_layer: int | None = None,
+        *,
+        spread: bool = False,
     ) -> tuple[U8, Scales | None]:
-        """Quantise and pack ``rows`` [n, length] of ``tensor``.
+        """Quantise and pack ``rows`` [n, length] of ``tensor``, whose scales may be ``spread``.
 
         ``ffn_layer``: the layer whose FFN's input the rows are multiplied with, if they are.
         Raises `ValueError` for weights that cannot be stored, `UserError` P548 for moments of
         another shape.
         """
-        packed = self._quantize(rows, precision, ffn_layer)
-        if self.errors is not None:
-            stored = dequantize(*packed, rows.shape[1], precision)
+        packing = find_packing(precision)
+        if packing.is_searched and self.method != "nearest" and np.isfinite(rows).all():
+            packed = self._search(rows, precision, ffn_layer)
+        else:
+            packed = packing.quantize(rows, spread=spread)
+        if self.errors is not None and not packing.is_float32:
+            stored = packing.dequantize(*packed, rows.shape[1], spread=spread)
             self.errors.add(tensor, rows, stored, precision)
         return packed
 
-    def quantize_exponents(self, rows: F32, tensor: str, *, spread: bool) -> tuple[U8, U8]:
-        """Quantise and pack ``rows`` [n, length] of ``tensor`` as mxfp4, to nearest whatever the
-        method; every 32 of them share exponents where these are ``spread``.
-
-        Raises `ValueError` for weights that cannot be stored.
-        """
-        packed = quantize_exponents(rows, spread=spread)
-        if self.errors is not None:
-            stored = dequantize_exponents(*packed, rows.shape[1], spread=spread)
-            self.errors.add(tensor, rows, stored, "mxfp4")
-        return packed
-
-    def _quantize(
+    def _search(
         self, rows: F32, precision: Precision, ffn_layer: int | None
     ) -> tuple[U8, Scales | None]:
-        if self.method == "nearest" or precision != "int4" or not np.isfinite(rows).all():
-            return quantize(rows, precision)
         if self._statistics is None or ffn_layer is None:
             return quantize_by_search(rows, precision)
         importance, factor = self._prepare(ffn_layer, rows.shape[1])

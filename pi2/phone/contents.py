@@ -6,9 +6,11 @@ import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from pkgutil import iter_modules
 from typing import Literal, cast
 
 import pi2
+import pi2.formats
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import IsaFeature
@@ -18,8 +20,8 @@ ROOTS = (
     "pi2.orchestrator",
     "pi2.sandbox.template",
 )
-"""What a run begins with, or imports by its name; the module ``backend`` of each backend is one,
-too."""
+"""What a run begins with, or imports by its name; the module ``backend`` of each backend and all
+formats are such, too."""
 
 SPARSE_BACKENDS = frozenset({"cpu"})
 """Backends whose executors bundles can have."""
@@ -81,6 +83,7 @@ def find_modules(backends: Collection[str]) -> dict[str, Path]:
     """Return the files of all of pi2's modules that a run with some backends may import, by
     name."""
     waiting = [*ROOTS, *(f"pi2.backends.{name}.backend" for name in sorted(backends))]
+    waiting += [f"pi2.formats.{own.name}" for own in iter_modules(pi2.formats.__path__)]
     found = dict[str, Path]()
     while waiting:
         name = waiting.pop()

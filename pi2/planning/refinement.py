@@ -168,7 +168,7 @@ def needs_rewriting(bundle: BundleLayout, stored: StoredLayout | None) -> bool:
     """Whether a store has to be written anew to have this layout: one that does not exist yet can
     be given any distance, and has its scales in the bundles, but for mxfp4."""
     if stored is None:
-        return bundle.scales == "resident" and bundle.precision != "mxfp4"
+        return bundle.scales == "resident" and not bundle.parts[-1].spread
     return (bundle.stride, bundle.scales) != (stored.stride, stored.scales)
 
 

@@ -25,9 +25,9 @@ import numpy as np
 from pi2.arrays import F16, F32, I64, U8, Bits
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import Routing
+from pi2.formats import find_packing
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import GROUP, Precision, round_up
-from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.statistics.texts import Window
 
 
@@ -289,8 +289,8 @@ def round_weights(weights: Weights, precision: Precision) -> Weights:
     """What is left of the matrices in a store of ``precision``."""
 
     def rounded(matrix: F32) -> F32:
-        packed, scales = quantize(np.ascontiguousarray(matrix), precision)
-        return dequantize(packed, scales, matrix.shape[1], precision)
+        packed, scales = find_packing(precision).quantize(np.ascontiguousarray(matrix))
+        return find_packing(precision).dequantize(packed, scales, matrix.shape[1])
 
     return Weights(rounded(weights.inner), rounded(weights.outer), weights.bias)
 

@@ -25,7 +25,6 @@ from pi2.plan.authoring.writing import write_document
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Predictor
 from pi2.plan.weights.layout import GROUP, Precision, matrix_bytes, round_up
-from pi2.plan.weights.rounding import quantize
 from pi2.predictors.fitting import (
     Fit,
     LayerSamples,
@@ -259,8 +258,7 @@ def _read_tensor(old: NeuronStore, fits: Sequence[LayerFit], tensor: DenseTensor
     if kind == "predictor_bias":
         return [(fit.join_bias()[None].astype(np.float32), None)]
     matrix = fit.join_inner() if kind == "predictor_in" else fit.join_outer()
-    assert tensor.precision != "fp32"
-    return [quantize(np.ascontiguousarray(matrix), tensor.precision)]
+    return [tensor.packing.quantize(np.ascontiguousarray(matrix))]
 
 
 def write_plan_text(resolved: ResolvedPlan, model: Model, device: str) -> str:

@@ -14,9 +14,9 @@ from pi2.backends.gpu.devices import Survey, open_device, survey_api
 from pi2.backends.gpu.kernels.specification import Api, GpuSpec, ProductKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import load_kernels, pack_matrix
+from pi2.formats import find_packing
 from pi2.plan.documents.device import KernelName
 from pi2.plan.weights.layout import matrix_bytes
-from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.probing.timing import Key
 from pi2.progress import Progress
 
@@ -118,7 +118,7 @@ class DeviceBench:
         """A function that runs the step and waits for it; its result was compared with numpy's."""
         random = np.random.default_rng(5)
         matrix = random.standard_normal((step.rows, WIDTH), np.float32)
-        weights, scales = quantize(matrix, "int4")
+        weights, scales = find_packing("int4").quantize(matrix)
         inputs = random.standard_normal((step.tokens, WIDTH), np.float32)
         outputs = np.zeros((step.tokens, step.rows), np.float32)
         words, tile_scales = pack_matrix(weights, scales, WIDTH, "int4")
@@ -145,7 +145,7 @@ class DeviceBench:
         self._queue.submit().wait()
         some = slice(0, None, max(1, step.rows // _CHECKED_ROWS))
         few = None if scales is None else scales[some]
-        wanted = inputs @ dequantize(weights[some], few, WIDTH, "int4").T
+        wanted = inputs @ find_packing("int4").dequantize(weights[some], few, WIDTH).T
         _check_product(outputs[:, some], wanted)
         return run
 

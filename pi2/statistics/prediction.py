@@ -13,9 +13,9 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.caches import check_regular
 from pi2.diagnostics import UserError
 from pi2.engine.observation import Routing
+from pi2.formats import find_packing
 from pi2.importing.conversion_job import read_counts
 from pi2.plan.weights.projections import name_layer_tensor
-from pi2.plan.weights.rounding import dequantize
 from pi2.statistics.recording import ACTIVATIONS, Statistics
 from pi2.tracing import add_legend, make_figure, pick_colours, pick_styles, save_figure
 
@@ -108,7 +108,7 @@ def _read(request: BuildRequest, layer: int, kind: str, expert: int) -> F32:
     if tensor.precision is None:
         return np.asarray(tensor.weights, np.float32)
     weights = np.asarray(tensor.weights).view(np.uint8)
-    return dequantize(weights, tensor.scales, tensor.length, tensor.precision)
+    return find_packing(tensor.precision).dequantize(weights, tensor.scales, tensor.length)
 
 
 class RecallCounter:

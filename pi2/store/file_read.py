@@ -21,7 +21,6 @@ from pi2.arrays import I32, U8, Raw
 from pi2.backends.protocol import Tensor
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
-from pi2.plan.weights.bundles import view_scales
 from pi2.plan.weights.layout import GROUP, round_up
 from pi2.plan.weights.projections import EMBEDDING
 from pi2.store.agreement import report_size
@@ -265,15 +264,13 @@ def place_scales(file: FileRead, layer: StoredLayer, allocate: Callable[[int, in
 
 def count_bytes(tensor: StoredTensor) -> tuple[int, int]:
     """Bytes of a tensor's weights, and of its scales."""
-    if tensor.precision == "fp32":
-        return 4 * tensor.rows * tensor.length, 0
     return tensor.rows * tensor.dense.row_weight_bytes, tensor.rows * tensor.dense.row_scale_bytes
 
 
 def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
     """The tensor whose bytes are ``weights`` and ``scales``, uint8."""
     rows, length = tensor.rows, tensor.length
-    if tensor.precision == "fp32":
+    if tensor.dense.packing.is_float32:
         values: Raw = weights.view(np.float32).reshape(rows, length)
         return Tensor(name=tensor.name, rows=rows, length=length, precision=None, weights=values)
     return Tensor(
@@ -282,7 +279,7 @@ def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
         length=length,
         precision=tensor.precision,
         weights=weights.reshape(rows, -1),
-        scales=view_scales(scales, rows, tensor.precision) if len(scales) else None,
+        scales=tensor.dense.packing.view_scales(scales, rows) if len(scales) else None,
     )
 
 

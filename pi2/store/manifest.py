@@ -20,6 +20,7 @@ from pi2.plan.documents.common import Count, Identifier, Table
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import FfnPrecision
 from pi2.plan.weights.layout import (
+    GROUP,
     BundleLayout,
     PartName,
     ScalesPlace,
@@ -118,11 +119,9 @@ class StoredBundle(Table):
     @classmethod
     def describe(cls, layout: BundleLayout) -> Self:
         """Describe ``layout``, of neurons themselves."""
-        precision = layout.precision
-        assert precision != "int2" and precision != "int3", "no store has such neurons"
         return cls(
             hidden=layout.hidden,
-            precision=precision,
+            precision=layout.precision,
             stride=layout.stride,
             used_bytes=layout.used_bytes,
             parts=_describe_parts(layout),
@@ -331,7 +330,7 @@ class Manifest(Table):
 
 
 def _check_tensor(tensor: StoredTensor, file_bytes: int) -> None:
-    if tensor.precision != "fp32" and tensor.length % 32:
+    if tensor.length % GROUP and not tensor.dense.packing.is_float32:
         raise ValueError(f"tensor {tensor.name!r}: its length is not a multiple of 32")
     dense = tensor.dense
     for offset, size in (

@@ -24,7 +24,7 @@ from pi2.caches import open_stream
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Tokenizer
-from pi2.plan.weights.bundles import join_scales, view_scales
+from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import BundleLayout
 from pi2.store.agreement import check_files, check_model, report_size
 from pi2.store.manifest import (
@@ -232,7 +232,7 @@ def _find(manifest: Manifest, path: str) -> StoredFile:
 
 def _view_tensor(content: mmap.mmap, tensor: StoredTensor) -> Tensor:
     rows, length = tensor.rows, tensor.length
-    if tensor.precision == "fp32":
+    if tensor.dense.packing.is_float32:
         weights = np.frombuffer(content, np.float32, rows * length, tensor.weights_offset)
         return Tensor(
             name=tensor.name,
@@ -247,7 +247,7 @@ def _view_tensor(content: mmap.mmap, tensor: StoredTensor) -> Tensor:
     if tensor.dense.row_scale_bytes:
         size = rows * tensor.dense.row_scale_bytes
         raw = np.frombuffer(content, np.uint8, size, tensor.scales_offset)
-        scales = view_scales(raw, rows, tensor.precision)
+        scales = tensor.dense.packing.view_scales(raw, rows)
     return Tensor(
         name=tensor.name,
         rows=rows,

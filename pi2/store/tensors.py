@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from pi2.formats import Packing, find_packing, name_packings
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import AttentionPrecision
-from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.plan.weights.projections import (
     EMBEDDING,
     FINAL_NORM,
@@ -166,7 +166,10 @@ def _show(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "absent"
 
 
-StoredPrecision = Literal["ternary", "int4", "int8", "fp16", "fp32"]
+if TYPE_CHECKING:
+    StoredPrecision = str
+else:
+    StoredPrecision = Literal[(*name_packings("projections"), *name_packings("vectors"))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +182,16 @@ class DenseTensor:
     length: int
 
     @property
+    def packing(self) -> Packing:
+        return find_packing(self.precision)
+
+    @property
     def row_weight_bytes(self) -> int:
-        if self.precision == "fp32":
-            return 4 * self.length
-        return weight_bytes(self.length, self.precision)
+        return self.packing.count_weight_bytes(self.length)
 
     @property
     def row_scale_bytes(self) -> int:
-        return 0 if self.precision == "fp32" else scale_bytes(self.length, self.precision)
+        return self.packing.count_scale_bytes(self.length)
 
 
 def list_tensors(model: Model, ranks: Sequence[int] | None) -> list[DenseTensor]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from pi2.arrays import I32, U8, Raw
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import split_scales
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
@@ -49,8 +50,8 @@ from pi2.store.verification import UnfinishedStore, explain_os_error
 
 def keep_groups(model: Model, orders: I32) -> I32:
     """Stored orders [layers, neurons] in which neurons that share scales follow each other as in
-    the checkpoint: of mxfp4, groups of 32 in the order of their mean places."""
-    if model.quantization.ffn != "mxfp4":
+    the checkpoint: groups of 32 in the order of their mean places."""
+    if not find_packing(model.quantization.ffn).shares_down_scales:
         return orders
     places = np.argsort(orders, axis=1).reshape(len(orders), -1, GROUP)
     groups = np.argsort(places.mean(axis=2), axis=1, kind="stable")
@@ -71,7 +72,7 @@ def cut_groups(pieces: Iterable[U8]) -> Iterator[U8]:
 
 
 TensorPieces = Iterable[tuple[Raw, Raw | None]]
-"""Rows of a tensor in order: weights uint8 [n, weight bytes] (float32 [1, length] for fp32) and
+"""Rows of a tensor in order: weights uint8 [n, weight bytes], or float32 vectors as they are, and
 scales [n, .] or None."""
 
 
@@ -105,10 +106,11 @@ class StoreWriter:
         Raises `UserError` P105 for scales of weights that have none, P521-P523 if the store may not
         or cannot be written.
         """
-        if scales == "resident" and model.quantization.ffn == "fp16":
+        if scales == "resident" and not find_packing(model.quantization.ffn).has_scales:
             raise UserError.of(
                 "P105",
-                f"the neurons of {model.id!r} are fp16: they have no scales that could be resident",
+                f"the neurons of {model.id!r} are {model.quantization.ffn}: they have no scales "
+                "that could be resident",
                 help="leave scales inline, or quantise the neurons",
             )
         self.model = model

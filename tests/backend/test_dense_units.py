@@ -15,8 +15,8 @@ from pi2.backends.protocol import Tensor
 from pi2.backends.reference.dense_unit import widen
 from pi2.backends.reference.process_unit import ProcessUnit
 from pi2.backends.units import DenseUnit, UnitFailed
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.rounding import quantize
 from tests.helpers.dense_units import KINDS, Neurons, UnitKind, make_neurons
 from tests.helpers.gpu import require_launcher
 
@@ -194,7 +194,7 @@ def test_it_multiplies_with_rows_of_matrices(
 def draw_matrix(name: str, rows: int, length: int, precision: Precision) -> Tensor:
     random = np.random.default_rng(rows)
     values = random.standard_normal((rows, length), dtype=np.float32)
-    weights, scales = quantize(values, precision)
+    weights, scales = find_packing(precision).quantize(values)
     return Tensor(
         name=name, rows=rows, length=length, precision=precision, weights=weights, scales=scales
     )

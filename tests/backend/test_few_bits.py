@@ -12,9 +12,9 @@ from pi2.arrays import F32, U8
 from pi2.backends.cpu import backend as cpu
 from pi2.backends.protocol import Executor
 from pi2.backends.reference import backend as reference
+from pi2.formats import find_packing
 from pi2.plan.weights.bundles import assemble_bundles, unpack_part
 from pi2.plan.weights.layout import BundleLayout, lay_out_bundle
-from pi2.plan.weights.rounding import quantize
 from tests.helpers.kernels import DEMO_LIKE, X86_FEATURES, RandomModel, align, measure_error
 
 ODD_BLOCKS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def make_model(precision: Any, kind: Any) -> RandomModel:
 
 def round_bundles(bundles: U8, old: BundleLayout, layout: BundleLayout) -> U8:
     rows = (unpack_part(bundles, old, part) for part in range(len(old.parts)))
-    return assemble_bundles([quantize(row, layout.precision) for row in rows], layout)
+    return assemble_bundles([find_packing(layout.precision).quantize(row) for row in rows], layout)
 
 
 def compute(executor: Executor, model: RandomModel) -> F32:

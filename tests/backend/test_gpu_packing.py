@@ -12,9 +12,9 @@ from pi2.backends.gpu.packing import (
     pack_neurons,
 )
 from pi2.backends.gpu.sizes import TILE, count_tile_bytes
+from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_part, unpack_part
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.rounding import dequantize, order_words, quantize
 from tests.helpers.gpu import RandomNeurons
 
 LENGTH = 32 * (16 + 8 + 4 + 1)
@@ -46,9 +46,9 @@ def read_group(words: list[int], precision: Precision) -> list[float]:
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
 def test_words_of_a_group_hold_its_elements_in_order(precision: Precision) -> None:
     rows = np.random.default_rng(1).standard_normal((3, LENGTH)).astype(np.float32)
-    weights, scales = quantize(rows, precision)
-    wanted = dequantize(weights, scales, LENGTH, precision)
-    words = order_words(weights, LENGTH, precision)
+    weights, scales = find_packing(precision).quantize(rows)
+    wanted = find_packing(precision).dequantize(weights, scales, LENGTH)
+    words = find_packing(precision).order_words(weights, LENGTH)
     assert words.shape == (3, LENGTH // GROUP, WORDS[precision])
     for row in range(3):
         for group in range(LENGTH // GROUP):
@@ -60,10 +60,10 @@ def test_words_of_a_group_hold_its_elements_in_order(precision: Precision) -> No
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
 def test_a_matrix_in_tiles_has_one_vector_of_each_row_then_the_next(precision: Precision) -> None:
     rows = np.random.default_rng(2).standard_normal((41, 96)).astype(np.float32)
-    weights, scales = quantize(rows, precision)
+    weights, scales = find_packing(precision).quantize(rows)
     words, tile_scales = pack_matrix(weights, scales, 96, precision)
     vectors = words.reshape(2, -1, TILE, 4)
-    ordered = order_words(weights, 96, precision).reshape(41, -1, 4)
+    ordered = find_packing(precision).order_words(weights, 96).reshape(41, -1, 4)
     for row in (0, 31, 32, 40):
         np.testing.assert_array_equal(vectors[row // TILE, :, row % TILE], ordered[row])
     assert not vectors[1, :, 9:].any(), "what fills up the last tile is zero"
@@ -103,7 +103,7 @@ def test_gates_of_a_tile_come_before_its_up_rows(gated: bool) -> None:
     tiles = packed.gate_up_weights.reshape(2, ffn.parts, -1, TILE, 4)
     for part in range(ffn.parts):
         weights, _ = slice_part(neurons.bundles, neurons.layout, part)
-        ordered = order_words(weights, 64, "int8").reshape(64, -1, 4)
+        ordered = find_packing("int8").order_words(weights, 64).reshape(64, -1, 4)
         np.testing.assert_array_equal(tiles[1, part, :, 3], ordered[35])
 
 

@@ -13,8 +13,8 @@ from pi2.backends.gpu.kernels.routing import make_embed, make_read
 from pi2.backends.gpu.kernels.specification import Axis, EmbeddingKernels, ProductKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_matrix
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.rounding import dequantize, quantize
 from tests.helpers.gpu import Bench, measure_error
 
 CLOSE = 3e-6
@@ -33,8 +33,8 @@ ROWS, LENGTH = 75, 288
 def test_products_of_any_number_of_tokens(launcher: Launcher, product: ProductKernels) -> None:
     random = np.random.default_rng(3)
     rows = random.standard_normal((ROWS, LENGTH)).astype(np.float32)
-    weights, scales = quantize(rows, product.precision)
-    matrix = dequantize(weights, scales, LENGTH, product.precision).astype(np.float64)
+    weights, scales = find_packing(product.precision).quantize(rows)
+    matrix = find_packing(product.precision).dequantize(weights, scales, LENGTH).astype(np.float64)
     words, tile_scales = pack_matrix(weights, scales, LENGTH, product.precision)
     arrays: dict[str, Raw] = {"matrix_weights": words}
     if tile_scales is not None:
@@ -63,12 +63,12 @@ def test_parts_of_the_rows_may_have_inputs_of_their_own(launcher: Launcher) -> N
     random = np.random.default_rng(6)
     blocks, each = 3, ROWS // 3
     rows = random.standard_normal((blocks * each, LENGTH)).astype(np.float32)
-    weights, scales = quantize(rows, "int8")
+    weights, scales = find_packing("int8").quantize(rows)
     words, tile_scales = pack_matrix(weights, scales, LENGTH, "int8")
     assert tile_scales is not None
     product = ProductKernels(length=LENGTH, precision="int8", blocks=blocks)
     bench = Bench(launcher, list(list_product_kernels(product, launcher.facts.fp16)))
-    whole = dequantize(weights, scales, LENGTH, "int8").reshape(blocks, each, LENGTH)
+    whole = find_packing("int8").dequantize(weights, scales, LENGTH).reshape(blocks, each, LENGTH)
     for tokens, size in ((1, 1), (6, 4)):
         inputs = random.standard_normal((tokens, blocks, LENGTH)).astype(np.float32)
         arrays: dict[str, Raw] = {
@@ -87,7 +87,7 @@ def test_parts_of_the_rows_may_have_inputs_of_their_own(launcher: Launcher) -> N
 def test_embeddings_are_rows_of_the_matrix(launcher: Launcher, precision: Precision) -> None:
     random = np.random.default_rng(4)
     rows = random.standard_normal((ROWS, LENGTH)).astype(np.float32)
-    weights, scales = quantize(rows, precision)
+    weights, scales = find_packing(precision).quantize(rows)
     words, tile_scales = pack_matrix(weights, scales, LENGTH, precision)
     ids = np.array([0, 74, 31, 32, 0], np.int32)
     embedding = EmbeddingKernels(length=LENGTH, precision=precision, factor=0.5)
@@ -101,7 +101,7 @@ def test_embeddings_are_rows_of_the_matrix(launcher: Launcher, precision: Precis
     found = Bench(launcher, [make_embed(embedding, launcher.facts.fp16)]).run(
         "embed", arrays, {"tokens": 5}
     )
-    wanted = np.float32(0.5) * dequantize(weights, scales, LENGTH, precision)[ids]
+    wanted = np.float32(0.5) * find_packing(precision).dequantize(weights, scales, LENGTH)[ids]
     np.testing.assert_allclose(found["x"], wanted, rtol=1e-6)
 
 

@@ -18,9 +18,9 @@ from pi2.backends.hexagon.specification import (
     ProductGraph,
     choose_weights,
 )
+from pi2.formats import find_packing
 from pi2.plan.weights.bundles import assemble_bundles, slice_part, unpack_part
 from pi2.plan.weights.layout import BundleLayout, Precision, lay_out_bundle, round_up
-from pi2.plan.weights.rounding import quantize
 from tests.helpers.bundles import pack_bundles
 from tests.helpers.hexagon import Bench, multiply_exactly, require_emulator, round_tokens
 
@@ -57,7 +57,7 @@ def test_products_are_those_of_whole_numbers(
     random = np.random.default_rng(length + tokens)
     rows = random.standard_normal((ROWS, length)).astype(np.float32)
     rows[3] = 0
-    weights, scales = quantize(rows, precision)
+    weights, scales = find_packing(precision).quantize(rows)
     inputs = random.standard_normal((max(1, tokens - 1), length)).astype(np.float32)
     inputs[0, 0] = 100  # others are small beside it
     graph = ProductGraph(
@@ -117,7 +117,7 @@ def test_experts_may_read_what_is_weighed_and_cut_gates_and_ups() -> None:
     random = np.random.default_rng(5)
     layout = lay_out_bundle(shape.hidden, "int4", mixed=True)
     parts = [random.standard_normal((64, shape.hidden)).astype(np.float32) for _ in range(3)]
-    packed = [quantize(part, "int4") for part in parts]
+    packed = [find_packing("int4").quantize(part) for part in parts]
     experts = random.integers(0, 2, 64).astype(np.int32)
     bundles = assemble_bundles(packed, layout, experts=experts)
     inputs = random.standard_normal((7, shape.hidden)).astype(np.float32)

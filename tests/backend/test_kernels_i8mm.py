@@ -14,9 +14,9 @@ import pytest
 
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED
-from pi2.plan.weights.bundles import assemble_bundles, quantize_part, unpack_part
+from pi2.formats import find_packing
+from pi2.plan.weights.bundles import assemble_bundles, unpack_part
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, round_up, split_lanes
-from pi2.plan.weights.rounding import pack_codes, unpack_codes
 from tests.backend.test_kernels_executor import feed
 from tests.helpers.aarch64 import (
     ARM_FEATURES,
@@ -84,9 +84,9 @@ class Product:
             # One token has the order of all other schedules.
             codes, scales = allocate("int8", *parts.shape), ones
             for plane in range(self._planes):
-                codes[:, plane] = pack_codes(parts[:, plane], "int8").view(np.int8)
+                codes[:, plane] = find_packing("int8").pack(parts[:, plane]).view(np.int8)
         sums = (-8 * x.reshape(tokens, -1, GROUP).sum(-1)).astype(np.int32)
-        packed = pack_codes(weights.astype(np.int8), self._precision)
+        packed = find_packing(self._precision).pack(weights.astype(np.int8))
         each: npt.NDArray[Any] = np.ones((rows, LENGTH // GROUP), np.float16)
         if self._precision == "ternary":
             each = np.ones((rows, 1), np.float32)
@@ -180,7 +180,11 @@ def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
     emulate(spec, "begin_ffn", tmp_path)(tokens, source, norm, *arrays, y)
     natural, inputs = quantize_activations(arrays[3][:tokens].copy(), planes)
     codes = np.stack(
-        [unpack_codes(natural[0][:, p].view(np.uint8), hidden, "int8") for p in range(planes)], 1
+        [
+            find_packing("int8").unpack(natural[0][:, p].view(np.uint8), hidden)
+            for p in range(planes)
+        ],
+        1,
     )
     paired, scales = pair_activations(codes, natural[1])
     last = slice(None, tokens - 1)
@@ -195,7 +199,7 @@ def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
     packed = [
         (weights[:neurons], None if scales is None else scales[:neurons])
         for weights, scales in (
-            quantize_part(values, part, ffn)
+            find_packing(ffn).quantize(values, spread=part.spread)
             for values, part in zip(rows if gated else rows[1:], layout.parts, strict=True)
         )
     ]

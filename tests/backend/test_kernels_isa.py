@@ -14,10 +14,10 @@ import pytest
 from pi2.arrays import F32
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS
+from pi2.formats import find_packing
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import list_shipped
-from pi2.plan.weights.rounding import dequantize, quantize
 from tests.helpers.aarch64 import (
     ARM_FEATURES,
     emulate,
@@ -102,7 +102,9 @@ def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> 
     hidden, neurons = 928, 40
     spec = make_arm_spec(ARM_FEATURES[features], hidden=hidden, gate_rows=precision)
     rng = np.random.default_rng(0)
-    weights, scales = quantize(rng.standard_normal((neurons, hidden)).astype(np.float32), precision)
+    weights, scales = find_packing(precision).quantize(
+        rng.standard_normal((neurons, hidden)).astype(np.float32)
+    )
     u = rng.standard_normal((1, hidden)).astype(np.float32)
     arrays, stands_for = quantize_activations(u, 2)
     scores, indices = allocate("float32", neurons), allocate("int32", neurons + 1)
@@ -111,7 +113,7 @@ def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> 
     kernel = emulate(spec, "predict_gate", tmp_path)
     kernel(neurons, weights, second, *arrays, scores, indices, found)
     inputs = u if precision == "fp16" else stands_for
-    expected = inputs[0] @ dequantize(weights, scales, hidden, precision).T
+    expected = inputs[0] @ find_packing(precision).dequantize(weights, scales, hidden).T
     assert measure_error(scores, expected) < 1e-5
     assert np.array_equal(indices[: found[0]], np.flatnonzero(scores > 0))
 
@@ -197,8 +199,10 @@ def test_attention_on_aarch64(features: str, tokens: int, kv: Any, tmp_path: Pat
         work = [qkv, *hidden, *mixed, *spans, *room]
         return [*numbers, x, norm, *matrices, *tables, *cache, *work]
 
-    qkv_weights = quantize(rng.standard_normal((256, 96)).astype(np.float32), "int4")
-    output_weights = quantize(rng.standard_normal((96, 128)).astype(np.float32), "int4")
+    qkv_weights = find_packing("int4").quantize(rng.standard_normal((256, 96)).astype(np.float32))
+    output_weights = find_packing("int4").quantize(
+        rng.standard_normal((96, 128)).astype(np.float32)
+    )
     emulated, native = make_arguments(True), make_arguments(False)
     emulate(spec, "attend", tmp_path)(*emulated)
     compile_program("attend", own)(*native)
@@ -232,14 +236,16 @@ def test_the_vnni_schedule_is_right_if_vpdpbusd_does_what_its_manual_says(
 
     rows, tokens = 9, 3
     rng = np.random.default_rng(0)
-    weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), precision)
+    weights, scales = find_packing(precision).quantize(
+        rng.standard_normal((rows, length)).astype(np.float32)
+    )
     x = rng.standard_normal((tokens, length)).astype(np.float32)
     arrays, stands_for = quantize_activations(x, 2)
     y = allocate("float32", tokens, rows)
     assert scales is not None
     kernel = compile_kernel(make_multiply(vnni_schedule, length, precision, 2, 1), vnni_schedule)
     kernel(rows, tokens, weights, scales.view(np.uint8), *arrays, y)
-    expected = stands_for @ dequantize(weights, scales, length, precision).T
+    expected = stands_for @ find_packing(precision).dequantize(weights, scales, length).T
     assert measure_error(y, expected) < 1e-5
 
 
@@ -251,7 +257,9 @@ def test_a_token_of_a_step_has_the_bits_that_it_has_alone(
 
     length, rows = 992, 75
     rng = np.random.default_rng(0)
-    weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), precision)
+    weights, scales = find_packing(precision).quantize(
+        rng.standard_normal((rows, length)).astype(np.float32)
+    )
     assert scales is not None
     isa = dataclasses.replace(vnni_schedule, few_tokens=True)
     kernel = compile_kernel(make_multiply(isa, length, precision, 2, 2), isa)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pi2.backends.reference.operators import activate
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.rounding import dequantize, quantize
 from tests.helpers.kernels import (
     allocate,
     allocate_activations,
@@ -25,8 +25,10 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
     rng = np.random.default_rng(0)
     hidden, rank, neurons = 320, 96, 333
     spec = make_spec(hidden=hidden, predictor=precision, ranks=(rank,))
-    inner = quantize(rng.standard_normal((rank, hidden)).astype(np.float32), precision)
-    outer = quantize(rng.standard_normal((neurons, rank)).astype(np.float32), precision)
+    inner = find_packing(precision).quantize(rng.standard_normal((rank, hidden)).astype(np.float32))
+    outer = find_packing(precision).quantize(
+        rng.standard_normal((neurons, rank)).astype(np.float32)
+    )
     bias = allocate("float32", neurons)
     bias[:] = rng.standard_normal(neurons)
     u = rng.standard_normal((1, hidden)).astype(np.float32)
@@ -45,7 +47,10 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
         for part in (weights, scales)
     ]
     kernel(neurons, 3.0, *arrays, *parts, bias, *middle, scores, indices, found)
-    plain = [dequantize(*pair, size, precision) for pair, size in ((inner, hidden), (outer, rank))]
+    plain = [
+        find_packing(precision).dequantize(*pair, size)
+        for pair, size in ((inner, hidden), (outer, rank))
+    ]
     expected = plain[1] @ np.maximum(plain[0] @ u[0], 0) + bias
     assert np.allclose(scores[:neurons], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
     # The list is that of the kernel's own scores, exactly and in order.
@@ -80,7 +85,9 @@ def test_the_gate_predictor_lists_open_gates(activation: str, limit: float) -> N
     rng = np.random.default_rng(1)
     hidden, neurons = 160, 203
     spec = make_spec(hidden=hidden, activation=activation, threshold=limit)
-    weights, scales = quantize(rng.standard_normal((neurons, hidden)).astype(np.float32), "int4")
+    weights, scales = find_packing("int4").quantize(
+        rng.standard_normal((neurons, hidden)).astype(np.float32)
+    )
     u = rng.standard_normal((1, hidden)).astype(np.float32) * 0.1
     arrays, stands_for = quantize_activations(u, 2)
     # Whole lines of 16 scores and indices.
@@ -89,7 +96,7 @@ def test_the_gate_predictor_lists_open_gates(activation: str, limit: float) -> N
     assert scales is not None
     kernel = compile_program("predict_gate", spec)
     kernel(neurons, weights, scales.view(np.uint8), *arrays, scores, indices, found)
-    gates = stands_for[0] @ dequantize(weights, scales, hidden, "int4").T
+    gates = stands_for[0] @ find_packing("int4").dequantize(weights, scales, hidden).T
     assert np.array_equal(indices[: found[0]], np.flatnonzero(gates > limit))
 
 
@@ -100,7 +107,9 @@ def test_the_gate_predictor_of_smooth_activations_lists_those_that_reach_the_lim
     rng = np.random.default_rng(1)
     hidden, neurons = 160, 203
     spec = make_spec(hidden=hidden, activation=activation)
-    weights, scales = quantize(rng.standard_normal((neurons, hidden)).astype(np.float32), "int4")
+    weights, scales = find_packing("int4").quantize(
+        rng.standard_normal((neurons, hidden)).astype(np.float32)
+    )
     u = rng.standard_normal((1, hidden)).astype(np.float32) * 0.1
     arrays, stands_for = quantize_activations(u, 2)
     # Whole lines of 16 scores and indices.
@@ -108,7 +117,9 @@ def test_the_gate_predictor_of_smooth_activations_lists_those_that_reach_the_lim
     found = allocate("int32", 1)
     assert scales is not None
     kernel = compile_program("predict_gate", spec)
-    gates = (stands_for[0] @ dequantize(weights, scales, hidden, "int4").T).astype(np.float32)
+    gates = (stands_for[0] @ find_packing("int4").dequantize(weights, scales, hidden).T).astype(
+        np.float32
+    )
     model = make_model({"ffn": {"activation": activation}, "predictor": None})
     expected = activate(model, gates, None)
     counts = []
@@ -126,11 +137,11 @@ def test_the_gate_predictor_of_smooth_activations_lists_those_that_reach_the_lim
 def test_embedding_rows_are_exact(precision: Precision, hidden: int) -> None:
     rng = np.random.default_rng(2)
     table = rng.standard_normal((50, hidden)).astype(np.float32)
-    weights, scales = quantize(table, precision)
+    weights, scales = find_packing(precision).quantize(table)
     ids = allocate("int32", 5)
     ids[:] = [3, 49, 0, 3, 17]
     x = allocate("float32", 5, hidden)
     spec = make_spec(hidden=hidden, embedding=precision)
     second = weights if scales is None else scales.view(np.uint8)
     compile_program("embed", spec)(5, weights, second, ids, x)
-    assert np.array_equal(x, dequantize(weights, scales, hidden, precision)[ids])
+    assert np.array_equal(x, find_packing(precision).dequantize(weights, scales, hidden)[ids])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pi2.arrays import F32, U8
-from pi2.plan.weights.bundles import assemble_bundles, quantize_part, unpack_part
+from pi2.formats import find_packing
+from pi2.plan.weights.bundles import assemble_bundles, unpack_part
 from pi2.plan.weights.layout import BundleLayout
 
 
@@ -19,7 +20,7 @@ def pack_bundles(
     assert (gate is not None) == layout.is_gated, layout
     rows = [up, down] if gate is None else [gate, up, down]
     packed = [
-        quantize_part(values, part, layout.precision)
+        find_packing(layout.precision).quantize(values, spread=part.spread)
         for values, part in zip(rows, layout.parts, strict=True)
     ]
     return assemble_bundles(packed, layout, biases)

@@ -17,12 +17,12 @@ from pi2.backends.hexagon.machines import find_unit_obstacles
 from pi2.backends.reference.dense_unit import ThreadUnit
 from pi2.backends.reference.process_unit import ProcessUnit
 from pi2.backends.units import DenseUnit, UnitRequest
+from pi2.formats import find_packing
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Graphs
 from pi2.plan.weights.bundles import assemble_bundles, split_scales, unpack_part
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
-from pi2.plan.weights.rounding import quantize
 from tests.helpers.models import make_model
 
 
@@ -193,10 +193,9 @@ def make_neurons(
     for _ in range(2):
         neurons = model.layer_neurons
         parts = [
-            quantize(
+            find_packing(layout.precision).quantize(
                 random.standard_normal((neurons, layout.hidden), dtype=np.float32)
-                / np.float32(GROUP),
-                layout.precision,
+                / np.float32(GROUP)
             )
             for _ in layout.parts
         ]

@@ -16,9 +16,9 @@ from pi2.backends.gpu.devices import survey_devices
 from pi2.backends.gpu.kernels.specification import Api, FfnKernels, Number
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.reference.operators import activate
+from pi2.formats import find_packing
 from pi2.plan.weights.bundles import assemble_bundles, slice_bias, slice_experts, unpack_part
 from pi2.plan.weights.layout import BundleLayout, lay_out_bundle
-from pi2.plan.weights.rounding import quantize
 
 
 @cache
@@ -53,7 +53,7 @@ class RandomNeurons:
         parts = []
         for _ in self.layout.parts:
             rows = random.standard_normal((count, ffn.hidden)).astype(np.float32) * scale
-            parts.append(quantize(rows, ffn.precision))
+            parts.append(find_packing(ffn.precision).quantize(rows))
         biases = random.standard_normal((count, ffn.parts)).astype(np.float32)
         experts = random.integers(0, max(ffn.experts, 1), count).astype(np.int32)
         self.bundles: U8 = assemble_bundles(

@@ -24,9 +24,9 @@ from pi2.backends.hexagon.sizes import (
     place_piece,
 )
 from pi2.backends.hexagon.specification import FfnGraph, HexagonSpec, ProductGraph
+from pi2.formats import find_packing
 from pi2.plan.documents.device import Unit
 from pi2.plan.weights.layout import GROUP, Precision, round_up
-from pi2.plan.weights.rounding import dequantize, unpack_codes
 from pi2.progress import ignore_progress
 
 EMULATED = Unit(kind="npu", architecture="hexagon", emulated=True)
@@ -53,7 +53,7 @@ def multiply_exactly(
     row, as the NPU keeps them: computed from the store's bytes, by groups."""
     if precision == "int4":
         assert scales is not None
-        codes = unpack_codes(weights, length, precision).astype(np.int64)
+        codes = find_packing(precision).unpack(weights, length).astype(np.int64)
         wide = round_up(length, 2 * GROUP) // GROUP
         own = scales.astype(np.float32)
         row_scales = np.abs(own).max(axis=1) / np.float32(find_top_multiplier(wide))
@@ -64,7 +64,7 @@ def multiply_exactly(
             part = slice(group * GROUP, (group + 1) * GROUP)
             sums += (inputs[:, part] @ codes[:, part].T) * factors[:, group]
         return sums, row_scales
-    values = dequantize(weights, scales, length, precision)
+    values = find_packing(precision).dequantize(weights, scales, length)
     row_scales = np.abs(values).max(axis=1) / TOP
     safe = np.where(row_scales > 0, row_scales, np.float32(1))
     whole = np.clip(np.rint(values / safe[:, None]), -TOP, TOP).astype(np.int64)

@@ -21,6 +21,7 @@ from pi2.backends.kernels.isa import (
 from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.formats import find_packing
 from pi2.machine.cpu import detect_cpu
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Attention, Rope
@@ -29,7 +30,6 @@ from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.bundles import slice_part
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
 from pi2.plan.weights.projections import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
-from pi2.plan.weights.rounding import pack_codes, quantize
 from pi2.progress import ignore_progress
 from tests.helpers.bundles import pack_bundles
 
@@ -248,7 +248,7 @@ def quantize_activations(x: F32, planes: int) -> tuple[list[npt.NDArray[Any]], F
     parts = [high, codes - 256 * high] if planes == 2 else [codes]
     for plane, part in enumerate(parts):
         flat = part.reshape(tokens, length).astype(np.int8)
-        arrays[0][:, plane] = pack_codes(flat, "int8").view(np.int8)
+        arrays[0][:, plane] = find_packing("int8").pack(flat).view(np.int8)
     arrays[1][:] = scales
     arrays[2][:] = -8 * codes.sum(-1)
     arrays[3][:] = x
@@ -418,7 +418,7 @@ class RandomModel:
         self, name: str, rows: int, length: int, precision: Precision, scale: float | None = None
     ) -> None:
         values = self._draw(rows, length, length**-0.5 if scale is None else scale)
-        weights, scales = quantize(values, precision)
+        weights, scales = find_packing(precision).quantize(values)
         self._tensors[name] = Tensor(
             name=name,
             rows=rows,

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32, I32
+from pi2.formats import find_packing
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.projections import EMBEDDING, FINAL_NORM, HEAD
-from pi2.plan.weights.rounding import quantize
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces
 from tests.helpers.bundles import pack_bundles
@@ -141,7 +141,7 @@ def write_store(
             rows = gather_rows(model, weights, original, tensor.name)
             if tensor.precision == "fp32":
                 return [(rows, None)]
-            return [quantize(rows, tensor.precision)]
+            return [find_packing(tensor.precision).quantize(rows)]
 
         writer.write_dense(read)
         writer.add_file("tokenizer.json", make_tokenizer(shape.vocab))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.rounding import dequantize, quantize
 from tests.helpers.kernels import (
     align,
     allocate,
@@ -53,7 +53,9 @@ def test_a_product_is_what_float64_says_of_the_same_codes(
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), precision)
+    weights, scales = find_packing(precision).quantize(
+        rng.standard_normal((rows, length)).astype(np.float32)
+    )
     x = (rng.standard_normal((tokens, length)) * 10 ** rng.uniform(-3, 3)).astype(np.float32)
     arrays, stands_for = quantize_activations(x, planes)
     y = allocate("float32", tokens, rows)
@@ -62,7 +64,7 @@ def test_a_product_is_what_float64_says_of_the_same_codes(
     blocks = allocate_blocks(schedule, threads, tokens, length, planes)
     packed_scales = weights if scales is None else align(scales)
     kernel(rows, tokens, weights, packed_scales.view(np.uint8).copy(), *arrays, *blocks, y)
-    plain = dequantize(weights, scales, length, precision).astype(np.float64)
+    plain = find_packing(precision).dequantize(weights, scales, length).astype(np.float64)
     inputs = x.astype(np.float64) if precision == "fp16" else stands_for
     # Relative to the largest sum of magnitudes: products may cancel.
     magnitude = float((np.abs(inputs) @ np.abs(plain).T).max())
@@ -77,7 +79,7 @@ def test_the_largest_codes_do_not_overflow(isa: str, precision: Precision) -> No
     lowest = -8 if precision == "int4" else -127
     rows = np.full((2, length), lowest, np.float32)
     rows[1] = 7 if precision == "int4" else 127
-    weights, scales = quantize(rows, precision)
+    weights, scales = find_packing(precision).quantize(rows)
     x = np.full((2, length), -1.0, np.float32)
     x[1] = 1.0
     arrays, stands_for = quantize_activations(x, 2)
@@ -86,7 +88,7 @@ def test_the_largest_codes_do_not_overflow(isa: str, precision: Precision) -> No
     kernel = compile_kernel(make_multiply(make_isa(isa), length, precision, 2, 1), make_isa(isa))
     blocks = allocate_blocks(make_isa(isa), 1, 2, length, 2)
     kernel(2, 2, weights, scales.view(np.uint8), *arrays, *blocks, y)
-    plain = dequantize(weights, scales, length, precision).astype(np.float64)
+    plain = find_packing(precision).dequantize(weights, scales, length).astype(np.float64)
     assert measure_error(y, stands_for @ plain.T) < 1e-6
 
 
@@ -95,7 +97,9 @@ def test_the_largest_codes_do_not_overflow(isa: str, precision: Precision) -> No
 def test_one_token_gives_the_same_bits_as_many(isa: str, planes: int) -> None:
     rng = np.random.default_rng(5)
     rows, tokens, length = 33, 35, 352
-    weights, scales = quantize(rng.standard_normal((rows, length)).astype(np.float32), "int4")
+    weights, scales = find_packing("int4").quantize(
+        rng.standard_normal((rows, length)).astype(np.float32)
+    )
     x = rng.standard_normal((tokens, length)).astype(np.float32)
     assert scales is not None
     kernel = compile_kernel(make_multiply(make_isa(isa), length, "int4", planes, 2), make_isa(isa))

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision, lay_out_bundle, vector_bytes
-from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.store.arrow_file import TensorSize, lay_out_dense_file, lay_out_layer_file
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
@@ -185,9 +185,9 @@ def test_a_round_trip_is_off_by_half_a_step_at_most(
     generator = np.random.default_rng(seed)
     rows = generator.standard_normal((count, 32 * length_groups), dtype=np.float32)
     rows *= np.float32(2.0**exponent)
-    weights, scales = quantize(rows, precision)
+    weights, scales = find_packing(precision).quantize(rows)
     assert scales is not None
-    restored = dequantize(weights, scales, rows.shape[1], precision)
+    restored = find_packing(precision).dequantize(weights, scales, rows.shape[1])
     peaks = np.abs(rows.reshape(count, length_groups, 32)).max(axis=2)
     # Half a step, and what the fp16 scale is off by (2^-11 of it) where the code is largest.
     bounds = peaks / top * (0.5 + top * 2.0**-11) + 2.0**-25 * top
@@ -200,10 +200,10 @@ def test_quantising_what_was_restored_changes_nothing(
     length_groups: int, seed: int, precision: Precision
 ) -> None:
     rows = np.random.default_rng(seed).standard_normal((2, 32 * length_groups), dtype=np.float32)
-    weights, scales = quantize(rows, precision)
-    restored = dequantize(weights, scales, rows.shape[1], precision)
-    again, again_scales = quantize(restored, precision)
-    twice = dequantize(again, again_scales, rows.shape[1], precision)
+    weights, scales = find_packing(precision).quantize(rows)
+    restored = find_packing(precision).dequantize(weights, scales, rows.shape[1])
+    again, again_scales = find_packing(precision).quantize(restored)
+    twice = find_packing(precision).dequantize(again, again_scales, rows.shape[1])
     np.testing.assert_allclose(twice, restored, rtol=2e-3, atol=1e-6)
 
 

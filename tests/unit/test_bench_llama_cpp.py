@@ -12,8 +12,8 @@ import pi2
 from pi2.benchmarks.gguf_file import find_gguf, list_gguf_tensors, write_gguf
 from pi2.benchmarks.samples import Workload
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import vector_bytes
-from pi2.plan.weights.rounding import dequantize
 from pi2.progress import ignore_progress
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_model
@@ -124,7 +124,7 @@ def test_a_mixture_like_a_store_chooses_experts_as_it_does(tmp_path: Path, embed
         words = stored["embedding"]
         packed, width = words.weights.view(np.uint8), model.shape.hidden
         assert words.precision == embedding
-        given = dequantize(packed, words.scales, width, words.precision)
+        given = find_packing(words.precision).dequantize(packed, words.scales, width)
         assert np.array_equal(read("token_embd.weight"), given)
         router = stored["layers.1.router"].weights
         assert np.array_equal(read("blk.1.ffn_gate_inp.weight"), router)

@@ -16,12 +16,12 @@ import pytest
 from pi2.arrays import F32, I32
 from pi2.backends.arithmetic import slice_tensor
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.predictors import announce_predictors
 from pi2.importing.safetensors_file import list_safetensors
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.bundles import pack_bundles
@@ -55,7 +55,7 @@ def expect_store(path: Path, model: Model, weights: Weights, original: I32) -> N
             if tensor.precision is None:
                 np.testing.assert_array_equal(tensor.weights, rows)
                 continue
-            packed, scales = quantize(rows, tensor.precision)
+            packed, scales = find_packing(tensor.precision).quantize(rows)
             np.testing.assert_array_equal(tensor.weights, packed)
             if scales is not None:
                 assert tensor.scales is not None
@@ -220,7 +220,7 @@ def test_predictors_may_come_in_a_folder_of_powerinfer(
     convert_checkpoint(checkpoint, model, tmp_path / "store", predictors=folder)
     with NeuronStore.open(tmp_path / "store") as store:
         tensor = store.tensors["layers.1.predictor_in"]
-        found = dequantize(tensor.weights.view(np.uint8), tensor.scales, 64, "fp16")
+        found = find_packing("fp16").dequantize(tensor.weights.view(np.uint8), tensor.scales, 64)
     expected = outside["model.layers.1.mlp.predictor.fc1.weight"]
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-5)
     (folder / "model_1.pt").unlink()

@@ -14,12 +14,12 @@ from safetensors.numpy import save_file
 import pi2
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing import gguf_file
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_file import BLOCKS, decode_blocks
 from pi2.plan.weights.bundles import unpack_part
-from pi2.plan.weights.rounding import dequantize
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf
@@ -166,7 +166,9 @@ def test_codes_of_the_same_kind_are_taken_over(tmp_path: Path, kind: str, precis
             assert 0 < wrong.max() <= 0.2 * np.abs(down).max()
             output = store.tensors[f"layers.{layer}.output"]
             assert output.scales is not None and output.precision is not None
-            found = dequantize(output.weights.view(np.uint8), output.scales, 64, output.precision)
+            found = find_packing(output.precision).dequantize(
+                output.weights.view(np.uint8), output.scales, 64
+            )
             np.testing.assert_array_equal(found, values[f"blk.{layer}.attn_output.weight"])
 
 
@@ -179,7 +181,9 @@ def test_codes_are_taken_over_beside_rows_that_fill_no_group(tmp_path: Path) -> 
     with NeuronStore.open(tmp_path / "store", model=model) as store:
         output = store.tensors["layers.1.output"]
         assert output.scales is not None and output.precision is not None
-        found = dequantize(output.weights.view(np.uint8), output.scales, 64, output.precision)
+        found = find_packing(output.precision).dequantize(
+            output.weights.view(np.uint8), output.scales, 64
+        )
         np.testing.assert_array_equal(found[:48], values["blk.1.attn_output.weight"])
         assert found.shape == (64, 64) and not found[48:].any()
 

@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 
 from pi2.arrays import F32
 from pi2.cli.main import run
+from pi2.formats.micro_floats import find_codes
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model_parts import Quantization
-from pi2.plan.weights.rounding import find_codes
 from pi2.store.reader import NeuronStore
 from tests.helpers.gguf_metadata import add_config
 from tests.helpers.gguf_tensors import read_checkpoint, translate

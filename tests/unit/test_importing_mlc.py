@@ -13,13 +13,13 @@ import pytest
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Quantization
 from pi2.plan.weights.bundles import unpack_part
-from pi2.plan.weights.rounding import unpack_codes
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint, write_safetensors
 from tests.helpers.gguf_tensors import read_checkpoint
@@ -121,7 +121,7 @@ def test_codes_are_taken_over_into_int4(tmp_path: Path) -> None:
             output = store.tensors[f"layers.{layer}.output"]
             words, scales = quantize(weights[f"model.layers.{layer}.self_attn.o_proj.weight"])
             np.testing.assert_array_equal(output.scales, scales)
-            codes = unpack_codes(output.weights.view(np.uint8), 64, "int4")
+            codes = find_packing("int4").unpack(output.weights.view(np.uint8), 64)
             np.testing.assert_array_equal(codes[:, 0] + 7, words[:, 0] & 15)
 
 

@@ -20,11 +20,11 @@ from safetensors.numpy import load_file
 import pi2
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model_parts import Quantization
-from pi2.plan.weights.rounding import dequantize
 from tests.helpers.goldens import EXACT, copy_checkpoint, write_plan
 
 Array = npt.NDArray[Any]
@@ -184,7 +184,7 @@ def test_mxfp4_becomes_int8_exactly_where_exponents_of_a_group_differ_little(
     for raw, always in ((tensor.read_turned(), True), (tensor.read_raw(), spread <= 4)):
         taken = tensor.take_codes(raw, "int8")
         assert taken is not None
-        found = dequantize(*taken, 64, "int8")
+        found = find_packing("int8").dequantize(*taken, 64)
         wanted = tensor.widen(raw)
         if always:
             np.testing.assert_array_equal(found, wanted)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pi2.formats import find_packing
 from pi2.importing.convert import convert_checkpoint, pad_columns
 from pi2.plan.weights.layout import Precision, fill_groups
-from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.store.reader import NeuronStore
 from pi2.store.tensors import list_tensors
 from pi2.store.verification import verify_store
@@ -35,8 +35,8 @@ def test_filled_groups_give_back_the_weights_and_zeros(
     rows = np.random.default_rng(seed).standard_normal((3, width), dtype=np.float32)
     length = fill_groups(width)
     assert 0 <= length - width < 32 == 32 + length % 32
-    packed, scales = quantize(pad_columns(rows, length), precision)
-    restored = dequantize(packed, scales, length, precision)
+    packed, scales = find_packing(precision).quantize(pad_columns(rows, length))
+    restored = find_packing(precision).dequantize(packed, scales, length)
     assert not restored[:, width:].any()
     step = np.abs(rows).max() / STEPS[precision]
     assert np.abs(restored[:, :width] - rows).max() <= 0.51 * step + 1e-6
@@ -79,7 +79,7 @@ def test_the_store_holds_the_checkpoint_and_zeros(
             if tensor.precision is None:
                 np.testing.assert_array_equal(tensor.weights.reshape(size), expected)
                 continue
-            packed, scales = quantize(expected, tensor.precision)
+            packed, scales = find_packing(tensor.precision).quantize(expected)
             np.testing.assert_array_equal(tensor.weights, packed)
             if scales is not None:
                 np.testing.assert_array_equal(tensor.scales, scales)
@@ -90,7 +90,9 @@ def test_the_store_holds_the_checkpoint_and_zeros(
             )
             stored = unpack_bundles(layer.bundles, store.bundle)
             for rows, found in zip((gate, up, np.ascontiguousarray(down.T)), stored, strict=True):
-                packed, scales = quantize(pad_columns(rows, hidden), precision)
-                np.testing.assert_array_equal(found, dequantize(packed, scales, hidden, precision))
+                packed, scales = find_packing(precision).quantize(pad_columns(rows, hidden))
+                np.testing.assert_array_equal(
+                    found, find_packing(precision).dequantize(packed, scales, hidden)
+                )
                 assert not found[:, shape.hidden :].any()
     assert verify_store(tmp_path / "store") == []

@@ -6,21 +6,17 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
+from pi2.formats import find_packing
+from pi2.formats.micro_floats import find_codes
 from pi2.plan.weights.bundles import (
     assemble_bundles,
     join_scales,
-    quantize_part,
     split_scales,
     unpack_part,
 )
 from pi2.plan.weights.layout import lay_out_bundle
-from pi2.plan.weights.rounding import (
-    dequantize_exponents,
-    find_codes,
-    quantize_exponents,
-    take_units,
-    take_values,
-)
+
+MXFP4 = find_packing("mxfp4")
 
 
 def round_numbers(values: list[float]) -> F32:
@@ -28,7 +24,7 @@ def round_numbers(values: list[float]) -> F32:
     group = np.zeros((1, 32), np.float32)
     group[0, : len(values)] = values
     codes, exponents = find_codes(group, axis=1)
-    return (take_values(codes) * take_units(exponents)[:, None])[0, : len(values)]
+    return (MXFP4.take_numbers(codes) * MXFP4.take_scales(exponents)[:, None])[0, : len(values)]
 
 
 @pytest.mark.parametrize("length", [32, 96, 544, 2880])
@@ -39,11 +35,11 @@ def test_what_is_mxfp4_already_stays_what_it_is(length: int, spread: bool) -> No
     # Groups of small codes only, too.
     codes[:, :32] &= 3
     shape = (2, 1, length) if spread else (64, length // 32, 1)
-    units = take_units(rng.integers(1, 251, shape).astype(np.uint8))
+    units = MXFP4.take_scales(rng.integers(1, 251, shape).astype(np.uint8))
     groups = (2, 32, length) if spread else (64, length // 32, 32)
-    rows = (take_values(codes).reshape(groups) * units).reshape(64, length)
-    packed = quantize_exponents(rows, spread=spread)
-    assert np.array_equal(dequantize_exponents(*packed, length, spread=spread), rows)
+    rows = (MXFP4.take_numbers(codes).reshape(groups) * units).reshape(64, length)
+    packed = MXFP4.quantize(rows, spread=spread)
+    assert np.array_equal(MXFP4.dequantize(*packed, length, spread=spread), rows)
 
 
 def test_ties_go_to_even_codes() -> None:
@@ -75,7 +71,8 @@ def test_scales_of_downs_are_taken_out_and_put_back(gated: bool) -> None:
     layout = lay_out_bundle(hidden, "mxfp4", gated=gated, mixed=True, scales="resident")
     rows = [rng.standard_normal((neurons, hidden)).astype(np.float32) for _ in layout.parts]
     packed = [
-        quantize_part(own, part, "mxfp4") for own, part in zip(rows, layout.parts, strict=True)
+        MXFP4.quantize(own, spread=part.spread)
+        for own, part in zip(rows, layout.parts, strict=True)
     ]
     whole = assemble_bundles(packed, layout.inline, None, np.arange(neurons, dtype=np.int32) // 32)
     bundles, scales = split_scales(whole, layout)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_part
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes, weight_bytes
-from pi2.plan.weights.rounding import dequantize, pack_codes, quantize, unpack_codes
 from tests.helpers.bundles import pack_bundles, unpack_bundles
 
 LENGTHS = [32, 64, 96, 160, 480, 512, 544, 736, 1024, 1280]
@@ -25,7 +25,7 @@ def draw_rows(count: int, length: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_int4_byte_holds_elements_4c_b_and_16_4c_b_of_its_lane(length: int) -> None:
     codes = draw_codes(length, -8, 7)
-    packed = pack_codes(codes, "int4").astype(int)
+    packed = find_packing("int4").pack(codes).astype(int)
     first_group = 0
     for lanes in split_lanes(length):
         for lane in range(lanes):
@@ -41,7 +41,7 @@ def test_int4_byte_holds_elements_4c_b_and_16_4c_b_of_its_lane(length: int) -> N
 @pytest.mark.parametrize("length", LENGTHS)
 def test_int8_byte_holds_element_4c_b_of_its_lane(length: int) -> None:
     codes = draw_codes(length, -127, 127)
-    packed = pack_codes(codes, "int8").view(np.int8)
+    packed = find_packing("int8").pack(codes).view(np.int8)
     first_group = 0
     for lanes in split_lanes(length):
         for lane in range(lanes):
@@ -57,9 +57,9 @@ def test_int8_byte_holds_element_4c_b_of_its_lane(length: int) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_unpacking_undoes_packing(length: int, precision: Precision) -> None:
     codes = draw_codes(length, -8, 7)
-    packed = pack_codes(codes, precision)
+    packed = find_packing(precision).pack(codes)
     assert packed.shape == (3, weight_bytes(length, precision))
-    np.testing.assert_array_equal(unpack_codes(packed, length, precision), codes)
+    np.testing.assert_array_equal(find_packing(precision).unpack(packed, length), codes)
 
 
 @pytest.mark.parametrize(("precision", "top"), [("int4", 7), ("int8", 127)])
@@ -67,7 +67,7 @@ def test_scale_is_the_largest_magnitude_over_the_top_in_fp16(
     precision: Precision, top: int
 ) -> None:
     rows = draw_rows(5, 96)
-    _, scales = quantize(rows, precision)
+    _, scales = find_packing(precision).quantize(rows)
     assert scales is not None
     peaks = np.abs(rows.reshape(5, 3, GROUP)).max(axis=2)
     np.testing.assert_array_equal(scales, (peaks / np.float32(top)).astype(np.float16))
@@ -76,19 +76,19 @@ def test_scale_is_the_largest_magnitude_over_the_top_in_fp16(
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_error_is_at_most_half_a_step(precision: Precision) -> None:
     rows = draw_rows(64, 512)
-    weights, scales = quantize(rows, precision)
+    weights, scales = find_packing(precision).quantize(rows)
     assert scales is not None
-    restored = dequantize(weights, scales, 512, precision)
+    restored = find_packing(precision).dequantize(weights, scales, 512)
     steps = np.repeat(scales.astype(np.float32), GROUP, axis=1)
     assert (np.abs(restored - rows) <= steps * 0.5001).all()
 
 
 def test_fp16_is_the_nearest_half() -> None:
     rows = draw_rows(4, 64)
-    weights, scales = quantize(rows, "fp16")
+    weights, scales = find_packing("fp16").quantize(rows)
     assert scales is None
     expected = rows.astype(np.float16).astype(np.float32)
-    np.testing.assert_array_equal(dequantize(weights, None, 64, "fp16"), expected)
+    np.testing.assert_array_equal(find_packing("fp16").dequantize(weights, None, 64), expected)
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8"])
@@ -96,8 +96,8 @@ def test_ties_go_to_the_even_code(precision: Precision) -> None:
     top = 7 if precision == "int4" else 127
     rows = np.zeros((1, 32), np.float32)
     rows[0, :5] = [top, 0.5, 1.5, 2.5, -2.5]
-    weights, _ = quantize(rows, precision)
-    assert unpack_codes(weights, 32, precision)[0, :5].tolist() == [top, 0, 2, 2, -2]
+    weights, _ = find_packing(precision).quantize(rows)
+    assert find_packing(precision).unpack(weights, 32)[0, :5].tolist() == [top, 0, 2, 2, -2]
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8"])
@@ -105,11 +105,13 @@ def test_ties_go_to_the_even_code(precision: Precision) -> None:
 def test_group_without_scale_is_zero(precision: Precision, tiny: float) -> None:
     rows = np.full((2, 64), tiny, np.float32)
     rows[:, 32:] = 1.0
-    weights, scales = quantize(rows, precision)
+    weights, scales = find_packing(precision).quantize(rows)
     assert scales is not None
     assert (scales[:, 0] == 0).all()
-    assert (unpack_codes(weights, 64, precision)[:, :32] == 0).all()
-    np.testing.assert_allclose(dequantize(weights, scales, 64, precision)[:, 32:], 1, rtol=1e-3)
+    assert (find_packing(precision).unpack(weights, 64)[:, :32] == 0).all()
+    np.testing.assert_allclose(
+        find_packing(precision).dequantize(weights, scales, 64)[:, 32:], 1, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
@@ -118,7 +120,7 @@ def test_weight_that_is_not_finite_is_refused(precision: Precision, bad: float) 
     rows = draw_rows(2, 32)
     rows[1, 7] = bad
     with pytest.raises(ValueError, match="not a finite number"):
-        quantize(rows, precision)
+        find_packing(precision).quantize(rows)
 
 
 @pytest.mark.parametrize(("precision", "large"), [("int4", 1e6), ("int8", 1e8), ("fp16", 1e5)])
@@ -126,15 +128,15 @@ def test_weight_beyond_fp16_is_refused(precision: Precision, large: float) -> No
     rows = draw_rows(2, 32)
     rows[0, 0] = large
     with pytest.raises(ValueError, match="does not fit into fp16"):
-        quantize(rows, precision)
+        find_packing(precision).quantize(rows)
 
 
 def test_many_rows_are_quantised_like_single_ones() -> None:
     rows = draw_rows(700, 1024)
-    weights, scales = quantize(rows, "int4")
+    weights, scales = find_packing("int4").quantize(rows)
     assert scales is not None
     for row in (0, 255, 256, 699):
-        one_weights, one_scales = quantize(rows[row : row + 1], "int4")
+        one_weights, one_scales = find_packing("int4").quantize(rows[row : row + 1])
         assert one_scales is not None
         np.testing.assert_array_equal(weights[row], one_weights[0])
         np.testing.assert_array_equal(scales[row], one_scales[0])
@@ -149,7 +151,7 @@ def test_bundle_holds_gate_up_down_and_zero_padding(hidden: int, precision: Prec
     assert bundles.shape == (6, 8192)
     assert (bundles[:, layout.used_bytes :] == 0).all()
     for index, rows in enumerate((gate, up, down)):
-        weights, scales = quantize(rows, precision)
+        weights, scales = find_packing(precision).quantize(rows)
         stored_weights, stored_scales = slice_part(bundles, layout, index)
         np.testing.assert_array_equal(stored_weights, weights)
         if scales is None:
@@ -158,4 +160,6 @@ def test_bundle_holds_gate_up_down_and_zero_padding(hidden: int, precision: Prec
             assert stored_scales is not None
             np.testing.assert_array_equal(stored_scales, scales)
         restored = unpack_bundles(bundles, layout)[index]
-        np.testing.assert_array_equal(restored, dequantize(weights, scales, hidden, precision))
+        np.testing.assert_array_equal(
+            restored, find_packing(precision).dequantize(weights, scales, hidden)
+        )

@@ -11,6 +11,7 @@ import pytest
 from pi2.arrays import F32, U8, Scales
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.quantizers import (
     Quantizer,
@@ -19,7 +20,6 @@ from pi2.importing.quantizers import (
     quantize_by_search,
     quantize_with_compensation,
 )
-from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.statistics.recording import RecordingOptions, record_activations
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
@@ -44,12 +44,12 @@ def draw_inputs(tokens: int = 2000) -> F32:
 
 
 def undo(packed: tuple[U8, Scales | None]) -> F32:
-    return dequantize(packed[0], packed[1], LENGTH, "int4")
+    return find_packing("int4").dequantize(packed[0], packed[1], LENGTH)
 
 
 def test_a_searched_scale_errs_less_than_the_largest_weights() -> None:
     rows = draw_rows()
-    nearest = np.square(undo(quantize(rows, "int4")) - rows).reshape(-1, 32).sum(1)
+    nearest = np.square(undo(find_packing("int4").quantize(rows)) - rows).reshape(-1, 32).sum(1)
     searched = np.square(undo(quantize_by_search(rows, "int4")) - rows).reshape(-1, 32).sum(1)
     assert (searched <= nearest * 1.0001).all()
     assert searched.sum() < 0.9 * nearest.sum()
@@ -72,7 +72,7 @@ def test_compensation_keeps_the_output_on_real_inputs() -> None:
     def measure(stored: F32) -> float:
         return float(np.square((stored - rows) @ inputs.T).mean())
 
-    nearest = measure(undo(quantize(rows, "int4")))
+    nearest = measure(undo(find_packing("int4").quantize(rows)))
     searched = measure(undo(quantize_by_search(rows, "int4", importance)))
     packed = quantize_with_compensation(rows, prepare_moments(moments), importance)
     compensated = measure(undo(packed))
@@ -112,7 +112,7 @@ def test_errors_are_reported_by_tensor() -> None:
     quantizer.quantize(rows, "fp16", "b")
     assert quantizer.errors is not None
     first, second = quantizer.errors.list_errors()
-    wrong = undo(quantize(rows, "int4")) - rows
+    wrong = undo(find_packing("int4").quantize(rows)) - rows
     assert (first.tensor, first.precision) == ("a", "int4")
     assert first.relative == pytest.approx(np.linalg.norm(wrong) / np.linalg.norm(rows))
     assert first.largest == pytest.approx(np.abs(wrong).max())

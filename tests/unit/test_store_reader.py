@@ -17,8 +17,8 @@ import pytest
 import tvm_ffi
 
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.rounding import dequantize, quantize
 from pi2.store.reader import NeuronStore
 from tests.helpers.bundles import pack_bundles
 from tests.helpers.models import TinyModel, gather_rows, make_model, make_tiny
@@ -87,7 +87,7 @@ def test_tensors_are_the_quantised_ones_of_the_checkpoint(
                 np.testing.assert_array_equal(tensor.weights, rows)
                 continue
             assert tensor.precision == precision
-            weights, scales = quantize(rows, precision)
+            weights, scales = find_packing(precision).quantize(rows)
             np.testing.assert_array_equal(tensor.weights, weights)
             if scales is None:
                 assert tensor.scales is None
@@ -100,8 +100,8 @@ def test_dequantised_weights_are_close_to_the_checkpoint(tiny: TinyModel) -> Non
     with NeuronStore.open(tiny.store) as store:
         tensor = store.tensors["layers.1.output"]
         assert tensor.precision is not None
-        restored = dequantize(
-            tensor.weights.view(np.uint8), tensor.scales, tensor.length, tensor.precision
+        restored = find_packing(tensor.precision).dequantize(
+            tensor.weights.view(np.uint8), tensor.scales, tensor.length
         )
     error = restored - tiny.weights["model.layers.1.self_attn.o_proj.weight"]
     assert np.abs(error).max() < 0.05

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import pi2
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.weights.bundles import (
     assemble_bundles,
@@ -22,7 +23,6 @@ from pi2.plan.weights.bundles import (
     unpack_part,
 )
 from pi2.plan.weights.layout import lay_out_bundle, vector_bytes
-from pi2.plan.weights.rounding import dequantize, quantize, unpack_codes
 from tests.helpers.goldens import (
     EXACT,
     UNROUNDED,
@@ -45,18 +45,18 @@ def test_a_vector_of_three_numbers_is_kept_exactly(length: int) -> None:
     codes = rng.integers(-1, 2, (5, length))
     codes[0] = 0
     rows = (codes * rng.uniform(1e-3, 1e3, (5, 1))).astype(np.float32)
-    weights, scales = quantize(rows, "ternary")
+    weights, scales = find_packing("ternary").quantize(rows)
     assert scales is not None and scales.dtype == np.float32 and scales.shape == (5, 1)
     assert weights.shape[1] + 4 == vector_bytes(length, "ternary")
-    np.testing.assert_array_equal(unpack_codes(weights, length, "ternary"), codes)
-    np.testing.assert_array_equal(dequantize(weights, scales, length, "ternary"), rows)
+    np.testing.assert_array_equal(find_packing("ternary").unpack(weights, length), codes)
+    np.testing.assert_array_equal(find_packing("ternary").dequantize(weights, scales, length), rows)
 
 
 def test_other_vectors_are_rounded_by_their_mean_magnitude() -> None:
     rows = np.zeros((1, 32), np.float32)
     rows[0, :4] = [8.0, -6.0, 1.5, -0.5]  # of 32 elements the mean is a half
-    weights, scales = quantize(rows, "ternary")
-    assert unpack_codes(weights, 32, "ternary")[0, :5].tolist() == [1, -1, 1, -1, 0]
+    weights, scales = find_packing("ternary").quantize(rows)
+    assert find_packing("ternary").unpack(weights, 32)[0, :5].tolist() == [1, -1, 1, -1, 0]
     assert scales is not None and scales[0, 0] == 4.0
 
 
@@ -66,14 +66,14 @@ def test_a_bundle_has_the_factor_of_its_activation() -> None:
     rng = np.random.default_rng(1)
     parts = [rng.standard_normal((6, 96)).astype(np.float32) for _ in range(3)]
     factors = rng.standard_normal(6).astype(np.float32)
-    packed = [quantize(part, "ternary") for part in parts]
+    packed = [find_packing("ternary").quantize(part) for part in parts]
     whole = assemble_bundles(packed, layout, factors=factors)
     apart = lay_out_bundle(96, "ternary", factor=True, scales="resident")
     again = join_scales(*split_scales(whole, apart), apart, slice(0, 6))
     np.testing.assert_array_equal(again, whole)
     np.testing.assert_array_equal(slice_factors(again, layout), factors)
     for index, (weights, scales) in enumerate(packed):
-        expected = dequantize(weights, scales, 96, "ternary")
+        expected = find_packing("ternary").dequantize(weights, scales, 96)
         np.testing.assert_array_equal(unpack_part(again, layout, index), expected)
 
 

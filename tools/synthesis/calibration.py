@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi2.arrays import F32, Bits
+from pi2.formats import find_packing
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.rounding import dequantize, quantize
 from synthesis.blueprint import (
     CONSTANT,
     RANDOM,
@@ -120,17 +120,21 @@ def _run_trial(blueprint: Blueprint) -> _Trial:
     gates = round_rows(rows, precision) @ tokens.T
     ups = None
     if model.ffn.activation == "drelu":
-        gate = quantize(rows, precision)
+        gate = find_packing(precision).quantize(rows)
         up = scale_groups(*gate, draw_factors(small, layer, 0), precision)
-        ups = dequantize(*up, hidden, precision) @ tokens.T
+        ups = find_packing(precision).dequantize(*up, hidden) @ tokens.T
     if model.ffn.activation == "fatrelu":
         gates -= np.float32(model.ffn.threshold)
     scores = None
     if model.predictor is not None:
         rank, kind = model.predictor.rank, model.quantization.predictor
-        fc1 = dequantize(*quantize(make_predictor_in(small, layer, rank), kind), hidden, kind)
+        fc1 = find_packing(kind).dequantize(
+            *find_packing(kind).quantize(make_predictor_in(small, layer, rank)), hidden
+        )
         loadings, lengths = small.draw_loadings(layer, 0, sample)
-        fc2 = dequantize(*quantize(spread_loadings(loadings * lengths, rank), kind), rank, kind)
+        fc2 = find_packing(kind).dequantize(
+            *find_packing(kind).quantize(spread_loadings(loadings * lengths, rank)), rank
+        )
         scores = fc2 @ np.maximum(fc1 @ tokens.T, 0)
         scores += make_predictor_bias(small)[:, None]
     return _Trial(gates=gates, ups=ups, scores=scores)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from pi2.arrays import F32
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import Precision
 from pi2.plan.weights.projections import EMBEDDING as EMBEDDING_NAME
 from pi2.plan.weights.projections import (
@@ -18,7 +19,6 @@ from pi2.plan.weights.projections import (
     POSITIONS,
     split_mixer_kind,
 )
-from pi2.plan.weights.rounding import quantize
 from pi2.store.tensors import DenseTensor
 from pi2.store.writer import TensorPieces
 from synthesis.blueprint import (
@@ -188,7 +188,7 @@ def _make_predictor_out(blueprint: Blueprint, tensor: DenseTensor, layer: int) -
     if blueprint.model.moe is None:
         for chunk in range(count_chunks(blueprint)):
             loadings = _draw_scaled_loadings(blueprint, layer, chunk)
-            yield quantize(spread_loadings(loadings, tensor.length), tensor.precision)
+            yield find_packing(tensor.precision).quantize(spread_loadings(loadings, tensor.length))
         return
     chunks = range(count_chunks(blueprint))
     every = np.concatenate([_draw_scaled_loadings(blueprint, layer, chunk) for chunk in chunks])
@@ -196,7 +196,7 @@ def _make_predictor_out(blueprint: Blueprint, tensor: DenseTensor, layer: int) -
         mine = every[expert :: blueprint.model.expert_count]
         for first, count in _cut_rows(len(mine), tensor.length):
             rows = spread_loadings(mine[first : first + count], tensor.length)
-            yield quantize(rows, tensor.precision)
+            yield find_packing(tensor.precision).quantize(rows)
 
 
 def _draw_scaled_loadings(blueprint: Blueprint, layer: int, chunk: int) -> F32:
@@ -257,7 +257,7 @@ def _draw_projection(
 
 def _quantize(tensor: DenseTensor, make: Callable[[int, int], F32]) -> TensorPieces:
     for first, count in _cut(tensor):
-        yield quantize(make(first, count), _get_precision(tensor))
+        yield find_packing(_get_precision(tensor)).quantize(make(first, count))
 
 
 def _cut(tensor: DenseTensor) -> Iterator[tuple[int, int]]:

@@ -7,16 +7,9 @@ import math
 import numpy as np
 
 from pi2.arrays import F32, U8, Raw, Scales
-from pi2.plan.weights.bundles import quantize_part
+from pi2.formats import find_packing
+from pi2.formats.micro_floats import MAGNITUDES
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, weight_bytes
-from pi2.plan.weights.rounding import (
-    MAGNITUDES,
-    dequantize,
-    dequantize_exponents,
-    pack_codes,
-    quantize,
-    quantize_exponents,
-)
 from synthesis.blueprint import CONSTANT, DOWN, FACTORS, UP, Blueprint
 from synthesis.randomness import (
     draw_bits,
@@ -50,10 +43,12 @@ def make_bundles(
     key = (layer, chunk)
     # Where neurons have no gate, the up row decides when they fire.  Biases stay zero.
     gates = make_gates(blueprint, layer, chunk, directions)
-    vectors = [quantize_part(gates, layout.parts[0], layout.precision)]
+    vectors: list[tuple[U8, Raw | None]] = [find_packing(layout.precision).quantize(gates)]
     if blueprint.model.ffn.activation == "drelu":
         factors = draw_factors(blueprint, layer, chunk)
-        vectors.append(scale_groups(*quantize(gates, layout.precision), factors, layout.precision))
+        vectors.append(
+            scale_groups(*find_packing(layout.precision).quantize(gates), factors, layout.precision)
+        )
     elif layout.is_gated:
         deviation = 1 / math.sqrt(layout.hidden)
         vectors.append(draw_part(count, layout, 1, deviation, *blueprint.key(UP, *key)))
@@ -146,7 +141,7 @@ def scale_groups(
         return weights, (scales.astype(np.float32) * factors).astype("<f2")
     assert precision == "fp16"
     values = weights.view("<f2").astype(np.float32) * np.repeat(factors, GROUP, axis=1)
-    return quantize(values, precision)
+    return find_packing(precision).quantize(values)
 
 
 def draw_part(
@@ -173,15 +168,13 @@ def draw_mxfp4(count: int, length: int, deviation: float, *key: int, spread: boo
     packed = weights.reshape(count, -1)
     if not spread:
         return packed, exponents
-    return packed, np.repeat(pack_codes(exponents.view(np.int8), "int8"), count, axis=0)
+    return packed, np.repeat(find_packing("int8").pack(exponents.view(np.int8)), count, axis=0)
 
 
 def round_rows(rows: F32, precision: Precision) -> F32:
     """What a store has of gate rows [n, hidden]."""
     length = rows.shape[1]
-    if precision == "mxfp4":
-        return dequantize_exponents(*quantize_exponents(rows, spread=False), length, spread=False)
-    return dequantize(*quantize(rows, precision), length, precision)
+    return find_packing(precision).dequantize(*find_packing(precision).quantize(rows), length)
 
 
 def draw_vectors(
@@ -194,7 +187,7 @@ def draw_vectors(
     size = weight_bytes(length, precision)
     if precision == "fp16":
         values = draw_normals((count, length), *key, 0) * np.float32(deviation)
-        return quantize(values, precision)
+        return find_packing(precision).quantize(values)
     if precision == "ternary":
         weights = draw_ternary(count * size, *key, 0).reshape(count, size)
         # One scale for all rows, as BitNet's matrices have.

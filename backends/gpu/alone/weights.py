@@ -29,7 +29,7 @@ from pi2.backends.gpu.packing import (
 )
 from pi2.backends.gpu.sizes import TILE, choose_kernel_tokens, count_tile_bytes
 from pi2.backends.protocol import Tensor
-from pi2.plan.weights.rounding import order_words
+from pi2.formats import find_packing
 
 
 class ModelArrays:
@@ -106,7 +106,7 @@ class ModelArrays:
             self._send(arrays["values"], tensor.weights, first * row_bytes)
             return
         weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
-        words = order_words(weights, shape.length, shape.precision)
+        words = find_packing(shape.precision).order_words(weights, shape.length)
         packed: dict[str, Raw] = {"matrix_weights": pack_tiles([fill_tile(words)])}
         if tensor.scales is not None:
             scales = np.asarray(tensor.scales).reshape(tensor.rows, -1)

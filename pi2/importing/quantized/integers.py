@@ -22,6 +22,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, U8, Raw
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import (
     E4M3,
@@ -36,7 +37,6 @@ from pi2.importing.decoded_tensor import (
 )
 from pi2.importing.safetensors_file import SourceTensor, turn
 from pi2.plan.weights.layout import GROUP, Precision
-from pi2.plan.weights.rounding import pack_codes, quantize, unpack_codes
 
 _PART = re.compile(r"(.*)\.([0-9]+)")
 """A matrix that `pi2.importing.checkpoint.divide_stacks` has named."""
@@ -156,7 +156,7 @@ class FourBitTensor(DecodedTensor):
         return self.scales.dtype in ("U8", "F8_E8M0")
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        if precision != "int8" or raw.shape[1] % GROUP:
+        if find_packing(precision).like != "q8_0" or raw.shape[1] % GROUP:
             return None
         return quantize_exactly(self.widen(raw))
 
@@ -188,12 +188,13 @@ def quantize_exactly(rows: F32) -> tuple[U8, F16 | None] | None:
     exact = (codes == np.rint(codes)).all(axis=2) & (np.abs(codes) <= 127).all(axis=2)
     if not exact.any():
         return None
-    packed, scales = quantize(rows, "int8")
+    packing = find_packing("int8")
+    packed, scales = packing.quantize(rows)
     assert scales is not None
-    known = unpack_codes(packed, rows.shape[1], "int8").reshape(groups.shape)
+    known = packing.unpack(packed, rows.shape[1]).reshape(groups.shape)
     chosen = np.where(exact[:, :, None], codes, known).astype(np.int8)
     scales = np.where(exact, powers, scales).astype(np.float16)
-    return pack_codes(chosen.reshape(rows.shape), "int8"), scales
+    return packing.pack(chosen.reshape(rows.shape)), scales
 
 
 def _read_part(tensor: SourceTensor, start: int, stop: int) -> Raw:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import Field
 
+from pi2.formats import find_packing
 from pi2.model.blocks import Block, find_normal_quantile, make_blocks
 from pi2.plan.documents.common import (
     Document,
@@ -302,9 +303,9 @@ class Model(ModelKeys):
         self, stride: int | None = None, scales: ScalesPlace = "inline"
     ) -> BundleLayout:
         """Lay out a neuron of this model; ``stride`` defaults to the next multiple of 512 bytes.
-        Of mxfp4, stores know one place for scales alone."""
+        Shared scales of downs have one place in stores."""
         ffn = self.ffn
-        if self.quantization.ffn == "mxfp4":
+        if find_packing(self.quantization.ffn).shares_down_scales:
             scales = "resident"
         return lay_out_bundle(
             self.stored_neuron_width,

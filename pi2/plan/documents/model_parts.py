@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from pi2.formats import name_packings
 from pi2.plan.documents.common import Count, FilePath, LayerNumber, Origin, Share, Table
 from pi2.plan.weights.layout import fill_groups
 
@@ -244,16 +245,14 @@ class Sparsity(Origin):
     absent means that it is not known."""
 
 
-Precision = Literal["int4", "int8", "fp16"]
-"""Storage type of weights.  int4 and int8 have one fp16 scale per group of 32."""
-
-AttentionPrecision = Literal["ternary", "int4", "int8", "fp16"]
-"""Storage type of projections.  ternary weights are -1, 0 or 1, with one scale for a row: BitNet's
-are published so, and stores hold them exactly."""
-
-FfnPrecision = Literal["ternary", "int4", "int8", "fp16", "mxfp4"]
-"""Storage type of neurons.  mxfp4 is what gpt-oss is published in: 4-bit floats, of which 32 have a
-power of two as their scale; stores hold the published weights exactly."""
+if TYPE_CHECKING:
+    Precision = str
+    AttentionPrecision = str
+    FfnPrecision = str
+else:
+    Precision = Literal[name_packings("tables")]
+    AttentionPrecision = Literal[name_packings("projections")]
+    FfnPrecision = Literal[name_packings("neurons")]
 
 
 class Tokenizer(Table):

@@ -9,16 +9,8 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Raw, Scales
-from pi2.plan.weights.layout import GROUP, BundleLayout, Part, Precision, scale_bytes, weight_bytes
-from pi2.plan.weights.rounding import dequantize, dequantize_exponents, quantize, quantize_exponents
-
-
-def quantize_part(rows: F32, part: Part, precision: Precision) -> tuple[U8, Raw | None]:
-    """Quantise and pack ``rows`` [n, hidden] as vectors of ``part``: weights uint8 and what they
-    have for scales."""
-    if precision == "mxfp4":
-        return quantize_exponents(rows, spread=part.spread)
-    return quantize(rows, precision)
+from pi2.formats import find_packing
+from pi2.plan.weights.layout import GROUP, BundleLayout, scale_bytes, weight_bytes
 
 
 def assemble_bundles(
@@ -61,13 +53,9 @@ def assemble_bundles(
 
 def unpack_part(bundles: U8, layout: BundleLayout, index: int) -> F32:
     """Vectors of part ``index`` of ``bundles`` uint8 [n, stride]: float32 [n, hidden]."""
-    if layout.precision == "mxfp4":
-        part, place = layout.parts[index], _list_pieces(layout)
-        pieces = [bundles[:, own] for _, own in list(place)[2 * index : 2 * index + 2]]
-        weights, exponents = (np.ascontiguousarray(piece) for piece in pieces)
-        return dequantize_exponents(weights, exponents, layout.hidden, spread=part.spread)
     weights, scales = slice_part(bundles, layout, index)
-    return dequantize(weights, scales, layout.hidden, layout.precision)
+    packing, spread = find_packing(layout.precision), layout.parts[index].spread
+    return packing.dequantize(weights, scales, layout.hidden, spread=spread)
 
 
 def split_scales(bundles: U8, layout: BundleLayout) -> tuple[U8, U8]:
@@ -132,14 +120,6 @@ def _list_pieces(layout: BundleLayout) -> Iterator[tuple[_Place, slice]]:
         yield "bundle", slice(layout.expert_offset, layout.expert_offset + 4)
 
 
-def view_scales(raw: U8, rows: int, precision: Precision) -> Scales:
-    """The scales of ``rows`` packed vectors whose bytes are ``raw``, one after the other or
-    [rows, .]: [rows, .]."""
-    scales: Scales = raw.view("<f4") if precision == "ternary" else raw.view("<f2")
-    # Of no rows, only what is in rows tells how long they are.
-    return scales if scales.ndim == 2 else scales.reshape(rows, -1)
-
-
 def slice_bias(bundles: U8, layout: BundleLayout, index: int) -> F32:
     """Bias ``index`` (`BundleLayout.biases`) of ``bundles`` uint8 [n, stride]: float32 [n]."""
     offset = layout.biases[index].offset
@@ -162,14 +142,11 @@ def slice_experts(bundles: U8, layout: BundleLayout) -> I32:
 
 
 def slice_part(bundles: U8, layout: BundleLayout, index: int) -> tuple[U8, Scales | None]:
-    """Return packed weights [n, weight_bytes] (a view) and scales [n, .] (a copy) of part
-    ``index`` of ``bundles`` uint8 [n, stride]; not of mxfp4."""
-    assert layout.precision != "mxfp4"
-    part = layout.parts[index]
-    size = weight_bytes(layout.hidden, layout.precision)
-    weights = bundles[:, part.weights_offset : part.weights_offset + size]
-    size = scale_bytes(layout.hidden, layout.precision)
-    if size == 0:
-        return weights, None
-    scales = bundles[:, part.scales_offset : part.scales_offset + size]
-    return weights, view_scales(np.ascontiguousarray(scales), len(bundles), layout.precision)
+    """Return packed weights [n, weight bytes] (a view) and scales [n, .] (a copy) of part
+    ``index`` of ``bundles`` uint8 [n, stride], which have all scales in them."""
+    packing = find_packing(layout.precision)
+    weights, scales = (own for _, own in list(_list_pieces(layout))[2 * index : 2 * index + 2])
+    if not packing.has_scales:
+        return bundles[:, weights], None
+    raw = np.ascontiguousarray(bundles[:, scales])
+    return bundles[:, weights], packing.view_scales(raw, len(bundles))

@@ -1,33 +1,7 @@
-"""How weights lie in bytes: packed vectors, matrices and neuron bundles.
+"""How neuron bundles of packed vectors (`pi2.formats.packing`) lie in bytes.
 
-The one description of the layout that the store's writer, its reader, the kernels and the plan's
-memory arithmetic share.  Pure arithmetic: no numpy, so that ``pi2 validate`` may use it.
-
-A *packed vector* holds ``length`` quantised weights, a multiple of 32 (zeros fill up those of other
-widths), in groups of 32 that share one fp16 scale.  Groups are taken together in *blocks* of 16
-lanes, then a tail of 8, 4, 2, 1 lanes (the binary digits of what is left), so that no lane is left
-empty.  Within a block of L lanes, lane ``j`` belongs to group ``j``:
-
-- int4: 4 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
-  group ``j`` in its low nibble and element ``16 + 4c + b`` in its high nibble, as ``q + 8`` with q
-  in -8..7.
-- int2: 2 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds
-  elements ``4c + b + 8k`` of group ``j`` in its bits 2k and 2k + 1, as ``(q + 3) / 2`` with q one
-  of -3, -1, 1 and 3.
-- ternary: as int2, but a field is ``q + 1`` with q one of -1, 0 and 1; the whole vector shares one
-  scale, float32.
-- mxfp4, for neurons alone: as int4, but a nibble's low three bits are the place of the code's
-  magnitude in 0, 1, 2, 3, 4, 6, 8, 12 (twice what E2M1 says), and its highest bit is its sign.
-- int3: the two chunks of int2 with the lower bits of ``(q + 7) / 2``, q one of -7,
-  -5, ..., 7, then one of 4 L bytes with the highest.  Its byte ``b`` of lane ``j`` holds that of
-  element ``4w + b`` of group ``j`` in bit w.
-- int8: 8 chunks of 4 L bytes.  Byte ``b`` of lane ``j`` in chunk ``c`` holds element ``4c + b`` of
-  group ``j``, signed.
-
-So one vector instruction multiplies 4 elements of 16 groups, the integer sum of a whole group ends
-up in its lane, and the lane-wise multiplication with 16 consecutive scales needs no shuffle.  int8
-activations use the int8 layout.  fp16 vectors are plain.  Scales follow in the order of groups.
-A scale of mxfp4 is one byte e that stands for 2^(e - 127), and for nothing but zeros where e is 0.
+The store's writer, its reader, the kernels and the plan's memory arithmetic share this layout.
+Pure arithmetic: no numpy, so that ``pi2 validate`` may use it.
 
 A *bundle* is one FFN neuron: gate row, up row and down column, or up row and down column where
 neurons have no gate; each is followed by its scales.  Biases of the neuron (gate's, then up's)
@@ -39,66 +13,38 @@ With *resident* scales a bundle has none: those of all neurons lie beside the bu
 neuron with the scales of its vectors one after the other, and are in memory wherever bundles are.
 
 Neurons of mxfp4 are exact copies of checkpoints, where 32 neurons share the scale of an element of
-their down columns.  So their gates and ups have scales in the bundle, and the scales of their downs
-are resident: for 32 neurons that follow each other, in stored order, one vector of ``hidden`` bytes
-in the int8 layout, in the 32 rows of these neurons.  Neurons of mxfp4 with all scales in them have
-such a vector each.
+their down columns (`Packing.shares_down_scales`).  So their gates and ups have scales in the
+bundle, and the scales of their downs are resident: for 32 neurons that follow each other, in stored
+order, one vector of ``hidden`` bytes in the int8 layout, in the 32 rows of these neurons.  Neurons
+of mxfp4 with all scales in them have such a vector each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-GROUP = 32
-"""Weights that share a scale."""
+from pi2.formats import find_packing
+from pi2.formats.packing import GROUP as GROUP
+from pi2.formats.packing import split_lanes as split_lanes
 
 ALIGNMENT = 64
 """Alignment in bytes: every allocation begins at a multiple of it."""
 
 PartName = Literal["gate", "up", "down"]
-Precision = Literal["ternary", "int4", "int8", "fp16", "mxfp4", "int2", "int3"]
+Precision = str
+"""Name of a format of packed vectors."""
 ScalesPlace = Literal["inline", "resident"]
-
-
-_BITS: Mapping[Precision, int] = {
-    "ternary": 2,
-    "int2": 2,
-    "int3": 3,
-    "int4": 4,
-    "mxfp4": 4,
-    "int8": 8,
-    "fp16": 16,
-}
-
-
-def split_lanes(length: int) -> list[int]:
-    """Return the lanes of each block of a packed vector, ``[16, 16, ..., 8, 4, 2, 1]``."""
-    assert length > 0 and length % GROUP == 0, length
-    groups = length // GROUP
-    lanes = [16] * (groups // 16)
-    rest = groups % 16
-    lanes += [size for size in (8, 4, 2, 1) if rest & size]
-    return lanes
 
 
 def weight_bytes(length: int, precision: Precision) -> int:
     """Bytes of the weights of one packed vector, scales not included."""
-    return length * _BITS[precision] // 8
-
-
-def count_chunks(precision: Precision) -> int:
-    """Chunks of a block of quantised weights, that of the highest bits of int3 left out."""
-    return 2 if precision == "int3" else _BITS[precision]
+    return find_packing(precision).count_weight_bytes(length)
 
 
 def scale_bytes(length: int, precision: Precision) -> int:
-    """Bytes of the scales of one packed vector: fp16, of mxfp4 one byte each; of ternary a
-    float32."""
-    if precision == "ternary":
-        return 4
-    return length // GROUP * {"fp16": 0, "mxfp4": 1}.get(precision, 2)
+    """Bytes of the scales of one packed vector."""
+    return find_packing(precision).count_scale_bytes(length)
 
 
 def vector_bytes(length: int, precision: Precision) -> int:
@@ -214,11 +160,12 @@ def lay_out_bundle(
     """Lay out a neuron, ``mixed``: of an expert, ``factor``: with one of its activation; ``stride``
     defaults to the next multiple of 512 bytes."""
     offset, row, parts = 0, 0, []
+    shares = find_packing(precision).shares_down_scales
     names: tuple[PartName, ...] = ("gate", "up", "down") if gated else ("up", "down")
     for name in names:
         end = offset + weight_bytes(hidden, precision)
-        spread = precision == "mxfp4" and name == "down"
-        resident = scales == "resident" and (spread or precision != "mxfp4")
+        spread = shares and name == "down"
+        resident = scales == "resident" and (spread or not shares)
         part = Part(
             name=name,
             weights_offset=offset,

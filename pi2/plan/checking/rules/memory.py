@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from pi2.formats import find_packing
 from pi2.plan.arithmetic.costs import count_absent
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape, uses_main_memory
 from pi2.plan.arithmetic.sizes import find_block_bytes
@@ -270,13 +271,14 @@ def check_scales_exist(facts: Facts) -> Iterator[Finding]:
 
     Fix: leave ``bundle.scales`` out, or quantise the neurons.
     """
-    if facts.plan.bundle.scales == "resident" and facts.model.quantization.ffn == "fp16":
+    precision = facts.model.quantization.ffn
+    if facts.plan.bundle.scales == "resident" and not find_packing(precision).has_scales:
         path = ("quantization", "ffn")
         yield Finding(
             path=("bundle", "scales"),
-            message="neurons of fp16 have no scales that could be resident",
+            message=f"neurons of {precision} have no scales that could be resident",
             help='write scales = "inline"',
-            origins=(Origin(document="model", path=path, text='ffn = "fp16"'),),
+            origins=(Origin(document="model", path=path, text=f'ffn = "{precision}"'),),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pi2.formats import find_packing
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Moe
@@ -83,11 +84,12 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
     yield from _check_mixture(model)
     if model.moe is not None and model.moe.choice_bias_of == "score":
         yield from _check_scores(model.moe)
-    if model.quantization.ffn == "mxfp4" and model.shape.ffn % GROUP:
+    precision = model.quantization.ffn
+    if find_packing(precision).shares_down_scales and model.shape.ffn % GROUP:
         yield Finding(
             document="model",
             path=("quantization", "ffn"),
-            message=f"{GROUP} neurons of mxfp4 share scales, but there are {model.shape.ffn}",
+            message=f"{GROUP} neurons of {precision} share scales, but there are {model.shape.ffn}",
             help='write ffn = "int8"',
         )
     if model.ffn.sub_norm and (model.moe is not None or model.ffn.bias):

@@ -1,0 +1,259 @@
+"""Formats of packed vectors, as stores keep them: how codes lie in bytes, and what they stand for.
+
+A *packed vector* holds ``length`` weights, a multiple of 32 (zeros fill up those of other widths),
+in groups of 32.  Groups are taken together in *blocks* of 16 lanes, then a tail of 8, 4, 2, 1 lanes
+(the binary digits of what is left), so that no lane is left empty.  Within a block of L lanes, lane
+``j`` belongs to group ``j``.
+
+A code of ``bits`` bits is kept as an unsigned *field*, ``(code + offset) / step``.  A field is cut
+into planes of 8, 4, 2 and 1 bits, the largest first (3 bits: 2, then 1), from its lowest bit on.  A
+plane of p bits has p chunks of 4 L bytes: byte ``b`` of lane ``j`` in chunk ``c`` holds element
+``4c + b + 4pk`` of group ``j`` in its bits ``pk`` to ``pk + p - 1``.
+
+So one vector instruction multiplies 4 elements of 16 groups, the integer sum of a whole group ends
+up in its lane, and the lane-wise multiplication with 16 consecutive scales needs no shuffle.  Plain
+numbers (fp16) lie in their own order.  Scales follow in the order of groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pi2.arrays import F32, I8, U8, U32, Scales
+
+GROUP = 32
+"""Weights that share a scale."""
+Use = Literal["tables", "projections", "neurons", "vectors"]
+"""Tensors of a store: tables are embeddings, heads and predictors; vectors are norms and biases."""
+_CHUNK_WEIGHTS = 2**18
+"""Weights quantised together: their temporaries stay within a core's cache."""
+
+
+def split_lanes(length: int) -> list[int]:
+    """Return the lanes of each block of a packed vector, ``[16, 16, ..., 8, 4, 2, 1]``."""
+    assert length > 0 and length % GROUP == 0, length
+    groups = length // GROUP
+    lanes = [16] * (groups // 16)
+    rest = groups % 16
+    lanes += [size for size in (8, 4, 2, 1) if rest & size]
+    return lanes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """A format of packed vectors.  One of integers with an fp16 scale for each group needs
+    `find_codes` only."""
+
+    name: str
+    bits: int
+    """Of a weight."""
+    uses: frozenset[Use] = frozenset()
+    """Tensors that a model document may keep so."""
+    offset: int = 0
+    step: int = 1
+    scale_type: str = "<f2"
+    """NumPy's name of the type of scales."""
+    scaled: Literal["groups", "vectors", "nothing"] = "groups"
+    """What has a scale of its own."""
+    plain_type: str | None = None
+    """NumPy's name of the type of plain numbers; None: codes."""
+    top: int = 0
+    """Largest code; 0 where codes are not integers that scales multiply."""
+    like: str | None = None
+    """The GGUF format (`pi2.formats.find_format`) with the same numbers."""
+    is_published: bool = False
+    """Whether checkpoints come in it: it is kept as it is unless another one is asked for."""
+    is_searched: bool = False
+    """Whether scales that are searched for err less than the largest weight's."""
+    shares_down_scales: bool = False
+    """Whether 32 neurons share the scale of each element of their down columns: these are
+    ``spread``, a scale for every element."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every number stands for itself, in its own place."""
+        return self.plain_type is not None
+
+    @property
+    def is_float32(self) -> bool:
+        return self.plain_type == "<f4"
+
+    @property
+    def has_scales(self) -> bool:
+        return self.scaled != "nothing"
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a block's first plane."""
+        return next(self.list_planes())
+
+    def list_planes(self) -> Iterator[int]:
+        """Yield the bits of each plane."""
+        return (size for size in (16, 8, 4, 2, 1) if self.bits & size)
+
+    def count_weight_bytes(self, length: int) -> int:
+        """Return the bytes of a vector's weights, scales not included."""
+        return length * self.bits // 8
+
+    def count_scales(self, length: int) -> int:
+        return {"groups": length // GROUP, "vectors": 1, "nothing": 0}[self.scaled]
+
+    def count_scale_bytes(self, length: int) -> int:
+        return self.count_scales(length) * int(self.scale_type[-1])
+
+    def view_scales(self, raw: U8, rows: int) -> Scales:
+        """Return the scales of ``rows`` vectors whose bytes are ``raw``, one after the other or
+        [rows, .]: [rows, .]."""
+        scales: Scales = raw.view(self.scale_type)
+        # Of no rows, only what is in rows tells how long they are.
+        return scales if scales.ndim == 2 else scales.reshape(rows, -1)
+
+    def find_codes(self, rows: F32, scales_out: Scales) -> I8:
+        """Return codes int8 [n, length] of ``rows``, and fill ``scales_out`` [n, scales].  Raises
+        `ValueError` for weights that cannot be stored."""
+        raise NotImplementedError
+
+    def take_numbers(self, codes: I8) -> F32:
+        """Return what codes stand for, in units of their scales; a new array."""
+        import numpy as np
+
+        return codes.astype(np.float32)
+
+    def take_scales(self, scales: Scales) -> F32:
+        """Return what stored scales stand for."""
+        import numpy as np
+
+        return scales.astype(np.float32)
+
+    def quantize(self, rows: F32, *, spread: bool = False) -> tuple[U8, Scales | None]:
+        """Quantise and pack ``rows`` float32 [n, length].
+
+        Returns packed weights uint8 [n, weight bytes] and scales [n, scales], None of plain
+        numbers.  Raises `ValueError` if a weight is not finite or does not fit.
+        """
+        import numpy as np
+
+        count, length = rows.shape
+        assert rows.dtype == np.float32 and not spread, (rows.dtype, spread)
+        weights = np.empty((count, self.count_weight_bytes(length)), np.uint8)
+        scales: Scales = np.empty((count, self.count_scales(length)), self.scale_type)
+        step = max(1, _CHUNK_WEIGHTS // length)
+        for start in range(0, count, step):
+            piece = slice(start, start + step)
+            weights[piece] = self.pack(self.find_codes(rows[piece], scales[piece]))
+        return weights, scales
+
+    def dequantize(
+        self, weights: U8, scales: Scales | None, length: int, *, spread: bool = False
+    ) -> F32:
+        """Undo `quantize`: float32 [n, length]."""
+        assert scales is not None and not spread
+        values = self.take_numbers(self.unpack(weights, length))
+        count = self.count_scales(length)
+        groups = values.reshape(len(values), count, length // count)
+        groups *= self.take_scales(scales)[:, :, None]
+        return values
+
+    def pack(self, codes: I8) -> U8:
+        """Lay codes int8 [n, length] out as bytes uint8 [n, weight bytes]."""
+        import numpy as np
+
+        count, length = codes.shape
+        packed = np.empty((count, self.count_weight_bytes(length)), np.uint8)
+        group, byte = 0, 0
+        # Blocks of the same number of lanes are laid out together.
+        for lanes, blocks in Counter(split_lanes(length)).items():
+            elements = blocks * lanes * GROUP
+            size = self.count_weight_bytes(elements)
+            block = codes[:, group * GROUP : group * GROUP + elements]
+            if self.step > 1 or self.offset:
+                block = (block + np.int8(self.offset)) >> np.int8(self.step - 1)
+            # Four elements are a word; word w of all lanes comes before word w + 1.
+            words = np.ascontiguousarray(block).view("<u4").reshape(count, blocks, lanes, 8)
+            ordered = self._join(np.ascontiguousarray(words.transpose(0, 1, 3, 2)))
+            packed[:, byte : byte + size] = ordered.reshape(count, -1).view(np.uint8)
+            group += blocks * lanes
+            byte += size
+        return packed
+
+    def _join(self, fields: U32) -> U32:
+        """Words [n, blocks, bits, lanes] of words of four fields [n, blocks, 8, lanes]."""
+        import numpy as np
+
+        if self.bits == 8:
+            return fields
+        joined = np.empty((*fields.shape[:2], self.bits, fields.shape[3]), np.uint32)
+        low, word = 0, 0
+        for size in self.list_planes():
+            mask = np.uint32(0x01010101 * ((1 << size) - 1))
+            plane = (fields >> np.uint32(low) if low else fields) & mask
+            own = joined[:, :, word : word + size]
+            own[:] = plane[:, :, :size]
+            for turn in range(1, 8 // size):
+                own |= plane[:, :, size * turn : size * (turn + 1)] << np.uint32(size * turn)
+            low, word = low + size, word + size
+        return joined
+
+    def unpack(self, weights: U8, length: int) -> I8:
+        """Undo `pack`: bytes uint8 [n, weight bytes] -> codes int8 [n, length]."""
+        import numpy as np
+
+        count = weights.shape[0]
+        codes = np.empty((count, length), np.int8)
+        group, byte = 0, 0
+        for lanes in split_lanes(length):
+            block = np.empty((count, lanes, GROUP), np.uint8)
+            low = 0
+            for size in self.list_planes():
+                source = weights[:, byte : byte + 4 * size * lanes]
+                ordered = source.reshape(count, size, lanes, 4).transpose(0, 2, 1, 3)
+                plane = ordered.reshape(count, lanes, 4 * size)
+                for turn in range(8 // size):
+                    fields = (plane >> np.uint8(size * turn)) & np.uint8((1 << size) - 1)
+                    own = block[:, :, 4 * size * turn : 4 * size * (turn + 1)]
+                    own[:] = own | fields << np.uint8(low) if low else fields
+                low += size
+                byte += 4 * size * lanes
+            whole = block.view(np.int8).reshape(count, lanes * GROUP)
+            if self.step > 1:
+                whole *= np.int8(self.step)
+            if self.offset:
+                whole -= np.int8(self.offset)
+            codes[:, group * GROUP : (group + lanes) * GROUP] = whole
+            group += lanes
+        return codes
+
+    def order_words(self, weights: U8, length: int) -> U32:
+        """Put the words of packed vectors uint8 [n, weight bytes] in the order of groups: uint32
+        [n, groups, words of a group]."""
+        import numpy as np
+
+        count = len(weights)
+        words = self.bits
+        if self.is_plain:
+            plain = np.ascontiguousarray(weights).view("<u4")
+            return np.asarray(plain.reshape(count, length // GROUP, words), np.uint32)
+        ordered = np.empty((count, length // GROUP, words), np.uint32)
+        group, byte = 0, 0
+        for lanes, blocks in Counter(split_lanes(length)).items():
+            groups = blocks * lanes
+            size = self.count_weight_bytes(groups * GROUP)
+            source = np.ascontiguousarray(weights[:, byte : byte + size]).view("<u4")
+            block = source.reshape(count, blocks, words, lanes).transpose(0, 1, 3, 2)
+            ordered[:, group : group + groups].reshape(count, blocks, lanes, words)[:] = block
+            group += groups
+            byte += size
+        return ordered
+
+
+def explain_overflow(rows: F32) -> str:
+    """Say why weights do not fit into a format whose scales are fp16."""
+    import numpy as np
+
+    if not np.isfinite(rows).all():
+        return "a weight is not a finite number"
+    return f"a weight of magnitude {float(np.abs(rows).max()):.4g} does not fit into fp16"
