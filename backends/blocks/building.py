@@ -114,9 +114,8 @@ class Builder:
         self._grids: dict[str, U8] = {}
         self._orders: dict[tuple[int, ...], I64] = {}
         self._scratch_size = 0
-        self._routed: Routed | None = None
-        self.places: dict[int, I32] = {}
-        """Of layers with experts, where the matrix of each is, counted in matrices."""
+        self.routed: Routed | None = None
+        """What layers with experts share."""
         self.instructions: list[Instruction] = []
         self.matrices: list[Matrix] = []
         self.layer: int | None = None
@@ -485,8 +484,8 @@ class Builder:
         moe = self._model.moe
         assert moe is not None
         active, experts = moe.active_experts, moe.experts
-        if self._routed is None:
-            self._routed = Routed(
+        if self.routed is None:
+            self.routed = Routed(
                 active=active,
                 experts=experts,
                 expert_of=self._take_numbers(active * self._tokens),
@@ -499,8 +498,7 @@ class Builder:
                 weights=self._take_numbers(active * self._tokens),
             )
         places: I32 = self.keep(np.arange(experts, dtype=np.int32))
-        self.places[layer] = places
-        routed = replace(self._routed, place_of=places.ctypes.data)
+        routed = replace(self.routed, place_of=places.ctypes.data)
         choice = self.read_vector("choice_bias", layer) if moe.choice_bias else 0
         scales = self.read_vector("expert_scale", layer) if moe.expert_scale else 0
         self.add(

@@ -111,6 +111,10 @@ _KERNEL, _ARGUMENTS, _ITEMS, _GRAIN, _NEXT, _WAITS, _FIRST, _ALONE = range(8)
 _WORDS = 8
 
 
+_PLACES = {
+    kernel: {name: place for place, name in enumerate(names)} for kernel, names in FIELDS.items()
+}
+
 MANY = 8
 """Tokens from which on rows are unpacked into panels."""
 
@@ -197,12 +201,15 @@ class Program:
         part = self._parts[int(number >= self._head)]
         each = lanes if part.takes_panels else 1
         assert first % each == 0, "pieces begin with a panel"
-        self.code[number, _FIRST] = first // each
-        self.code[number, _ITEMS] = -(-end // each)
+        self.set_items(number, first // each, -(-end // each))
+
+    def set_items(self, number: int, first: int, end: int) -> None:
+        """Let an instruction compute items ``first`` to ``end``."""
+        self.code[number, _FIRST], self.code[number, _ITEMS] = first, end
 
     def set_value(self, number: int, name: str, value: int) -> None:
         """Change an argument of an instruction."""
-        self.values[number][FIELDS[self.instructions[number].kernel].index(name)] = value
+        self.values[number][_PLACES[self.instructions[number].kernel][name]] = value
 
 
 class _Part:

@@ -33,6 +33,7 @@ from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.building import Area, Builder, Matrix, Product
 from pi2.backends.blocks.instructions import FindWeight, Program, Threads, Weight
 from pi2.backends.blocks.room import KvCache, Libraries
+from pi2.backends.blocks.routed import PairTables, list_routed
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
@@ -237,7 +238,6 @@ class Layers:
         own = Product(key="router", weight=router, y=scores, bias=bias)
         builder.add_products(read, self._hidden, [own])
         routed = builder.add_routing(scores, layer)
-        self.routed = routed
         if moe.shared_experts:
             self._add_shared(layer, read)
         inner = builder.take_area("pairs", 2 * width, active)
@@ -370,6 +370,13 @@ class BlockModel:
             for (label, layer, begin), end in zip(marks, ends, strict=True)
         ]
         self._threads = Threads(libraries.steps, threads, cores)
+        groups = [n for n, own in enumerate(builder.instructions) if own.kernel == "group"]
+        self.routed = list_routed(self.matrices, groups)
+        """Layers with experts."""
+        self.pairs: PairTables | None = None
+        """In what order their experts are computed, where the caller runs them in parts."""
+        if builder.routed is not None:
+            self.pairs = PairTables(self._program, builder.routed, tokens, self._run)
         self._chunk = chunk
         self._count = 0
         self._note: NoteKernel | None = None
@@ -447,6 +454,8 @@ class BlockModel:
         builder.sequences[:count] = sequences
         builder.positions[:count] = positions
         self._program.set_tokens(count, is_chunk=is_chunk)
+        if self.pairs is not None:
+            self.pairs.begin(count)
 
     def begin_chunk(self, tokens: I32, sequence: int, position: int) -> None:
         """Write what a chunk computes; its logits are those of the last token."""
@@ -493,6 +502,14 @@ class BlockModel:
         """Say where the bytes of matrix ``number`` are from now on."""
         for instruction in self.matrices[number].instructions:
             self._program.set_value(instruction, "weights", address)
+
+    def place_experts(self, number: int, address: int, places: I32, unit: int) -> None:
+        """Say where experts of matrix ``number`` are from now on: ``places`` [experts], which the
+        caller changes, counts them in ``unit`` bytes from ``address`` on."""
+        own = {"weights": address, "place_of": places.ctypes.data, "expert_bytes": unit}
+        for instruction in self.matrices[number].instructions:
+            for name, value in own.items():
+                self._program.set_value(instruction, name, value)
 
     def expect(self, end: int) -> None:
         """Tell that the calls that follow bring a sequence to ``end`` tokens at most."""

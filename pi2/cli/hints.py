@@ -34,7 +34,7 @@ def hint_reads(resolved: ResolvedPlan, room_bytes: int) -> str | None:
 
     plan, model = resolved.plan, resolved.model
     if resolved.file is not None:
-        whole = plan.memory.budget + resolved.file.streamed_bytes * 33 // 32
+        whole = plan.memory.budget + resolved.file.missing_bytes * 33 // 32
         if whole <= room_bytes:
             return f"--memory '{write_least(whole)}' keeps all weights in memory"
         more = room_bytes > MORE * plan.memory.budget

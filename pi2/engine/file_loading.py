@@ -20,11 +20,12 @@ from pi2.engine.whole_forward import WholeForward
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget
+from pi2.memory.expert_slots import ExpertSlots, SlotReads
 from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, load_ranges
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress
-from pi2.weights.file_plan import PIECE_BYTES
+from pi2.weights.file_plan import PIECE_BYTES, describe_experts
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 
 
@@ -45,8 +46,13 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         division = divide(resolved, weights, tensors)
         addresses, loaded = place_resident(tensors, division, weights, files, budget, is_mapped)
         ring = np.zeros(0, np.uint8)
-        if division.streamed:
+        if plan.memory.segments.cold:
             ring = budget.allocate("cold", plan.memory.segments.cold // BLOCK * BLOCK)
+        slots = None
+        if resolved.file.expert_bytes:
+            size = resolved.file.slot_bytes // BLOCK * BLOCK
+            slots = open_slots(resolved, weights, files, ring[:size], machine, progress)
+            ring = ring[size:]
         model = FileModel(
             weights,
             files,
@@ -54,6 +60,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             addresses,
             ring,
             partial(_make_program, resolved, machine, progress),
+            slots,
         )
         cleanup.callback(model.close)
         budget.charge("kv", plan.memory.segments.kv)
@@ -64,6 +71,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             weights=plan.memory.weights,
             resident_bytes=sum(t.size_bytes for t in tensors if t.name in addresses),
             streamed_bytes=sum(piece.size for piece in division.pieces),
+            expert_bytes=resolved.file.expert_bytes,
             reads_through_cache=files.fallback,
         )
         forward = WholeForward(
@@ -80,7 +88,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             budget=budget,
             layers=None,
             whole=model,
-            reader=FileReads(files, lambda: model.read_bytes, lambda: model.waited_s),
+            reader=FileReads(files, model, slots),
             forward=forward,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,
@@ -91,9 +99,13 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
 
 def divide(resolved: ResolvedPlan, weights: GgufWeights, tensors: list[FileTensor]) -> Division:
     """Choose what is resident, by the segment ``hot``."""
+    assert resolved.file is not None
     hot = resolved.plan.memory.segments.hot
     if hot >= sum(tensor.size_bytes for tensor in tensors):
         return Division(tuple(tensor.name for tensor in tensors), {})
+    if resolved.file.expert_bytes:
+        experts = {t.name for own in weights.list_experts().values() for t in own}
+        tensors = [tensor for tensor in tensors if tensor.name not in experts]
     embedding = weights.find("embedding")
     if embedding is not None and not resolved.model.tied_head:
         # A token reads a row of it.
@@ -125,6 +137,31 @@ def place_resident(
         place += tensor.size_bytes
     load_ranges(files, ranges)
     return addresses, place
+
+
+def open_slots(
+    resolved: ResolvedPlan,
+    weights: GgufWeights,
+    files: DirectFiles,
+    region: U8,
+    machine: Machine,
+    progress: Progress,
+) -> ExpertSlots:
+    """Make slots for experts in ``region``."""
+    from pi2.backends.host import load_host_loops
+
+    plan, moe = resolved.plan, resolved.model.moe
+    assert moe is not None
+    reads = SlotReads(
+        engine=plan.io.engine,
+        depth=plan.io.depth,
+        threads=plan.io.threads,
+        policy=plan.cache.policy,
+        active=moe.active_experts,
+    )
+    layers = {layer: describe_experts(own) for layer, own in weights.list_experts().items()}
+    loops = load_host_loops(progress, machine.features)
+    return ExpertSlots(files, layers, moe.experts, region, reads, loops)
 
 
 def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:

@@ -1,13 +1,15 @@
 """A GGUF file that is computed as it is: resident matrices where they are, the others as they come.
 
-Every step needs every matrix once, in the same order.  What is not resident passes through a ring
-(`pi2.memory.weight_stream`) in pieces of whole rows, each of which is computed when it has arrived.
+Every step needs every dense matrix once, in the same order.  What is not resident passes through a
+ring (`pi2.memory.weight_stream`) in pieces of whole rows, each of which is computed when it has
+arrived.  Experts that are not resident come into slots of a cache (`pi2.memory.expert_slots`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.instructions import FindWeight, Weight
 from pi2.backends.blocks.model import PANEL_ROWS, BlockModel
 from pi2.backends.executor import ExecutorObserver
+from pi2.engine.file_experts import ExpertCourse
+from pi2.memory.expert_slots import ExpertSlots
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, WeightStream
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 
@@ -94,11 +98,13 @@ def cut_rows(
 @dataclass(frozen=True, slots=True)
 class _Work:
     """Instructions ``begin`` to ``end``; with ``pieces`` one instruction, computed as they come:
-    each with its first and last row, and how far its rows would begin before it."""
+    each with its first and last row, and how far its rows would begin before it; with an
+    ``action``, what is done in their place."""
 
     begin: int
     end: int
     pieces: tuple[tuple[int, int, int], ...] = ()
+    action: Callable[[], None] | None = None
 
 
 class FileModel:
@@ -112,9 +118,10 @@ class FileModel:
         addresses: Mapping[str, int],
         ring: U8,
         make: Callable[[FindWeight], BlockModel],
+        slots: ExpertSlots | None = None,
     ) -> None:
         """``addresses``: where resident matrices lie, by name; ``ring``: what the others pass
-        through; ``make`` builds the program."""
+        through, experts excepted, which go to ``slots``; ``make`` builds the program."""
         self._weights = weights
         self._files = files
         self._model = model = make(self._find)
@@ -129,7 +136,7 @@ class FileModel:
                 model.set_tensor(number, addresses[tensor.name])
             elif matrix.key == "embedding":
                 self._embedding, self._rows = number, tensor
-            else:
+            elif matrix.weight.experts == 1:
                 streamed[matrix.instructions[0]] = division.streamed[tensor.name]
         layers = {n: pieces for n, pieces in streamed.items() if n < model.head}
         head = {n: pieces for n, pieces in streamed.items() if n >= model.head}
@@ -139,8 +146,15 @@ class FileModel:
             part = len(ring) // BLOCK * BLOCK
             if layers:
                 part = max(2 * slot, len(ring) // _HEAD_PART // BLOCK * BLOCK)
-        self._layers = _Course(model, 0, model.head, layers, files, ring[part:])
-        self._head = _Course(model, model.head, model.end, head, files, ring[:part])
+        self._slots = slots
+        work: list[_Work] = []
+        if slots is not None:
+            experts = ExpertCourse(model, slots)
+            for own in model.routed:
+                work.append(_Work(own.chosen, own.chosen, action=partial(experts.begin, own)))
+                work.append(_Work(own.begin, own.end, action=partial(experts.compute, own)))
+        self._layers = _Course(model, (0, model.head), layers, work, files, ring[part:])
+        self._head = _Course(model, (model.head, model.end), head, [], files, ring[:part])
 
     def _name_key(self, key: str) -> str:
         """Key of ``model.tensors`` that a matrix of the program is known by."""
@@ -200,12 +214,14 @@ class FileModel:
     def read_bytes(self) -> int:
         """Bytes that steps and prompts have read."""
         rows = 0 if self._rows is None else self._row_reads * self._rows.row_bytes
-        return rows + self._layers.read_bytes + self._head.read_bytes
+        experts = 0 if self._slots is None else self._slots.read_bytes
+        return rows + experts + self._layers.read_bytes + self._head.read_bytes
 
     @property
     def waited_s(self) -> float:
         """Seconds in which computing has waited for reads."""
-        return self._layers.waited_s + self._head.waited_s
+        experts = 0.0 if self._slots is None else self._slots.waited_s
+        return experts + self._layers.waited_s + self._head.waited_s
 
     def count_named(self) -> int:
         return 0
@@ -227,6 +243,8 @@ class FileModel:
     def close(self) -> None:
         self._layers.close()
         self._head.close()
+        if self._slots is not None:
+            self._slots.close()
         self._model.close()
         self._files.close()
 
@@ -237,25 +255,28 @@ class _Course:
     def __init__(
         self,
         model: BlockModel,
-        begin: int,
-        end: int,
+        part: tuple[int, int],
         streamed: Mapping[int, Sequence[tuple[int, Piece]]],
+        work: Sequence[_Work],
         files: DirectFiles,
         ring: U8,
     ) -> None:
+        """``part``: first and last instruction; ``work``: what else is not just run."""
         self._model = model
-        self._work: list[_Work] = []
-        at = begin
-        for number in sorted(streamed):
-            if number > at:
-                self._work.append(_Work(at, number))
+        special = list(work)
+        for number, own in streamed.items():
             size = model.count_row_bytes(number)
             pieces = tuple(
-                (first, first + piece.size // size, first * size)
-                for first, piece in streamed[number]
+                (first, first + piece.size // size, first * size) for first, piece in own
             )
-            self._work.append(_Work(number, number + 1, pieces))
-            at = number + 1
+            special.append(_Work(number, number + 1, pieces))
+        self._work: list[_Work] = []
+        at, end = part
+        for item in sorted(special, key=lambda item: (item.begin, item.end)):
+            if item.begin > at:
+                self._work.append(_Work(at, item.begin))
+            self._work.append(item)
+            at = item.end
         if at < end:
             self._work.append(_Work(at, end))
         cycle = [piece for number in sorted(streamed) for _, piece in streamed[number]]
@@ -266,7 +287,7 @@ class _Course:
     @property
     def is_resident(self) -> bool:
         """Whether nothing is streamed."""
-        return self._stream is None
+        return self._stream is None and all(item.action is None for item in self._work)
 
     @property
     def read_bytes(self) -> int:
@@ -280,6 +301,9 @@ class _Course:
         """Run the whole part."""
         model, stream, done = self._model, self._stream, self._done
         for work in self._work:
+            if work.action is not None:
+                work.action()
+                continue
             if not work.pieces:
                 model.run(work.begin, work.end)
                 continue

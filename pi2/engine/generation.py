@@ -313,15 +313,16 @@ def _count_whole(
     parts: Parts, neurons: NeuronCounters, speculation: Speculation | None
 ) -> RunStatistics:
     """Counters of a model that is computed as a whole, which does not say what neurons were
-    active."""
+    active; of a GGUF file, the cache is one of experts."""
+    hits, misses, evictions = getattr(parts.reader, "experts", (0, 0, 0))
     return RunStatistics(
         predicted_neurons=neurons.predicted,
         active_neurons=None,
         possible_neurons=neurons.possible,
-        cache_hits=0,
-        cache_misses=0,
+        cache_hits=hits,
+        cache_misses=misses,
         cache_skips=0,
-        cache_evictions=0,
+        cache_evictions=evictions,
         flash_read_bytes=parts.reader.read_bytes,
         waited_s=getattr(parts.whole, "waited_s", 0.0),
         speculation=SpeculationCounters() if speculation is None else speculation.counters,

@@ -236,7 +236,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "predicted_share": _rounded(statistics.predicted_share),
         # Where every neuron is computed, what is not hot streams by, and no cache is asked.
         "cache_hit_rate": None
-        if model.plan.plan.decode.predictor == "none"
+        if model.plan.plan.decode.predictor == "none" and model.plan.file is None
         else _rounded(statistics.hit_rate),
         "expert_weight_replaced": _rounded(statistics.replaced_share),
         "expert_weight_left_out": _rounded(statistics.left_out_share),
@@ -370,20 +370,20 @@ def _describe_weights(model: LoadedModel) -> str:
     facts = model.plan.file
     assert facts is not None
     whole = approximate_bytes(facts.matrix_bytes)
-    if not facts.streamed_bytes:
+    if not facts.missing_bytes:
         return f"weights: {whole}, all in memory ({model.plan.plan.memory.weights})"
-    streamed = approximate_bytes(facts.streamed_bytes)
-    return f"weights: {whole}, {streamed} of them are read from disk for every step"
+    return f"weights: {whole}, {facts.describe_missing()}"
 
 
 def _list_reads(model: LoadedModel, run: dict[str, Any]) -> list[str]:
     if model.plan.has_whole_unit:
         return []
     hits = run["cache_hit_rate"]
+    kind = "neurons" if model.plan.file is None else "experts"
     return [
         f"reads: {approximate_bytes(run['flash_read_bytes'])} from flash since loading, "
         f"{approximate_bytes(run['read_bytes_per_token'])} a token"
-        + ("" if hits is None else f" · cache hits {_percent(hits)} of the neurons needed")
+        + ("" if hits is None else f" · cache hits {_percent(hits)} of the {kind} needed")
     ]
 
 

@@ -282,13 +282,14 @@ class StepBytes:
 
 
 class FileStepBytes:
-    """The same of a GGUF file that is run as it is: a step reads every matrix once."""
+    """The same of a GGUF file that is run as it is: a step reads dense matrices once, and a token's
+    experts."""
 
     def __init__(self, parts: Parts, forward: WholeForward) -> None:
         assert parts.resolved.file is not None
         self._forward = forward
         self._reader = parts.reader
-        self._weight_bytes = parts.resolved.file.matrix_bytes
+        self._weight_bytes = parts.resolved.file.token_bytes
         model = parts.resolved.model
         self._context_bytes = model.shape.layers * count_kv_token_bytes(model, "fp16")
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -60,6 +61,11 @@ class DirectFiles:
         for path in paths:
             self._open.append(self._open_file(path))
 
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Of the open files."""
+        return self._open
+
     def _open_file(self, path: Path) -> int:
         direct = getattr(os, "O_DIRECT", 0)
         try:
@@ -93,6 +99,29 @@ class DirectFiles:
             os.close(self._open.pop())
 
 
+class Counts(Protocol):
+    """What a model that reads says of it."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read so far, loading not included."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which computing has waited for reads."""
+
+
+class ExpertCounts(Protocol):
+    """What a cache of experts says of it."""
+
+    engine: EngineName
+    engine_fallback: str | None
+
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """Experts that were in memory when they were needed, that were not, and that made room."""
+
+
 class FileReads:
     """What a run says of its reads, as `pi2.memory.flash.FlashReader` does of those of neurons."""
 
@@ -103,22 +132,26 @@ class FileReads:
     gate_reads = 0
     saved_bytes = 0
 
-    def __init__(
-        self, files: DirectFiles, count: Callable[[], int], wait: Callable[[], float]
-    ) -> None:
-        """``count`` gives the bytes that were read so far, ``wait`` the seconds of waiting."""
+    def __init__(self, files: DirectFiles, counts: Counts, slots: ExpertCounts | None) -> None:
         self.fallback = files.fallback
-        self._count, self._wait = count, wait
+        self._counts, self._slots = counts, slots
+        if slots is not None:
+            self.engine, self.engine_fallback = slots.engine, slots.engine_fallback
 
     @property
     def read_bytes(self) -> int:
         """Bytes that were read so far, loading not included."""
-        return self._count()
+        return self._counts.read_bytes
 
     @property
     def waited_s(self) -> float:
         """Seconds in which computing has waited for reads."""
-        return self._wait()
+        return self._counts.waited_s
+
+    @property
+    def experts(self) -> tuple[int, int, int]:
+        """Experts that were in memory when they were needed, that were not, and that made room."""
+        return (0, 0, 0) if self._slots is None else self._slots.counters
 
     def observe(self, observer: ReadObserver | None) -> None:
         """Single reads are not told of."""

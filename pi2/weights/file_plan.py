@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pi2.diagnostics import UserError
+from pi2.memory.expert_slots import ExpertMatrix, count_least_bytes
 from pi2.memory.weight_stream import BLOCK
 from pi2.plan.arithmetic.file_facts import FileFacts, FilledPlan
 from pi2.plan.arithmetic.fitting import count_file_runtime
@@ -15,7 +16,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Segments
 from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_quantity
 from pi2.plan.weights.layout import round_up
-from pi2.weights.gguf_weights import GgufWeights
+from pi2.weights.gguf_weights import FileTensor, GgufWeights
 
 USUAL_CONTEXT = 4096
 CHUNKS = (256, 128, 64, 32)
@@ -46,11 +47,25 @@ class FileNeeds:
     """All matrices that may be resident or streamed."""
     looked_up: int
     """Matrices of which a token reads a row, included in ``matrices``."""
+    experts: int
+    """Matrices of experts that routers choose, included in ``matrices``."""
+    slots: int
+    """The fewest slots that experts can do with."""
 
     @property
     def fixed(self) -> int:
         """Bytes that no choice makes smaller."""
         return self.vectors + self.kv + self.workspace + self.runtime
+
+    @property
+    def least(self) -> int:
+        """Bytes with which a run can stream."""
+        return self.fixed + LEAST_RING + self.slots
+
+    @property
+    def streamable(self) -> int:
+        """Dense matrices that every token reads whole."""
+        return self.matrices - self.looked_up - self.experts
 
 
 def derive_plan(
@@ -71,18 +86,19 @@ def derive_plan(
     for chunk in (prefill["chunk"],) if "chunk" in prefill else CHUNKS:
         prefill["chunk"] = min(chunk, _read_count(kv["context"]))
         needs = count_needs(weights, kv, prefill, decode)
-        if budget is None or needs.fixed + LEAST_RING <= budget:
+        if budget is None or needs.least <= budget:
             break
     whole = round_up(needs.fixed + needs.matrices, _MIB)
     if budget is None:
         free = whole if available_bytes is None else int(available_bytes * MEMORY_SHARE)
         budget = min(whole, free)
-    least = needs.fixed + LEAST_RING
-    if budget < min(least, whole):
-        raise _refuse(budget, min(least, whole), needs)
-    hot, ring = divide(budget, needs)
+    least = min(needs.least, whole)
+    if budget < least:
+        raise _refuse(budget, least, needs)
+    hot, ring, slots = divide(budget, needs)
     is_whole = hot == needs.matrices
-    if not is_whole and "speculation" not in decode:
+    streamed = max(0, needs.streamable - hot)
+    if streamed and "speculation" not in decode:
         # A step that verifies drafts reads the file once.
         decode["speculation"] = {"tokens": DRAFT_TOKENS}
     memory.setdefault("budget", f"{budget} B")
@@ -92,7 +108,7 @@ def derive_plan(
         "attention": needs.vectors,
         "kv": needs.kv,
         "hot": hot,
-        "cold": ring,
+        "cold": ring + slots,
         "workspace": needs.workspace,
     }
     stated = memory.get("segments") or {}
@@ -114,21 +130,23 @@ def derive_plan(
         "kv": kv,
     }
     nothing = Need(0, "nothing")
-    least_ring = 0 if is_whole else LEAST_RING
+    active = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     facts = FileFacts(
         path=weights.path,
         model_id=model.id,
         matrices=sum(1 for _ in weights.list_matrices()),
         matrix_bytes=needs.matrices,
-        token_bytes=needs.matrices - needs.looked_up,
-        streamed_bytes=0 if is_whole else needs.matrices - needs.looked_up - hot,
+        token_bytes=needs.streamable + round(active * needs.experts),
+        streamed_bytes=streamed,
+        expert_bytes=0 if is_whole else needs.experts,
+        slot_bytes=slots,
         needs=Needs(
             attention=Need(needs.vectors, "norms, biases and tables"),
             kv=Need(needs.kv, f"{kv['context']} tokens"),
             state=nothing,
             predictor=nothing,
             hot=nothing,
-            cold=Need(least_ring, "pieces of streamed weights"),
+            cold=Need(min(ring, LEAST_RING) + min(slots, needs.slots), "what comes from disk"),
             workspace=Need(needs.workspace, f"{prefill['chunk']} tokens of a prompt, and logits"),
         ),
         source=weights,
@@ -136,13 +154,17 @@ def derive_plan(
     return FilledPlan(values=filled, model=model, facts=facts)
 
 
-def divide(budget: int, needs: FileNeeds) -> tuple[int, int]:
-    """Bytes of resident matrices, and of the ring that the others pass through."""
+def divide(budget: int, needs: FileNeeds) -> tuple[int, int, int]:
+    """Bytes of resident matrices, of the ring that other dense ones pass through, and of slots for
+    experts: these have what dense matrices leave."""
     room = budget - needs.fixed
     if room >= needs.matrices:
-        return needs.matrices, 0
+        return needs.matrices, 0, 0
+    if needs.experts and room >= needs.streamable + needs.slots:
+        return needs.streamable, 0, room - needs.streamable
+    room -= needs.slots
     ring = max(LEAST_RING, min(USUAL_RING, room // 8))
-    return max(0, min(room - ring, needs.matrices - needs.looked_up)), ring
+    return max(0, min(room - ring, needs.streamable)), ring, needs.slots
 
 
 def count_needs(
@@ -158,6 +180,7 @@ def count_needs(
     sequences = _read_count(decode.get("batch", 1))
     matrices = weights.count_bytes()
     chunk = _read_count(prefill["chunk"])
+    experts = weights.list_experts()
     return FileNeeds(
         vectors=count_vectors(model),
         kv=count_kv_bytes(model, context, sequences),
@@ -165,7 +188,17 @@ def count_needs(
         runtime=round_up(count_file_runtime(model), _MIB),
         matrices=matrices,
         looked_up=0 if model.tied_head else _count_embedding(weights),
+        experts=sum(tensor.size_bytes for own in experts.values() for tensor in own),
+        slots=_count_slots(model, experts),
     )
+
+
+def describe_experts(tensors: Sequence[FileTensor]) -> list[ExpertMatrix]:
+    """Where the experts of a layer lie."""
+    return [
+        ExpertMatrix(tensor.file, tensor.offset, tensor.size_bytes // tensor.experts)
+        for tensor in tensors
+    ]
 
 
 def count_vectors(model: Model) -> int:
@@ -178,6 +211,13 @@ def count_vectors(model: Model) -> int:
 def _count_embedding(weights: GgufWeights) -> int:
     found = weights.find("embedding")
     return 0 if found is None else found.size_bytes
+
+
+def _count_slots(model: Model, experts: Mapping[int, Sequence[FileTensor]]) -> int:
+    if model.moe is None or not experts:
+        return 0
+    layers = {layer: describe_experts(own) for layer, own in experts.items()}
+    return count_least_bytes(layers, model.moe.active_experts)
 
 
 def _read_count(value: object) -> int:
@@ -202,11 +242,12 @@ def _refuse(budget: int, least: int, needs: FileNeeds) -> UserError:
         "KV cache": needs.kv,
         "activations and logits": needs.workspace,
         "norms and biases": needs.vectors,
+        "experts of a token": needs.slots,
     }
     return UserError.of(
         "P026",
         f"{approximate_bytes(budget)} is not enough: this file needs at least "
         f"{approximate_bytes(least)}",
         help=f"--memory {-(-least // _MIB)}MiB, or a shorter context (--set kv.context=1024)",
-        notes=[f"{name}: {approximate_bytes(size)}" for name, size in parts.items()],
+        notes=[f"{name}: {approximate_bytes(size)}" for name, size in parts.items() if size],
     )

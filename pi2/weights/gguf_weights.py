@@ -174,6 +174,16 @@ class GgufWeights:
                     seen.add(found.name)
                     yield key, layer, found
 
+    def list_experts(self) -> dict[int, list[FileTensor]]:
+        """The matrices of the experts that routers choose, by layer: inputs, then the output."""
+        found: dict[int, list[FileTensor]] = {}
+        for key in ("gate", "up", "down"):
+            for layer in range(self.model.shape.layers):
+                tensor = self.find(key, layer)
+                if tensor is not None and tensor.experts > 1:
+                    found.setdefault(layer, []).append(tensor)
+        return found
+
     def map_rows(self, tensor: FileTensor) -> U8:
         """The rows uint8 [rows, row_bytes] in the page cache, read-only."""
         data = self._map_file(tensor.file)

@@ -66,11 +66,8 @@ def write_body(document: Document, comment: Comment) -> str:
 
 def _describe_file(facts: FileFacts) -> Iterator[str]:
     yield f"weights: {approximate_bytes(facts.matrix_bytes)} in {facts.matrices} matrices"
-    if facts.streamed_bytes:
-        yield (
-            f"{approximate_bytes(facts.streamed_bytes)} of them are read from disk for every step: "
-            "as many tokens a second as the disk reads that much"
-        )
+    if facts.missing_bytes:
+        yield f"{facts.describe_missing()}: the disk's rate bounds the speed"
     else:
         yield "all of them are in memory"
     yield "what the plan does not state is derived: store, model, bundle, segments, split"

@@ -1,0 +1,322 @@
+"""Experts of a file in slots of a cache: whole matrices, read past the page cache when they are
+missing, several at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pi2.arrays import I32, I64, U8, Bits
+from pi2.memory.cache import Lookup, NeuronCache
+from pi2.memory.io_engine import (
+    PENDING,
+    EngineName,
+    IoEngine,
+    PreadEngine,
+    ReadBatch,
+    read_in_python,
+)
+from pi2.memory.policy import PolicyName
+from pi2.memory.uring import RingUnavailable, UringEngine
+from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, count_slot_bytes
+
+if TYPE_CHECKING:
+    from pi2.backends.host.contract import HostLoops
+
+_MOST_PLACES = (1 << 31) - 1
+"""Units behind an address that places can count."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """The same matrix of all experts of a layer, one after the other in a file."""
+
+    file: int
+    offset: int
+    """Byte of the file where that of expert 0 begins."""
+    size: int
+    """Bytes of one."""
+
+    @property
+    def unit(self) -> int:
+        """Bytes that divide where each begins behind a block of the disk."""
+        return math.gcd(BLOCK, self.offset, self.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotReads:
+    """How experts are read and kept."""
+
+    engine: EngineName
+    depth: int
+    threads: int
+    policy: PolicyName
+    active: int
+    """Experts of a token."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Experts that are computed together: their slots are not given away until `release`."""
+
+    layer: int
+    found: Lookup
+    inputs: list[ReadBatch]
+    """Reads of the missing ones' matrices but the last, and of the last, until they are over."""
+    outputs: list[ReadBatch]
+
+    @property
+    def waits(self) -> bool:
+        """Whether some are missing."""
+        return len(self.found.missing) > 0
+
+
+def count_least_bytes(layers: Mapping[int, Sequence[ExpertMatrix]], active: int) -> int:
+    """Bytes of slots that are enough, of one size for all layers: for the experts of a token, and
+    for one that is read meanwhile."""
+    return max(active, 2) * sum(map(count_slot_bytes, _find_largest(layers)))
+
+
+def _find_largest(layers: Mapping[int, Sequence[ExpertMatrix]]) -> list[int]:
+    sizes = ([matrix.size for matrix in matrices] for matrices in layers.values())
+    return [max(own) for own in zip(*sizes, strict=True)]
+
+
+class _Group:
+    """Layers whose slots are alike, and their cache."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        sizes: Sequence[int],
+        region: U8,
+        experts: int,
+        reads: SlotReads,
+    ) -> None:
+        self.rooms = [count_slot_bytes(size) for size in sizes]
+        self.stride = sum(self.rooms)
+        self.row_of = {layer: row for row, layer in enumerate(layers)}
+        capacity = min(len(region) // self.stride, len(layers) * experts)
+        self.region = region[: capacity * self.stride]
+        self.cache = NeuronCache(
+            self.region.reshape(capacity, self.stride),
+            [0] * len(layers),
+            experts,
+            policy=reads.policy,
+            expected=np.full((len(layers), experts), reads.active / experts, np.float32),
+        )
+
+
+class _Layer:
+    """Where the experts of a layer lie in the file and in memory."""
+
+    def __init__(self, matrices: Sequence[ExpertMatrix], group: _Group, experts: int) -> None:
+        self.group = group
+        number = np.arange(experts, dtype=np.int64)
+        self.files = [matrix.file for matrix in matrices]
+        begins: I64 = np.stack([m.offset + number * m.size for m in matrices])
+        sizes = np.array([[matrix.size] for matrix in matrices])
+        self.firsts = begins // BLOCK * BLOCK
+        self.lengths = -(-(begins + sizes) // BLOCK) * BLOCK - self.firsts
+        self.needed = begins + sizes - self.firsts
+        """Bytes [matrices, experts] of the aligned ranges up to the last one that is wanted."""
+        rooms = np.cumsum([0, *group.rooms[:-1]])
+        self.starts = rooms[:, None]
+        self.units = [matrix.unit for matrix in matrices]
+        within = self.starts + begins - self.firsts
+        self.within = [own // unit for own, unit in zip(within, self.units, strict=True)]
+        self.places: list[I32] = [np.zeros(experts, np.int32) for _ in matrices]
+
+    def put(self, experts: I32, slots: I32) -> None:
+        """Note that ``experts`` [n] are in ``slots`` [n]."""
+        for places, within, unit in zip(self.places, self.within, self.units, strict=True):
+            places[experts] = within[experts] + slots * np.int64(self.group.stride // unit)
+
+
+class ExpertSlots:
+    """Slots for experts of all layers.  One calling thread.
+
+    Slots are of one size, or of several where layers' formats differ and there is room.
+    """
+
+    def __init__(
+        self,
+        files: DirectFiles,
+        layers: Mapping[int, Sequence[ExpertMatrix]],
+        experts: int,
+        region: U8,
+        reads: SlotReads,
+        loops: HostLoops | None = None,
+    ) -> None:
+        """``region`` begins at a block; ``loops`` look up and read in compiled code."""
+        assert region.ctypes.data % BLOCK == 0
+        self._files = files
+        unit = min(matrix.unit for matrices in layers.values() for matrix in matrices)
+        region = region[: _MOST_PLACES * unit]
+        self._groups = _divide(layers, experts, region, reads)
+        for group in self._groups:
+            group.cache.loops = loops
+        by_layer = {layer: group for group in self._groups for layer in group.row_of}
+        self._layers = {
+            layer: _Layer(matrices, by_layer[layer], experts) for layer, matrices in layers.items()
+        }
+        self.engine_fallback: str | None = None
+        self.engine: EngineName = "pread"
+        self._engine = self._open_engine(reads, loops)
+        self.read_bytes = 0
+        """Bytes of experts that were read."""
+        self.waited_s = 0.0
+
+    def _open_engine(self, reads: SlotReads, loops: HostLoops | None) -> IoEngine:
+        descriptors = self._files.descriptors
+        if reads.engine == "io_uring":
+            try:
+                engine = UringEngine(descriptors, reads.depth, loops)
+            except RingUnavailable as reason:
+                self.engine_fallback = str(reason)
+            else:
+                self.engine = "io_uring"
+                return engine
+        read_runs = read_in_python if loops is None else loops.read_runs
+        return PreadEngine(descriptors, reads.threads, read_runs)
+
+    def locate(self, layer: int) -> list[tuple[int, I32, int]]:
+        """Of each matrix of a layer: an address, and where its experts are, counted from there in
+        so many bytes; places change with `find`."""
+        own = self._layers[layer]
+        address: int = own.group.region.ctypes.data
+        return [(address, places, unit) for places, unit in zip(own.places, own.units, strict=True)]
+
+    def count_slots(self, layer: int) -> int:
+        """Slots that a layer's experts share with others."""
+        return self._layers[layer].group.cache.cold_capacity
+
+    def find(self, layer: int, experts: I32) -> Held:
+        """Hold ``experts`` (ascending), for which there are slots, and begin to read the missing
+        ones."""
+        own = self._layers[layer]
+        cache = own.group.cache
+        found = cache.look_up(own.group.row_of[layer], experts)
+        assert not len(found.rest), "more experts than slots are wanted"
+        cache.hold(found)
+        held = Held(layer, found, [], [])
+        if held.waits:
+            try:
+                own.put(found.missing, found.missing_slots)
+                last = len(own.files) - 1
+                for files in dict.fromkeys(own.files[:last]):
+                    numbers = [n for n in range(last) if own.files[n] == files]
+                    self._read(held.inputs, own, found, numbers)
+                self._read(held.outputs, own, found, [last])
+            except BaseException:
+                self.abandon(held)
+                raise
+        return held
+
+    def _read(
+        self, batches: list[ReadBatch], own: _Layer, found: Lookup, numbers: list[int]
+    ) -> None:
+        """Begin to read matrices ``numbers``, which one file has, of the missing experts."""
+        experts = found.missing
+        count = len(numbers) * len(experts)
+        vectors = np.empty((len(experts), len(numbers), 2), np.int64)
+        vectors[:, :, 0] = found.missing_slots[:, None] * np.int64(own.group.stride)
+        vectors[:, :, 0] += own.group.region.ctypes.data + own.starts[numbers, 0]
+        chosen = np.ix_(np.array(numbers, np.int32), experts)
+        vectors[:, :, 1] = own.lengths[chosen].T
+        batch = ReadBatch(
+            file=own.files[numbers[0]],
+            vectors=vectors.reshape(count, 2),
+            firsts=np.arange(count, dtype=np.int32),
+            counts=np.ones(count, np.int32),
+            offsets=own.firsts[chosen].T.reshape(count),
+            sizes=own.needed[chosen].T.reshape(count),
+            requests=np.arange(count, dtype=np.int32),
+            results=np.full(count, PENDING, np.int64),
+            parts=tuple(slice(number, number + 1) for number in range(count)),
+        )
+        batches.append(batch)
+        self._engine.submit(batch)
+
+    def wait(self, held: Held, *, inputs_only: bool = False) -> None:
+        """Wait until the missing experts are there, or all of their matrices but the last.
+
+        Raises `UserError` P532 where the file was cut.
+        """
+        for batches in (held.inputs,) if inputs_only else (held.inputs, held.outputs):
+            while batches:
+                self._finish(self._layers[held.layer].group.region, batches[0])
+                batches.pop(0)
+
+    def _finish(self, region: U8, batch: ReadBatch) -> None:
+        start = time.perf_counter()
+        self._engine.wait(batch, 0, len(batch.parts))
+        self.waited_s += time.perf_counter() - start
+        for number in np.flatnonzero(batch.results < batch.sizes).tolist():
+            # It was interrupted, or the file is shorter than it was.
+            address, length = batch.vectors[number].tolist()
+            begin = address - region.ctypes.data
+            piece = Piece(batch.file, int(batch.offsets[number]), int(batch.sizes[number]))
+            target = memoryview(region)[begin : begin + length]  # type: ignore[arg-type]
+            self._files.read(piece, target)
+        self.read_bytes += int(batch.sizes.sum())
+
+    def list_missing(self, held: Held, experts: I32) -> Bits:
+        """Which of ``experts`` [n] are on their way."""
+        return np.isin(experts, held.found.missing)
+
+    def release(self, held: Held) -> None:
+        """Let the slots be given to others."""
+        self._layers[held.layer].group.cache.release(held.found)
+
+    def abandon(self, held: Held) -> None:
+        """Give up experts that have not arrived, and release all."""
+        own = self._layers[held.layer]
+        for batch in (*held.inputs, *held.outputs):
+            self._engine.abandon(batch)
+        self.release(held)
+        row = own.group.row_of[held.layer]
+        own.group.cache.forget(row, held.found.missing)
+
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """Experts that were in memory when they were needed, that were not, and that made room."""
+        own = [counters for group in self._groups for counters in group.cache.counters]
+        return (
+            sum(item.hits for item in own),
+            sum(item.misses for item in own),
+            sum(item.evictions for item in own),
+        )
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _divide(
+    layers: Mapping[int, Sequence[ExpertMatrix]], experts: int, region: U8, reads: SlotReads
+) -> list[_Group]:
+    """Layers by the sizes of their slots, each with its share of the region; all layers with the
+    largest size where a group had too few slots."""
+    by_sizes: dict[tuple[int, ...], list[int]] = {}
+    for layer, matrices in layers.items():
+        by_sizes.setdefault(tuple(matrix.size for matrix in matrices), []).append(layer)
+    strides = {sizes: sum(map(count_slot_bytes, sizes)) for sizes in by_sizes}
+    total = sum(strides[sizes] * len(own) for sizes, own in by_sizes.items())
+    shares = [len(region) * strides[sizes] * len(own) // total for sizes, own in by_sizes.items()]
+    least = 2 * max(reads.active, 2)
+    enough = [
+        share // strides[sizes] >= least for sizes, share in zip(by_sizes, shares, strict=True)
+    ]
+    if not all(enough):
+        return [_Group(list(layers), _find_largest(layers), region, experts, reads)]
+    groups, begin = [], 0
+    for (sizes, own), share in zip(by_sizes.items(), shares, strict=True):
+        share = share // BLOCK * BLOCK
+        groups.append(_Group(own, sizes, region[begin : begin + share], experts, reads))
+        begin += share
+    return groups

@@ -1,0 +1,86 @@
+"""A mixture in a GGUF file within less memory than its experts take."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.diagnostics import UserError
+from pi2.engine.run_report import summarise_run
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.gguf_files import make_sentence_piece, write_gguf
+from tests.helpers.gguf_tensors import translate
+from tests.helpers.models import MIXTURE, draw_weights, make_model
+
+SETTINGS: dict[str, Any] = {"kv.context": 256, "prefill.chunk": 32}
+TOKENS = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers of 16 experts of 630 KB, three of which compute a token."""
+    folder = tmp_path_factory.mktemp("mixture")
+    metadata = make_sentence_piece()
+    size = len(metadata["tokenizer.ggml.tokens"])
+    shape = {"vocab": size, "hidden": 256, "ffn": 768, "layers": 4, "context": 512}
+    moe = {"experts": 16, "active_experts": 3}
+    ffn = {"activation": "silu"}
+    model = make_model({**MIXTURE, "moe": moe, "shape": shape, "predictor": None, "ffn": ffn})
+    weights = draw_weights(model, 0)
+    checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 3}
+    config |= {"max_position_embeddings": 512}
+    changes: dict[str, Any] = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in metadata.items()
+    }
+    path = folder / "mixture.gguf"
+    return write_gguf(path, config, translate(weights, config), kind="Q8_0", changes=changes)
+
+
+def find_least(file: Path) -> int:
+    """MiB of the smallest budget, as the message about a smaller one says."""
+    with pytest.raises(UserError) as caught:
+        pi2.load(file, memory="10 MiB", set=SETTINGS)
+    (item,) = caught.value.diagnostics
+    assert item.code == "P026" and item.help is not None
+    assert any(note.startswith("experts of a token: ") for note in item.notes)
+    found = re.search(r"--memory (\d+)MiB", item.help)
+    assert found is not None
+    return int(found[1])
+
+
+def test_every_budget_gives_the_text_and_the_bits_of_the_run_in_memory(file: Path) -> None:
+    least, found, read = find_least(file), [], []
+    for memory in (None, f"{least} MiB", f"{least + 4} MiB", f"{least + 16} MiB"):
+        with pi2.load(file, memory=memory, set=SETTINGS) as model:
+            many = model.logits(TOKENS).copy()
+            one_by_one = model.logits(TOKENS, mode="decode").copy()
+            read.append(model.stats.flash_read_bytes)
+            text = model.generate("hello world", max_tokens=12, temperature=0.0).result.text
+            found.append((many.tobytes(), one_by_one.tobytes(), text))
+            assert model.plan.file is not None
+            assert bool(model.plan.file.expert_bytes) == (memory is not None)
+    assert found[1:] == found[:1] * 3
+    assert read[0] == 0 < read[3] < read[2] < read[1]
+
+
+def test_the_summary_says_what_experts_were_read(file: Path) -> None:
+    with pi2.load(file, memory=f"{find_least(file) + 8} MiB", set=SETTINGS) as model:
+        generation = model.generate("hello world", max_tokens=6, temperature=0.0)
+        summary = summarise_run(model, generation.result)
+        statistics = generation.result.statistics
+        rate = statistics.hit_rate
+    assert rate is not None and 0 < rate < 1
+    assert f"cache hits {rate:.1%} of the experts needed" in summary
+    assert re.search(r"weights: 38.5 MiB, 38.2 MiB are experts, of which memory has ", summary)
+    assert re.search(r"reads: [\d.]+ MiB from flash since loading, [\d.]+ \w+ a token", summary)
+    # Routers that choose among all experts make a guess of several tokens read more.
+    assert model.plan.plan.decode.speculation is None
