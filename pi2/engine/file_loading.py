@@ -12,7 +12,6 @@ import numpy as np
 from pi2.arrays import U8
 from pi2.backends.blocks.model import BlockModel
 from pi2.engine.file_model import Division, FileModel, divide_matrices
-from pi2.engine.file_texts import FileTexts
 from pi2.engine.loading import read_tokenizer
 from pi2.engine.opened_model import check_fit
 from pi2.engine.parts import Parts
@@ -26,7 +25,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress
 from pi2.weights.file_plan import PIECE_BYTES, describe_experts
-from pi2.weights.gguf_weights import FileTensor, GgufWeights
+from pi2.weights.gguf_weights import FileTensor, FileTexts, GgufWeights
 
 
 def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start: float) -> Parts:

@@ -10,7 +10,6 @@ from pi2.backends.protocol import Executor
 from pi2.backends.units import SequenceModel
 from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import FeedForward
-from pi2.engine.file_texts import FileTexts
 from pi2.engine.forward import Sequences
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
@@ -18,6 +17,7 @@ from pi2.memory.flash import FlashReader, NullReader
 from pi2.memory.weight_stream import FileReads
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.store.reader import NeuronStore
+from pi2.weights.gguf_weights import FileTexts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

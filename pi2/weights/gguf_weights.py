@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -221,3 +223,21 @@ class GgufWeights:
         self._maps.clear()
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
+
+
+class FileTexts:
+    """What a file's metadata say of texts, as a folder that the model's tokenizer is read from."""
+
+    def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
+        self.identity = repr(weights.identity).encode()
+        """Bytes that differ where another file has taken this one's place."""
+        self.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pi2-")))
+        checkpoint = weights.checkpoint
+        contents = {
+            "tokenizer.json": checkpoint.read_tokenizer(),
+            "tokenizer_config.json": checkpoint.read_file("tokenizer_config.json"),
+            "chat_template.jinja": checkpoint.read_file("chat_template.jinja"),
+        }
+        for name, content in contents.items():
+            if content is not None:
+                (self.path / name).write_bytes(content)
