@@ -1,7 +1,7 @@
-"""Measure the demo model from the shipped store: the figures of docs/demo-model.md.
+"""Measure the demo model from the shipped store: the figures of docs/reference/demo-model.md.
 
     python tools/evaluate_demo.py             # print the figures
-    python tools/evaluate_demo.py --write     # put them into docs/demo-model.md
+    python tools/evaluate_demo.py --write     # put them into docs/reference/demo-model.md
     python tools/evaluate_demo.py --check     # exit 1 if the card says something else
 
 They are what `pi2 evaluate` prints for the held-out text in the store.  All are deterministic on
@@ -21,7 +21,7 @@ from pi2.statistics.texts import read_texts
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = ROOT / "plans" / "demo.plan.toml"
 HELDOUT = ROOT / "plans" / "stores" / "pi2-demo" / "heldout.txt"
-CARD = ROOT / "docs" / "demo-model.md"
+CARD = ROOT / "docs" / "reference" / "demo-model.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 CONTEXT, WINDOWS = 256, 8
 

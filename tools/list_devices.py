@@ -1,6 +1,6 @@
-"""Write the tables of docs/devices.md from plans/devices.
+"""Write the table of docs/reference/devices.md from plans/devices.
 
-    python tools/list_devices.py            # rewrite docs/devices.md
+    python tools/list_devices.py            # rewrite docs/reference/devices.md
     python tools/list_devices.py --check    # exit 1 if it is out of date
 
 The text around the tables is written by people; what stands between ``<!-- devices -->`` or
@@ -15,19 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pi2.plan.checking.check import check_file
-from pi2.plan.documents.common import Origin
 from pi2.plan.documents.device import (
-    ComputeFigure,
     Device,
-    PowerFigure,
     RateFigure,
     ReadFigure,
     Unit,
 )
-from pi2.plan.documents.quantities import WATT_UNITS, format_bytes, format_quantity
+from pi2.plan.documents.quantities import format_bytes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENT = REPOSITORY / "docs" / "devices.md"
+DOCUMENT = REPOSITORY / "docs" / "reference" / "devices.md"
 FOLDER = REPOSITORY / "plans" / "devices"
 MARK = {"measured": "m", "published": "p", "vendor-claimed": "v", "estimated": "e"}
 UNKNOWN = "-"
@@ -47,10 +44,10 @@ def read_devices(folder: Path = FOLDER) -> list[Device]:
 
 def render_document(text: str, devices: list[Device]) -> str:
     """``text`` with its tables made anew."""
-    tables = {"devices": list_devices(devices), "figures": list_figures(devices)}
+    tables = {"devices": list_devices(devices)}
     for name, table in tables.items():
         start = f"<!-- {name} -->\n"
-        assert start in text, f"docs/devices.md needs {start.strip()} ... {END}"
+        assert start in text, f"docs/reference/devices.md needs {start.strip()} ... {END}"
         before, rest = text.split(start, 1)
         after = rest[rest.index(END) :]
         text = "".join([before, start, *(f"{row}\n" for row in table), after])
@@ -75,44 +72,6 @@ def list_devices(devices: list[Device]) -> Iterator[str]:
         )
 
 
-def list_figures(devices: list[Device]) -> Iterator[str]:
-    """One row per figure that has a source."""
-    yield "| device | figure | value | status | source |"
-    yield "| --- | --- | --- | --- | --- |"
-    for device in devices:
-        for label, value, origin in _walk(device):
-            yield _row(f"`{device.id}`", label, value, origin.status, origin.source)
-
-
-def _walk(device: Device) -> Iterator[tuple[str, str, Origin]]:
-    for name, unit in device.units.items():
-        yield from _walk_unit(name, unit)
-    memory, storage = device.memory, device.storage
-    if memory.read_bandwidth is not None:
-        yield "memory, all units", _rate(memory.read_bandwidth), memory.read_bandwidth
-    if memory.peak_bandwidth is not None:
-        yield "memory, interface", _rate(memory.peak_bandwidth), memory.peak_bandwidth
-    for read in storage.reads:
-        yield _describe_read(read), _show(read.rate), read
-    if storage.reader_penalty is not None:
-        penalty = storage.reader_penalty
-        yield "flash, lost with several readers", f"{penalty.value:.0%}", penalty
-    if device.power is not None:
-        yield "power, all units", _power(device.power), device.power
-
-
-def _walk_unit(name: str, unit: Unit) -> Iterator[tuple[str, str, Origin]]:
-    if unit.read_bandwidth is not None:
-        yield f"{name}, main memory", _rate(unit.read_bandwidth), unit.read_bandwidth
-    if unit.memory is not None and unit.memory.peak_bandwidth is not None:
-        peak = unit.memory.peak_bandwidth
-        yield f"{name}, own memory's interface", _rate(peak), peak
-    for figure in unit.compute:
-        yield f"{name}, {figure.precision}", _compute(figure), figure
-    if unit.power is not None:
-        yield f"{name}, power", _power(unit.power), unit.power
-
-
 def _describe_cpu(cpu: Unit) -> str:
     cores = [
         f"{cluster.cores}x {cluster.core or 'cores'}"
@@ -128,15 +87,6 @@ def _describe_memory(device: Device) -> str:
     return f"{text}, {_size(memory.usable)} usable" if memory.usable else text
 
 
-def _describe_read(read: ReadFigure) -> str:
-    text = f"flash, {read.pattern} {format_bytes(read.block)}"
-    if read.range is not None:
-        text += f" within {format_bytes(read.range)}"
-    if read.threads is not None:
-        text += f", {read.threads} thread{'s' if read.threads > 1 else ''}"
-    return f"{text}, {read.cluster} core" if read.cluster is not None else text
-
-
 def _size(size: int) -> str:
     return f"{size // 10**9} GB" if size % 10**9 == 0 else format_bytes(size)
 
@@ -148,14 +98,6 @@ def _rate(figure: RateFigure) -> str:
 def _show(rate: float) -> str:
     """A rate with four digits: ``"1.076 GB/s"``."""
     return f"{rate / 1e9:.4g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.4g} MB/s"
-
-
-def _power(figure: PowerFigure) -> str:
-    return format_quantity(figure.value, WATT_UNITS)
-
-
-def _compute(figure: ComputeFigure) -> str:
-    return f"{figure.giga_ops:,.0f} GOP/s"
 
 
 def _show_rate(figure: RateFigure | None) -> str:
@@ -174,7 +116,7 @@ def _row(*cells: str) -> str:
 
 
 def main() -> int:
-    """Rewrite or check docs/devices.md."""
+    """Rewrite or check the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

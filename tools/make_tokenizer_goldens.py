@@ -49,7 +49,7 @@ def main() -> None:
             else:
                 chosen["normalization_rule_name"] = "identity"
             sentencepiece.SentencePieceTrainer.train(
-                input=str(ROOT / "docs/new-model.md"),
+                input=str(ROOT / "docs/howto/add-a-model.md"),
                 model_prefix=str(Path(scratch) / "made"),
                 vocab_size=420,
                 hard_vocab_limit=False,

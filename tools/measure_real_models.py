@@ -4,9 +4,9 @@
     python tools/measure_real_models.py --docs [--check]
 
 PYTHON is an interpreter that imports `llama_cpp`.  Results go to tools/results/real-models.json;
-``--docs`` writes the table of docs/performance.md from that file.  Models that the file has of the
-same machine and versions are kept.  Rows below
-100 % of a file run in a memory group of that size (Linux, root), which counts the page cache.
+``--docs`` writes the table of docs/reference/performance.md from that file.  Models that the file
+has of the same machine and versions are kept.  Rows below 100 % of a file run in a memory group of
+that size (Linux, root), which counts the page cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compare predictions with speeds that others measured with other engines.
 
-    python tools/validate_outside.py            # rewrite the table of docs/simulator.md
+    python tools/validate_outside.py            # rewrite the table of docs/howto/simulate.md
     python tools/validate_outside.py --print    # every row, and the summary
     python tools/validate_outside.py --check    # exit 1 if the table is out of date
 
@@ -31,7 +31,7 @@ from pi2.plan.documents.model import Model
 from pi2.planning.wish import Wish, make_plan_values, read_document, resolve_values
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs/simulator.md"
+DOCUMENT = ROOT / "docs/howto/simulate.md"
 ROWS = ROOT / "tools/outside/rows.toml"
 MIB, GIB = 1 << 20, 1 << 30
 ORIGIN = {"status": "published", "source": "tools/outside/rows.toml"}

@@ -24,7 +24,7 @@ from paper.scenarios import MIXTRAL, SYSTEMS, Scenario
 from pi2.costs.constants import Constants
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENTS = (REPOSITORY / "docs/simulator.md", REPOSITORY / "tools/results/simulator.md")
+DOCUMENTS = (REPOSITORY / "docs/howto/simulate.md", REPOSITORY / "tools/results/simulator.md")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Write the reference at the end of docs/python.md from the docstrings of the Python interface.
+"""Write the reference docs/reference/python-api.md from the docstrings of the Python interface.
 
 python tools/write_api_docs.py [--check]
 """
@@ -19,7 +19,7 @@ from pi2.engine.answer import SequenceResult
 from pi2.engine.generation import AsyncGeneration, BatchGeneration, BatchResult
 from pi2.plan.authoring.explanation import list_field_docs
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "python-api.md"
 BEGIN = "<!-- Written by tools/write_api_docs.py: change the docstrings instead. -->\n"
 FIRST = ("load", "LoadedModel")
 """Names that come first; the others follow in their order."""
@@ -31,9 +31,7 @@ COLUMNS = 88
 def write_reference() -> str:
     """Everything from `BEGIN` on."""
     names = [*FIRST, *(name for name in pi2.__all__ if name not in (*FIRST, "__version__"))]
-    parts = [
-        "## Reference\n\nEverything here is found in `pi2`; types without `pi2.` are returned.\n"
-    ]
+    parts = ["Everything here is found in `pi2`; types without `pi2.` are returned.\n"]
     for name in names:
         parts.append(write_object(f"pi2.{name}", getattr(pi2, name)))
     parts += [write_object(kind.__name__, kind) for kind in RETURNED]
@@ -43,8 +41,8 @@ def write_reference() -> str:
 def write_object(name: str, value: Any) -> str:
     """The section of a function or class."""
     if not inspect.isclass(value):
-        return f"### {name}\n\n{write_code(write_signature(name, value))}\n{write_text(value)}\n"
-    parts = [f"### {name}\n\n{write_text(value)}\n"]
+        return f"## {name}\n\n{write_code(write_signature(name, value))}\n{write_text(value)}\n"
+    parts = [f"## {name}\n\n{write_text(value)}\n"]
     fields = list(list_fields(value))
     if fields:
         rows = [f"| `{field}` | `{kind}` | {text} |" for field, kind, text in fields]
@@ -53,10 +51,10 @@ def write_object(name: str, value: Any) -> str:
     for member, item in list_members(value):
         if isinstance(item, property):
             kind = inspect.signature(item.fget).return_annotation if item.fget else ""
-            parts.append(f"#### {member}: {kind}\n\n{write_text(item)}\n".replace(": \n", "\n"))
+            parts.append(f"### {member}: {kind}\n\n{write_text(item)}\n".replace(": \n", "\n"))
         else:
             code = write_code(write_signature(member, item))
-            parts.append(f"#### {member}()\n\n{code}\n{write_text(item)}\n")
+            parts.append(f"### {member}()\n\n{code}\n{write_text(item)}\n")
     return "\n".join(parts)
 
 

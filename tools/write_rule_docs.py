@@ -1,4 +1,4 @@
-"""Write docs/rules: an index and a page per hundred codes, from rules and pi2/diagnostics/pages.
+"""Write docs/reference/findings, an index and a page per hundred codes, from the codes' pages.
 
 ``python tools/write_rule_docs.py`` writes the files and removes those that no code belongs to;
 ``--check`` writes nothing and fails if something would change.
@@ -11,10 +11,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pi2.diagnostics.texts import Page, write_markdown
+from pi2.diagnostics.texts import Page, begin_sentence
 from pi2.plan.checking.check import load_pages
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "rules"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference" / "findings"
 INDEX = "README.md"
 RANGES = {
     "P0": "Reading files, and the command line",
@@ -45,13 +45,18 @@ def name_page(prefix: str) -> str:
 
 def write_page(pages: Mapping[str, Page], prefix: str) -> str:
     """One hundred of codes, a section each."""
-    own = [write_markdown(page) for code, page in sorted(pages.items()) if code.startswith(prefix)]
+    own = [write_entry(page) for code, page in sorted(pages.items()) if code.startswith(prefix)]
     return "\n".join([f"# {prefix}xx: {RANGES[prefix]}\n", *own])
+
+
+def write_entry(page: Page) -> str:
+    """Title and remedy of a code; `pi2 explain` has reason and example."""
+    return f"## {page.code}\n\n{page.what}\n\n{begin_sentence(page.fix)}\n"
 
 
 def write_index(pages: Mapping[str, Page]) -> str:
     """List of the codes in their ranges."""
-    parts = ["# Findings\n", "Every finding has a code; `pi2 explain CODE` explains it.\n"]
+    parts = ["# Findings\n", "`pi2 explain CODE` gives the reason and an example.\n"]
     for prefix, title in RANGES.items():
         own = [page for code, page in pages.items() if code.startswith(prefix)]
         if own:
@@ -87,7 +92,7 @@ def main() -> int:
     """Write or check; the exit code is 1 if the check finds a difference."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, only compare")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="default: docs/rules")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args()
     changed = find_differences(options.folder) if options.check else write_files(options.folder)
     for name in changed:

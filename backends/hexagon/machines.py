@@ -99,7 +99,7 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
         if shutil.which(HOST_PROGRAM) is None:
             found.append(
                 f"there is no `{HOST_PROGRAM}`, which passes work on to the NPU's driver: build it"
-                " with the vendor's SDK (docs/npu.md), or try a device file that says"
+                " with the vendor's SDK (backends/hexagon/dsp/build.sh), or use a device file with"
                 " `emulated = true`"
             )
         if not any(map(os.path.exists, _HEAPS)):

@@ -208,7 +208,7 @@ def completion_command(shell: str) -> None:
 def lsp_command() -> None:
     """Start the language server on standard input and output.
 
-    Editors start it themselves (docs/editors.md).  It needs `pip install 'pi2[lsp]'`.
+    Editors start it themselves (docs/howto/check-in-ci.md).  It needs `pip install 'pi2[lsp]'`.
     """
     try:
         from pi2.lsp.server import make_server

@@ -25,7 +25,7 @@ from pi2.plan.weights.layout import scale_bytes
 _UPPER_SPEED = 2.0
 """Speed of a token's products where one byte of an activation is multiplied instead of two.
 Projections of 4 and 8 sequences were measured to take 0.52 to 0.64 and 0.44 to 0.75 of the time
-(docs/performance.md)."""
+(docs/reference/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

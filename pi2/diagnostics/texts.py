@@ -122,14 +122,6 @@ def parse_page(code: str, text: str) -> Page:
     return Page(code=code, what=_join_lines(what), why=why, example=example, fix=fix)
 
 
-def write_markdown(page: Page) -> str:
-    """The page as a section of a Markdown document."""
-    parts = [f"## {page.code}", page.what]
-    for heading, text in page.sections:
-        parts.append(f"**{heading}:** {begin_sentence(text)}")
-    return "\n\n".join(parts) + "\n"
-
-
 def begin_sentence(text: str) -> str:
     """The text of a section where it does not follow its heading's colon."""
     return text[:1].upper() + text[1:]

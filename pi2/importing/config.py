@@ -150,7 +150,7 @@ class Config:
         return UserError.of(
             "P544",
             f"no model document can be made from {self.file}: {problem}",
-            help="write the document by hand, see docs/new-model.md",
+            help="write the document by hand, see docs/howto/add-a-model.md",
             file=str(self.file),
         )
 

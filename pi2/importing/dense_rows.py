@@ -168,7 +168,7 @@ def _factor_products(gates: Rows) -> tuple[F64, F64]:
 
     The Cholesky factor of that product, summed up in float64, takes a small part of the time of a
     QR decomposition, and is no less exact for the length of F u: the error of the product is some
-    1e-13 of its norm, and what is stored of F is float32 at best (docs/converting.md).
+    1e-13 of its norm, and what is stored of F is float32 at best (docs/howto/convert-a-model.md).
     """
     blocks = _list_blocks(gates.count)
     shift = gates.read(*blocks[0]).mean(axis=0, dtype=np.float64)

@@ -1,5 +1,5 @@
 """Whole models on a GPU against Hugging Face transformers: golden models with operators that the
-demo does not have.  docs/gpu.md has what all of them gave."""
+demo does not have.  docs/experimental/gpu-npu-phone.md has what all of them gave."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_keys_and_values_may_be_int8(cpu: LoadedModel, api: Api) -> None:
     wanted = cpu.generate(prompt, max_tokens=24, temperature=0.0).result.text
     logits = cpu.logits(list_ids(cpu))
     with pi2.load(plan, set=EXACT | room | {"kv.type": "int8"}) as model:
-        # What the CPU's own int8 keys and values differ by (docs/exactness.md).
+        # What the CPU's own int8 keys and values differ by (docs/reference/exactness.md).
         assert find_error(model.logits(list_ids(model)), logits) < 1e-2
         assert model.generate(prompt, max_tokens=24, temperature=0.0).result.text == wanted
 
@@ -126,7 +126,7 @@ def test_a_token_is_one_submission(gpu: LoadedModel, monkeypatch: pytest.MonkeyP
     for token in (5, 6, 7):
         gpu._parts.forward.step([token], [0])
     assert len(submissions) == 3
-    # docs/gpu.md says how many kernels a token takes: 13 in a layer, and 3 around them.
+    # 13 kernels in a layer, and embedding, last norm and head.
     layers = gpu.plan.model.shape.layers
     assert len(whole.list_step(1, 1)) == 13 * layers + 3
 

@@ -351,7 +351,7 @@ def test_every_shipped_profile_can_be_shown(name: str, bob: User) -> None:
 
 
 class TestTheGuide:
-    TEXT = (Path(__file__).parents[2] / "docs/sharing.md").read_text("utf-8")
+    TEXT = (Path(__file__).parents[2] / "docs/howto/share-devices.md").read_text("utf-8")
 
     def test_its_commands_and_options_exist(self) -> None:
         from pi2.cli.profile import profile_command as command

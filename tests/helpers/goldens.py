@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "golden/models"
 EXACT = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "fp16")
 """Quantisation that keeps fp16 weights as they are."""
 UNROUNDED = {"kv.type": "fp32", "decode.activations": "fp32", "prefill.activations": "fp32"}
-"""What makes the cpu backend round nothing but the weights (docs/exactness.md)."""
+"""What makes the cpu backend round nothing but the weights (docs/reference/exactness.md)."""
 CPU = {"backends.cpu": "cpu", **UNROUNDED}
 ROUNDING = 1e-4
 """Of the largest logit: products of several tokens are added up in another order than one's."""

@@ -22,12 +22,12 @@ import yaml
 ROOT = Path(__file__).parents[2]
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text("utf-8"))
 HOOK, MIGRATE_HOOK = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text("utf-8"))
-GUIDE = (ROOT / "docs/ci.md").read_text("utf-8")
+GUIDE = (ROOT / "docs/howto/check-in-ci.md").read_text("utf-8")
 BROKEN = ROOT / "tests/plans/broken"
 
 
 def find_snippet(file: str) -> Any:
-    """The YAML block of docs/ci.md that begins with the name of ``file``."""
+    """The YAML block of docs/howto/check-in-ci.md that begins with the name of ``file``."""
     for block in re.findall(r"^```yaml\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL):
         if block.startswith(f"# {file}\n"):
             return yaml.safe_load(block)

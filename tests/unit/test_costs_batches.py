@@ -85,7 +85,7 @@ def test_the_simulator_knows_rounded_steps_too() -> None:
 
 @pytest.mark.parametrize(("batch", "measured"), [(2, 20.0), (4, 35.9), (8, 71.9)])
 def test_neurons_of_several_sequences_take_what_was_measured(batch: int, measured: float) -> None:
-    """Milliseconds of a step on two Zen 5 cores; of one 12.2 (docs/performance.md)."""
+    """Milliseconds of a step on two Zen 5 cores; of one 12.2 (docs/reference/performance.md)."""
     one, several = (sum_layers(cost(batch=count), "compute_s") for count in (1, batch))
     assert several / one == pytest.approx(measured / 12.2, rel=0.2)
 

@@ -1,4 +1,4 @@
-"""Every code has a page: `pi2 explain`, docs/rules, and the pages themselves."""
+"""Every code has a page: `pi2 explain`, docs/reference/findings, and the pages themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from pi2.cli import validate as explain
 from pi2.cli.main import run
-from pi2.diagnostics.texts import Page, parse_page, write_markdown
+from pi2.diagnostics.texts import Page, parse_page
 from pi2.plan.checking.check import FOLDER, load_pages
 from pi2.plan.checking.rules import load_rules
 from tests.helpers.broken_plans import validate
@@ -79,10 +79,8 @@ def test_a_docstring_without_a_section_is_refused() -> None:
         parse_page("P1", "A.\n\nWhy: b.\n\nFix: c.\n")
 
 
-def test_a_page_as_a_section_of_markdown() -> None:
-    assert write_markdown(PAGE) == (
-        "## P210\n\nA `b`.\n\n**Why:** C.\n\n**Example:** D.\n\n**Fix:** E.\n"
-    )
+def test_a_page_as_an_entry_of_the_documents() -> None:
+    assert write_rule_docs.write_entry(PAGE) == "## P210\n\nA `b`.\n\nE.\n"
 
 
 # The command
@@ -154,12 +152,12 @@ def test_validate_says_once_how_to_learn_more() -> None:
     assert "explain" not in stderr
 
 
-# docs/rules
+# docs/reference/findings
 
 
 def test_documents_are_as_the_rules_say() -> None:
     differing = write_rule_docs.find_differences(write_rule_docs.FOLDER)
-    assert differing == [], "run `python tools/write_rule_docs.py` and commit docs/rules"
+    assert differing == [], "run `python tools/write_rule_docs.py`"
 
 
 def test_the_index_links_to_the_section_of_every_code() -> None:

@@ -41,8 +41,8 @@ def test_the_reference_backend_agrees(make_plan: Callable[[str], Path], name: st
 
 
 CPU_ERROR = 5e-3
-"""Keys and values are rounded to fp16, which is what is seen here: fp16 weights are multiplied with
-activations that are not rounded.  The largest of all goldens is 3.7e-3 (docs/exactness.md)."""
+"""Keys and values are rounded to fp16; fp16 weights are multiplied with activations that are not
+rounded.  The largest error of all goldens is 3.7e-3."""
 
 
 ROUNDED = (

@@ -1,4 +1,4 @@
-"""docs/python.md, docs/device-file.md, docs/dry-run.md and docs/split.md say what is true."""
+"""Guides in docs say what is true: their examples run, and their files and codes exist."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 import pi2
+from pi2.cli.commands import LazyGroup
 from pi2.cli.main import run
 from pi2.plan.checking.check import check_file
-from tools import write_api_docs
+from tools import list_models, write_api_docs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -26,22 +28,20 @@ def find_blocks(page: str, language: str) -> list[str]:
 
 
 def test_the_python_reference_is_as_the_docstrings_are() -> None:
-    text = (DOCS / "python.md").read_text("utf-8")
-    wanted = write_api_docs.make_page(text)
-    assert text == wanted, "run `python tools/write_api_docs.py` and commit docs/python.md"
+    text = write_api_docs.PAGE.read_text("utf-8")
+    assert text == write_api_docs.make_page(text), "run `python tools/write_api_docs.py`"
 
 
 def test_the_python_reference_has_every_public_name() -> None:
-    text = (DOCS / "python.md").read_text("utf-8")
+    text = write_api_docs.PAGE.read_text("utf-8")
     for name in pi2.__all__:
-        assert name == "__version__" or f"### pi2.{name}\n" in text, name
+        assert name == "__version__" or f"## pi2.{name}\n" in text, name
     for name in ("generate()", "generate_batch()", "logits()", "close()"):
-        assert f"#### {name}\n" in text
+        assert f"### {name}\n" in text
 
 
 def test_the_examples_in_python_run() -> None:
-    guide = (DOCS / "python.md").read_text("utf-8").partition(write_api_docs.BEGIN)[0]
-    examples = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    examples = find_blocks("howto/use-from-python.md", "python")
     assert len(examples) == 4
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(examples)],
@@ -56,17 +56,16 @@ def test_the_examples_in_python_run() -> None:
     assert "P231" in done.stdout
 
 
-def test_the_device_file_is_explained_from_its_first_line_to_its_last() -> None:
-    shown = "\n".join(find_blocks("device-file.md", "toml"))
+def test_the_device_guide_quotes_the_shipped_file() -> None:
     file = (ROOT / "plans/devices/oneplus-12.device.toml").read_text("utf-8")
-    assert [line for line in shown.splitlines() if line] == [
-        line for line in file.splitlines() if line
-    ]
+    blocks = find_blocks("howto/describe-a-device.md", "toml")
+    assert len(blocks) == 3
+    assert [block for block in blocks if block not in file] == []
 
 
 def test_the_codes_that_guides_name_are_about_what_they_say() -> None:
     wanted = {
-        "device-file.md": {
+        "howto/describe-a-device.md": {
             "P203": "budget",
             "P221": "stride",
             "P230": "threads",
@@ -74,7 +73,7 @@ def test_the_codes_that_guides_name_are_about_what_they_say() -> None:
             "P351": "figures",
             "P403": "vendor",
         },
-        "split.md": {
+        "start/concepts.md": {
             "P210": "add up to 1",
             "P211": "units",
             "P262": "at most one dense unit",
@@ -97,7 +96,7 @@ def test_the_commands_for_dry_runs_run_dry(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    lines = find_blocks("dry-run.md", "sh")[0].splitlines()
+    lines = find_blocks("howto/simulate.md", "sh")[1].splitlines()
     assert len(lines) == 2
     for line in lines:
         assert run(shlex.split(line)[1:]) == 0
@@ -106,7 +105,7 @@ def test_the_commands_for_dry_runs_run_dry(
 
 def test_the_split_means_the_neurons_that_the_guide_says(tmp_path: Path) -> None:
     """The split of the example, in a plan for a layer of 14,336 neurons."""
-    text = find_blocks("split.md", "toml")[0]
+    text = find_blocks("start/concepts.md", "toml")[0]
     path = tmp_path / "my.plan.toml"
     path.write_text(
         'schema_version = 2\nextends = ["oneplus-12/bamboo-7b-half"]\nremove = ["layers"]\n'
@@ -118,3 +117,37 @@ def test_the_split_means_the_neurons_that_the_guide_says(tmp_path: Path) -> None
     assert resolved.layers[4].hot_neurons == 6451
     assert dict(resolved.layers[4].split) == {"npu": 0.45, "cpu": 0.55}
     assert dict(resolved.layers[0].split) == {"cpu": 1.0}
+
+
+def test_the_models_are_as_the_code_has_them() -> None:
+    text = list_models.PAGE.read_text("utf-8")
+    assert text == list_models.make_page(), "run `python tools/list_models.py`"
+
+
+def test_the_glossary_has_at_most_thirty_terms_in_order() -> None:
+    _, _, glossary = (DOCS / "start/concepts.md").read_text("utf-8").partition("## Glossary\n")
+    terms = re.findall(r"^\| ([a-z][^|]*?) \|", glossary, re.MULTILINE | re.IGNORECASE)[1:]
+    assert len(terms) <= 30
+    assert terms == sorted(terms, key=str.lower)
+
+
+def test_every_command_that_a_page_shows_exists() -> None:
+    """Its words and its options, in blocks of shell and in text."""
+    group = LazyGroup()
+    around = click.Context(group)
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text("utf-8").replace("\\\n", "")
+        blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        blocks += re.findall(r"^    pi2 .*$", text, re.MULTILINE)
+        shown = re.findall(r"(?:^[$ ]*|&& )pi2 ([a-z][^\n#]*)", "\n".join(blocks), re.MULTILINE)
+        shown += re.findall(r"`pi2 ([a-z][^`\n]*)`", text)
+        for line in shown:
+            name, *words = line.split()
+            command = group.get_command(around, name)
+            assert command is not None, (page.name, line)
+            if isinstance(command, click.Group) and words and words[0] in command.commands:
+                command = command.commands[words[0]]
+            known = {text for item in command.params for text in (*item.opts, *item.secondary_opts)}
+            named = {word.partition("=")[0] for word in words if word.startswith("--")}
+            named = {word.rstrip(".,;:)") for word in named}
+            assert named - known - {"--help"} == set(), (page.name, line)

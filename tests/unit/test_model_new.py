@@ -179,7 +179,7 @@ def test_the_nearest_family_of_an_unknown_one_is_named(
     with pytest.raises(UserError, match="P544") as caught:
         describe_checkpoint(checkpoint)
     assert f"(model_type) is unknown; the nearest known one is {nearest}" in str(caught.value)
-    assert "docs/new-model.md" in str(caught.value)
+    assert "docs/howto/add-a-model.md" in str(caught.value)
 
 
 def test_what_no_document_states_of_a_family_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tools.validate_outside import DOCUMENT, ROWS, Row, main, predict_rows, write_table
 
 MEDIAN_ERROR, MEAN_ERROR = 0.20, 0.25
-"""What the rows that are stated here have to stay within; docs/simulator.md names the worst."""
+"""Bounds of the rows' errors; docs/howto/simulate.md names the worst rows."""
 
 
 @pytest.fixture(scope="module")

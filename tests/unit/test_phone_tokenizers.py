@@ -26,7 +26,7 @@ from pi2.phone.tokenizing.tokenizer import Tokenizer as OwnTokenizer
 from pi2.sandbox.trial import TEXTS
 
 ROOT = Path(__file__).resolve().parents[2]
-CORPUS = (ROOT / "README.md").read_text() + (ROOT / "docs/converting.md").read_text()
+CORPUS = (ROOT / "README.md").read_text() + (ROOT / "docs/howto/convert-a-model.md").read_text()
 MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 ODD = (
     "aA1 \n\t\r'sStT_.,!?\u6f22\ud55c\u0939\u093f\u200be\u0301\xe9\ufb01\xbd\U0001f600\U0001f3fd"

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from tools import draw_results
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "performance.md"
 
 
 def test_the_picture_is_drawn_from_the_figures() -> None:

@@ -10,7 +10,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
-OUTSIDE = {"index.md", "contributing.md", "changelog.md"}
+OUTSIDE = {"index.md", "contributing.md", "security.md", "changelog.md", "reference/cli.md"}
 """Pages that tools/site_pages.py makes."""
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/simulator.md and of tools/results/simulator.md."""
+"""The tables of docs/howto/simulate.md and of tools/results/simulator.md."""
 
 from __future__ import annotations
 

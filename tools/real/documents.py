@@ -1,4 +1,4 @@
-"""The table of real models in docs/performance.md, written from the results file."""
+"""The table of real models in docs/reference/performance.md, written from the results file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from real.results import ModelResult, Results, Row
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "performance.md"
 BEGIN, END = "<!-- real models: begin -->", "<!-- real models: end -->"
 _HEAD = (
     "| file, memory | engine | decode | ratio | prompts | load | peak |\n"

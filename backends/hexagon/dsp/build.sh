@@ -24,4 +24,4 @@ qaic="$HEXAGON_SDK_ROOT/ipc/fastrpc/qaic/Ubuntu/qaic"
 "$ANDROID_NDK/toolchains/llvm/prebuilt/linux-x86_64/bin/aarch64-linux-android28-clang" -O2 \
     $includes -I. -o pi2-npu-host "$here/host.c" pi2_npu_stub.c \
     "-L$HEXAGON_SDK_ROOT/ipc/fastrpc/remote/ship/android_aarch64" -lcdsprpc
-echo "copy $out/libpi2_npu_skel.so and $out/pi2-npu-host to the phone: docs/npu.md"
+echo "copy $out/libpi2_npu_skel.so and $out/pi2-npu-host to the phone: docs/experimental/gpu-npu-phone.md"

@@ -93,7 +93,7 @@ def describe_family(config: Config) -> Tables:
             "P544",
             f"{config.file} is of the family {kind!r}, which has what no model document states: "
             f"{UNSTATED[kind]}",
-            help="docs/new-model.md lists the families that are known",
+            help="docs/howto/add-a-model.md lists the families that are known",
             file=str(config.file),
         )
     if family is None:

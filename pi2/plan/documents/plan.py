@@ -217,17 +217,16 @@ class Decode(Table):
     """Passes over the neurons in memory: 1 takes gate, up and down of a few neurons at a time, 2
     the gates of all, then ups where gates are open, then downs where neurons fire.  Both give the
     same bits.  Absent means 2 with ``predictor = "gate"``, where gates are known beforehand, and
-    else 1, which was quicker with ReLU, dReLU and SiLU (notes/kernels.md).  Neurons with biases
+    else 1, which was quicker with ReLU, dReLU and SiLU.  Neurons with biases
     or without gates are computed one by one in either case."""
     activations: Literal["int16", "fp32"] = "int16"
     """Precision of matrix inputs in the cpu backend, as in ``prefill``: ``int16`` changes logits
-    by a few parts in 10,000 of the largest, ``fp32`` rounds nothing (docs/exactness.md)."""
+    by a few parts in 10,000 of the largest, ``fp32`` rounds nothing."""
     batch_activations: Literal["int8"] | None = None
     """Precision of matrix inputs in the cpu backend in steps of several tokens, of sequences or of
     guesses that are verified: ``int8`` takes the upper 8 bits of ``int16``, which is quicker from
     three tokens on; a token's logits then depend on whether others are computed with it. Absent
-    means that of ``activations``, and so does ``int8`` where these are ``fp32``
-    (docs/exactness.md)."""
+    means the precision of ``activations``, and so does ``int8`` if these are ``fp32``."""
     batch: Annotated[int, Field(ge=1, le=64, examples=[4])] = 1
     """Maximum number of sequences that generate at the same time, each with its own KV cache in
     ``memory.segments.kv``. Weights and neurons are read once for all of them."""
