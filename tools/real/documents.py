@@ -42,8 +42,11 @@ def render_results(results: Results) -> str:
     ]
     for model in results.models:
         lines += render_rows(model)
-    lines += ["", "| file | perplexity | llama.cpp | KL divergence, nats | same top token |"]
-    lines.append("|---|--:|--:|--:|--:|")
+    lines += [
+        "",
+        "| file | perplexity | llama.cpp | KL divergence, nats | same top token | same answers |",
+    ]
+    lines.append("|---|--:|--:|--:|--:|--:|")
     lines += [render_quality(model) for model in results.models if model.quality is not None]
     lines += ["", f"```sh\n{results.command}\n```"]
     return "\n".join(lines)
@@ -91,5 +94,6 @@ def render_quality(model: ModelResult) -> str:
     assert quality is not None
     return (
         f"| {model.file} | {quality.perplexity:.3f} | {quality.peer_perplexity:.3f} "
-        f"| {quality.kl_nats:.4f} | {quality.top_equal:.1%} |"
+        f"| {quality.kl_nats:.4f} | {quality.top_equal:.1%} "
+        f"| {quality.answers_equal} of {quality.answers} |"
     )

@@ -14,6 +14,8 @@ from real.results import Quality
 HERE = Path(__file__).parent
 TEXT = HERE / "text.txt"
 """Prose, code and three languages; the figures are of its first tokens."""
+PROMPTS = HERE / "prompts.txt"
+"""Twenty prompts that are answered greedily, a line each."""
 QUALITY_TOKENS = 512
 
 
@@ -95,7 +97,7 @@ def measure_quality(file: Path, engines: tuple[Pi2, LlamaCpp]) -> Quality:
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "logits.npz")
         text, scorer = os.fspath(TEXT), os.fspath(HERE / "score_llama_cpp.py")
-        peer.ask(scorer, os.fspath(file), text, str(QUALITY_TOKENS), out)
+        peer.ask(scorer, os.fspath(file), text, str(QUALITY_TOKENS), os.fspath(PROMPTS), out)
         return Quality(
             **json.loads(ours.ask(os.fspath(HERE / "score_pi2.py"), os.fspath(file), out))
         )

@@ -68,6 +68,12 @@ class Quality:
     """Mean KL divergence from llama.cpp's distributions to pi2's."""
     top_equal: float
     """Share of tokens for which both predict the same one."""
+    answers: int
+    """Prompts that both answered greedily."""
+    answers_equal: int
+    """Answers that are equal token by token."""
+    gaps: list[float]
+    """Where the others part: how much more probable pi2's token is than llama.cpp's, in nats."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""Compare pi2 with llama.cpp on files that llama.cpp's quantiser makes of one GGUF file.
+
+    python tools/compare_formats.py FILE.gguf --peer PYTHON [--types Q2_K Q6_K ...] [--keep FOLDER]
+
+PYTHON is an interpreter that imports `llama_cpp`.  A table goes to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from real.engines import LlamaCpp, Pi2, measure_quality
+
+TYPES = (
+    *("Q2_K", "Q3_K_M", "Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "IQ4_XS", "IQ4_NL"),
+    *("IQ3_S", "IQ2_M", "TQ2_0", "F16", "BF16"),
+)
+QUANTISE = """
+import os, sys, llama_cpp
+parameters = llama_cpp.llama_model_quantize_default_params()
+parameters.ftype = getattr(llama_cpp, "LLAMA_FTYPE_MOSTLY_" + sys.argv[3])
+parameters.allow_requantize = True
+parameters.nthread = len(os.sched_getaffinity(0))
+sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), parameters))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--peer", required=True)
+    parser.add_argument("--types", nargs="+", default=list(TYPES))
+    parser.add_argument("--keep", type=Path, help="keep the files in this folder")
+    options = parser.parse_args()
+    engines = (Pi2(sys.executable), LlamaCpp(options.peer))
+    print("| type | MiB | perplexity | llama.cpp | KL, nats | same top | same answers | gaps |")
+    print("|---|--:|--:|--:|--:|--:|--:|---|", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in options.types:
+            made = (options.keep or Path(scratch)) / f"{options.file.stem}-{name}.gguf"
+            print(f"| {name} | {describe_type(options.file, made, name, engines)} |", flush=True)
+            if options.keep is None:
+                made.unlink(missing_ok=True)
+    return 0
+
+
+def describe_type(file: Path, made: Path, name: str, engines: tuple[Pi2, LlamaCpp]) -> str:
+    """Cells of a type: size, both perplexities, distances and equal answers."""
+    command = [engines[1].python, "-c", QUANTISE, os.fspath(file), os.fspath(made), name]
+    if not made.exists():
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            lines = [
+                line for line in run.stderr.splitlines() if "rror" in line or "imatrix" in line
+            ]
+            return "llama.cpp makes none: " + (lines[-1].strip() if lines else str(run.returncode))
+    try:
+        found = measure_quality(made, engines)
+    except subprocess.CalledProcessError as error:
+        lines = str(error.stderr).strip().splitlines()
+        return f"failed: {lines[-1] if lines else error.returncode}"
+    return (
+        f"{made.stat().st_size / 2**20:,.0f} | {found.perplexity:.3f} "
+        f"({found.perplexity / found.peer_perplexity - 1:+.2%}) | {found.peer_perplexity:.3f} "
+        f"| {found.kl_nats:.4f} | {found.top_equal:.1%} "
+        f"| {found.answers_equal} of {found.answers} | {found.gaps}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
