@@ -10,10 +10,10 @@ import numpy as np
 
 from pi2.arrays import F32, F64, I32, I64
 from pi2.backends.protocol import Tensor
+from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Moe
-from pi2.plan.weights.projections import name_layer_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

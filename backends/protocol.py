@@ -79,7 +79,7 @@ class BuildRequest:
 
     model: Model
     tensors: Mapping[str, Tensor]
-    """Dense tensors by the names of `pi2.plan.weights.projections`."""
+    """Dense tensors by the names of `pi2.model.tensors`."""
     bundle: BundleLayout
     neurons: int
     """FFN neurons per layer."""

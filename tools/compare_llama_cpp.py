@@ -38,7 +38,7 @@ from pi2.backends.reference import operators as prediction
 from pi2.backends.reference.operators import activate
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.model.blocks import find_normal_quantile
+from pi2.model.ffn import find_normal_quantile
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Quantization
 from suited_goldens import suit_checkpoint

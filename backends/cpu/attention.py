@@ -15,14 +15,10 @@ from pi2.backends.cpu.workspace import Scratch, Views, Workspace, count_tokens
 from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
+from pi2.model.latent import LatentShape
+from pi2.model.states import StateShape, list_state_tensors
+from pi2.model.tensor import Place, name_layer_tensor, name_mixer_norm, name_state_tensor
 from pi2.plan.weights.layout import fill_groups, round_up
-from pi2.plan.weights.projections import (
-    LatentShape,
-    name_layer_tensor,
-    name_mixer_norm,
-    name_state_tensor,
-)
-from pi2.plan.weights.states import StateShape, list_state_tensors
 
 
 class States:
@@ -31,7 +27,7 @@ class States:
     def __init__(self, request: BuildRequest, space: Workspace, spec: KernelSpec) -> None:
         assert spec.state is not None
         shape, model = spec.state, request.model
-        kinds = [tensor.kind for tensor in list_state_tensors(model, shape)]
+        kinds = [tensor.name for tensor in list_state_tensors(Place(model), shape)]
         self.weights: dict[tuple[int, int], Views] = {
             (layer, number): space.wrap_tensors(**_name_tensors(layer, number, kinds))
             for layer, number in model.states

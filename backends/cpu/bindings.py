@@ -24,8 +24,7 @@ from pi2.backends.cpu.workspace import (
 from pi2.backends.kernels.spec import AltUpShape, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.operators import cap, normalize
-from pi2.plan.documents.model import Model
-from pi2.plan.weights.projections import (
+from pi2.model.tensor import (
     EMBEDDING,
     FINAL_NORM,
     GATE_CUTOFF,
@@ -39,6 +38,7 @@ from pi2.plan.weights.projections import (
     STREAM_OUT,
     name_layer_tensor,
 )
+from pi2.plan.documents.model import Model
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocked_tile_bytes, count_blocks_bytes
 from pi2.backends.kernels.mixing_layout import count_most_room
 from pi2.backends.kernels.spec import BLOCK_ROOM, PANEL, PARTS, SPANS
+from pi2.model.ffn import count_stored_cutoff_rows
+from pi2.model.states import describe_state
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, count_chunk_tokens
 from pi2.plan.arithmetic.units import KV_TOKENS, Need
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import ALIGNMENT, GROUP, fill_groups, round_up
-from pi2.plan.weights.projections import list_cutoff_matrices
-from pi2.plan.weights.states import describe_state
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -99,8 +99,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
         activations += (chunk + 1) * own * len(views) + chunk * _count_streams(model)
         activations += min(chunk, LOGIT_ROWS) * _count_streams(model)
     if model.cut_layers:
-        rows = max(rows for rows, _ in list_cutoff_matrices(model).values())
-        activations += 4 * chunk * (1 + rows) + 2 * ALIGNMENT
+        activations += 4 * chunk * (1 + count_stored_cutoff_rows(model)) + 2 * ALIGNMENT
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
     turned = sum(width for _, width in model.list_turns())
     # Rows of scales of gathered neurons.

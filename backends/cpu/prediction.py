@@ -11,8 +11,8 @@ from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.workspace import Views, Workspace
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
+from pi2.model.tensor import name_layer_tensor
 from pi2.plan.weights.layout import round_up
-from pi2.plan.weights.projections import name_layer_tensor
 
 
 class Prediction:

@@ -12,10 +12,12 @@ from pi2.backends.kernels.spec import (
     RouterShape,
 )
 from pi2.backends.protocol import BuildRequest
+from pi2.model.ffn import count_stored_cutoff_rows
+from pi2.model.latent import describe_latent
+from pi2.model.states import describe_state
+from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType
-from pi2.plan.weights.projections import describe_latent, list_cutoff_matrices, name_layer_tensor
-from pi2.plan.weights.states import describe_state
 
 PLANES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32": 4}
 """Bytes of an activation."""
@@ -80,7 +82,7 @@ def make_spec(request: BuildRequest) -> KernelSpec:
         latent_experts=0 if model.moe is None else model.moe.latent or 0,
         layer_input=_describe_layer_input(model),
         altup=_describe_altup(model),
-        cutoff_rows=max((rows for rows, _ in list_cutoff_matrices(model).values()), default=0),
+        cutoff_rows=count_stored_cutoff_rows(model) if model.cut_layers else 0,
         router=_describe_router(model),
         embedding_norm=model.norm.embedding,
         positions=model.positions is not None,

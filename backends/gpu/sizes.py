@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import DeviceFacts
+from pi2.model.tensor import EMBEDDING, HEAD
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import BundleLayout, Precision, round_up, scale_bytes, weight_bytes
-from pi2.plan.weights.projections import EMBEDDING, HEAD
 
 TILE = 32
 """Rows of a tile."""

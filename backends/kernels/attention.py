@@ -11,8 +11,8 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.kv import Cache, count_lanes, load_scales
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
+from pi2.model.latent import LatentShape
 from pi2.plan.documents.plan import KvType
-from pi2.plan.weights.projections import LatentShape
 
 QUERIES_TOGETHER = 4
 """Queries that share one pass over keys and values: their sums and a key fit the registers."""

@@ -23,7 +23,7 @@ from pi2.backends.kernels.kv import count_lanes
 from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_shared
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_matrix
-from pi2.plan.weights.states import StateShape
+from pi2.model.states import StateShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

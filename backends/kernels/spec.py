@@ -13,6 +13,8 @@ from typing import ClassVar, Literal
 
 from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.model.latent import LatentShape
+from pi2.model.states import StateShape
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import (
@@ -23,8 +25,6 @@ from pi2.plan.weights.layout import (
     fill_groups,
     lay_out_bundle,
 )
-from pi2.plan.weights.projections import LatentShape
-from pi2.plan.weights.states import StateShape
 
 PANEL = 256
 """Neurons whose activations are kept at once by the dense FFN."""

@@ -15,7 +15,7 @@ from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.scan import take_scan
 from pi2.backends.kernels.schedule import Schedule, take_matrix
 from pi2.backends.kernels.states import RankArrays, StateArrays, emit_state_mix
-from pi2.plan.weights.states import StateShape
+from pi2.model.states import StateShape
 
 Store = Callable[[v.Expr, v.Expr, v.Expr], None]
 """Takes a token, a row of a product, and its value."""

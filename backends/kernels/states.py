@@ -28,7 +28,7 @@ from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.scan import ScanArrays, emit_scan
 from pi2.backends.kernels.schedule import Schedule, emit_each_token
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.weights.states import StateShape
+from pi2.model.states import StateShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

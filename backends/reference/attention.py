@@ -20,11 +20,11 @@ from pi2.backends.reference.operators import (
 )
 from pi2.backends.reference.states import States
 from pi2.formats import find_packing
+from pi2.model.states import describe_state
+from pi2.model.tensor import name_layer_tensor, name_state_tensor
 from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES, DividedRows
 from pi2.plan.documents.model_mixing import Mixer
 from pi2.plan.weights.layout import fill_groups
-from pi2.plan.weights.projections import list_kept_vectors, name_layer_tensor, name_state_tensor
-from pi2.plan.weights.states import describe_state
 
 
 def quantize_kv(x: F32) -> tuple[I8, F16]:
@@ -52,8 +52,8 @@ class KvCache:
         """What a layer keeps [sequences, kinds, context, heads, width]."""
         self._scales: dict[int, F16] = {}
         """Scales [sequences, kinds, context, heads] of 8-bit integers."""
-        for layer in request.model.attention_layers:
-            kinds, heads, size = list_kept_vectors(request.model.view_layer(layer))
+        for layer, block in enumerate(request.model.blocks):
+            kinds, heads, size = (0, 0, 0) if block.attention is None else block.attention.kept
             if not kinds:
                 continue
             vectors = (request.sequences, kinds, request.context, heads)

@@ -25,22 +25,22 @@ from pi2.backends.reference.operators import (
     widen,
 )
 from pi2.backends.reference.states import ChunkState, begin_chunk
-from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-from pi2.plan.arithmetic.units import name_head
-from pi2.plan.documents.model_parts import SideFfn
-from pi2.plan.weights.bundles import join_scales, unpack_part
-from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.projections import (
+from pi2.model.ffn import count_cutoff_rows
+from pi2.model.tensor import (
     EMBEDDING,
     FINAL_NORM,
     GATE_CUTOFF,
     HEAD_BIAS,
     LAYER_EMBEDDING,
     POSITIONS,
-    count_cutoff_rows,
     name_layer_tensor,
     name_mixer_norm,
 )
+from pi2.plan.arithmetic.sizes import LOGIT_ROWS
+from pi2.plan.arithmetic.units import name_head
+from pi2.plan.documents.model_parts import SideFfn
+from pi2.plan.weights.bundles import join_scales, unpack_part
+from pi2.plan.weights.layout import BundleLayout
 
 
 class ReferenceExecutor(ObservableExecutor):

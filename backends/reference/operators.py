@@ -11,18 +11,18 @@ from pi2.arrays import F32, I32, U8, Bits
 from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.formats import find_packing
-from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
-from pi2.plan.documents.model_parts import Norm
-from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
-from pi2.plan.weights.layout import BundleLayout
-from pi2.plan.weights.projections import (
+from pi2.model.tensor import (
     LAYER_PROJECTION,
     LAYER_PROJECTION_NORM,
     STREAM_IN,
     STREAM_OUT,
     name_layer_tensor,
 )
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import SMALLEST_SQUARE
+from pi2.plan.documents.model_parts import Norm
+from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
+from pi2.plan.weights.layout import BundleLayout
 
 
 def activate(model: Model, gate: F32, up: F32 | None, cutoffs: F32 | None = None) -> F32:

@@ -15,9 +15,9 @@ import numpy as np
 from pi2.arrays import F32
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.operators import take_sigmoid, take_silu, take_softplus, widen
+from pi2.model.states import StateShape
+from pi2.model.tensor import name_state_tensor
 from pi2.plan.weights.layout import ALIGNMENT, round_up
-from pi2.plan.weights.projections import name_state_tensor
-from pi2.plan.weights.states import StateShape
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,13 +13,13 @@ import numpy as np
 
 from pi2.arrays import I32
 from pi2.engine.statistics import RunStatistics, divide
+from pi2.model.tensor import EMBEDDING, HEAD, DenseTensor
+from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import vector_bytes
-from pi2.plan.weights.projections import EMBEDDING, HEAD
-from pi2.store.tensors import DenseTensor, list_tensors
 
 Kind = Literal["pp", "tg"]
 """``pp``: a prompt is processed; ``tg``: tokens are generated one by one."""

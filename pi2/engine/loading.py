@@ -23,12 +23,12 @@ from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, ReadSettings
 from pi2.memory.granules import SingleNeurons
+from pi2.model.tensor import LAYER_EMBEDDING
 from pi2.plan.arithmetic.costs import choose_request_bytes, count_requests_in_flight
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
-from pi2.plan.weights.projections import LAYER_EMBEDDING
 from pi2.progress import Progress
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.agreement import find_bundle_misfits

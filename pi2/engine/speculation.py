@@ -19,11 +19,11 @@ from pi2.engine.forward import Forward, Sequences
 from pi2.engine.parts import Parts
 from pi2.engine.statistics import SpeculationCounters
 from pi2.engine.whole_forward import WholeForward
+from pi2.model.tensor import EMBEDDING
+from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.weights.layout import vector_bytes
-from pi2.plan.weights.projections import EMBEDDING
-from pi2.store.tensors import list_tensors
 
 MOST_CANDIDATES = 8
 """Earlier places of the last tokens that are compared, the latest first."""

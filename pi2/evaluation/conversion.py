@@ -27,24 +27,16 @@ from pi2.evaluation import Scores
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.convert import pad_columns
-from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors
+from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
 from pi2.importing.rows import Rows
-from pi2.importing.state_rows import find_state_rows, read_state_vector
+from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, LAYER_EMBEDDING
+from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
-from pi2.plan.weights.projections import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    HEAD_BIAS,
-    LAYER_EMBEDDING,
-    is_state_kind,
-)
 from pi2.progress import Progress, ignore_progress
 from pi2.sandbox.tokenizer import encode_text
 from pi2.statistics.texts import Window, cut_windows
 from pi2.store.reader import NeuronStore
-from pi2.store.tensors import list_tensors
 
 PIECE_NEURONS = 4096
 """Neurons whose weights are widened together."""
@@ -125,13 +117,10 @@ class CheckpointWeights:
         return np.pad(values, ((0, missing), (0, 0))) if missing else values
 
     def _read(self, name: str, rows: slice | I64 | None) -> F32:
-        parts = name.split(".")
-        kind, layer = (parts[2], int(parts[1])) if len(parts) == 3 else (name, 0)
-        tensors, model = self._checkpoint.tensors, self._model
-        if is_state_kind(kind) and self._stored[name].precision == "fp32":
-            return read_state_vector(tensors, model, kind, layer)[0]
-        find = find_state_rows if is_state_kind(kind) else find_dense_rows
-        sources = find(tensors, model, kind, layer)
+        tensors, stored = self._checkpoint.tensors, self._stored[name]
+        if stored.transform == "state":
+            return read_state_vector(tensors, self._model, stored)[0]
+        sources = find_dense_rows(tensors, self._model, stored)
         if len(sources[0].tensor.shape) == 1:
             offset = self._model.norm.weight_offset if name.endswith("_norm") else 0.0
             return np.concatenate([source.read() for source in sources])[None] + np.float32(offset)

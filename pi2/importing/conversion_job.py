@@ -18,13 +18,14 @@ from pi2.caches import check_regular, read_regular
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.quantizers import Quantizer
+from pi2.model.tensor import DenseTensor
 from pi2.plan.documents.common import Sampling
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import ScalesPlace
 from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
+from pi2.store.identity import describe_weights, identify_weights
 from pi2.store.manifest import CHAT_TEMPLATE, TOKENIZER_CONFIG, Order
 from pi2.store.reader import NeuronStore
-from pi2.store.tensors import DenseTensor, describe_weights, identify_weights
 from pi2.store.writer import keep_groups
 
 

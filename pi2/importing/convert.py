@@ -28,20 +28,19 @@ from pi2.importing.conversion_job import (
     plan_steps,
     read_extra_files,
 )
-from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors
+from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
 from pi2.importing.predictors import LayerPredictor, find_predictors, list_predictor_files
 from pi2.importing.quantizers import Quantizer
 from pi2.importing.requirements import check_checkpoint
-from pi2.importing.rows import ExpertMatrices, Rows, fill_name, is_by_expert
+from pi2.importing.rows import ExpertMatrices, Rows, is_by_expert
 from pi2.importing.safetensors_file import Shards, SourceTensor, list_files
-from pi2.importing.state_rows import find_state_rows, list_vector_sources, read_state_vector
+from pi2.model.ffn import find_factors
+from pi2.model.tensor import DenseTensor, Place, StoredPrecision, split_name
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import assemble_bundles
 from pi2.plan.weights.layout import GROUP, BundleLayout, Part, ScalesPlace, round_up
-from pi2.plan.weights.projections import is_state_kind
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import Manifest, name_layer_file
-from pi2.store.tensors import DenseTensor, StoredPrecision
 from pi2.store.writer import StoreWriter, TensorPieces
 
 Packed = tuple[Raw, Scales | None]
@@ -179,20 +178,14 @@ class _Conversion:
         biases = [f"{bias.name}_bias" for bias in bundle.biases]
         files = list_files(self._find_matrices(layer, [*names, *biases]))
         if bundle.factor_offset is not None:
-            name = fill_name(self._model.tensors.ffn_sub_norm, layer)
-            files |= list_files(self._source.tensors[name])
+            files |= list_files(self._find_factors(layer))
         return files
 
     def _list_dense_files(self, tensor: DenseTensor) -> set[Path]:
-        kind, layer = _split_name(tensor)
-        tensors, model = self._source.tensors, self._model
-        if kind.startswith("predictor_"):
+        layer, kind = split_name(tensor.name)
+        if layer is not None and kind.startswith("predictor_"):
             return list_files([] if self._predictors is None else self._predictors[layer])
-        if is_state_kind(kind) and tensor.precision == "fp32":
-            return list_files(list_vector_sources(tensors, model, kind, layer))
-        if is_state_kind(kind):
-            return list_files(find_state_rows(tensors, model, kind, layer))
-        return list_files(find_dense_rows(tensors, model, kind, layer))
+        return list_files(find_dense_rows(self._source.tensors, self._model, tensor))
 
     def write_layers(
         self, left: Sequence[int], writer: StoreWriter, pool: ThreadPoolExecutor
@@ -222,12 +215,12 @@ class _Conversion:
 
     def read_dense(self, tensor: DenseTensor, pool: ThreadPoolExecutor) -> TensorPieces:
         """Rows of a dense tensor of the store, quantised."""
-        kind, layer = _split_name(tensor)
-        if kind.startswith("predictor_"):
+        layer, kind = split_name(tensor.name)
+        if layer is not None and kind.startswith("predictor_"):
             return self._quantize_predictors(tensor, layer, kind)
-        if is_state_kind(kind):
-            return self._quantize_state(tensor, layer, kind, pool)
-        sources = find_dense_rows(self._source.tensors, self._model, kind, layer)
+        if tensor.transform == "state":
+            return self._quantize_state(tensor)
+        sources = find_dense_rows(self._source.tensors, self._model, tensor)
         return self._quantize_rows(tensor, sources, pool)
 
     def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[Rows]]:
@@ -307,9 +300,8 @@ class _Conversion:
         """Factors of a layer's activations float32 [ffn]; None where they have none."""
         if bundle.factor_offset is None:
             return None
-        source = self._source.tensors[fill_name(self._model.tensors.ffn_sub_norm, layer)]
         factors = read_factors(self._source.tensors, self._model, layer)
-        return _check_floats(factors, source)
+        return _check_floats(factors, self._find_factors(layer))
 
     def _quantize_rows(
         self, tensor: DenseTensor, sources: list[Rows], pool: ThreadPoolExecutor
@@ -341,15 +333,8 @@ class _Conversion:
             # What is added to the residual stream is as long as its vectors are.
             yield tensor.packing.quantize(np.zeros((missing, tensor.length), np.float32))
 
-    def _quantize_state(
-        self, tensor: DenseTensor, layer: int, kind: str, pool: ThreadPoolExecutor
-    ) -> TensorPieces:
-        tensors = self._source.tensors
-        if not tensor.packing.is_float32:
-            sources = find_state_rows(tensors, self._model, kind, layer)
-            yield from self._quantize_rows(tensor, sources, pool)
-            return
-        values, source = read_state_vector(tensors, self._model, kind, layer)
+    def _quantize_state(self, tensor: DenseTensor) -> TensorPieces:
+        values, source = read_state_vector(self._source.tensors, self._model, tensor)
         yield pad_columns(_check_floats(values, source), tensor.length), None
 
     def _quantize_predictors(self, tensor: DenseTensor, layer: int, kind: str) -> TensorPieces:
@@ -416,6 +401,11 @@ class _Conversion:
         except ValueError as error:
             raise _explain_weight(source, error) from None
 
+    def _find_factors(self, layer: int) -> SourceTensor:
+        return self._source.tensors[
+            find_factors(Place(self._model, layer)).name(self._model.tensors)
+        ]
+
     def _find(self, key: str, layer: int, expert: int) -> Rows:
         return find_ffn_rows(self._source.tensors, self._model, key, layer, expert)
 
@@ -435,11 +425,6 @@ def _explain_weight(source: SourceTensor, error: ValueError | str) -> UserError:
     return UserError.of(
         "P539", f"tensor {source.name!r} in {source.file} cannot be stored: {error}"
     )
-
-
-def _split_name(tensor: DenseTensor) -> tuple[str, int]:
-    parts = tensor.name.split(".")
-    return (parts[2], int(parts[1])) if len(parts) == 3 else (tensor.name, 0)
 
 
 def pad_columns(rows: F32, length: int) -> F32:

@@ -1,4 +1,4 @@
-"""Which rows of a checkpoint's tensors become the dense tensors of a store."""
+"""Which rows of a checkpoint's tensors become the dense tensors and neurons of a store."""
 
 from __future__ import annotations
 
@@ -10,122 +10,91 @@ from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I64, Raw
-from pi2.importing.rows import (
-    Rows,
-    fill_name,
-    find_rows,
-    make_ones,
-    make_same,
-    make_zeros,
-    take_expert,
-    turn_tensor,
-)
+from pi2.arrays import F32, F64, Raw
+from pi2.importing.gguf_states import RateLogarithms
+from pi2.importing.rows import Rows, find_rows
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.model.ffn import find_factors, find_neurons
+from pi2.model.tensor import DenseTensor, Place, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.projections import (
-    GATE_CUTOFF,
-    STREAM_IN,
-    STREAM_OUT,
-    has_remainders,
-    list_cutoff_matrices,
-    list_side_matrices,
-    split_mixer_kind,
-)
-
-FFN_KEYS = frozenset({"gate", "up", "down", "gate_bias", "up_bias", "down_bias"})
-"""Keys of ``model.tensors`` that name parts of an FFN."""
 
 
-def is_stacked(model: Model, pattern: str) -> bool:
-    """Whether a name of the FFN is that of a tensor of all experts."""
-    return model.moe is not None and "{expert}" not in pattern
+def find_dense_rows(
+    tensors: Mapping[str, SourceTensor], model: Model, tensor: DenseTensor
+) -> list[Rows]:
+    """Rows that follow each other in ``tensor``; of vectors of states, what `read_state_vector`
+    reads."""
+    found = [find_rows(tensors, model, source) for source in tensor.sources]
+    first = found[0].tensor
+    if tensor.transform == "stack":
+        return [
+            Rows(tensor=_Stack(**_describe(first, (tensor.rows, *first.shape)), parts=tuple(found)))
+        ]
+    if tensor.transform == "turned keys":
+        return [Rows(tensor=_turn_keys(first, model))]
+    if tensor.transform == "cutoff":
+        layer = tensor.layer
+        assert layer is not None
+        deviations = model.blocks[layer].ffn.cutoff
+        assert deviations is not None
+        maker = CutoffMaker(found[0], deviations, tensor.precision == "fp16")
+        shape = (tensor.rows, model.shape.hidden)
+        return [Rows(tensor=_CutoffTensor(**_describe(first, shape), maker=maker))]
+    return found
 
 
-def name_ffn_source(model: Model, key: str) -> str:
-    """Key of ``model.tensors`` that names the tensor with the part ``key`` of an FFN."""
-    names = model.tensors
-    if key in ("gate", "up") and names.fused_gate_up is not None:
-        return "fused_gate_up"
-    if key in ("gate_bias", "up_bias") and names.fused_gate_up_bias is not None:
-        return "fused_gate_up_bias"
-    return key
+def _describe(source: SourceTensor, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Fields of a float32 tensor that is made of ``source``."""
+    return {
+        "file": source.file,
+        "name": source.name,
+        "dtype": "F32",
+        "shape": shape,
+        "offset": 0,
+        "size_bytes": source.size_bytes,
+    }
+
+
+def read_state_vector(
+    tensors: Mapping[str, SourceTensor], model: Model, tensor: DenseTensor
+) -> tuple[F32, SourceTensor]:
+    """A float32 tensor [rows, length] of a layer with a state, and where it comes from."""
+    found = find_dense_rows(tensors, model, tensor)
+    kind, first = split_mixer_kind(split_name(tensor.name)[1])[0], found[0].tensor
+    is_rate = isinstance(first, RateLogarithms)
+    read = [_read_vector(rows) for rows in found]
+    if kind == "state_part_norm":
+        values = np.concatenate([each.reshape(-1) for each in read])[None]
+    elif kind == "state_convolution":
+        values = np.concatenate([each.reshape(-1, tensor.rows) for each in read]).T
+    elif kind == "state_decay":
+        values = read[0].T if len(tensor.sources[0].shape) == 2 else read[0].reshape(1, -1)
+        values = values if is_rate else -np.exp(values)
+    else:
+        values = read[0].reshape(1, -1)
+        for bias in read[1:]:
+            values = values + bias
+    return np.ascontiguousarray(values), first
+
+
+def _read_vector(rows: Rows) -> F32:
+    tensor = rows.tensor
+    values = tensor.source.read() if isinstance(tensor, RateLogarithms) else tensor.read()
+    return values if rows.index is None else values[rows.index]
 
 
 def find_ffn_rows(
-    tensors: Mapping[str, SourceTensor], model: Model, key: str, layer: int, expert: int
+    tensors: Mapping[str, SourceTensor], model: Model, part: str, layer: int, expert: int
 ) -> Rows:
-    """Rows of a part of an FFN, one of `FFN_KEYS`, in a checkpoint that was checked; of ``down``
-    the columns."""
-    ffn, moe, names = model.shape.ffn, model.moe, model.tensors
-    if layer in model.ffn.absent_layers or (
-        moe is not None and moe.latent is not None and not model.has_router(layer)
-    ):
-        return Rows(tensor=_make_zeros(model, key, ffn))
-    if moe is not None and not model.has_router(layer):
-        total = moe.find_dense_width(layer, ffn)
-        source, first = name_part(names.fused_dense, f"dense_{key}", model, total)
-        tensor = tensors[fill_name(source, layer)]
-        return _take_part(tensor, model, key, total, expert, first)
-    if moe is not None and expert >= moe.experts + moe.shared_experts:
-        return Rows(tensor=_make_zeros(model, key, ffn))
-    if moe is not None and expert >= moe.experts:
-        total = moe.shared_ffn or moe.shared_experts * ffn
-        source, first = name_part(names.fused_shared, f"shared_{key}", model, total)
-        tensor = tensors[fill_name(source, layer)]
-        return _take_part(tensor, model, key, total, expert - moe.experts, first)
-    chosen = name_ffn_source(model, key)
-    pattern = getattr(names, chosen)
-    tensor = tensors[fill_name(pattern, layer, expert)]
-    is_turned = names.experts_turned and not key.endswith("bias")
-    if is_stacked(model, pattern):
-        tensor = take_expert(tensor, expert)
-    if moe is not None and is_turned:
-        tensor = turn_tensor(tensor)
-    return Rows(tensor=tensor, index=_choose_fused(model, key, chosen))
+    """Rows of a part of the neurons of an FFN; of ``down`` the columns."""
+    own = model.blocks[layer].ffn
+    return find_rows(tensors, model, find_neurons(Place(model, layer), own, part, expert))
 
 
 def read_factors(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> F32:
     """Weights of the norm of a layer's activations, float32 [neurons]."""
-    tensor = tensors[fill_name(model.tensors.ffn_sub_norm, layer)]
-    return tensor.read() + np.float32(model.norm.weight_offset)
-
-
-def _choose_fused(model: Model, key: str, source: str) -> I64 | None:
-    """Rows of gates or ups in a tensor that has both; None where it has nothing else."""
-    if source == key:
-        return None
-    ffn, is_up = model.shape.ffn, key.startswith("up")
-    if model.tensors.gate_up_order == "neighbours":
-        return np.arange(ffn) * 2 + is_up
-    return np.arange(ffn) + ffn * is_up
-
-
-def name_part(fused: str | None, name: str, model: Model, total: int) -> tuple[str, int]:
-    """Name of the tensor with a part of an FFN of ``total`` neurons, the key ``name`` of
-    ``model.tensors`` if gates and ups are not ``fused``; and the part's first row in it."""
-    if fused is None or name.endswith("_down"):
-        return str(getattr(model.tensors, name)), 0
-    return fused, total if name.endswith("_up") else 0
-
-
-def _take_part(
-    tensor: SourceTensor, model: Model, key: str, total: int, part: int, first: int = 0
-) -> Rows:
-    """Rows of the ``part``-th `shape.ffn` neurons of ``total``, the first of which has row
-    ``first``; zeros where there are not so many."""
-    ffn = model.shape.ffn
-    index = np.arange(min(part * ffn, total), min((part + 1) * ffn, total))
-    if not len(index):
-        return Rows(tensor=_make_zeros(model, key, ffn))
-    return Rows(tensor=tensor, index=index + first, missing=ffn - len(index))
-
-
-def _make_zeros(model: Model, key: str, count: int) -> SourceTensor:
-    hidden = model.neuron_width
-    if key.endswith("_bias"):
-        return make_zeros(hidden if key == "down_bias" else count)
-    return make_zeros(hidden, count) if key == "down" else make_zeros(count, hidden)
+    rows = find_rows(tensors, model, find_factors(Place(model, layer)))
+    return rows.read() + np.float32(model.norm.weight_offset)
 
 
 _BLOCK = 4096
@@ -220,144 +189,6 @@ class _CutoffTensor(SourceTensor):
         return raw.astype(np.float32, copy=False)
 
 
-def find_cutoff(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> SourceTensor:
-    """The matrix of a layer whose gates have a cutoff."""
-    gates, deviations = find_ffn_rows(tensors, model, "gate", layer, 0), model.find_cutoff(layer)
-    assert deviations is not None
-    rows, _ = list_cutoff_matrices(model)[layer]
-    return _CutoffTensor(
-        file=gates.tensor.file,
-        name=gates.tensor.name,
-        dtype="F32",
-        shape=(rows, model.shape.hidden),
-        offset=0,
-        size_bytes=gates.size_bytes,
-        maker=CutoffMaker(gates, deviations, has_remainders(model)),
-    )
-
-
-_FUSED = {
-    "qkv": ("query", "key", "value"),
-    "qkv_bias": ("query_bias", "key_bias", "value_bias"),
-    "side_in": ("side_gate", "side_up"),
-}
-"""Tensors of the store that are several in the checkpoint, one after another."""
-
-_NO_SINK = -1e30
-"""Score of a sink beside which that of any token takes all of the attention."""
-
-
-def find_dense_rows(
-    tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int = 0
-) -> list[Rows]:
-    """Rows that follow each other in the dense tensor ``kind`` of a layer, or of the model, but for
-    those of predictors."""
-    latent = model.attention.latent
-    if kind in (STREAM_IN, STREAM_OUT):
-        return _find_streams(tensors, model, kind)
-    if kind == GATE_CUTOFF:
-        return [Rows(tensor=find_cutoff(tensors, model, layer))]
-    if kind in ("attention_norm", "ffn_norm", "final_norm") and not model.norm.weights:
-        return [Rows(tensor=make_ones(model.shape.hidden))]
-    if kind in ("query_norm", "key_norm") and not model.attention.head_norm_weights:
-        widths = dict(zip(("query_norm", "key_norm"), model.head_norm_widths, strict=True))
-        return [Rows(tensor=make_ones(widths[kind]))]
-    if kind == "sinks" and not model.attention.has_sinks(layer):
-        return [Rows(tensor=make_same(model.view_layer(layer).shape.heads, _NO_SINK))]
-    if kind == "down_bias":
-        return [_find_down_biases(tensors, model, layer)]
-    if latent is not None and kind == "latent_key":
-        name = fill_name(model.tensors.latent_out, layer)
-        return [Rows(tensor=_turn_keys(tensors[name], model))]
-    if kind == "ffn_norm" and layer in model.ffn.absent_layers:
-        return [Rows(tensor=make_ones(model.shape.hidden))]
-    own, mixer = split_mixer_kind(kind)
-    if own == "inner_norm":
-        return [Rows(tensor=tensors[fill_name(model.tensors.inner_norm, layer, mixer=mixer)])]
-    beside = list_side_matrices(model)
-    if kind in beside and not model.has_router(layer):
-        return _find_beside(tensors, model, kind, layer, beside[kind])
-    keys: tuple[str, ...] = _FUSED.get(kind, (kind,))
-    if kind == "side_in" and not model.ffn.gated:
-        keys = keys[1:]
-    if kind in ("qkv", "qkv_bias") and not model.view_layer(layer).has_keys:
-        keys = keys[:1]
-    if kind in ("qkv", "qkv_bias") and model.attention.output_gate:
-        keys = (*keys, kind.replace("qkv", "query_gate"))
-    if latent is not None and kind in ("qkv", "qkv_bias"):
-        return _find_latent(tensors, model, kind, layer)
-    if keys[-1] == "query_gate_bias" and model.tensors.query_gate is not None:
-        found = [find_rows(tensors, model, key, layer) for key in keys[:-1]]
-        return [*found, Rows(tensor=make_zeros(model.view_layer(layer).shape.query))]
-    found = [find_rows(tensors, model, key, layer) for key in keys]
-    if kind == "side_in":
-        assert model.side_ffn is not None
-        return [_fill_side(rows.tensor, model, model.side_ffn.width) for rows in found]
-    return found
-
-
-def _find_beside(
-    tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int, size: tuple[int, int]
-) -> list[Rows]:
-    """Rows of a matrix beside the experts of a layer that has none of these: its FFN, if it has
-    one, or zeros."""
-    moe = model.moe
-    assert moe is not None
-    names = {"side_in": ("dense_gate", "dense_up"), "side_down": ("dense_down",)}.get(kind, ())
-    if not names or layer in model.ffn.absent_layers:
-        return [Rows(tensor=make_zeros(*size))]
-    width, found = moe.dense_ffn or 0, []
-    for name in names if model.ffn.gated else names[-1:]:
-        pattern, first = name_part(model.tensors.fused_dense, name, model, width)
-        source = tensors[fill_name(pattern, layer)]
-        is_down = kind == "side_down"
-        found.append(Rows(tensor=source) if is_down else _fill_side(source, model, width, first))
-    return found
-
-
-def _fill_side(source: SourceTensor, model: Model, count: int, first: int = 0) -> Rows:
-    """``count`` gates or ups of an FFN beside experts from row ``first`` on, and zeros up to what
-    stores keep."""
-    missing, is_whole = model.side_width - count, source.shape[0] == count
-    index = None if is_whole and not missing else np.arange(first, first + count)
-    return Rows(tensor=source, index=index, missing=missing)
-
-
-def _find_latent(
-    tensors: Mapping[str, SourceTensor], model: Model, kind: str, layer: int
-) -> list[Rows]:
-    """Queries or what they are made of, gates of heads, and what keys and values are made of; or
-    their biases, of which queries and gates have none."""
-    latent, heads = model.attention.latent, model.shape.heads
-    assert latent is not None
-    query = "query" if latent.query_rank is None else "latent_query"
-    gates = ["query_gate"] if model.attention.output_gate else []
-    if kind == "qkv":
-        keys = [query, *gates, "latent"]
-        return [find_rows(tensors, model, key, layer) for key in keys]
-    found = [find_rows(tensors, model, "latent_bias", layer)]
-    if gates:
-        found.insert(0, Rows(tensor=make_zeros(heads)))
-    if latent.query_rank is None:
-        return [Rows(tensor=make_zeros(heads * latent.key)), *found]
-    return [find_rows(tensors, model, "latent_query_bias", layer), *found]
-
-
-def _find_streams(tensors: Mapping[str, SourceTensor], model: Model, kind: str) -> list[Rows]:
-    """Projections of the residual streams but the first; zeros fill each up."""
-    assert model.altup is not None
-    pattern, shape = getattr(model.tensors, kind), model.shape
-    index = None if shape.hidden == shape.stored_hidden else np.arange(shape.hidden)
-    return [
-        Rows(
-            tensor=tensors[fill_name(pattern, 0, stream=stream)],
-            index=index,
-            missing=shape.stored_hidden - shape.hidden,
-        )
-        for stream in range(model.altup.streams - 1)
-    ]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TurnedKeys(SourceTensor):
     """What turns the plain part of each head's query into a query of what keys are made of:
@@ -409,22 +240,3 @@ class _Stack(SourceTensor):
 
     def widen(self, raw: Raw) -> F32:
         return raw.astype(np.float32, copy=False)
-
-
-def _find_down_biases(tensors: Mapping[str, SourceTensor], model: Model, layer: int) -> Rows:
-    """Biases of an FFN's output, of a mixture one for each expert [experts, hidden]."""
-    count = model.expert_count
-    if model.moe is None:
-        return find_ffn_rows(tensors, model, "down_bias", layer, 0)
-    parts = tuple(find_ffn_rows(tensors, model, "down_bias", layer, n) for n in range(count))
-    first = parts[0].tensor
-    stack = _Stack(
-        file=first.file,
-        name=first.name,
-        dtype="F32",
-        shape=(count, model.shape.hidden),
-        offset=0,
-        size_bytes=sum(part.size_bytes for part in parts),
-        parts=parts,
-    )
-    return Rows(tensor=stack)

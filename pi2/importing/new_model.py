@@ -17,10 +17,10 @@ from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config
 from pi2.importing.conversion_job import read_sampling
-from pi2.importing.dense_rows import name_ffn_source
 from pi2.importing.families import describe_family
 from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings
-from pi2.importing.rows import fill_name
+from pi2.model.ffn import name_part
+from pi2.model.tensor import fill_name
 from pi2.plan.authoring.drafting import MOST_CONTEXT, Wish, draft_plan
 from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
@@ -159,7 +159,7 @@ def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
     layer = next((layer for layer in layers if moe is None or model.has_router(layer)), None)
     if layer is None:
         return False
-    keys = [name_ffn_source(model, part) for part in ("up", "down")]
+    keys = [name_part(model, part) for part in ("up", "down")]
     names = [fill_name(getattr(model.tensors, key), layer, 0) for key in keys]
     tensors = checkpoint.tensors
     return all(name in tensors and tensors[name].is_mxfp4 for name in names)

@@ -13,8 +13,8 @@ from pi2.arrays import F32
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
 from pi2.importing.requirements import Requirement, describe_shape_problem, raise_findings
-from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors, list_torch_file
+from pi2.model.tensor import fill_name
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Predictor
 from pi2.plan.weights.layout import GROUP, round_up

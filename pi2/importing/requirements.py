@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import numpy as np
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint
-from pi2.importing.dense_rows import is_stacked, name_ffn_source
-from pi2.importing.rows import fill_name
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.importing.state_rows import list_state_shapes
+from pi2.model.tensor import fill_name
+from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
 
 _COUNTED = 1000
@@ -33,250 +31,12 @@ class Requirement:
 
 def list_requirements(model: Model) -> Iterator[Requirement]:
     """Every tensor but the predictors, with its shape in the checkpoint."""
-    hidden = model.shape.hidden
-    norms: dict[str, tuple[int, ...]] = {"final_norm": (hidden,)} if model.norm.weights else {}
-    if model.norm.bias:
-        norms["final_norm_bias"] = (hidden,)
-    yield _require(model, "embedding", (model.shape.vocab, hidden))
-    if model.positions is not None:
-        yield _require(model, "positions", (model.shape.context + model.positions.offset, hidden))
-    states = {} if model.state_kind is None else list_state_shapes(model)
-    norms_of_layers = _list_norms(model)
-    for layer in range(model.shape.layers):
-        # Parallel residuals may share a norm, and experts share all but their own: asked for once.
-        asked = set()
-        needed, mixers = norms_of_layers.copy(), model.list_mixers(layer)
-        if layer in model.ffn.absent_layers:
-            needed.pop("ffn_norm", None)
-        else:
-            needed |= _list_ffn(model, layer)
-        if "attention" in mixers:
-            needed |= _list_attention(model, layer)
-        if not mixers:
-            needed.pop("attention_norm", None)
-        for number, mixer in enumerate(mixers):
-            own = states if mixer != "attention" else {}
-            for key, size in (own | ({"inner_norm": (hidden,)} if number else {})).items():
-                yield _require(model, key, size, layer, mixer=number)
-        for key, size in needed.items():
-            for expert in range(_count_named(model, key)):
-                need = _require(model, key, size, layer, expert)
-                if need.name not in asked:
-                    asked.add(need.name)
-                    yield need
-    for key, size in (norms | _list_layer_embedding(model)).items():
-        yield _require(model, key, size)
-    if model.altup is not None:
-        for key, stream in product(("stream_in", "stream_out"), range(model.altup.streams - 1)):
-            yield _require(model, key, (hidden, hidden), stream=stream)
-    if not model.tied_head:
-        yield _require(model, "head", (model.shape.vocab, hidden))
-    if model.head_bias:
-        yield _require(model, "head_bias", (model.shape.vocab,))
-
-
-def _require(
-    model: Model,
-    key: str,
-    shape: tuple[int, ...],
-    layer: int = 0,
-    expert: int = 0,
-    stream: int = 0,
-    mixer: int = 0,
-) -> Requirement:
-    name = fill_name(getattr(model.tensors, key), layer, expert, stream, mixer)
-    return Requirement(key=key, name=name, shape=shape)
-
-
-def _count_named(model: Model, key: str) -> int:
-    pattern = getattr(model.tensors, key)
-    return model.moe.experts if model.moe is not None and "{expert}" in pattern else 1
-
-
-def _list_attention(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's attention by key of ``model.tensors``."""
-    has_values, model = not model.shares_key_rows(layer), model.view_layer(layer)
-    shape, attention = model.shape, model.attention
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    width = attention.value_width or shape.head_dim
-    needs = _list_latent(model) if attention.latent is not None else _list_projections(model)
-    if not model.has_keys:
-        del needs["key"]
-    if not has_values or not model.has_keys:
-        del needs["value"]
-    if attention.qkv_bias and model.tensors.fused_qkv_bias is not None:
-        needs["fused_qkv_bias"] = (queries + 2 * keys,)
-    elif attention.qkv_bias:
-        needs["query_bias"] = (queries * (1 + _has_gate_rows(model)),)
-        values = shape.kv_heads * width
-        needs |= {"key_bias": (keys,), "value_bias": (values,)} if model.has_keys else {}
-    if attention.head_norm and attention.head_norm_weights:
-        of_queries, of_keys = model.head_norm_widths
-        needs["query_norm"] = (of_queries,)
-        needs |= {"key_norm": (of_keys,)} if model.has_keys else {}
-    if attention.sub_norm:
-        needs["attention_sub_norm"] = (queries,)
-    if attention.has_sinks(layer):
-        needs["sinks"] = (shape.heads,)
-    needs["output"] = (shape.hidden, shape.heads * width)
-    if attention.output_bias:
-        needs["output_bias"] = (shape.hidden,)
-    return needs
-
-
-def _list_projections(model: Model) -> dict[str, tuple[int, ...]]:
-    shape = model.shape
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if model.tensors.fused_qkv is not None:
-        return {"fused_qkv": (queries + 2 * keys, shape.hidden)}
-    values = shape.kv_heads * (model.attention.value_width or shape.head_dim)
-    sizes = {"query": queries * (1 + _has_gate_rows(model)), "key": keys, "value": values}
-    if model.attention.output_gate and model.tensors.query_gate is not None:
-        is_whole = model.attention.output_gate_of == "element"
-        sizes["query_gate"] = queries if is_whole else shape.heads
-    return {key: (size, shape.hidden) for key, size in sizes.items()}
-
-
-def _has_gate_rows(model: Model) -> bool:
-    return model.attention.output_gate and model.tensors.query_gate is None
-
-
-def _list_latent(model: Model) -> dict[str, tuple[int, ...]]:
-    shape, latent = model.shape, model.attention.latent
-    assert latent is not None
-    hidden, heads, rank = shape.hidden, shape.heads, latent.query_rank
-    needs: dict[str, tuple[int, ...]] = {
-        "latent": (latent.kept, hidden),
-        "latent_norm": (latent.rank,),
-        "latent_out": (heads * (latent.plain + shape.head_dim), latent.rank),
-    }
-    if rank is None:
-        needs["query"] = (heads * latent.key, hidden)
-    else:
-        needs |= {
-            "latent_query": (rank, hidden),
-            "latent_query_norm": (rank,),
-            "latent_query_out": (heads * latent.key, rank),
-        }
-    if model.attention.output_gate:
-        needs["query_gate"] = (heads, hidden)
-    if latent.bias:
-        needs["latent_bias"] = (latent.kept,)
-        needs |= {} if rank is None else {"latent_query_bias": (rank,)}
-    return needs
-
-
-def _list_norms(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's norms of the residual stream's width, of its scale, and of what its own
-    embedding needs."""
-    keys: list[str] = []
-    if model.norm.inputs and model.norm.weights:
-        keys += ["attention_norm", "ffn_norm"]
-    if model.norm.inputs and model.norm.bias:
-        keys += ["attention_norm_bias", "ffn_norm_bias"]
-    if model.norm.outputs:
-        keys += ["attention_output_norm", "ffn_output_norm"]
-    hidden, own = model.shape.hidden, model.layer_embedding
-    others: dict[str, tuple[int, ...]] = {"layer_scale": (1,)} if model.layer_scale else {}
-    if own is not None:
-        keys.append("layer_input_norm")
-        others["layer_input_gate"] = (own.width, hidden)
-        others["layer_input_output"] = (hidden, own.width)
-    return dict.fromkeys(keys, (hidden,)) | others | _list_altup(model)
-
-
-def _list_altup(model: Model) -> dict[str, tuple[int, ...]]:
-    altup, hidden = model.altup, model.shape.hidden
-    if altup is None:
-        return {}
-    streams, rank = altup.streams, altup.laurel_rank
-    needs: dict[str, tuple[int, ...]] = {
-        "altup_router": (streams, hidden),
-        "altup_router_norm": (hidden,),
-        "altup_predict": (streams * streams, streams),
-        "altup_correct": (streams, streams),
-        "laurel_in": (rank, hidden),
-        "laurel_out": (hidden, rank),
-        "laurel_norm": (hidden,),
-    }
-    return needs | ({"altup_scale": (hidden,)} if altup.scaled else {})
-
-
-def _list_layer_embedding(model: Model) -> dict[str, tuple[int, ...]]:
-    own, shape = model.layer_embedding, model.shape
-    if own is None:
-        return {}
-    return {
-        "layer_embedding": (own.vocab or shape.vocab, shape.layers * own.width),
-        "layer_projection": (shape.layers * own.width, shape.hidden),
-        "layer_projection_norm": (own.width,),
-    }
-
-
-def _list_ffn(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's FFN by key of ``model.tensors``."""
-    moe, hidden = model.moe, model.shape.hidden
-    if moe is None:
-        return _list_experts(model)
-    needs: dict[str, tuple[int, ...]] = {}
-    if not model.has_router(layer):
-        width = moe.find_dense_width(layer, model.shape.ffn)
-        if model.tensors.fused_dense is not None:
-            return {"fused_dense": (2 * width, hidden), "dense_down": (hidden, width)}
-        needs |= {"dense_gate": (width, hidden)} if model.ffn.gated else {}
-        return needs | {"dense_up": (width, hidden), "dense_down": (hidden, width)}
-    needs["router"] = (moe.experts, hidden)
-    for key in ("router_bias", "choice_bias"):
-        if getattr(moe, key):
-            needs[key] = (moe.experts,)
-    if moe.router_input == "stream":
-        needs["router_norm"] = (hidden,)
-    if moe.expert_scale:
-        needs["expert_scale"] = (moe.experts,)
-    if moe.latent is not None:
-        needs |= {"experts_in": (moe.latent, hidden), "experts_out": (hidden, moe.latent)}
-    if model.side_ffn is not None:
-        width = model.side_ffn.width
-        needs |= {"side_gate": (width, hidden)} if model.ffn.gated else {}
-        needs |= {"side_up": (width, hidden), "side_down": (hidden, width)}
-        norms = ("side_norm", "side_output_norm", "experts_output_norm")
-        needs |= dict.fromkeys(norms if model.side_ffn.norms else (), (hidden,))
-    shared = moe.shared_ffn or moe.shared_experts * model.shape.ffn
-    if shared and model.tensors.fused_shared is not None:
-        needs |= {"fused_shared": (2 * shared, hidden), "shared_down": (hidden, shared)}
-    elif shared:
-        needs |= {"shared_up": (shared, hidden), "shared_down": (hidden, shared)}
-        needs |= {"shared_gate": (shared, hidden)} if model.ffn.gated else {}
-    if moe.shared_gate:
-        needs["shared_router"] = (1, hidden)
-    return needs | _list_experts(model)
-
-
-def _list_experts(model: Model) -> dict[str, tuple[int, ...]]:
-    hidden, ffn = model.neuron_width, model.shape.ffn
-    sizes: dict[str, tuple[int, ...]] = {}
-    for part in ("gate", "up") if model.ffn.gated else ("up",):
-        source = name_ffn_source(model, part)
-        sizes[source] = (ffn if source == part else 2 * ffn, hidden)
-    sizes["down"] = (hidden, ffn)
-    if model.ffn.sub_norm:
-        sizes["ffn_sub_norm"] = (ffn,)
-    if model.ffn.bias:
-        for part in ("gate_bias", "up_bias") if model.ffn.gated else ("up_bias",):
-            source = name_ffn_source(model, part)
-            sizes[source] = (ffn if source == part else 2 * ffn,)
-        sizes["down_bias"] = (hidden,)
-    return {key: _stack(model, key, size) for key, size in sizes.items()}
-
-
-def _stack(model: Model, key: str, size: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a part of an expert, or of all experts, as the checkpoint has it."""
-    if model.moe is None:
-        return size
-    turned = size[::-1] if model.tensors.experts_turned else size
-    return (
-        (model.moe.experts, *turned) if is_stacked(model, getattr(model.tensors, key)) else turned
-    )
+    asked = set()
+    for source in list_sources(model):
+        name = source.name(model.tensors)
+        if name not in asked:
+            asked.add(name)
+            yield Requirement(key=source.key, name=name, shape=source.shape)
 
 
 _DOCUMENT = "the model document says"

@@ -14,6 +14,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I32, I64, U8, Raw
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.model.tensor import Source
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision
 
@@ -201,17 +202,9 @@ def make_same(length: int, number: float) -> SourceTensor:
     )
 
 
-def make_ones(length: int) -> SourceTensor:
-    """A vector of ones."""
-    return make_same(length, 1.0)
-
-
 def make_zeros(*shape: int) -> SourceTensor:
     """Zeros of a shape."""
     return ZeroTensor(file=Path(), name="zeros", dtype="F16", shape=shape, offset=0, size_bytes=0)
-
-
-_QKV = ("query", "key", "value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,139 +257,24 @@ class Rows:
         return np.concatenate([raw, np.zeros((missing, *raw.shape[1:]), raw.dtype)])
 
 
-def fill_name(pattern: str, layer: int, expert: int = 0, stream: int = 0, mixer: int = 0) -> str:
-    """Put the numbers of layer, expert, residual stream and mixer into a name pattern of
-    ``model.tensors``."""
-    numbers = {"layer": layer, "expert": expert, "stream": stream, "mixer": mixer}
-    for what, number in numbers.items():
-        pattern = pattern.replace(f"{{{what}}}", str(number))
-    return pattern
-
-
-def name_source(model: Model, key: str) -> tuple[str, str]:
-    """Key of ``model.tensors`` that names the tensor with the rows of ``key``, and its pattern."""
-    names = model.tensors
-    if key == "latent_value":
-        return "latent_out", names.latent_out
-    part, _, rest = key.partition("_")
-    if part in _QKV and rest in ("", "bias"):
-        fused = "fused_qkv_bias" if rest else "fused_qkv"
-        if getattr(names, fused) is not None:
-            return fused, getattr(names, fused)
-    if part == "query" and rest in ("gate", "gate_bias") and names.query_gate is None:
-        # Every query head is followed by its gates.
-        own = "query" if rest == "gate" else "query_bias"
-        return own, getattr(names, own)
-    return key, getattr(names, key)
-
-
-def find_rows(tensors: Mapping[str, SourceTensor], model: Model, key: str, layer: int = 0) -> Rows:
-    """Rows of ``key`` (a key of ``model.tensors``) in a checkpoint that was checked; those of FFNs
-    are found by `pi2.importing.dense_rows`."""
-    source, pattern = name_source(model, key)
-    if key == "value" and model.shares_key_rows(layer):
-        pattern = model.tensors.key
-    own = model.view_layer(layer)
-    tensor = _fill_values(tensors[fill_name(pattern, layer)], own, key)
-    return Rows(tensor=tensor, index=_choose_rows(own, key, source, layer))
-
-
-def _fill_values(tensor: SourceTensor, model: Model, key: str) -> SourceTensor:
-    width, shape = model.attention.value_width, model.shape
-    if width is None or width == shape.head_dim:
-        return tensor
-    if key in ("value", "value_bias"):
-        return fill_heads(tensor, shape.kv_heads, shape.head_dim)
-    if key == "output":
-        return fill_heads(tensor, shape.heads, shape.head_dim, by_columns=True)
-    return tensor
-
-
-def _choose_rows(model: Model, key: str, source: str, layer: int) -> I64 | None:
-    shape = model.shape
-    if key == "positions":
-        assert model.positions is not None
-        return np.arange(shape.context) + model.positions.offset
-    if model.attention.latent is not None and key in LATENT_KEYS:
-        return choose_latent_rows(model, key, layer)
-    part, _, rest = key.partition("_")
-    if part not in _QKV:
-        return None
-    if key == "query_gate" and model.tensors.query_gate is not None:
-        is_whole = model.attention.output_gate_of == "element" or model.attention.latent is not None
-        return None if is_whole else np.repeat(np.arange(shape.heads), shape.head_dim)
-    has_gates = model.attention.output_gate and model.tensors.query_gate is None
-    if part == "query" and rest != "norm" and has_gates:
-        inside = np.arange(shape.head_dim)
-        if rest.startswith("gate"):
-            inside = inside + shape.head_dim
-        elif (order := order_head(model, layer)) is not None:
-            inside = order
-        heads_first = np.arange(shape.heads) * (2 * shape.head_dim)
-        return np.asarray((heads_first[:, None] + inside).reshape(-1))
-    turned = order_head(model, layer) if part != "value" else None
-    heads = shape.heads if part == "query" else shape.kv_heads
-    if rest == "norm" and model.attention.head_norm_of == "head":
-        return turned
-    if source == key:
-        places = np.arange(heads) * shape.head_dim if turned is not None else None
-    else:
-        places = _find_fused_heads(model, part)
-    if places is None:
-        return None
-    inside = np.arange(shape.head_dim) if turned is None else turned
-    return (places[:, None] + inside).reshape(-1)
-
-
-def order_head(model: Model, layer: int = 0) -> I64 | None:
-    """Element of the checkpoint's head at every place of the store's, or of the part of it that is
-    rotated; None if they are equal."""
-    size, rope = model.turned_width, model.find_rope(layer)
-    rotated = rope.count_rotated(size)
-    if rotated == 0 or (rotated == size and rope.pairs == "halves"):
-        return None
-    pairs = np.arange(rotated).reshape((2, -1))
-    if rope.pairs == "swapped":
-        pairs = pairs[::-1]
-    elif rope.pairs == "neighbours":
-        pairs = np.arange(rotated).reshape((-1, 2)).T
-    rest = np.arange(rotated, size).reshape((2, -1))
-    return np.concatenate([pairs, rest], axis=1).reshape(-1)
-
-
-LATENT_KEYS = frozenset({"query", "latent", "latent_bias", "latent_query_out", "latent_value"})
-"""Keys whose rows latent attention has in an order of its own."""
-
-
-def choose_latent_rows(model: Model, key: str, layer: int) -> I64 | None:
-    """Rows of a projection of latent attention; None means all as they are."""
-    shape, latent = model.shape, model.attention.latent
-    assert latent is not None
-    turned = order_head(model, layer)
-    if key == "latent_value":
-        # Each head has the rows of its keys first.
-        size, inside = latent.plain + shape.head_dim, latent.plain + np.arange(shape.head_dim)
-        return (np.arange(shape.heads)[:, None] * size + inside).reshape(-1)
-    if turned is None:
-        return None
-    if key in ("latent", "latent_bias"):
-        return np.concatenate([np.arange(latent.rank), latent.rank + turned])
-    inside = np.concatenate([np.arange(latent.plain), latent.plain + turned])
-    return (np.arange(shape.heads)[:, None] * latent.key + inside).reshape(-1)
-
-
-def _find_fused_heads(model: Model, part: str) -> I64:
-    """First row of every head of ``part`` in a tensor of query, key and value [heads]."""
-    shape = model.shape
-    if model.tensors.fused_order == "stacked":
-        first = {"query": 0, "key": shape.heads, "value": shape.heads + shape.kv_heads}[part]
-        count = shape.heads if part == "query" else shape.kv_heads
-        return (first + np.arange(count)) * shape.head_dim
-    together = shape.heads // shape.kv_heads
-    groups = np.arange(shape.kv_heads) * (together + 2)
-    if part == "query":
-        return (groups[:, None] + np.arange(together)).reshape(-1) * shape.head_dim
-    return (groups + together + (part == "value")) * shape.head_dim
+def find_rows(tensors: Mapping[str, SourceTensor], model: Model, source: Source) -> Rows:
+    """What ``source`` takes of a checkpoint that was checked."""
+    if not source.key:
+        is_zero = source.value == 0.0
+        constant = (
+            make_zeros(*source.shape) if is_zero else make_same(source.shape[0], source.value)
+        )
+        return Rows(tensor=constant)
+    tensor = tensors[source.name(model.tensors)]
+    if source.is_stacked:
+        tensor = take_expert(tensor, source.expert)
+    if source.is_turned:
+        tensor = turn_tensor(tensor)
+    if source.heads is not None:
+        heads, size, by_columns = source.heads
+        tensor = fill_heads(tensor, heads, size, by_columns=by_columns)
+    index = None if source.rows is None else np.asarray(source.rows(), np.int64)
+    return Rows(tensor=tensor, index=index, missing=source.missing)
 
 
 def _ascends(index: I64) -> bool:

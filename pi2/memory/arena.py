@@ -20,9 +20,9 @@ from pi2.memory.budget import PAGE, Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.granules import choose_granule
 from pi2.memory.policy import expect_uses
+from pi2.model.blocks import list_attention
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_staged_neurons
-from pi2.plan.weights.projections import list_kept_vectors
 
 MEAN_TOKENS = 256
 """Tokens of context that a mean token is taken to have."""
@@ -48,8 +48,8 @@ class ContextMemory:
 def describe_context(resolved: ResolvedPlan) -> ContextMemory:
     """What keys and values take of their segment."""
     runs = 0
-    for view, layers in resolved.model.list_views():
-        kinds, vectors, _ = list_kept_vectors(view)
+    for attention, layers in list_attention(resolved.model):
+        kinds, vectors, _ = attention.kept
         runs += kinds * layers * vectors
     # Scales lie apart from what they belong to.
     runs *= 2 if resolved.plan.kv.type == "int8" else 1

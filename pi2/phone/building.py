@@ -30,6 +30,7 @@ from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.engine.opened_model import make_request
 from pi2.machine import detect_machine
+from pi2.model.tensors import list_tensors
 from pi2.phone.contents import PACKAGES, Wish, aim_plan, list_code
 from pi2.phone.documents import PLAN, STORE, write_index, write_resolved
 from pi2.phone.replacements.libraries import INDEX as KERNELS
@@ -42,7 +43,6 @@ from pi2.progress import Progress
 from pi2.store.agreement import find_store_misfits
 from pi2.store.manifest import MANIFEST
 from pi2.store.reader import NeuronStore
-from pi2.store.tensors import list_tensors
 
 
 def write_notes(room: Path, resolved: ResolvedPlan) -> None:

@@ -18,6 +18,7 @@ from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.observation import DenseObserver
 from pi2.evaluation import Evaluation, evaluate_plan
+from pi2.model.tensor import DenseTensor
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
@@ -39,7 +40,6 @@ from pi2.statistics.recording import measure_skew
 from pi2.statistics.texts import encode_windows
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
-from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces
 
 WORTH = 0.99

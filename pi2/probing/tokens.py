@@ -27,14 +27,14 @@ from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import NullReader
+from pi2.model.tensor import EMBEDDING, DenseTensor
+from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Attention
 from pi2.plan.documents.model_parts import Ffn, Precision, Predictor, Quantization, Shape
 from pi2.plan.documents.plan import Decode
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
-from pi2.plan.weights.projections import EMBEDDING
 from pi2.progress import Progress
-from pi2.store.tensors import DenseTensor, list_tensors
 
 CHUNK = 128
 _PATTERN_BYTES = 1 << 22

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pi2.diagnostics import UserError
+from pi2.model.tensors import list_tensors
 from pi2.serving import openai_schema
 from pi2.serving.completions import can_fill
 from pi2.serving.dialects import Operation
@@ -19,7 +20,6 @@ from pi2.serving.errors import ApiError
 from pi2.serving.host import Host
 from pi2.serving.openai_schema import Fields, Text, Tolerant
 from pi2.serving.requests import JsonResponse, Service, use_model
-from pi2.store.tensors import list_tensors
 
 VERSION = "0.13.0"
 """Version of Ollama's interface that this is."""

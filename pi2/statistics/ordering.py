@@ -22,8 +22,8 @@ from pi2.importing.conversion_job import (
     read_counts,
 )
 from pi2.statistics.recording import ACTIVATIONS, COACTIVATIONS, read_statistics
+from pi2.store.identity import identify_weights
 from pi2.store.reader import NeuronStore
-from pi2.store.tensors import identify_weights
 from pi2.store.verification import recover_replaced
 
 

@@ -23,7 +23,7 @@ Arrow files are in the IPC file format, metadata V5, and can be read as streams 
   ``int8``, ``fp16``, ``fp32``), ``rows``, ``length``, ``weights``, ``scales``; weights and scales
   begin at a multiple of 64 bytes.
 - The manifest (`pi2.store.manifest`) repeats all offsets, so that pi2 opens a store without an
-  Arrow library.  Its digest of the model covers what decides the weights (`pi2.store.tensors`).
+  Arrow library.  Its digest of the model covers what decides the weights (`pi2.store.identity`).
 
   Of every file that is read as a whole it has the CRC-32 of each MiB.
 

@@ -14,8 +14,8 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.backends import find_text_backend
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import format_bytes
+from pi2.store.identity import compute_digest, describe_weights, list_differences
 from pi2.store.manifest import Manifest, StoredBundle, StoredFile, read_manifest
-from pi2.store.tensors import compute_digest, describe_weights, list_differences
 
 if TYPE_CHECKING:
     from pi2.plan.checking.check import Report

@@ -16,6 +16,8 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 
 from pi2.caches import read_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.model.tensor import DenseTensor, StoredPrecision
+from pi2.model.tensors import list_tensors
 from pi2.plan.documents.common import Count, Identifier, Table
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import FfnPrecision
@@ -27,7 +29,7 @@ from pi2.plan.weights.layout import (
     lay_out_bundle,
 )
 from pi2.store.arrow_file import ALIGNMENT, PAGE
-from pi2.store.tensors import DenseTensor, StoredPrecision, compute_digest, list_tensors
+from pi2.store.identity import compute_digest
 
 FORMAT: Literal["pi2-store"] = "pi2-store"
 FORMAT_VERSION: Literal[1] = 1
@@ -80,7 +82,7 @@ class StoredModel(Table):
     digest: Sha256
     """SHA-256 of the canonical JSON of ``parts``."""
     parts: dict[str, Any]
-    """What of the model document decides the weights (`pi2.store.tensors`)."""
+    """What of the model document decides the weights (`pi2.store.identity`)."""
 
 
 class StoredPart(Table):
@@ -203,7 +205,7 @@ class StoredTensor(Table):
     """A dense tensor and its place in ``dense.arrow``."""
 
     name: str
-    """Name of the tensor (`pi2.plan.weights.projections`)."""
+    """Name of the tensor (`pi2.model.tensors`)."""
     precision: StoredPrecision
     """Type of its elements."""
     rows: Count

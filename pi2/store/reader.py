@@ -199,7 +199,7 @@ class NeuronStore:
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Dense tensors by name (`pi2.plan.weights.projections`), mapped."""
+        """Dense tensors by name (`pi2.model.tensors`), mapped."""
         entry = _find(self.manifest, DENSE_FILE)
         content = _map_file(self.path / DENSE_FILE, entry)
         return MappingProxyType(

@@ -16,13 +16,13 @@ import numpy as np
 from pi2.arrays import I32, I64, U8
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
+from pi2.model.tensor import DenseTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.reader import NeuronStore, StoredLayer
-from pi2.store.tensors import DenseTensor
 from pi2.store.verification import check_file, recover_replaced
 from pi2.store.writer import StoreWriter, TensorPieces, keep_groups
 

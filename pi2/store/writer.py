@@ -17,6 +17,8 @@ import numpy as np
 from pi2.arrays import I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
+from pi2.model.tensor import DenseTensor
+from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import split_scales
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
@@ -29,6 +31,7 @@ from pi2.store.arrow_file import (
     lay_out_rows_file,
 )
 from pi2.store.files import HashedFile
+from pi2.store.identity import compute_digest, describe_weights
 from pi2.store.manifest import (
     DENSE_FILE,
     FORMAT,
@@ -44,7 +47,6 @@ from pi2.store.manifest import (
     name_layer_file,
     name_scales_file,
 )
-from pi2.store.tensors import DenseTensor, compute_digest, describe_weights, list_tensors
 from pi2.store.verification import UnfinishedStore, explain_os_error
 
 

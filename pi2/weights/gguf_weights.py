@@ -20,7 +20,7 @@ from pi2.caches import open_stream
 from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.new_model import describe_checkpoint
-from pi2.importing.rows import fill_name
+from pi2.model.tensor import fill_name
 from pi2.plan.documents.model import Model
 
 

@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from pi2.backends.hexagon import backend as hexagon
+from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER, count_chunks, count_ffn_bytes
 from pi2.plan.arithmetic.units import describe_unit
@@ -17,7 +18,6 @@ from pi2.plan.documents.common import Origin
 from pi2.plan.documents.device import Device, ReadFigure
 from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan
-from pi2.store.tensors import list_tensors
 from tools.list_devices import DOCUMENT, read_devices, render_document
 
 REPOSITORY = Path(__file__).parents[2]

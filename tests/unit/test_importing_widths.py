@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pi2.formats import find_packing
 from pi2.importing.convert import convert_checkpoint, pad_columns
+from pi2.model.tensors import list_tensors
 from pi2.plan.weights.layout import Precision, fill_groups
 from pi2.store.reader import NeuronStore
-from pi2.store.tensors import list_tensors
 from pi2.store.verification import verify_store
 from tests.helpers.bundles import unpack_bundles
 from tests.helpers.checkpoints import write_checkpoint

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 import pi2
 from pi2.cli.main import run
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.weights.states import describe_state
+from pi2.model.states import describe_state
 from tests.helpers.goldens import (
     EXACT,
     convert_golden,

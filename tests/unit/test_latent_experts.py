@@ -11,7 +11,6 @@ import pytest
 import pi2
 from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.units import count_side_bytes
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     CPU,
@@ -26,6 +25,7 @@ from tests.helpers.goldens import (
     read_golden,
     write_plan,
 )
+from tests.helpers.models import count_tensor_bytes
 
 NAME = "nemotron-h-latent"
 INT4 = dict.fromkeys(("ffn", "attention", "embedding", "head"), "int4")
@@ -41,7 +41,9 @@ def test_neurons_are_as_wide_as_what_experts_read(plan: Path) -> None:
     assert (model.shape.hidden, model.neuron_width, model.stored_neuron_width) == (32, 40, 64)
     assert model.lay_out_bundle().hidden == 64
     # Two projections of 40 to 64 elements, and the shared FFN of 36 to 64, all fp16.
-    assert count_side_bytes(model) == 2 * (40 * 32 + 32 * 64 + 36 * 32 + 32 * 64)
+    kinds = ("experts_in", "experts_out", "side_in", "side_down")
+    own = 2 * (40 * 32 + 32 * 64 + 36 * 32 + 32 * 64)
+    assert count_tensor_bytes(model, *kinds) == model.shape.layers * own
 
 
 @pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])

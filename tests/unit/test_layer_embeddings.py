@@ -15,9 +15,9 @@ from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
 from pi2.importing.new_model import describe_checkpoint
+from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.resolve import load_plan
-from pi2.store.tensors import list_tensors
 from tests.helpers.goldens import (
     CPU,
     EXACT,

@@ -16,7 +16,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
-from pi2.plan.arithmetic.units import count_kv_token_bytes, count_projection_bytes
+from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     CPU,
@@ -30,6 +30,9 @@ from tests.helpers.goldens import (
     measure_error,
     read_golden,
 )
+from tests.helpers.models import count_tensor_bytes
+
+KINDS = ("qkv", "qkv_bias", "query_norm", "key_norm", "output", "output_bias")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def test_a_plan_counts_queries_of_each_layer(query_plan: Path) -> None:
     narrow, wide = 2 * ((64 + 64) * 64 + 64 * 32), 2 * ((192 + 64) * 64 + 64 * 96)
     # Biases of these rows and of the output, and two norms.
     narrow, wide = narrow + 4 * (128 + 64) + 2 * 64, wide + 4 * (256 + 64) + 2 * 64
-    assert count_projection_bytes(load_plan(query_plan).model) == 2 * narrow + wide
+    assert count_tensor_bytes(load_plan(query_plan).model, *KINDS) == 2 * narrow + wide
 
 
 def test_a_plan_counts_keys_values_and_projections_of_each_layers_heads(plan: Path) -> None:
@@ -84,7 +87,7 @@ def test_a_plan_counts_keys_values_and_projections_of_each_layers_heads(plan: Pa
     # 48 elements of the residual stream fill two groups of 32; 80 and 144 of the heads, 96 and 160.
     narrow = 2 * (4 * 20 + 2 * 2 * 20) * 64 + 2 * 64 * 96 + 2 * 128
     wide = 2 * (4 * 36 + 2 * 36) * 64 + 2 * 64 * 160 + 2 * 192
-    assert count_projection_bytes(model) == 2 * (narrow + wide)
+    assert count_tensor_bytes(model, *KINDS) == 2 * (narrow + wide)
 
 
 @pytest.mark.parametrize("backend", [{}, CPU])

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.references import find_document
-from pi2.store.tensors import _OLDEST, _PARTS, describe_weights
+from pi2.store.identity import _OLDEST, _PARTS, describe_weights
 
 
 def test_a_state_of_a_first_store_is_still_described_as_it_was() -> None:

@@ -18,11 +18,11 @@ import pytest
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
+from pi2.model.tensor import DenseTensor
 from pi2.plan.documents.model import Model
 from pi2.store.files import HashedFile, check_pieces
 from pi2.store.manifest import name_layer_file, read_manifest
 from pi2.store.reader import NeuronStore
-from pi2.store.tensors import DenseTensor
 from pi2.store.verification import HashCheck, verify_store
 from pi2.store.writer import StoreWriter, TensorPieces
 from tests.helpers.bundles import pack_bundles

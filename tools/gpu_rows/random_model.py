@@ -18,9 +18,9 @@ from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.alone.weights import ModelArrays, WorkList
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, Recording
 from pi2.backends.gpu.packing import load_kernels
+from pi2.model.tensor import EMBEDDING
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
-from pi2.plan.weights.projections import EMBEDDING
 from pi2.progress import Progress
 
 _PIECE_BYTES = 16 << 20

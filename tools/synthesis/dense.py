@@ -9,17 +9,17 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.formats import find_packing
-from pi2.plan.weights.layout import Precision
-from pi2.plan.weights.projections import EMBEDDING as EMBEDDING_NAME
-from pi2.plan.weights.projections import (
+from pi2.model.tensor import EMBEDDING as EMBEDDING_NAME
+from pi2.model.tensor import (
     FINAL_NORM,
     FINAL_NORM_BIAS,
     HEAD,
     HEAD_BIAS,
     POSITIONS,
+    DenseTensor,
     split_mixer_kind,
 )
-from pi2.store.tensors import DenseTensor
+from pi2.plan.weights.layout import Precision
 from pi2.store.writer import TensorPieces
 from synthesis.blueprint import (
     ATTENTION,

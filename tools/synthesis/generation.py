@@ -14,10 +14,10 @@ import numpy as np
 
 from pi2.arrays import I32, U8
 from pi2.importing.conversion_job import count_bands, group_experts
+from pi2.model.tensor import DenseTensor
 from pi2.plan.weights.layout import ScalesPlace
 from pi2.progress import Progress, ignore_progress
 from pi2.store.manifest import Manifest
-from pi2.store.tensors import DenseTensor
 from pi2.store.writer import StoreWriter, TensorPieces
 from synthesis.blueprint import Blueprint
 from synthesis.dense import make_tensor

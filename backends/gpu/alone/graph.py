@@ -16,15 +16,9 @@ from pi2.backends.gpu.alone.weights import Work, WorkList
 from pi2.backends.gpu.kernels.specification import Number
 from pi2.backends.gpu.launchers.interface import DeviceArray
 from pi2.backends.gpu.sizes import choose_kernel_tokens, choose_parts, count_busy_groups
+from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD_BIAS, POSITIONS, name_layer_tensor
 from pi2.plan.arithmetic.units import count_qkv_rows, name_head
 from pi2.plan.documents.model_parts import Moe
-from pi2.plan.weights.projections import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD_BIAS,
-    POSITIONS,
-    name_layer_tensor,
-)
 
 
 def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans: int) -> None:

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.sizes import PACKING_COPIES, TILE, count_tile_bytes
 from pi2.backends.limits import list_unknown_weights
+from pi2.model.blocks import list_attention
+from pi2.model.tensor import (
+    POSITIONS,
+    DenseTensor,
+)
+from pi2.model.tensors import list_tensors as list_all_tensors
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, STAGED_NEURONS, count_chunk_tokens
 from pi2.plan.arithmetic.units import Need, count_qkv_rows
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import Precision, fill_groups, round_up, scale_bytes, weight_bytes
-from pi2.plan.weights.projections import (
-    EMBEDDING,
-    FINAL_NORM,
-    FINAL_NORM_BIAS,
-    HEAD,
-    HEAD_BIAS,
-    POSITIONS,
-    list_kept_vectors,
-    list_projection_vectors,
-    list_projections,
-    name_layer_tensor,
-)
-from pi2.plan.weights.states import list_state_tensors
+from pi2.plan.weights.layout import fill_groups, round_up
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -45,109 +37,30 @@ _VECTOR_BYTES = 16
 """Arrays are whole vectors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorShape:
-    """A dense tensor of the store."""
+def list_tensor_arrays(tensor: DenseTensor) -> dict[str, int]:
+    """Bytes of a tensor's arrays on the device, by the names of kernels' parameters."""
+    if tensor.precision == "fp32":
+        return {"values": _round(4 * tensor.rows * tensor.length)}
+    in_tiles = lies_in_tiles(tensor)
+    rows = round_up(tensor.rows, TILE) if in_tiles else tensor.rows
+    weights = _round(rows * tensor.row_weight_bytes)
+    if not in_tiles:
+        return {"values": weights}
+    found = {"matrix_weights": weights, "matrix_scales": _round(rows * tensor.row_scale_bytes)}
+    return {name: size for name, size in found.items() if size}
 
-    rows: int
-    length: int
-    precision: Precision | None
-    """None is float32."""
-    in_tiles: bool = True
+
+def lies_in_tiles(tensor: DenseTensor) -> bool:
     """Whether it is multiplied with inputs, or looked up in tiles."""
-
-    def list_arrays(self) -> dict[str, int]:
-        """Bytes of its arrays on the device, by the names of kernels' parameters."""
-        if self.precision is None:
-            return {"values": _round(4 * self.rows * self.length)}
-        rows = round_up(self.rows, TILE) if self.in_tiles else self.rows
-        weights = _round(rows * weight_bytes(self.length, self.precision))
-        if not self.in_tiles:
-            return {"values": weights}
-        scales = rows * scale_bytes(self.length, self.precision)
-        found = {"matrix_weights": weights, "matrix_scales": _round(scales)}
-        return {name: size for name, size in found.items() if size}
+    return tensor.name != POSITIONS
 
 
-def list_tensors(use: ModelUse) -> Mapping[str, TensorShape]:
+def list_tensors(use: ModelUse) -> Mapping[str, DenseTensor]:
     """Dense tensors of the store that the device has, by their names."""
-    model, shape = use.model, use.model.shape
-    precision, hidden = model.quantization, shape.stored_hidden
-    vector = TensorShape(rows=1, length=hidden, precision=None)
-    found = {
-        EMBEDDING: TensorShape(rows=shape.vocab, length=hidden, precision=precision.embedding),
-        FINAL_NORM: vector,
-    }
-    if model.norm.bias:
-        found[FINAL_NORM_BIAS] = vector
-    if not model.tied_head:
-        found[HEAD] = TensorShape(rows=shape.vocab, length=hidden, precision=precision.head)
-    if model.head_bias:
-        found[HEAD_BIAS] = TensorShape(rows=1, length=shape.vocab, precision=None)
-    if model.positions is not None:
-        found[POSITIONS] = TensorShape(
-            rows=shape.context, length=hidden, precision="fp16", in_tiles=False
-        )
-    for layer in range(shape.layers):
-        for kind, tensor in _list_layer_tensors(use, layer, vector):
-            found[name_layer_tensor(layer, kind)] = tensor
-    return found
-
-
-def _list_layer_tensors(
-    use: ModelUse, layer: int, vector: TensorShape
-) -> Iterator[tuple[str, TensorShape]]:
-    model, shape = use.model, use.model.shape
-    precision, hidden = model.quantization, shape.stored_hidden
-    if use.state is not None and layer in model.state_layers:
-        for item in list_state_tensors(model, use.state.shape):
-            yield (
-                item.kind,
-                TensorShape(rows=item.rows, length=item.length, precision=item.precision),
-            )
-    else:
-        for kind, (rows, length) in list_projections(model).items():
-            yield kind, TensorShape(rows=rows, length=length, precision=precision.attention)
-        for kind, length in list_projection_vectors(model).items():
-            yield kind, TensorShape(rows=1, length=length, precision=None)
-    kinds = {
-        "attention_norm": (True, vector),
-        "ffn_norm": (True, vector),
-        "attention_norm_bias": (model.norm.bias, vector),
-        "ffn_norm_bias": (model.norm.bias, vector),
-        "attention_output_norm": (model.norm.outputs, vector),
-        "ffn_output_norm": (model.norm.outputs, vector),
-        "down_bias": (
-            model.ffn.bias,
-            TensorShape(
-                rows=1 if model.moe is None else model.expert_count, length=hidden, precision=None
-            ),
-        ),
-    }
-    yield from ((kind, tensor) for kind, (there, tensor) in kinds.items() if there)
-    if model.moe is not None and layer not in model.moe.dense_layers:
-        scores = TensorShape(rows=1, length=model.moe.experts, precision=None)
-        yield "router", TensorShape(rows=model.moe.experts, length=hidden, precision=None)
-        if model.moe.shared_gate:
-            yield "shared_router", vector
-        if model.moe.router_bias:
-            yield "router_bias", scores
-        if model.moe.choice_bias:
-            yield "choice_bias", scores
+    model, ranks = use.model, None
     if use.predictor == "low-rank" and model.predictor is not None:
-        rank, experts = model.predictor.rank, model.expert_count
-        yield (
-            "predictor_in",
-            TensorShape(rows=experts * rank, length=hidden, precision=precision.predictor),
-        )
-        yield (
-            "predictor_out",
-            TensorShape(rows=model.layer_neurons, length=rank, precision=precision.predictor),
-        )
-        yield (
-            "predictor_bias",
-            TensorShape(rows=1, length=model.layer_neurons, precision=None),
-        )
+        ranks = [model.predictor.rank] * model.shape.layers
+    return {tensor.name: tensor for tensor in list_all_tensors(model, ranks)}
 
 
 def list_neurons(use: ModelUse) -> dict[str, int]:
@@ -253,7 +166,7 @@ def list_arrays(use: ModelUse) -> Iterator[int]:
     """Bytes of every array on the device."""
     for name, tensor in list_tensors(use).items():
         if name.rpartition(".")[2] not in JOINED:
-            yield from tensor.list_arrays().values()
+            yield from list_tensor_arrays(tensor).values()
     for layer in range(use.model.shape.layers):
         yield from list_neurons(use).values()
         yield from list_kept(use, layer).values()
@@ -325,7 +238,7 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
         limits.append("computes an FFN in every layer")
     limits += _list_unknown_layers(model)
     each = 4 if plan.kv.type == "int8" else 2
-    if list_kept_vectors(model)[2] % each:
+    if list_attention(model)[0][0].kept[2] % each:
         limits.append(f"keeps no {plan.kv.type} heads whose width is not a multiple of {each}")
     return limits
 

@@ -20,11 +20,12 @@ from pi2.backends.gpu.kernels.specification import (
     Target,
 )
 from pi2.backends.gpu.sizes import count_experts, describe_model_ffn
+from pi2.model.blocks import list_attention
+from pi2.model.latent import describe_latent
+from pi2.model.states import describe_state
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.weights.layout import BundleLayout, fill_groups
-from pi2.plan.weights.projections import describe_latent, list_kept_vectors
-from pi2.plan.weights.states import describe_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,7 @@ class ModelUse:
     def attention(self) -> AttentionKernels:
         shape, attention = self.model.shape, self.model.attention
         latent = attention.latent
-        _, kv_heads, size = list_kept_vectors(self.model)
+        _, kv_heads, size = list_attention(self.model)[0][0].kept
         windows = {self.model.find_window(layer) for layer in self.model.attention_layers}
         return AttentionKernels(
             heads=shape.heads,

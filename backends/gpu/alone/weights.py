@@ -11,9 +11,11 @@ from pi2.backends.arithmetic import compute_growth, compute_rope_tables
 from pi2.backends.gpu.alone.sizes import (
     JOINED,
     count_ropes,
+    lies_in_tiles,
     list_kept,
     list_neurons,
     list_state,
+    list_tensor_arrays,
     list_tensors,
 )
 from pi2.backends.gpu.alone.use import ModelUse
@@ -47,7 +49,7 @@ class ModelArrays:
         layers = range(use.model.shape.layers)
         try:
             self.tensors = {
-                name: self._own.allocate(tensor.list_arrays())
+                name: self._own.allocate(list_tensor_arrays(tensor))
                 for name, tensor in self._shapes.items()
                 if name.rpartition(".")[2] not in JOINED
             }
@@ -101,7 +103,7 @@ class ModelArrays:
             )
             return
         arrays = self.tensors[tensor.name]
-        if shape.precision is None or not shape.in_tiles:
+        if shape.precision == "fp32" or not lies_in_tiles(shape):
             row_bytes = tensor.weights.nbytes // tensor.rows
             self._send(arrays["values"], tensor.weights, first * row_bytes)
             return

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pi2.model.latent import LatentShape
+from pi2.model.states import StateShape
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups
-from pi2.plan.weights.projections import LatentShape
-from pi2.plan.weights.states import StateShape
 
 Api = Literal["opencl", "webgpu", "cuda"]
 NumberType = Literal["int32", "float32"]

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.units import (
-    Need,
-    Needs,
-    count_cutoff_bytes,
-    count_layer_embedding_bytes,
-    count_projection_bytes,
-    count_side_bytes,
-    count_state_tensor_bytes,
-    count_stream_bytes,
-    describe_unit,
-    need_kv,
-    need_state,
+from pi2.model.blocks import list_attention
+from pi2.model.tensor import (
+    EMBEDDING,
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    HEAD,
+    HEAD_BIAS,
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION,
+    LAYER_PROJECTION_NORM,
+    POSITIONS,
 )
+from pi2.model.tensors import list_tensors
+from pi2.plan.arithmetic.units import Need, Needs, describe_unit, need_kv, need_state
 from pi2.plan.documents.backends import (
     find_alone_backend,
     find_executor_backend,
@@ -33,7 +34,6 @@ from pi2.plan.weights.layout import (
     scale_bytes,
     weight_bytes,
 )
-from pi2.plan.weights.projections import list_routing_vectors
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import ExecutorBackend
@@ -140,81 +140,49 @@ def count_piece_bytes(resolved: ResolvedPlan) -> int:
     """Bytes of the buffer that dense tensors are read into in pieces: 4 MiB, or what 32 rows of
     any of them take."""
     shape, moe = resolved.model.shape, resolved.model.moe
-    queries = (view.shape.stored_query for view, _ in resolved.model.list_views())
+    queries = (attention.stored_query for attention, _ in list_attention(resolved.model))
     widest = max(shape.stored_hidden, *queries)
     single = max(shape.vocab, resolved.model.layer_neurons)
     routers = 0 if moe is None else moe.experts * shape.stored_hidden
     return max(PIECE_BYTES, 4 * max(TENSOR_ROWS * widest, single, routers) + 2 * ALIGNMENT)
 
 
-def _need_attention(resolved: ResolvedPlan) -> Need:
-    """Dense weights, and the scales of all neurons where they are resident.
+_PARTS = {
+    EMBEDDING: "embedding",
+    POSITIONS: "positions",
+    HEAD: "head",
+    HEAD_BIAS: "head",
+    **dict.fromkeys((LAYER_EMBEDDING, LAYER_PROJECTION, LAYER_PROJECTION_NORM), "own"),
+    **dict.fromkeys((FINAL_NORM, FINAL_NORM_BIAS), "end"),
+}
+"""What explanations call tensors of the whole model; others are of layers."""
 
-    embedding V x d, or C x d where its rows come from flash; per layer qkv (h + 2k) w x d (another
-    h w where heads have gates), output d x h w (with latent attention what
-    `pi2.plan.weights.projections` lists), two norms of d floats, and (h + 2k) w floats of bias, two
-    norms of w floats for heads, one of h w floats of what they mix, h floats of sinks, d floats for
-    each other bias and each norm of outputs, a float of the layer's scale where it has one, routers
-    of e x d and d floats where the model has them, and e floats for each bias of theirs; an FFN
-    beside the experts and norms and factors that go with it; rows of C tokens of the layers' own
-    embeddings, L d x L P of their projection, two matrices of d x P and d floats in each layer; for
-    residual streams 2 (n - 1) d x d, and in each layer two matrices of d x LAuReL's rank and a few
-    vectors; where gates have a cutoff, (1 + min(f, d)) x d; of layers with a state, what
-    `pi2.plan.weights.states` lists instead of qkv and output, or beside them, and a norm of d
-    floats for each mixer; final norm d floats; learned positions of 2 d bytes for each token of the
-    model's context; head V x d if untied, and V floats of its bias; per layer f rows of resident
-    scales.  Every tensor is rounded up to 64 bytes.
-    """
+
+def _need_attention(resolved: ResolvedPlan) -> Need:
+    """All dense tensors but predictors, of embeddings that are read from flash the rows of a chunk,
+    and the scales of all neurons if they are resident."""
     plan, model = resolved.plan, resolved.model
-    shape, precision = model.shape, model.quantization
-    norm = align_bytes(4 * shape.stored_hidden)
-    norms = 1 + model.norm.bias
-    layer = norm * norms * model.norm.inputs
-    if model.ffn.bias:
-        layer += align_bytes(4 * shape.stored_hidden * model.expert_count)
-    routers = 0
-    if model.moe is not None:
-        router = (
-            align_bytes(4 * model.moe.experts * shape.stored_hidden) + norm * model.moe.shared_gate
-        )
-        router += align_bytes(4 * model.moe.experts) * (
-            model.moe.router_bias + model.moe.choice_bias
-        )
-        routers = router * sum(map(model.has_router, range(shape.layers)))
-    layer += sum(align_bytes(4 * length) for length in list_routing_vectors(model).values())
-    layer += count_side_bytes(model)
-    layer += 2 * norm * model.norm.outputs + ALIGNMENT * model.layer_scale
-    layer += norm * (model.layer_embedding is not None)
-    own_embeddings = count_layer_embedding_bytes(model, count_chunk_tokens(plan))
-    rows = count_chunk_tokens(plan) if reads_embedding(plan, model) else shape.vocab
-    embedding = align_bytes(matrix_bytes(rows, shape.stored_hidden, precision.embedding))
-    head = 0
-    if not model.tied_head:
-        head = align_bytes(matrix_bytes(shape.vocab, shape.stored_hidden, precision.head))
-    head += align_bytes(4 * shape.vocab) * model.head_bias
-    positions = 0
-    if model.positions is not None:
-        positions = align_bytes(matrix_bytes(shape.context, shape.stored_hidden, "fp16"))
-    scales = shape.layers * align_bytes(model.layer_neurons * resolved.bundle.scales_stride)
-    mixers = count_projection_bytes(model)
-    mixers += len(model.states) * count_state_tensor_bytes(model)
-    count = sum(len(model.list_mixers(layer)) for layer in range(shape.layers))
-    mixers += count * norm * norms * model.norm.inputs + routers
-    mixers += count_stream_bytes(model) + count_cutoff_bytes(model)
-    total = embedding + positions + shape.layers * layer + mixers + norm * norms + head + scales
-    total += own_embeddings
-    parts = [f"embedding {approximate_bytes(embedding)}"]
-    mean = layer + mixers // shape.layers
-    parts.append(f"{shape.layers} layers of {approximate_bytes(mean)}")
-    if own_embeddings:
-        parts.append(f"embeddings of layers {approximate_bytes(own_embeddings)}")
-    if positions:
-        parts.append(f"positions {approximate_bytes(positions)}")
-    if head:
-        parts.append(f"head {approximate_bytes(head)}")
-    if scales:
-        parts.append(f"scales of neurons {approximate_bytes(scales)}")
-    return Need(total, ", ".join(parts))
+    layers, sizes = model.shape.layers, dict.fromkeys([*_PARTS.values(), "layers"], 0)
+    for tensor in list_tensors(model):
+        size = tensor.size_bytes
+        is_read = tensor.name == EMBEDDING and reads_embedding(plan, model)
+        if is_read or tensor.name == LAYER_EMBEDDING:
+            row = tensor.row_weight_bytes + tensor.row_scale_bytes
+            size = align_bytes(count_chunk_tokens(plan) * row)
+        sizes[_PARTS.get(tensor.name, "layers")] += size
+    scales = layers * align_bytes(model.layer_neurons * resolved.bundle.scales_stride)
+    parts = {
+        "embeddings of layers": sizes["own"],
+        "positions": sizes["positions"],
+        "head": sizes["head"],
+        "scales of neurons": scales,
+    }
+    explanations = [
+        f"embedding {approximate_bytes(sizes['embedding'])}",
+        f"{layers} layers of {approximate_bytes(sizes['layers'] // layers)}",
+        *(f"{name} {approximate_bytes(size)}" for name, size in parts.items() if size),
+    ]
+    return Need(sum(sizes.values()) + scales, ", ".join(explanations))
 
 
 def count_chunk_tokens(plan: Plan) -> int:

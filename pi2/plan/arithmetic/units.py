@@ -6,28 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from pi2.plan.documents.backends import find_graph_backend
-from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import GROUP, Precision, align_bytes, matrix_bytes, round_up
-from pi2.plan.weights.projections import (
+from pi2.model.blocks import list_attention
+from pi2.model.states import describe_state
+from pi2.model.tensor import (
     EMBEDDING,
     HEAD,
-    LAYER_EMBEDDING,
     LAYER_PROJECTION,
-    find_cutoff_precision,
-    list_altup_floats,
-    list_cutoff_matrices,
-    list_kept_vectors,
-    list_laurel_matrices,
-    list_layer_embedding_matrices,
-    list_layer_input_matrices,
-    list_projection_vectors,
-    list_projections,
-    list_side_matrices,
-    list_stream_matrices,
-    name_layer_tensor,
+    STREAM_IN,
+    STREAM_OUT,
+    DenseTensor,
+    split_name,
 )
-from pi2.plan.weights.states import describe_state, list_state_tensors
+from pi2.model.tensors import list_tensors
+from pi2.plan.documents.backends import find_graph_backend
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.layout import Precision, align_bytes, round_up
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -60,7 +53,7 @@ def count_rows(share: float, rows: int) -> int:
 
 def count_qkv_rows(model: Model) -> int:
     """Rows of a layer's projection to queries, keys and values."""
-    return model.qkv_rows
+    return list_attention(model)[0][0].projected
 
 
 def name_head(model: Model) -> str:
@@ -70,120 +63,33 @@ def name_head(model: Model) -> str:
 
 def list_matrices(model: Model, rows: DividedRows) -> Mapping[str, tuple[int, int, Precision]]:
     """Rows, length and precision of what the unit has of each tensor, by the tensor's name."""
-    shape, precision = model.shape, model.quantization
-    found: dict[str, tuple[int, int, Precision]] = {}
-    for layer in range(shape.layers):
-        if rows.qkv:
-            name = name_layer_tensor(layer, "qkv")
-            found[name] = (rows.qkv, shape.stored_hidden, precision.attention)
-        if rows.output:
-            name = name_layer_tensor(layer, "output")
-            found[name] = (rows.output, shape.stored_query, precision.attention)
-    if rows.head:
-        kind = precision.embedding if model.tied_head else precision.head
-        found[name_head(model)] = (rows.head, shape.stored_hidden, kind)
-    return found
+    counts = {"qkv": rows.qkv, "output": rows.output, name_head(model): rows.head}
+    return {
+        tensor.name: (count, tensor.length, tensor.precision)
+        for tensor in list_tensors(model)
+        if (count := counts.get(split_name(tensor.name)[1])) and tensor.precision != "fp32"
+    }
 
 
-def count_projection_bytes(model: Model) -> int:
-    """Bytes of the projections of all attention layers, their biases, norms and sinks."""
-    precision, total = model.quantization.attention, 0
-    for view, layers in model.list_views():
-        matrices, vectors = list_projections(view).values(), list_projection_vectors(view).values()
-        each = sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in matrices)
-        total += layers * (each + sum(align_bytes(4 * length) for length in vectors))
-    return total
-
-
-def count_side_bytes(model: Model) -> int:
-    """Bytes of a layer's matrices beside its mixers and its neurons: of an FFN beside experts, of
-    its own embedding, and of LAuReL."""
-    precision = model.quantization.attention
-    matrices = _list_side(model)
-    return sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in matrices)
-
-
-def _list_side(model: Model) -> list[tuple[int, int]]:
-    own = (list_side_matrices, list_layer_input_matrices, list_laurel_matrices)
-    return [size for list_some in own for size in list_some(model).values()]
-
-
-def count_stream_bytes(model: Model) -> int:
-    """Bytes of what several residual streams take in memory, all layers together."""
-    precision, floats = model.quantization.attention, list_altup_floats(model).values()
-    ends = list_stream_matrices(model).values()
-    each = sum(align_bytes(4 * rows * length) for rows, length in floats)
-    total = sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in ends)
-    return total + model.shape.layers * each
-
-
-def count_cutoff_bytes(model: Model) -> int:
-    """Bytes of what tells the cutoffs of gates, all layers together."""
-    sizes, precision = list_cutoff_matrices(model).values(), find_cutoff_precision(model)
-    return sum(align_bytes(matrix_bytes(rows, length, precision)) for rows, length in sizes)
-
-
-def count_layer_embedding_bytes(model: Model, tokens: int) -> int:
-    """Bytes that the layers' own embeddings take in memory: rows of ``tokens``, and the projection
-    beside them with its norm."""
-    own = model.layer_embedding
-    if own is None:
-        return 0
-    matrices, precision = list_layer_embedding_matrices(model), model.quantization
-    rows, length = matrices[LAYER_PROJECTION]
-    row = matrix_bytes(1, matrices[LAYER_EMBEDDING][1], precision.embedding)
-    projection = align_bytes(matrix_bytes(rows, length, precision.attention))
-    return align_bytes(tokens * row) + projection + align_bytes(4 * own.stored_width)
-
-
-def count_state_tensor_bytes(model: Model) -> int:
-    """Bytes of the projections, the convolution and the vectors of a layer with a state."""
-    shape = describe_state(model)
-    size = 0
-    for tensor in [] if shape is None else list_state_tensors(model, shape):
-        if tensor.precision is None:
-            size += align_bytes(4 * tensor.rows * tensor.length)
-        else:
-            size += align_bytes(matrix_bytes(tensor.rows, tensor.length, tensor.precision))
-    return size
+def list_step_matrices(model: Model) -> list[DenseTensor]:
+    """Matrices beside neurons that all layers together read for a token."""
+    ends = (LAYER_PROJECTION, STREAM_IN, STREAM_OUT)
+    return [
+        tensor
+        for tensor in list_tensors(model)
+        if tensor.precision != "fp32" and (tensor.layer is not None or tensor.name in ends)
+    ]
 
 
 def count_mixer_bytes(model: Model) -> int:
-    """Bytes of weights that a layer's attention, or what stands in its place, an FFN beside its
-    experts, its own embedding, residual streams and cutoffs of gates read for a token; the mean of
-    all layers."""
-    shape, precision = model.shape, model.quantization.attention
-    rows, length = list_layer_embedding_matrices(model).get(LAYER_PROJECTION, (0, GROUP))
-    total = matrix_bytes(rows, length, precision) + count_cutoff_bytes(model)
-    total += count_stream_bytes(model)
-    for view, layers in model.list_views():
-        matrices = list_projections(view).values()
-        total += layers * sum(matrix_bytes(rows, length, precision) for rows, length in matrices)
-    state = describe_state(model)
-    if state is not None:
-        total += len(model.states) * sum(
-            matrix_bytes(tensor.rows, tensor.length, tensor.precision)
-            for tensor in list_state_tensors(model, state)
-            if tensor.precision is not None
-        )
-    return total // shape.layers + count_side_bytes(model)
+    """Bytes of `list_step_matrices`; the mean of all layers."""
+    return sum(tensor.size_bytes for tensor in list_step_matrices(model)) // model.shape.layers
 
 
 def count_mixer_weights(model: Model) -> int:
-    """Number of these weights, for arithmetic."""
-    shape, state = model.shape, describe_state(model)
-    rows, length = list_layer_embedding_matrices(model).get(LAYER_PROJECTION, (0, 0))
-    total = rows * length
-    own = [*list_cutoff_matrices(model).values(), *list_stream_matrices(model).values()]
-    total += sum(rows * length for rows, length in own)
-    for view, layers in model.list_views():
-        total += layers * sum(rows * length for rows, length in list_projections(view).values())
-    if state is not None:
-        rows = state.rows + state.gates + state.stored_width
-        inner = state.parts * state.stored_width + state.stored_rank * state.width
-        inner += state.decays * state.stored_decay_rank + state.width * state.stored_gate_rank
-        total += len(model.states) * (rows * shape.stored_hidden + inner)
-    return total // shape.layers + sum(rows * length for rows, length in _list_side(model))
+    """Number of their weights; the mean of all layers."""
+    weights = (tensor.rows * tensor.length for tensor in list_step_matrices(model))
+    return sum(weights) // model.shape.layers
 
 
 def count_state_bytes(model: Model) -> int:
@@ -234,8 +140,8 @@ KV_SCALE_BYTES = 2
 def count_kv_token_bytes(model: Model, kind: KvType) -> int:
     """Bytes that a layer keeps of one token; the mean of all layers."""
     scale, total = KV_SCALE_BYTES if kind == "int8" else 0, 0
-    for view, layers in model.list_views():
-        kinds, count, size = list_kept_vectors(view)
+    for attention, layers in list_attention(model):
+        kinds, count, size = attention.kept
         total += layers * kinds * count * (size * KV_ELEMENT_BYTES[kind] + scale)
     return total // model.shape.layers
 
@@ -249,8 +155,8 @@ def need_kv(plan: Plan, model: Model) -> Need:
     tokens, batch = round_up(plan.kv.context, KV_TOKENS), plan.decode.batch
     element = KV_ELEMENT_BYTES[plan.kv.type]
     total, parts = 0, []
-    for view, layers in model.list_views():
-        kinds, count, size = list_kept_vectors(view)
+    for attention, layers in list_attention(model):
+        kinds, count, size = attention.kept
         if not kinds:
             continue
         row, scales = count * size, ""

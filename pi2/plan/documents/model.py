@@ -9,7 +9,8 @@ from typing import Any, Literal, Self, cast
 from pydantic import Field
 
 from pi2.formats import find_packing
-from pi2.model.blocks import Block, find_normal_quantile, make_blocks
+from pi2.model.blocks import Block, make_blocks
+from pi2.model.ffn import find_normal_quantile
 from pi2.plan.documents.common import (
     Document,
     Identifier,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from pi2.model.states import describe_state, list_state_tensors
+from pi2.model.tensor import Place
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Recurrence
 from pi2.plan.documents.model_tensors import TENSOR_OPTIONS
 from pi2.plan.documents.plan_units import parse_selector
-from pi2.plan.weights.states import describe_state, list_state_tensors
 
 
 @rule("P275", "error", "model")
@@ -249,10 +250,11 @@ def _list_numbered(model: Model) -> frozenset[str]:
     """Keys of the names that mixers of a layer must not share: norms, and what belongs to the state
     that each of them has."""
     shape, found = describe_state(model), set[str]()
-    if any(len(model.list_mixers(layer)) > 2 for layer in model.uneven_layers):
+    if any(len(block.mixers) > 2 for block in model.blocks):
         found.add("inner_norm")
-    if shape is not None and len(model.states) > len(model.state_layers):
-        found |= {tensor.kind for tensor in list_state_tensors(model, shape)}
+    if shape is not None and any(len(block.states) > 1 for block in model.blocks):
+        tensors = list_state_tensors(Place(model), shape)
+        found |= {source.key for tensor in tensors for source in tensor.sources}
     return frozenset(found)
 
 

@@ -15,14 +15,16 @@ likewise of ``gate_rank`` elements, and are no rows of ``state_in`` then."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from pi2.model.tensor import DenseTensor, Place, Source
 from pi2.plan.weights.layout import fill_groups
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_parts import AttentionPrecision
 
 StateKind = Literal["delta", "mamba", "mamba1", "convolution"]
 
@@ -132,12 +134,24 @@ class StateShape:
         return self.value_heads * self.key_dim * self.value_dim
 
 
-def describe_state(model: Model, kind: StateKind | None = None) -> StateShape | None:
-    """Sizes of the layers with a state, those of ``kind`` where a document has several; None of a
-    model whose layers are all attention, or that does not state the sizes."""
-    kind = kind or model.state_kind
-    if kind is None:
-        return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Delta rule, Mamba, Mamba-2 or short convolution: it keeps a state instead of keys."""
+
+    kind: StateKind
+    shape: StateShape | None
+    """Sizes; None if the document states none, which a rule reports."""
+
+
+def describe_state(model: Model) -> StateShape | None:
+    """Sizes of the layers with a state; None of a model whose layers are all attention, or that
+    does not state the sizes."""
+    kind = model.state_kind
+    return None if kind is None else shape_state(model, kind)
+
+
+def shape_state(model: Model, kind: StateKind) -> StateShape | None:
+    """Sizes of the layers of a ``kind``; None if the document does not state them."""
     if kind == "convolution":
         if model.convolution is None:
             return None
@@ -182,18 +196,8 @@ def describe_state(model: Model, kind: StateKind | None = None) -> StateShape | 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateTensor:
-    """A tensor of a layer with a state; ``precision`` None is float32."""
-
-    kind: str
-    precision: AttentionPrecision | None
-    rows: int
-    length: int
-
-
-def list_state_tensors(model: Model, shape: StateShape) -> list[StateTensor]:
-    """Tensors of a layer's mixer besides the norm before it, in their order in the store.
+def list_state_tensors(at: Place, shape: StateShape) -> Iterator[DenseTensor]:
+    """Tensors of a mixer besides the norm before it.
 
     ``state_in`` [rows, hidden]; ``state_gates`` [gates, hidden], fp16 because decays multiply up;
     ``state_convolution`` float32 [kernel, channels], the oldest token's first; ``state_decay``
@@ -207,67 +211,128 @@ def list_state_tensors(model: Model, shape: StateShape) -> list[StateTensor]:
     width], and ``state_step`` and ``state_skip`` are [1, width]; there is no ``state_norm``.
 
     With ranks, fp16 ``state_decays`` [decays, decay_rank] and ``state_output_gates`` [width,
-    gate_rank]."""
-    hidden, precision = model.shape.stored_hidden, model.quantization.attention
-    found = [
-        StateTensor(kind="state_in", precision=precision, rows=shape.rows, length=hidden),
-    ]
-
-    def add_vector(kind: str, length: int, rows: int = 1) -> None:
-        found.append(StateTensor(kind=kind, precision=None, rows=rows, length=length))
-
+    gate_rank].
+    """
+    hidden, heads, width = at.model.shape.hidden, shape.value_heads, shape.width
+    stored, order = at.model.shape.stored_hidden, at.model.tensors.state_order
+    half = partial(at.matrix, precision="fp16")
+    vector = partial(at.vector, transform="state")
+    inputs = _count_input_rows(shape, order)
+    channels = partial(_order_channels, shape) if order == "mamba" else None
+    yield at.matrix("state_in", shape.rows, stored, *_list_inputs(at, shape))
     if shape.projection_bias:
-        add_vector("state_in_bias", shape.rows)
+        bias = partial(_order_mamba, shape) if order == "mamba" else None
+        yield vector("state_in_bias", shape.rows, at.take("state_in_bias", inputs, rows=bias))
     if shape.gates:
-        found.append(
-            StateTensor(kind="state_gates", precision="fp16", rows=shape.gates, length=hidden)
-        )
+        yield half("state_gates", shape.gates, stored, *_list_gates(at, shape))
     if shape.decay_rank:
-        found.append(
-            StateTensor(
-                kind="state_decays",
-                precision="fp16",
-                rows=shape.decays,
-                length=shape.stored_decay_rank,
-            )
-        )
+        size = (shape.decays, shape.decay_rank)
+        made = at.take("state_decays", *size)
+        yield half("state_decays", shape.decays, shape.stored_decay_rank, made)
     if shape.gate_rank:
-        found.append(
-            StateTensor(
-                kind="state_output_gates",
-                precision="fp16",
-                rows=shape.width,
-                length=shape.stored_gate_rank,
-            )
-        )
-    add_vector("state_convolution", shape.channels, shape.kernel)
+        made = at.take("state_output_gates", width, shape.gate_rank)
+        yield half("state_output_gates", width, shape.stored_gate_rank, made)
+    parts = {"state_convolution": shape.channels}
+    if order == "single":
+        keys = shape.key_heads * shape.key_dim
+        parts = {"state_convolution": keys, "state_key_convolution": keys}
+        parts["state_value_convolution"] = width
+    windows = [at.take(key, n, 1, shape.kernel, rows=channels) for key, n in parts.items()]
+    yield vector("state_convolution", shape.channels, *windows, rows=shape.kernel)
     if shape.convolution_bias:
-        add_vector("state_convolution_bias", shape.channels)
+        source = at.take("state_convolution_bias", shape.channels, rows=channels)
+        yield vector("state_convolution_bias", shape.channels, source)
     if shape.kind == "mamba1":
-        found += [
-            StateTensor(
-                kind="state_parts", precision="fp16", rows=shape.parts, length=shape.stored_width
-            ),
-            StateTensor(
-                kind="state_steps", precision="fp16", rows=shape.width, length=shape.stored_rank
-            ),
-        ]
+        rank, states = shape.step_rank, shape.key_dim
+        source = at.take("state_parts", shape.parts, width)
+        yield half("state_parts", shape.parts, shape.stored_width, source)
+        yield half("state_steps", width, shape.stored_rank, at.take("state_steps", width, rank))
         if shape.part_norm == "weighted":
-            add_vector("state_part_norm", shape.parts)
-        add_vector("state_decay", shape.width, shape.key_dim)
-        add_vector("state_step", shape.width)
-        add_vector("state_skip", shape.width)
+            sizes = {"state_step_norm": rank, "state_key_norm": states, "state_query_norm": states}
+            norms = [at.take(key, size) for key, size in sizes.items()]
+            yield vector("state_part_norm", shape.parts, *norms)
+        yield vector("state_decay", width, at.take("state_decay", width, states), rows=states)
+        yield vector("state_step", width, at.take("state_step", width))
+        yield vector("state_skip", width, at.take("state_skip", width))
     elif shape.kind != "convolution":
-        add_vector("state_decay", shape.value_heads)
-        add_vector("state_step", shape.decays)
+        yield vector("state_decay", heads, at.take("state_decay", heads))
+        steps = [at.take("state_step", shape.decays)]
+        if order == "mamba" and shape.projection_bias:
+            rows = partial(range, shape.rows, shape.rows + shape.gates)
+            steps.append(at.take("state_in_bias", inputs, rows=rows))
+        yield vector("state_step", shape.decays, *steps)
         if shape.kind == "mamba":
-            add_vector("state_skip", shape.value_heads)
-        add_vector("state_norm", shape.width if shape.kind == "mamba" else shape.value_dim)
-    found.append(
-        StateTensor(
-            kind="state_output", precision=precision, rows=hidden, length=shape.stored_width
-        )
-    )
+            yield vector("state_skip", heads, at.take("state_skip", heads))
+        length = width if shape.kind == "mamba" else shape.value_dim
+        yield vector("state_norm", length, at.take("state_norm", length))
+    output = at.take("state_output", hidden, width)
+    yield at.matrix("state_output", stored, shape.stored_width, output)
     if shape.projection_bias:
-        add_vector("state_output_bias", hidden)
+        yield vector("state_output_bias", stored, at.take("state_output_bias", hidden))
+
+
+def _count_input_rows(shape: StateShape, order: str) -> int:
+    """Rows of ``state_in`` in checkpoints."""
+    if order == "single":
+        return shape.key_heads * shape.key_dim
+    if order == "separate":
+        return shape.channels
+    return shape.rows + (shape.gates if order != "grouped" else 0)
+
+
+def _list_inputs(at: Place, shape: StateShape) -> Iterator[Source]:
+    hidden, order = at.model.shape.hidden, at.model.tensors.state_order
+    keys, values = shape.key_heads * shape.key_dim, shape.width
+    pick: dict[str, Callable[[StateShape], Sequence[int]]] = {
+        "grouped": _ungroup,
+        "mamba": _order_mamba,
+    }
+    rows = partial(pick[order], shape) if order in pick else None
+    yield at.take("state_in", _count_input_rows(shape, order), hidden, rows=rows)
+    if order == "single":
+        yield at.take("state_key", keys, hidden)
+        yield at.take("state_value", values, hidden)
+    if order in ("single", "separate") and not shape.gate_rank:
+        yield at.take("state_gate", values, hidden)
+
+
+def _list_gates(at: Place, shape: StateShape) -> Iterator[Source]:
+    hidden, order, heads = at.model.shape.hidden, at.model.tensors.state_order, shape.value_heads
+    if order in ("single", "separate"):
+        yield at.take("state_beta", heads, hidden)
+        yield at.take("state_alpha", shape.decay_rank or shape.decays, hidden)
+        if shape.gate_rank:
+            yield at.take("state_gate", shape.gate_rank, hidden)
+    elif order == "grouped":
+        # For every key head the input gates of its value heads, then their decays.
+        yield at.take("state_beta", 2 * heads, hidden, rows=partial(_list_pairs, shape))
+    else:
+        rows = partial(range, shape.rows, shape.rows + shape.gates)
+        yield at.take("state_in", _count_input_rows(shape, order), hidden, rows=rows)
+
+
+def _list_pairs(shape: StateShape) -> list[int]:
+    together = shape.value_heads // shape.key_heads
+    groups = range(0, 2 * shape.value_heads, 2 * together)
+    return [g + kind * together + n for kind in (0, 1) for g in groups for n in range(together)]
+
+
+def _ungroup(shape: StateShape) -> list[int]:
+    """All queries, keys, values and gates, which checkpoints have by key head."""
+    values = shape.value_heads // shape.key_heads * shape.value_dim
+    whole, first, found = shape.rows // shape.key_heads, 0, list[int]()
+    for size in (shape.key_dim, shape.key_dim, values, values):
+        for head in range(shape.key_heads):
+            found += range(head * whole + first, head * whole + first + size)
+        first += size
     return found
+
+
+def _order_mamba(shape: StateShape) -> list[int]:
+    return [*(shape.width + place for place in _order_channels(shape)), *range(shape.width)]
+
+
+def _order_channels(shape: StateShape) -> list[int]:
+    """Queries, keys and values, of which checkpoints have values, keys and queries."""
+    first, second = shape.width, shape.width + shape.key_heads * shape.key_dim
+    return [*range(second, shape.channels), *range(first, second), *range(first)]

@@ -1,0 +1,215 @@
+"""Softmax attention: sizes, and the tensors it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from pi2.model.latent import list_latent_projected, list_latent_tensors
+from pi2.model.tensor import DenseTensor, Order, Place, Source, fill, list_head_rows
+from pi2.plan.weights.layout import fill_groups
+
+if TYPE_CHECKING:
+    from pi2.plan.documents import model_mixing
+
+_NO_SINK = -1e30
+"""Score of a sink beside which that of any token takes all of the attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Softmax attention of a block; equal if layers compute the same."""
+
+    options: model_mixing.Attention
+    """Options that all attention of the model shares; the fields here say what its keys by layer
+    mean for this block."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Width of a head; with latent attention, of its value."""
+    window: int | None
+    """Tokens that a query looks back, itself included; None means all."""
+    rope: model_mixing.Rope
+    head_norm: bool
+    """Whether queries and keys have a norm."""
+    sinks: bool
+    """Whether heads have a score that no token has."""
+    growth: float
+    """Growth of queries; 0 if they keep their length."""
+    keys_are_values: bool = False
+    """Whether values are what the key projection gives."""
+    key_layer: int | None = None
+    """Earlier layer whose keys and values it reads; None if it has its own."""
+
+    @property
+    def latent(self) -> model_mixing.Latent | None:
+        return self.options.latent
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether it has keys and values of its own."""
+        return self.key_layer is None
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together; with latent attention, of their values."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads together."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def stored_query(self) -> int:
+        """Length of the output of all heads in stores and backends: zeros fill it up."""
+        return fill_groups(self.query)
+
+    @property
+    def turned_width(self) -> int:
+        """Width of the part of a head that RoPE sees."""
+        return self.head_dim if self.latent is None else self.latent.rotated
+
+    @property
+    def turn(self) -> tuple[model_mixing.Rope, int]:
+        """What tables of sines and cosines depend on: RoPE, and the width it sees."""
+        return self.rope, self.turned_width
+
+    @property
+    def head_norm_widths(self) -> tuple[int, int]:
+        """Lengths of the weights of the norms of queries and of keys."""
+        if self.options.head_norm_of == "head":
+            return self.head_dim, self.head_dim
+        return self.query, self.keys
+
+    @property
+    def projected(self) -> int:
+        """Rows of the projection ``qkv``: queries, keys, values, gates of the output; with latent
+        attention the vectors that these are made of."""
+        gates, latent = self.options.output_gate, self.latent
+        if latent is not None:
+            return (latent.query_rank or self.heads * latent.key) + gates * self.heads + latent.kept
+        return self.query * (1 + gates) + (2 * self.keys if self.has_keys else 0)
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """Kinds of vectors that the KV cache keeps of a token, vectors of a kind, elements of one:
+        keys and values of every key head; one vector with latent attention; no kinds if it reads
+        those of another layer."""
+        if not self.has_keys:
+            return 0, self.kv_heads, self.head_dim
+        if self.latent is not None:
+            return 1, 1, self.latent.kept
+        return 2, self.kv_heads, self.head_dim
+
+    @property
+    def head_order(self) -> Sequence[int] | None:
+        """Element of the checkpoint's head, or of its part that RoPE sees, at every place of the
+        store's, in which element i turns with element i + width / 2; None if they are equal."""
+        size, pairs = self.turned_width, self.rope.pairs
+        rotated = self.rope.count_rotated(size)
+        if rotated == 0 or (rotated == size and pairs == "halves"):
+            return None
+        first, second = range(rotated // 2), range(rotated // 2, rotated)
+        if pairs == "swapped":
+            first, second = second, first
+        elif pairs == "neighbours":
+            first, second = range(0, rotated, 2), range(1, rotated, 2)
+        rest = range(rotated, size)
+        middle = len(rest) // 2
+        return [*first, *rest[:middle], *second, *rest[middle:]]
+
+
+def list_attention_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
+    """``qkv`` [projected, hidden]: rows of queries, keys, values, then gates of the output;
+    ``query_norm`` and ``key_norm`` of a head or of all; ``attention_sub_norm`` [1, query];
+    ``sinks`` [1, heads]; `list_latent_tensors`; ``output`` [hidden, query]; biases."""
+    options, shape = own.options, at.model.shape
+    is_latent, order = own.latent is not None, own.head_order
+    rows: Order | None
+    project = list_latent_projected if is_latent else _list_projected
+    yield at.matrix("qkv", own.projected, shape.stored_hidden, *project(at, own, "", shape.hidden))
+    if options.has_bias:
+        yield at.vector("qkv_bias", own.projected, *project(at, own, "_bias"))
+    if options.head_norm:
+        heads = {"query_norm": own.heads, "key_norm": own.kv_heads}
+        for (key, count), width in zip(heads.items(), own.head_norm_widths, strict=True):
+            if key == "key_norm" and not own.has_keys:
+                continue
+            several = 1 if options.head_norm_of == "head" else count
+            rows = None if order is None else partial(list_head_rows, several, own.head_dim, order)
+            has_weights = options.head_norm_weights
+            source = at.take(key, width, rows=rows) if has_weights else fill(width, value=1.0)
+            yield at.vector(key, width, source)
+    if options.sub_norm:
+        source = at.take("attention_sub_norm", own.query)
+        yield at.vector("attention_sub_norm", own.stored_query, source)
+    if options.sinks:
+        source = at.take("sinks", own.heads) if own.sinks else fill(own.heads, value=_NO_SINK)
+        yield at.vector("sinks", own.heads, source)
+    if own.latent is not None:
+        yield from list_latent_tensors(at, own, own.latent)
+    width = options.value_width or own.head_dim
+    filled = None if width == own.head_dim else (own.heads, own.head_dim, True)
+    source = at.take("output", shape.hidden, own.heads * width, heads=filled)
+    yield at.matrix("output", shape.stored_hidden, own.stored_query, source)
+    if options.output_bias:
+        source = at.take("output_bias", shape.hidden)
+        yield at.vector("output_bias", shape.stored_hidden, source)
+
+
+def _list_projected(at: Place, own: Attention, suffix: str, *columns: int) -> Iterator[Source]:
+    names, options, size = at.model.tensors, own.options, own.head_dim
+    inside, order = range(size), own.head_order
+    turned = inside if order is None else order
+    rows: Order | None
+    fused = names.fused_qkv_bias if suffix else names.fused_qkv
+    is_together = options.output_gate and names.query_gate is None
+    if fused is not None:
+        shape = (own.query + 2 * own.keys, *columns)
+        for part in ("query", "key", "value"):
+            rows = partial(_list_fused_rows, own, part, names.fused_order)
+            yield at.take(f"fused_qkv{suffix}", *shape, rows=rows)
+    else:
+        pick = partial(list_head_rows, own.heads, size, turned, step=1 + is_together)
+        rows = pick if is_together or order is not None else None
+        yield at.take(f"query{suffix}", own.query * (1 + is_together), *columns, rows=rows)
+        if own.has_keys:
+            rows = None if order is None else partial(list_head_rows, own.kv_heads, size, turned)
+            yield at.take(f"key{suffix}", own.keys, *columns, rows=rows)
+            width = options.value_width or size
+            filled = None if width == size else (own.kv_heads, size, False)
+            key = "key" if own.keys_are_values else f"value{suffix}"
+            yield at.take(key, own.kv_heads * width, *columns, heads=filled)
+    if is_together:
+        rows = partial(list_head_rows, own.heads, size, inside, first=size, step=2)
+        yield at.take(f"query{suffix}", own.query * 2, *columns, rows=rows)
+    elif options.output_gate and suffix:
+        yield fill(own.query)
+    elif options.output_gate and options.output_gate_of == "element":
+        yield at.take("query_gate", own.query, *columns)
+    elif options.output_gate:
+        rows = partial(list_head_rows, own.heads, 1, [0] * size)
+        yield at.take("query_gate", own.heads, *columns, rows=rows)
+
+
+def _list_fused_rows(
+    own: Attention, part: str, order: Literal["stacked", "grouped"]
+) -> Sequence[int]:
+    """Rows of queries, keys or values in a tensor of all."""
+    size, together = own.head_dim, own.heads // own.kv_heads
+    if order == "stacked":
+        first = {"query": 0, "key": own.heads, "value": own.heads + own.kv_heads}[part]
+        places: Sequence[int] = range(
+            first, first + (own.heads if part == "query" else own.kv_heads)
+        )
+    elif part == "query":
+        groups = range(own.kv_heads)
+        places = [group * (together + 2) + n for group in groups for n in range(together)]
+    else:
+        places = range(together + (part == "value"), own.heads + 2 * own.kv_heads, together + 2)
+    turned = own.head_order if part != "value" else None
+    inside = range(size) if turned is None else turned
+    return [place * size + row for place in places for row in inside]

@@ -1,0 +1,232 @@
+"""The feed-forward network: its kinds, and where checkpoints have its neurons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from pi2.model.tensor import GATE_CUTOFF, DenseTensor, Place, Source, fill
+
+if TYPE_CHECKING:
+    from pi2.plan.documents.model import Model
+    from pi2.plan.documents.model_parts import Ffn as Options
+    from pi2.plan.documents.model_parts import Moe
+
+FfnKind = Literal["none", "dense", "experts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ffn:
+    """The feed-forward network of a block."""
+
+    kind: FfnKind
+    options: Options
+    moe: Moe | None
+    """The model's mixture, of which dense blocks may be a part."""
+    width: int
+    """Neurons of the FFN, or of one expert."""
+    active: int
+    """FFNs of the store that compute a token: experts with shared ones, those that hold a dense
+    FFN's neurons; 0 for a dense FFN that is kept beside experts."""
+    neurons: int
+    """Neurons of these, without those that fill the last one up."""
+    side: int = 0
+    """Neurons of a dense FFN that is kept and computed beside experts."""
+    closed: float = 0.0
+    """Share of the gates that a cutoff closes; 0 without one."""
+
+    @property
+    def has_router(self) -> bool:
+        return self.kind == "experts"
+
+    @property
+    def cutoff(self) -> float | None:
+        """Standard deviations that the cutoff of gates is above their mean; None without one."""
+        return find_normal_quantile(self.closed) if self.closed > 0.0 else None
+
+
+def find_normal_quantile(share: float) -> float:
+    """Standard deviations above the mean that leave ``share`` of a normal distribution below."""
+    # It imports modules that start-up does without.
+    from statistics import NormalDist
+
+    return NormalDist().inv_cdf(share)
+
+
+def make_ffn(model: Model, layer: int) -> Ffn:
+    """The FFN of a layer of a document, which need not have passed the rules."""
+    options, moe, width = model.ffn, model.moe, model.shape.ffn
+    shares = options.gate_sparsity
+    closed = shares[layer] if layer < len(shares) else 0.0
+
+    def make(kind: FfnKind, own: int, active: int, neurons: int, side: int = 0) -> Ffn:
+        return Ffn(
+            kind=kind,
+            options=options,
+            moe=moe,
+            width=own,
+            active=active,
+            neurons=neurons,
+            side=side,
+            closed=closed,
+        )
+
+    if layer in options.absent_layers:
+        return make("none", 0, 0, 0)
+    if moe is None:
+        return make("dense", width, 1, width)
+    if moe.router == "none" or layer in moe.dense_layers:
+        own = (moe.dense_ffn or 0) if layer in moe.dense_layers else moe.experts * width
+        if moe.latent is not None:
+            return make("dense", own, 0, 0, own)
+        return make("dense", own, -(-own // width), own)
+    shared = moe.shared_experts * width if moe.shared_ffn is None else moe.shared_ffn
+    side = 0 if model.side_ffn is None else model.side_ffn.width
+    active = moe.active_experts + moe.shared_experts
+    return make("experts", width, active, moe.active_experts * width + shared, side)
+
+
+def list_neuron_sources(at: Place, own: Ffn) -> Iterator[Source]:
+    """All that neurons of the store are made of."""
+    options, moe = own.options, own.moe
+    parts = ("gate", "up", "down") if options.gated else ("up", "down")
+    biases = [f"{part}_bias" for part in parts[:-1] if options.bias]
+    # A dense FFN is one tensor of each part, and so are all shared experts.
+    experts = range(moe.experts + (moe.shared_experts > 0) if moe and own.has_router else 1)
+    for part in (*parts, *biases):
+        sources = (find_neurons(at, own, part, expert) for expert in experts)
+        yield from (source for source in sources if source.key)
+    if options.sub_norm and own.kind != "none":
+        yield find_factors(at)
+
+
+def find_neurons(at: Place, own: Ffn, part: str, expert: int) -> Source:
+    """Where a checkpoint has a part of the neurons of one FFN of the store: ``gate`` and ``up``
+    [neurons, width], ``down`` [width, neurons], their biases."""
+    model, moe, ffn = at.model, own.moe, at.model.shape.ffn
+    routed = 1 if moe is None else moe.experts * own.has_router
+    if expert < routed and own.kind != "none":
+        return _find_own(at, part, expert)
+    total, prefix, fused = 0, "", None
+    if moe is not None and own.has_router and expert < routed + moe.shared_experts:
+        total, prefix = moe.count_shared(ffn), "shared"
+        fused, expert = model.tensors.fused_shared, expert - routed
+    elif own.kind == "dense" and own.active:
+        total, prefix, fused = own.width, "dense", model.tensors.fused_dense
+    rows = range(min(expert * ffn, total), min((expert + 1) * ffn, total))
+    if not rows:
+        width = model.neuron_width
+        own_rows = (width, ffn) if part.startswith("down") else (ffn, width)
+        return fill(*own_rows[: 1 if part.endswith("_bias") else 2])
+    return _take_rows(at, f"{prefix}_{part}", fused and f"fused_{prefix}", total, rows)
+
+
+def _take_rows(at: Place, key: str, fused: str | None, total: int, rows: range) -> Source:
+    """Some of the ``total`` neurons of a dense FFN or of shared experts, and zeros up to those of
+    an expert."""
+    hidden, missing = at.model.shape.hidden, at.model.shape.ffn - len(rows)
+    if key.endswith("_down"):
+        return at.take(key, hidden, total, rows=lambda: rows, missing=missing)
+    if fused is None:
+        return at.take(key, total, hidden, rows=lambda: rows, missing=missing)
+    first = total if key.endswith("_up") else 0
+    inside = range(rows.start + first, rows.stop + first)
+    return at.take(fused, 2 * total, hidden, rows=lambda: inside, missing=missing)
+
+
+def name_part(model: Model, part: str) -> str:
+    """Key of ``model.tensors`` that names the tensor with a part of an FFN."""
+    is_bias, names = part.endswith("_bias"), model.tensors
+    fused = names.fused_gate_up_bias if is_bias else names.fused_gate_up
+    if fused is None or part.startswith("down"):
+        return part
+    return "fused_gate_up_bias" if is_bias else "fused_gate_up"
+
+
+def _find_own(at: Place, part: str, expert: int) -> Source:
+    model, ffn, width = at.model, at.model.shape.ffn, at.model.neuron_width
+    key, rows = name_part(model, part), None
+    shape: tuple[int, ...] = (ffn, width)
+    if key != part:
+        shape = (2 * ffn, width)
+        is_up = part.startswith("up")
+        rows = partial(range, is_up * ffn, is_up * ffn + ffn)
+        if model.tensors.gate_up_order == "neighbours":
+            rows = partial(range, is_up, 2 * ffn, 2)
+    if part.startswith("down"):
+        shape = (width, ffn)
+    shape = shape[:1] if part.endswith("_bias") else shape
+    source = at.take(key, *shape, rows=rows)
+    if model.moe is None:
+        return source
+    is_turned = model.tensors.experts_turned and len(shape) == 2
+    is_stacked = "{expert}" not in getattr(model.tensors, key)
+    shape = shape[::-1] if is_turned else shape
+    return replace(
+        source,
+        shape=(model.moe.experts, *shape) if is_stacked else shape,
+        expert=expert,
+        is_stacked=is_stacked,
+        is_turned=is_turned,
+    )
+
+
+def find_factors(at: Place) -> Source:
+    """Weights of the norm of an FFN's activations [neurons], which bundles have."""
+    return at.take("ffn_sub_norm", at.model.shape.ffn)
+
+
+def find_cutoff_precision(model: Model) -> Literal["int8", "fp16"]:
+    """How `list_cutoff_tensors` are stored: an error of a cutoff is one of all gates."""
+    return "fp16" if model.quantization.attention == "fp16" else "int8"
+
+
+def count_cutoff_rows(model: Model) -> int:
+    """Numbers of which a cutoff is made: the mean, and those of which the deviation is the
+    length."""
+    return 1 + min(model.shape.ffn, model.shape.hidden)
+
+
+def count_stored_cutoff_rows(model: Model) -> int:
+    """Rows of the tensor that tells them."""
+    return count_cutoff_rows(model) * (2 if find_cutoff_precision(model) == "fp16" else 1)
+
+
+def list_cutoff_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:
+    """``gate_cutoff``: what tells the cutoff of the gates G u for a token, without any gate.
+
+    The cutoff is mean + d deviation.  The mean is g u, g the mean of the n rows of G; the variance
+    is that of (G - g) u, which is |R u|^2 / n for a triangular factor R: R^T R = (G - g)^T (G - g).
+    So the rows are g, and those of R times |d| / sqrt(n); in fp16, then what fp16 leaves of them.
+    """
+    if own.closed > 0.0:
+        yield at.matrix(
+            GATE_CUTOFF,
+            count_stored_cutoff_rows(at.model),
+            at.model.shape.stored_hidden,
+            find_neurons(at, own, "gate", 0),
+            precision=find_cutoff_precision(at.model),
+            transform="cutoff",
+        )
+
+
+def list_down_biases(at: Place, own: Ffn) -> Iterator[DenseTensor]:
+    """``down_bias`` [1, hidden], in a mixture [experts, hidden]."""
+    if own.options.bias:
+        experts = at.model.expert_count
+        sources = [find_neurons(at, own, "down_bias", expert) for expert in range(experts)]
+        transform: Literal["rows", "stack"] = "rows" if own.moe is None else "stack"
+        length = at.model.shape.stored_hidden
+        yield at.vector("down_bias", length, *sources, rows=experts, transform=transform)
+
+
+def list_predictor_tensors(at: Place, rank: int) -> Iterator[DenseTensor]:
+    """``predictor_in`` [rank, width], ``predictor_out`` [neurons, rank] and ``predictor_bias``
+    [1, neurons] in stored order; in a mixture those of expert 0, then those of expert 1, ..."""
+    model, precision = at.model, at.model.quantization.predictor
+    rows, neurons = rank * model.expert_count, model.layer_neurons
+    yield at.matrix("predictor_in", rows, model.stored_neuron_width, precision=precision)
+    yield at.matrix("predictor_out", neurons, rank, precision=precision)
+    yield at.vector("predictor_bias", neurons)
