@@ -85,7 +85,7 @@ def fetch_model(
 
     from pi2.caches import find_cache_folder
     from pi2.cli.commands import ProgressBar
-    from pi2.cli.named_plans import make_model
+    from pi2.cli.named_plans import describe_titled, make_model
     from pi2.importing.hub import find_repository, hold_folder, open_repository, parse_reference
     from pi2.pulled_models import NAME, find_model, find_models_folder
 
@@ -125,7 +125,7 @@ def fetch_model(
             source,
             output,
             progress,
-            title=repository.name.partition("/")[2],
+            document=describe_titled(checkpoint, repository.name.partition("/")[2]),
             origin=source.name,
             quantization=quantization,
             replace=replace,

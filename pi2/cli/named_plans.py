@@ -35,6 +35,7 @@ from pi2.weights.file_reading import runs_as_it_is
 
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
+    from pi2.plan.documents.model import Model
     from pi2.progress import Progress
 
 
@@ -116,11 +117,15 @@ def find_converted(path: str) -> PulledModel | None:
     return None
 
 
+def find_title(path: Path) -> str:
+    """The name of a file or folder; of a GGUF file without its ending, and which part it is."""
+    return _SPLIT.sub("", path.stem) if has_gguf_suffix(path) else path.name
+
+
 def choose_name(path: Path, source: LocalSource) -> str:
     """A name that no other model has: the file's, or with a few letters more."""
-    place = path.resolve()
-    stem = place.stem if has_gguf_suffix(place) else place.name
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", _SPLIT.sub("", stem)).strip(".-")[:80] or "model"
+    title = find_title(path.resolve())
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", title).strip(".-")[:80] or "model"
     if not (find_models_folder() / name).exists():
         return name
     return f"{name}-{hashlib.sha256(os.fsencode(source.path)).hexdigest()[:8]}"
@@ -131,18 +136,19 @@ def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -
     from pi2.cli.commands import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
 
+    given = None if source.tokenizer is None else Path(source.tokenizer)
+    checkpoint = use_tokenizer(open_checkpoint(path), given)
+    document = describe_titled(checkpoint, name)
     again = ", which has changed," if replace else ""
     click.echo(f"{path}{again} is converted once, into {find_models_folder() / name}", err=True)
     try:
         with ProgressBar() as progress:
-            given = None if source.tokenizer is None else Path(source.tokenizer)
-            checkpoint = use_tokenizer(open_checkpoint(path), given)
             make_model(
                 checkpoint,
                 source,
                 find_models_folder() / name,
                 progress,
-                title=name,
+                document=document,
                 origin=show_path(Path(path.name)),
                 replace=replace,
             )
@@ -157,29 +163,36 @@ def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -
     click.echo(f"`pi2 run {name}` runs it from now on, too; `pi2 remove {name}`", err=True)
 
 
+def describe_titled(checkpoint: Checkpoint, title: str) -> Model:
+    """The document of a checkpoint's model, called ``title``: many do not say what they are called.
+
+    Raises `UserError` as `pi2.importing.new_model.describe_checkpoint` does.
+    """
+    from pi2.importing.new_model import describe_checkpoint, make_id
+
+    document = describe_checkpoint(checkpoint, make_id(title)).model
+    return document.model_copy(update={"name": title[:120]})
+
+
 def make_model(
     checkpoint: Checkpoint,
     source: Source | LocalSource,
     output: Path,
     progress: Progress,
     *,
-    title: str,
+    document: Model,
     origin: str,
     quantization: str | None = None,
     replace: bool,
 ) -> Path:
-    """Make the store ``output``, with a model document called ``title`` and a plan for this
-    machine; returns the plan's path, which may not exist."""
+    """Make the store ``output``, with a model ``document`` and a plan for this machine; returns the
+    plan's path, which may not exist."""
     from pi2.cli.convert import choose_precision, write_notes
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
-    from pi2.importing.new_model import describe_checkpoint, make_id
     from pi2.importing.requirements import describe_other_parts
     from pi2.pulled_models import PLAN, RECORD
 
-    document = describe_checkpoint(checkpoint, make_id(title)).model
-    # Many checkpoints do not say what they are called.
-    document = document.model_copy(update={"name": title[:120]})
     precision = quantization
     if precision is None and not find_packing(document.quantization.ffn).is_published:
         precision = find_precision(checkpoint)

@@ -15,7 +15,7 @@ import click
 from pi2.caches import show_path
 from pi2.cli.commands import in_help, show_controls
 from pi2.cli.garbage import collect_as_usual
-from pi2.cli.named_plans import find_retokenized
+from pi2.cli.named_plans import find_retokenized, find_title
 from pi2.cli.options import (
     SET,
     TOKENIZER,
@@ -99,8 +99,12 @@ def check_template(model: LoadedModel, plan: Path) -> None:
             finding.code,
             f"{model.plan.model.id} is a base model: it has no chat template",
             file=None if finding.span is None else finding.span.file,
-            help=f"use `pi2 run {plan} --prompt TEXT`; the chat_template.jinja of a chat model "
-            "goes into the folder of its store",
+            help=f"use `pi2 run {plan} --prompt TEXT`"
+            + (
+                ""
+                if model.plan.file is not None
+                else "; the chat_template.jinja of a chat model goes into the folder of its store"
+            ),
         ) from None
 
 
@@ -419,7 +423,7 @@ def list_plans(
         if memory_bytes is not None and (len(paths) == 1 or budget_bytes > memory_bytes):
             plan = read(memory_bytes=memory_bytes)
         resolved = plan.resolved
-        name = show_path(Path(path.name)).removesuffix(".toml").removesuffix(".plan")
+        name = show_path(Path(find_title(path))).removesuffix(".toml").removesuffix(".plan")
         if name in ("default", "plan"):
             name = path.resolve().parent.name
         if name in found:

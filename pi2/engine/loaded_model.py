@@ -33,7 +33,13 @@ from pi2.engine.prefixes import make_kept_prefixes
 from pi2.engine.scheduler import Scheduler, Ticket
 from pi2.engine.speculation import make_speculation
 from pi2.engine.statistics import RunStatistics, UnitUse
-from pi2.engine.text import Message, TokenDecoder, make_staying_child, read_chat_template
+from pi2.engine.text import (
+    ChatTemplate,
+    Message,
+    TokenDecoder,
+    make_staying_child,
+    read_chat_template,
+)
 from pi2.memory.budget import Pressure, read_pressure
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunks
@@ -206,8 +212,7 @@ class LoadedModel:
         """
         if self.is_dry:
             return "\n".join(str(message.get("content", "")) for message in messages)
-        settings = self.plan.model.tokenizer
-        found = read_chat_template(self.text_folder, self.tokenizer, settings, template)
+        found = self.read_chat_template(template)
         shaped = self._shaped_templates.setdefault(found.source, ShapedTemplate(found.source))
         return shaped.render(
             messages,
@@ -219,6 +224,13 @@ class LoadedModel:
             ),
             write_calls,
         )
+
+    def read_chat_template(self, name: str | None = None) -> ChatTemplate:
+        """The model's chat template, or the one called ``name``; UserError P608 if a file is
+        broken, P609 if there is none."""
+        file = None if self.plan.file is None else self.plan.file.path
+        settings = self.plan.model.tokenizer
+        return read_chat_template(self.text_folder, self.tokenizer, settings, name, file)
 
     def encode_chat(
         self,

@@ -106,8 +106,9 @@ def read_chat_template(
     tokenizer: Tokenizer,
     settings: TokenizerSettings,
     name: str | None = None,
+    file_of: Path | None = None,
 ) -> ChatTemplate:
-    """The chat template in the store ``folder``.
+    """The chat template in the store ``folder``, or in a folder that was made of ``file_of``.
 
     ``chat_template.jinja`` goes before ``chat_template`` in ``tokenizer_config.json``, which is a
     text or a list of named ones, as do ``chat_template.NAME.jinja`` before those; ``name`` chooses,
@@ -153,9 +154,13 @@ def read_chat_template(
             "P609",
             "the model has no chat template"
             + (f" called {wanted!r}{known}" if templates or name else ""),
-            file=str(folder),
-            help="a base model continues texts: use `pi2 run PLAN --prompt TEXT`; the "
-            "chat_template.jinja of a chat model goes into that folder",
+            file=str(file_of or folder),
+            help=f"a base model continues texts: use `pi2 run {file_of or 'PLAN'} --prompt TEXT`"
+            + (
+                ""
+                if file_of is not None
+                else "; the chat_template.jinja of a chat model goes into that folder"
+            ),
         )
     return ChatTemplate(file, templates[wanted], tokens)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pi2.engine.text import read_chat_template
 from pi2.serving.answer_reader import (
     GROWTH,
     LONG,
@@ -247,7 +246,7 @@ def read_chat_facts(model: LoadedModel) -> ChatFacts:
     if model.is_dry:
         return describe_family("", {}, frozenset(), frozenset())
     settings = model.plan.model.tokenizer
-    template = read_chat_template(model.text_folder, model.tokenizer, settings).source
+    template = model.read_chat_template().source
     added = model.tokenizer.get_added_tokens_decoder()
     ends = {*settings.eos, *([] if settings.bos is None else [settings.bos])}
     ends |= {number for number, token in added.items() if token.content in _FILLERS}

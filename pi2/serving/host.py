@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 from pi2.diagnostics import UserError
 from pi2.engine.answer import SequenceResult
 from pi2.engine.generation import Driver
-from pi2.engine.text import read_chat_template
 from pi2.logging import get_logger
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -232,8 +231,7 @@ class Host:
         """The chat template of the loaded model; UserError P608 or P609 if there is none."""
         if self.model.is_dry:
             return ""
-        settings = self.model.plan.model.tokenizer
-        return read_chat_template(self.model.text_folder, self.model.tokenizer, settings).source
+        return self.model.read_chat_template().source
 
     def find_vocabulary(self) -> LLTokenizer:
         """What grammars know of its tokens; takes a second the first time."""

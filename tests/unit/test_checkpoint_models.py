@@ -90,6 +90,34 @@ def test_a_gguf_file_runs_as_it_is(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [file.name]
 
 
+def test_a_broken_file_is_refused_before_anything_is_said_of_it(
+    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_model(tmp_path, "tiny q8")
+    file.write_bytes(file.read_bytes()[:3000])
+    assert run(["run", str(file), "--prompt", "hello"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error[P532]") and "converted" not in said
+    assert not models.exists()
+
+
+def test_a_file_without_a_template_is_named_not_the_folder_made_of_it(
+    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_model(tmp_path, "tiny q8")
+    assert run(["run", str(file), "--chat", "hello"]) == 2
+    said = capsys.readouterr().err
+    assert "P609" in said and f"--> {file}\n" in said
+    assert f"`pi2 run {file} --prompt TEXT`" in said and "folder" not in said
+
+
+def test_a_served_file_is_called_without_its_ending(tmp_path: Path, models: Path) -> None:
+    from pi2.cli.serve import list_plans
+
+    (plan,) = list_plans((write_model(tmp_path, "tiny q8"),), {})
+    assert plan.name == "tiny q8"
+
+
 def test_a_folder_is_converted_once(
     tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
