@@ -97,11 +97,11 @@ def read_plan(
         thresholds=thresholds,
         reuse=Reuse(),
         values=describe_bare(path),
-        fill=FileFiller().fill,
+        fill=FileFiller(),
     )
     given = dict(overrides or {})
     report = check(overrides=given)
-    if report.runs_file:
+    if report.runs_file or report.derives:
         # Whatever the plan does not state is derived anew.
         if memory_bytes is not None:
             given["memory.budget"] = format_bytes(memory_bytes)

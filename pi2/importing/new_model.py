@@ -21,7 +21,8 @@ from pi2.importing.families import describe_family
 from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings
 from pi2.model.ffn import name_part
 from pi2.model.tensor import fill_name
-from pi2.plan.authoring.drafting import MOST_CONTEXT, Wish, draft_plan
+from pi2.plan.arithmetic.completion import USUAL_CONTEXT
+from pi2.plan.authoring.drafting import Wish, draft_plan
 from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.device import Device
@@ -70,7 +71,7 @@ def draft_first_plan(
     free = int(available_bytes * MEMORY_SHARE)
     if not available_bytes or free >= budget:
         return whole
-    usual = min(model.shape.context, MOST_CONTEXT)
+    usual = min(model.shape.context, USUAL_CONTEXT)
     context = usual
     while True:
         try:

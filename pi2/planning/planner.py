@@ -12,6 +12,7 @@ from pi2.costs.description import read_whole_rates
 from pi2.costs.rates import Rates, check_flash, check_power, read_rates
 from pi2.costs.sizes import StoredLayout, read_stored
 from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.completion import choose_backends
 from pi2.plan.arithmetic.fitting import (
     MIB,
     Shortage,
@@ -22,7 +23,6 @@ from pi2.plan.arithmetic.fitting import (
 )
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
-from pi2.plan.authoring.drafting import choose_backends
 from pi2.plan.documents.plan import PredictorMode
 from pi2.plan.documents.quantities import (
     approximate_bytes,

@@ -9,23 +9,27 @@ from typing import Any
 from pi2.diagnostics import UserError
 from pi2.memory.expert_slots import ExpertMatrix, count_least_bytes
 from pi2.memory.weight_stream import BLOCK
+from pi2.plan.arithmetic.completion import MEMORY_SHARE, USUAL_CONTEXT
 from pi2.plan.arithmetic.file_facts import FileFacts, FilledPlan
 from pi2.plan.arithmetic.fitting import count_file_runtime
 from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Segments
-from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_quantity
+from pi2.plan.documents.quantities import (
+    BYTE_UNITS,
+    approximate_bytes,
+    format_bytes,
+    parse_quantity,
+    read_percent,
+)
 from pi2.plan.weights.layout import round_up
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 
-USUAL_CONTEXT = 4096
 CHUNKS = (256, 128, 64, 32)
 """Tokens of a prompt that go through the layers together: the most for which there is room."""
 DRAFT_TOKENS = 6
 """Tokens that are drafted at once where weights are streamed: with the token before them, the most
 that have the bits of one by one."""
-MEMORY_SHARE = 0.8
-"""Share of the free memory that a plan without a budget takes at most."""
 PIECE_BYTES = 1 << 20
 """Bytes of a streamed tensor that are read and computed together, in whole rows."""
 LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48))
@@ -69,9 +73,10 @@ class FileNeeds:
 
 
 def derive_plan(
-    values: Mapping[str, Any], weights: GgufWeights, available_bytes: int | None
+    values: Mapping[str, Any], weights: GgufWeights, installed_bytes: int, available_bytes: int
 ) -> FilledPlan:
-    """Complete the values of a plan for open ``weights`` on a machine with so much free memory.
+    """Complete the values of a plan for open ``weights`` on a machine with so much memory, and so
+    much of it free.
 
     Raises `UserError` P026 where the budget is not enough.
     """
@@ -82,6 +87,10 @@ def derive_plan(
     decode.setdefault("predictor", "none")
     prefill.setdefault("activations", "int8")
     memory = dict(values.get("memory") or {})
+    share = read_percent(memory.get("budget"))
+    if share is not None:
+        size = weights.count_bytes() if share[1] else installed_bytes
+        memory["budget"] = format_bytes(int(size * share[0]) // _MIB * _MIB)
     budget = _read_budget(memory)
     for chunk in (prefill["chunk"],) if "chunk" in prefill else CHUNKS:
         prefill["chunk"] = min(chunk, _read_count(kv["context"]))
@@ -90,8 +99,7 @@ def derive_plan(
             break
     whole = round_up(needs.fixed + needs.matrices, _MIB)
     if budget is None:
-        free = whole if available_bytes is None else int(available_bytes * MEMORY_SHARE)
-        budget = min(whole, free)
+        budget = min(whole, int(available_bytes * MEMORY_SHARE))
     least = min(needs.least, whole)
     if budget < least:
         raise _refuse(budget, least, needs)

@@ -48,7 +48,7 @@ def check_document(path: Path, **given: Any) -> Report:
     that runs it."""
     from pi2.plan.checking.check import check_file, check_plan
 
-    bare, fill = describe_bare(path), FileFiller().fill
+    bare, fill = describe_bare(path), FileFiller()
     if bare is None:
         return check_file(path, **given, fill=fill)
     return check_plan(path, **given, values=bare, fill=fill)
@@ -60,10 +60,16 @@ class FileFiller:
     def __init__(self) -> None:
         self._opened: dict[tuple[Path, Path | None], GgufWeights] = {}
 
-    def fill(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
+    def find_memory(self) -> tuple[int, int]:
+        """Installed and free memory, in bytes."""
+        from pi2.machine import detect_machine
+
+        memory = detect_machine().memory
+        return memory.installed_bytes, memory.available_bytes
+
+    def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
         """Complete a plan's values; raises `UserError` as `GgufWeights.open` and
         `pi2.weights.file_plan.derive_plan` do."""
-        from pi2.machine import detect_machine
         from pi2.weights.file_plan import derive_plan
         from pi2.weights.gguf_weights import GgufWeights
 
@@ -75,4 +81,4 @@ class FileFiller:
         if place not in self._opened:
             self._opened[place] = GgufWeights.open(file, tokenizer=tokenizer)
         weights = self._opened[place]
-        return derive_plan(values, weights, detect_machine().memory.available_bytes)
+        return derive_plan(values, weights, *self.find_memory())

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
+from pi2.plan.arithmetic.completion import choose_backends
 from pi2.plan.authoring import drafting
-from pi2.plan.authoring.drafting import choose_backends, write_backends
+from pi2.plan.authoring.drafting import write_backends
 from pi2.plan.resolve import load_plan
 
 

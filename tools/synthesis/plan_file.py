@@ -11,9 +11,9 @@ from typing import Any
 import tomlkit
 
 from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.completion import choose_predictor
 from pi2.plan.arithmetic.fitting import Shortage, fit_plan, write_memory
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.authoring.drafting import choose_predictor
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pi2.plan.arithmetic.units import Needs
 from pi2.plan.documents.model import Model
@@ -60,5 +60,13 @@ class FilledPlan:
     facts: FileFacts
 
 
-FillPlan = Callable[[Mapping[str, Any], Path], FilledPlan]
-"""Completes the values of a plan that has ``weights`` and lies at a path; raises `UserError`."""
+class FillPlan(Protocol):
+    """What is known of this machine's files and memory."""
+
+    def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
+        """Complete the values of a plan that has ``weights`` and lies at a path; `UserError`."""
+        ...
+
+    def find_memory(self) -> tuple[int, int]:
+        """Installed and free memory, in bytes."""
+        ...

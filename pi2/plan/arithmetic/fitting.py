@@ -286,6 +286,14 @@ def _find_largest(most_bytes: int, count: Callable[[Fraction], int]) -> Fraction
     return Fraction(low, SHARE_STEPS)
 
 
+def find_largest_hot(resolved: ResolvedPlan, most_bytes: int) -> ResolvedPlan:
+    """The plan with as many hot neurons as that many bytes hold; units keep what they compute."""
+    if resolved.needs.hot.bytes <= most_bytes:
+        return resolved
+    part = _find_largest(most_bytes, lambda part: _scale_hot(resolved, part).needs.hot.bytes)
+    return _scale_hot(resolved, part)
+
+
 def _scale_hot(resolved: ResolvedPlan, part: Fraction) -> ResolvedPlan:
     """The plan with ``part`` of what its hot shares are beyond the shares of units."""
     kept: dict[KeyPath, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -90,6 +90,8 @@ class ResolvedPlan:
     """What ``[sparsity]`` names, if the plan has it."""
     file: FileFacts | None = None
     """What is known of the GGUF file, if the plan runs one as it is."""
+    derived: Mapping[KeyPath, str] = field(default_factory=dict, compare=False)
+    """Values that the plan does not state, and why they are what they are."""
     draft: ResolvedPlan | None = None
     """The plan of the model that guesses tokens, if `decode.speculation` names one."""
 

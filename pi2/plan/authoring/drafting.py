@@ -6,28 +6,27 @@ well it runs is a matter for the planner and for measurements.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.costs import USUAL_CHUNK, list_chunks
-from pi2.plan.arithmetic.fitting import MIB, Shortage, fit_plan, write_memory
-from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
-from pi2.plan.arithmetic.sizes import count_ffn_bytes, find_block_bytes
+from pi2.plan.arithmetic.completion import (
+    SEGMENT_REASONS,
+    choose_backends,
+    complete_plan,
+    resolve_values,
+)
+from pi2.plan.arithmetic.fitting import MIB
+from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.documents.backends import list_usual_backends
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Plan, Segments
 from pi2.plan.documents.quantities import (
     approximate_bytes,
-    compare_bytes,
     format_bytes,
     round_size,
-    write_least,
 )
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
@@ -74,21 +73,6 @@ def refer_from(file: Path, target: Path) -> str:
     return reference if reference.startswith(".") else f"./{reference}"
 
 
-MOST_CONTEXT = 4096
-LONG_CHUNK_SHARE = 1 / 128
-"""Part of the budget that a prompt's longer chunks may take: about as much of the cache less is
-missed more often."""
-
-
-def choose_backends(kinds: Iterable[UnitKind]) -> dict[str, str]:
-    """Backends of a plan that uses units of ``kinds``: those that compute, or, where there is none
-    for one of them, ``null`` for all, with which the plan can be simulated and run dry."""
-    wanted, usual = sorted(set(kinds)), list_usual_backends()
-    if all(kind in usual for kind in wanted):
-        return {kind: usual[kind] for kind in wanted}
-    return dict.fromkeys(wanted, "null")
-
-
 def write_backends(kinds: Iterable[UnitKind]) -> str:
     """The line of a plan that names its backends."""
     wanted = sorted(set(kinds))
@@ -118,122 +102,48 @@ class Wish:
 
 
 def draft_plan(wish: Wish, device: Device, model: Model) -> str:
-    """Text of a plan whose segments hold what they have to.
+    """Text of a plan that states what is wished for; the rest is derived when it is read.
 
-    Raises `UserError` P026 where the memory is not enough, P242 where predictors cannot be
-    packed.
+    Raises `UserError` as `complete_plan`.
     """
-    if not has_packable_shape(model):
-        raise UserError.of("P242", "the rank of the model's predictors is not a multiple of 32")
-    values = _begin(wish, device, model)
-    budget = None if wish.budget_bytes is None else round_size(wish.budget_bytes)
-    values["prefill"]["chunk"] = _choose_chunk(values, device, model, budget)
-    try:
-        fitted = fit_plan(_resolve(values, device, model), budget)
-    except Shortage as shortage:
-        assert budget is not None
-        has, needs = compare_bytes(budget, shortage.needed_bytes)
-        raise UserError.of(
-            "P026",
-            f"{has} is not enough: this plan needs at least {needs}",
-            help=f"--memory '{write_least(shortage.needed_bytes)}', or a shorter --context",
-            notes=[f"{name}: {approximate_bytes(n)}" for name, n in shortage.sizes.items() if n],
-        ) from None
-    values["memory"] = write_memory(fitted.plan)
-    values["layers"]["hot"] = fitted.plan.layers.hot
-    return _write(wish, values, fitted)
-
-
-def _begin(wish: Wish, device: Device, model: Model) -> dict[str, Any]:
-    shape = model.shape
-    context = wish.context or min(shape.context, MOST_CONTEXT)
-    unit = next((name for name, item in device.units.items() if item.kind == "cpu"), None)
-    if unit is None:
-        raise UserError.of(
-            "P026",
-            f"the device {device.id} has no CPU, and nothing else computes yet",
-            help="add a unit of the kind cpu to the device",
-        )
     values: dict[str, Any] = {
         "schema_version": 2,
+        "name": wish.name,
         "device": wish.device,
         "model": wish.model,
         "store": wish.store,
-        "backends": choose_backends({"cpu"}),
-        "memory": {"budget": "0 B", "segments": dict.fromkeys(Segments.model_fields, "0 B")},
-        "bundle": {"stride": "1 B", "scales": wish.scales},
-        "layers": {"split": {unit: 1.0}, "hot": 1.0},
-        "prefill": {"chunk": min(USUAL_CHUNK, context)},
-        "decode": choose_decoding(model),
-        "kv": {"context": context},
     }
-    used = _resolve(values, device, model).bundle.used_bytes
-    stride = round_up(used, find_block_bytes(device))
-    values["bundle"]["stride"] = format_bytes(stride)
-    return values
-
-
-def _choose_chunk(
-    values: Mapping[str, Any], device: Device, model: Model, budget: int | None
-) -> int:
-    """Tokens of a prompt's chunk: the most that are of use to the model, as far as those beyond the
-    usual take little of the ``budget``."""
-    usual: int = values["prefill"]["chunk"]
-
-    def count_bytes(chunk: int) -> int:
-        changed = {**values, "prefill": {"chunk": chunk}}
-        return _resolve(changed, device, model).needs.workspace.bytes
-
-    longest = list_chunks(model, values["kv"]["context"])[-1]
-    if budget is None or longest == usual:
-        return longest
-    if count_bytes(longest) - count_bytes(usual) > LONG_CHUNK_SHARE * budget:
-        return usual
-    try:
-        fit_plan(_resolve({**values, "prefill": {"chunk": longest}}, device, model), budget)
-    except Shortage:
-        return usual
-    return longest
-
-
-def _resolve(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
-    plan = Plan.model_validate_json(json.dumps(values))
-    return ResolvedPlan(plan=plan, device=device, model=model)
-
-
-def choose_decoding(model: Model) -> dict[str, Any]:
-    """Table ``decode`` of a plan for ``model``, where nobody has said more."""
-    predictor = choose_predictor(model)
-    # A router that looks ahead loses nothing, and stops where it does not pay.
-    return {"predictor": predictor} | ({"look_ahead": "layer"} if predictor == "router" else {})
-
-
-def choose_predictor(model: Model) -> str:
-    """``decode.predictor`` of a plan for ``model``, where nobody has said which."""
-    if model.predictor is not None:
-        return "low-rank"
-    if model.moe is not None:
-        return "router"
-    return "none" if model.is_smooth and not model.cut_layers else "gate"
-
-
-SEGMENT_REMARKS = {
-    "runtime": "Python and libraries",
-    "attention": "embeddings, attention, norms",
-    "kv": "keys and values of the context",
-    "state": "states of layers without keys and values",
-    "predictor": "predictors of active neurons",
-    "hot": "hot neurons",
-    "cold": "cache of cold neurons",
-    "workspace": "activations and staging",
-}
-"""What a plan's segments hold, for those who read it."""
+    tables: dict[str, dict[str, object]] = {"memory": {}}
+    if wish.budget_bytes is not None:
+        tables["memory"]["budget"] = format_bytes(round_size(wish.budget_bytes))
+    if wish.scales != "inline":
+        tables["bundle"] = {"scales": wish.scales}
+    if wish.context is not None:
+        tables["kv"] = {"context": wish.context}
+    found = complete_plan({**values, **tables}, device, model)
+    final = resolve_values(found.values, device, model)
+    tables["memory"]["budget"] = format_bytes(final.plan.memory.budget)
+    whole, hot = count_ffn_bytes(final), final.needs.hot.bytes
+    lines = [
+        f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
+        "stay in memory.",
+        *_describe_units(final.device),
+        "# `pi2 show FILE` shows what is derived, `pi2 explain KEY FILE` explains a value.",
+        *(f"{key} = {write_value(value)}" for key, value in values.items()),
+    ]
+    lines[-1] += "  # relative to this file; `pi2 convert` makes it"
+    for name, table in tables.items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{write_key(key)} = {write_value(value)}" for key, value in table.items()]
+        if name == "memory":
+            lines[-1] += "  # limit of the whole process"
+    return "\n".join([*lines, *write_sampling(model)]) + "\n"
 
 
 def name_segments(model: Model) -> dict[str, str]:
     """What the segments of a plan for ``model`` hold: those that it needs."""
     has_states = bool(model.state_layers)
-    return {name: text for name, text in SEGMENT_REMARKS.items() if has_states or name != "state"}
+    return {name: text for name, text in SEGMENT_REASONS.items() if has_states or name != "state"}
 
 
 def _describe_units(device: Device) -> list[str]:
@@ -242,45 +152,6 @@ def _describe_units(device: Device) -> list[str]:
         return []
     names = " and ".join(others)
     return [f"# The cpu computes everything; `pi2 plan` divides the work with the {names}."]
-
-
-def _write(wish: Wish, values: dict[str, Any], final: ResolvedPlan) -> str:
-    whole, hot = count_ffn_bytes(final), final.needs.hot.bytes
-    lines = [
-        f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
-        "stay in memory.",
-        *_describe_units(final.device),
-        "# `pi2 show FILE` shows what each segment needs, `pi2 explain KEY FILE` explains a value.",
-        "schema_version = 2",
-        f"name = {write_value(wish.name)}",
-    ]
-    lines += [f"{key} = {write_value(values[key])}" for key in ("device", "model")]
-    lines += [
-        f"store = {write_value(values['store'])}  # relative to this file; `pi2 convert` makes it",
-        write_backends({"cpu"}),
-        "",
-        "[memory]",
-        f"budget = {write_value(values['memory']['budget'])}  # limit of the whole process",
-        "",
-        "[memory.segments]",
-    ]
-    for name, remark in name_segments(final.model).items():
-        lines.append(f"{name} = {write_value(values['memory']['segments'][name])}  # {remark}")
-    used = final.bundle.used_bytes
-    lines += ["", "[bundle]", f"stride = {write_value(values['bundle']['stride'])}"]
-    lines[-1] += f"  # {used} bytes are used"
-    if final.bundle.scales != "inline":
-        lines.append(f"scales = {write_value(final.bundle.scales)}  # in files of their own")
-    lines += ["", "[layers]"]
-    lines += [f"split = {write_value(values['layers']['split'])}"]
-    lines += [
-        f"hot = {write_value(values['layers']['hot'])}  # share of neurons that stay in memory"
-    ]
-    for key in ("prefill", "decode", "kv"):
-        lines += ["", f"[{key}]"]
-        lines += [f"{write_key(name)} = {write_value(v)}" for name, v in values[key].items()]
-    lines += write_sampling(final.model)
-    return "\n".join(lines) + "\n"
 
 
 def write_sampling(model: Model) -> list[str]:

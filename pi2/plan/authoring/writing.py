@@ -36,7 +36,9 @@ def write_plan(resolved: ResolvedPlan, source: SourceFile | None = None) -> str:
     }
 
     def comment(path: KeyPath) -> str | None:
-        parts = [needs.get(path), None if source is None else find_origin(source, path)]
+        why = resolved.derived.get(path)
+        parts = [needs.get(path), None if why is None else f"derived: {why}"]
+        parts += [None if source is None else find_origin(source, path)]
         return "; ".join(part for part in reversed(parts) if part is not None) or None
 
     return "\n".join([*lines, write_body(resolved.plan, comment)])

@@ -78,6 +78,13 @@ class Report:
         """Whether a plan was checked that runs a GGUF file as it is."""
         return "plan" in self.files and "weights" in self.files["plan"].values
 
+    @property
+    def derives(self) -> bool:
+        """Whether a plan was checked that leaves out sizes, which are derived anew whenever it is
+        read."""
+        plan = self.resolved or self.candidate
+        return plan is not None and bool(plan.derived)
+
     def make_error(self) -> UserError:
         """The exception for a report with errors."""
         unread = any(item.code in CANNOT_READ for item in self.diagnostics)
@@ -178,6 +185,9 @@ def check_plan(
     check.follow("model")
 
     done: set[str] = set()
+    if check.is_open:
+        check.run_rules(dict(check.documents.items()), done, early=True)
+        check.close_plan()
     facts: dict[Fact, object] = dict(check.documents.items())
     check.run_rules(facts, done)
     if thresholds is None:
@@ -206,6 +216,7 @@ def _resolve(check: Inspection, thresholds: GivenThresholds) -> ResolvedPlan | N
         model=model,
         path=check.files["plan"].path,
         file=check.facts,
+        derived=check.derived,
         thresholds=None if thresholds == "none" or plan.sparsity is None else thresholds,
     )
 

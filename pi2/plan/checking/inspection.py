@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
+from pi2.plan.arithmetic.completion import complete_plan, fill_gaps, leaves_out
 from pi2.plan.checking.findings import Fact, Facts, Finding, Rule
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.composing.trees import Chain, Link
 from pi2.plan.documents.common import COMPOSITION, Document
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.reading.block_entries import spread_blocks
 from pi2.plan.reading.deprecations import modernise
@@ -161,6 +164,10 @@ class Inspection:
         self.fill = fill
         """Completes plans that run a GGUF file."""
         self.facts: FileFacts | None = None
+        self.is_open = False
+        """Whether the plan leaves out what is derived of its device and model."""
+        self.is_whole = True
+        self.derived: Mapping[KeyPath, str] = {}
         self.overrides: Overrides | None = None
         self.files: dict[Kind, SourceFile] = {}
         self.documents: dict[Kind, Document] = {}
@@ -237,12 +244,47 @@ class Inspection:
             if completed is None:
                 return
             source = self.files[kind] = completed
+        if kind == "plan" and self.facts is None and leaves_out(source.values):
+            source.values.setdefault("device", "host")
+            self.is_open, self.is_whole = True, whole
+            return
+        self.check_values(source, kind, whole)
+
+    def check_values(self, source: SourceFile, kind: Kind, whole: bool) -> None:
+        """Validate a document's values against its schema."""
         document, findings = check_schema(source, DOCUMENTS[kind])
         # What a document lacks may stand in a file that it extends and that was not found.
         found = (item for item in findings if whole or item.code != "P102")
         self.diagnostics += (self.add_removal(item) for item in found)
         if document is not None and whole:
             self.documents[kind] = document
+
+    def close_plan(self) -> None:
+        """Derive what a plan for a store leaves out, once its device and model are known."""
+        if not self.is_open:
+            return
+        source = self.files["plan"]
+        device, model = self.documents.get("device"), self.documents.get("model")
+        is_sound = False
+        try:
+            if self.contradictory or not (isinstance(device, Device) and isinstance(model, Model)):
+                # Whether anything else is wrong with the plan is seen without them.
+                values = fill_gaps(source.values)
+            else:
+                memory = None if self.fill is None else self.fill.find_memory
+                found = complete_plan(source.values, device, model, memory)
+                values, self.derived, is_sound = found.values, found.reasons, found.is_sound
+        except UserError as error:
+            path = ("memory", "budget")
+            span = source.spans.find_value(path)
+            self.diagnostics += (
+                replace(item, span=span, path=format_path(path)) for item in error.diagnostics
+            )
+            return
+        source = self.files["plan"] = replace(source, values=values)
+        self.check_values(source, "plan", self.is_whole)
+        if not is_sound:
+            self.documents.pop("plan", None)
 
     def complete(self, source: SourceFile, fill: FillPlan) -> SourceFile | None:
         """Derive what a plan that runs a GGUF file leaves out, and its model; None where that is
@@ -402,12 +444,17 @@ class Inspection:
             if item.severity == "error":
                 self.diagnostics.append(item)
 
-    def run_rules(self, facts: Mapping[Fact, object], done: set[str]) -> None:
-        """Run the rules whose needs are met and that did not run before.
+    def run_rules(
+        self, facts: Mapping[Fact, object], done: set[str], *, early: bool = False
+    ) -> None:
+        """Run the rules whose needs are met and that did not run before; ``early`` those alone that
+        need something.
 
         A rule without needs looks at each document alone.
         """
         for rule in load_rules():
+            if early and not rule.needs:
+                continue
             if rule.code in done or not set(rule.needs) <= set(facts):
                 continue
             done.add(rule.code)

@@ -86,6 +86,16 @@ def parse_size(text: str, option: str = "--memory", code: str = "P612") -> int:
     return int(size)
 
 
+_PERCENT = re.compile(r"^\s*(\d{1,2}(?:\.\d{1,3})?|100)\s*%(\s+of\s+the\s+file)?\s*$")
+
+
+def read_percent(text: object) -> tuple[Fraction, bool] | None:
+    """A share of the memory, such as ``"60 %"``, and whether it is one of the weights' file
+    (``"60 % of the file"``); None for anything else."""
+    found = _PERCENT.match(text) if isinstance(text, str) else None
+    return None if found is None else (Fraction(found[1]) / 100, found[2] is not None)
+
+
 def _find_unit(unit: str, units: Units) -> str | None:
     """The unit that somebody means who writes ``gb``, ``G`` or ``µs``."""
     plain = unit.replace("µ", "u").replace("μ", "u").lower()
