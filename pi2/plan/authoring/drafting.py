@@ -1,8 +1,4 @@
-"""Drafts of new documents: texts that are sound and say what to change.
-
-A plan's draft fits its segments to the model by the arithmetic of `pi2.plan.arithmetic.sizes`; how
-well it runs is a matter for the planner and for measurements.
-"""
+"""Drafts of new documents: texts that are sound and say what to change."""
 
 from __future__ import annotations
 
