@@ -87,7 +87,7 @@ def find_tables(root: type[BaseModel]) -> dict[KeyPath, KeyPath]:
         kind = find_type(root, path)
         if isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Origin):
             groups.setdefault(kind, []).append(path)
-    found = {}
+    found: dict[KeyPath, KeyPath] = {}
     for paths in groups.values():
         first, *others = sorted(paths, key=len)
         found |= dict.fromkeys(others, first)

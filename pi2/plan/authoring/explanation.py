@@ -27,6 +27,7 @@ from pi2.plan.arithmetic.costs import Cost, list_costs
 from pi2.plan.checking.check import Report
 from pi2.plan.composing.trees import Step, look_up, trace_value
 from pi2.plan.documents.common import Document, find_type, list_known_keys, suggest
+from pi2.plan.documents.plan import DERIVED, Plan
 from pi2.plan.reading.references import DOCUMENTS, WRITTEN
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, KeyPath, format_path, write_value
@@ -55,9 +56,11 @@ def make_schema(document: type[Document]) -> dict[str, Any]:
         definitions[name].pop("required", None)
     body = _describe_table(document, _simplify(raw))
     body["properties"]["schema_version"]["type"] = "integer"
-    own = [name for name in body["required"] if name != "schema_version"]
+    derived = {"schema_version", *(DERIVED if document is Plan else ())}
+    own = [name for name in body["required"] if name not in derived]
+    others = ["extends", *(["weights"] if document is Plan else [])]
     body["required"] = ["schema_version"]
-    body["anyOf"] = [{"required": ["extends"]}, {"required": own}]
+    body["anyOf"] = [*({"required": [name]} for name in others), {"required": own}]
     return {"$schema": _DRAFT, **body, "definitions": definitions}
 
 
@@ -213,12 +216,13 @@ def describe_field(root: type[BaseModel], path: KeyPath) -> FieldDoc | None:
     table = find_type(root, path[: number - 1])
     text = read_docstrings(table)[str(path[number - 1])]
     whole = number == len(path)
+    is_derived = root is Plan and format_path(path) in DERIVED
     default = field.get_default() if whole and not field.is_required() else None
     return FieldDoc(
-        text=text,
+        text=f"{text} Derived if it is not stated." if is_derived else text,
         values=_describe_values(kind, field),
         default=None if default is None or isinstance(default, BaseModel) else write_value(default),
-        is_required=whole and field.is_required(),
+        is_required=whole and field.is_required() and not is_derived,
         examples=tuple(write_value(item) for item in _find_own_examples(field)) if whole else (),
     )
 

@@ -16,7 +16,7 @@ from pi2.plan.documents.plan_units import (
     Threads,
     UnitSettings,
 )
-from pi2.plan.documents.quantities import Bytes
+from pi2.plan.documents.quantities import Bytes, MemoryBytes
 
 
 class Segments(Table):
@@ -54,8 +54,9 @@ class UnitMemory(Table):
 class Memory(Table):
     """The budget is a promise: the process, everything included, stays under it."""
 
-    budget: Bytes
-    """Maximum resident set size of the whole process."""
+    budget: MemoryBytes
+    """Maximum resident set size of the whole process: a size, or a share such as `"60 %"` of the
+    device's memory (of the machine's, if the device states none), or `"60 % of the file"`."""
     segments: Segments
     """What the budget is spent on."""
     weights: Literal["mapped", "loaded"] = "loaded"
@@ -335,3 +336,13 @@ class Plan(Document):
     """Order of reading and computing."""
     kv: Kv
     """Context."""
+
+
+DERIVED = frozenset(
+    {
+        *("device", "memory", "memory.budget", "memory.segments", "bundle", "bundle.stride"),
+        *(f"memory.segments.{name}" for name in Segments.model_fields),
+        *("layers", "layers.split", "layers.hot", "kv", "kv.context"),
+    }
+)
+"""Keys that are derived where a plan does not state them."""

@@ -258,6 +258,20 @@ Bytes = Annotated[
 ]
 """A size in bytes, written ``"19 GiB"``."""
 
+MemoryBytes = Annotated[
+    int,
+    _validator(BYTE_UNITS, _whole),
+    PlainSerializer(format_bytes, return_type=str),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": rf"^\s*{_NUMBER}\s*({'|'.join(BYTE_UNITS)}|%(\s+of\s+the\s+file)?)\s*$",
+            "examples": ["19 GiB", "60 %"],
+        }
+    ),
+]
+"""A size in bytes; plans may state a share of the memory, which is replaced before."""
+
 BytesPerSecond = Annotated[
     float,
     _validator(RATE_UNITS, float),

@@ -1,0 +1,147 @@
+"""Plans state wishes; what they leave out is derived, shown with its reason, and derived anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pi2.cli.main import run
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.reading.references import find_shipped_folder
+from pi2.refit import FittedPlan, read_plan
+
+STORE = find_shipped_folder() / "stores" / "pi2-demo"
+MIB = 2**20
+
+
+def write_plan(folder: Path, text: str, model: str = "pi2-demo", device: str = "host") -> Path:
+    path = folder / "my.plan.toml"
+    store = STORE if model == "pi2-demo" else "store"
+    head = f'schema_version = 2\ndevice = "{device}"\nmodel = "{model}"\nstore = "{store}"\n'
+    path.write_text(head + text)
+    return path
+
+
+def read(path: Path, memory: int | None = None, **settings: object) -> FittedPlan:
+    overrides = {key.replace("__", "."): value for key, value in settings.items()}
+    return read_plan(path, overrides=overrides, memory_bytes=memory)
+
+
+def add_up(plan: ResolvedPlan) -> int:
+    return sum(size for _, size in plan.plan.memory.segments)
+
+
+def test_a_model_a_store_and_a_budget_are_a_plan_that_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_plan(tmp_path, '[memory]\nbudget = "126 MiB"\n')
+    assert run(["validate", str(path), "--strict"]) == 0
+    assert run(["run", str(path), "--prompt", "def ", "--max-tokens", "2"]) == 0
+    capsys.readouterr()
+    assert run(["show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert 'stride = "512 B" # derived: 432 bytes are used' in shown
+    assert "hot = 1.0 # derived: all neurons fit into 126 MiB" in shown
+
+
+def test_what_show_prints_has_the_same_digest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_plan(tmp_path, '[memory]\nbudget = "126 MiB"\n')
+    assert run(["show", str(path)]) == 0
+    text = capsys.readouterr().out
+    path.write_text(text)
+    assert run(["show", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == text.splitlines()[0]
+
+
+def test_what_is_stated_is_kept(tmp_path: Path) -> None:
+    path = write_plan(
+        tmp_path,
+        '[memory]\nbudget = "126 MiB"\nsegments = { runtime = "100 MiB", cold = "1 MiB" }\n'
+        "[layers]\nhot = 0.125\n",
+    )
+    found = read(path).resolved
+    segments = found.plan.memory.segments
+    assert (segments.runtime, segments.cold) == (100 * MIB, MIB)
+    assert found.plan.layers.hot == 0.125
+    assert segments.hot == found.needs.hot.bytes
+    assert ("memory", "segments", "hot") in found.derived
+    assert ("memory", "segments", "cold") not in found.derived
+
+
+def test_a_stated_segment_of_hot_neurons_says_how_many_are_hot(tmp_path: Path) -> None:
+    path = write_plan(
+        tmp_path, '[memory]\nbudget = "126 MiB"\nsegments = { hot = "1 MiB", runtime = "87 MiB" }\n'
+    )
+    found = read(path).resolved
+    assert found.needs.hot.bytes <= MIB
+    assert 0.2 < found.plan.layers.hot <= 0.25
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "segment"), [("kv__context", 512, "kv"), ("decode__batch", 3, "kv")]
+)
+def test_another_context_or_batch_is_fitted_anew(
+    tmp_path: Path, key: str, value: int, segment: str
+) -> None:
+    path = write_plan(tmp_path, '[memory]\nbudget = "126 MiB"\n')
+    before, after = read(path).resolved, read(path, **{key: value}).resolved
+    assert getattr(after.plan.memory.segments, segment) != getattr(
+        before.plan.memory.segments, segment
+    )
+    assert after.plan.memory.budget == before.plan.memory.budget >= add_up(after)
+
+
+def test_another_budget_is_fitted_anew_and_leaves_what_is_stated(tmp_path: Path) -> None:
+    path = write_plan(tmp_path, '[memory]\nbudget = "126 MiB"\nsegments = { runtime = "96 MiB" }\n')
+    found = read(path, memory=110 * MIB).resolved
+    assert found.plan.memory.segments.runtime == 96 * MIB
+    assert add_up(found) <= found.plan.memory.budget == 110 * MIB
+    assert found.plan.layers.hot < 1.0
+
+
+def test_a_budget_that_is_too_small_is_a_finding_that_says_the_least(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_plan(tmp_path, '[memory]\nbudget = "60 MiB"\n')
+    assert run(["validate", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "error[P026]: 60 MiB is not enough: this plan needs at least" in out
+    assert "my.plan.toml:6:10" in out
+    assert "--memory" in out
+
+
+def test_a_budget_may_be_a_share_of_the_memory(tmp_path: Path) -> None:
+    path = write_plan(tmp_path, '[memory]\nbudget = "40 %"\n', "bamboo-7b", "oneplus-12")
+    found = read(path).resolved
+    memory = found.device.memory
+    assert memory is not None
+    whole = memory.usable or memory.capacity or 0
+    assert whole * 0.4 - MIB < found.plan.memory.budget <= whole * 0.4
+    assert found.derived["memory", "budget"].startswith("40 % of ")
+
+
+def test_a_plan_without_a_budget_keeps_all_in_memory(tmp_path: Path) -> None:
+    found = read(write_plan(tmp_path, "")).resolved
+    assert found.plan.layers.hot == 1.0
+    assert add_up(found) <= found.plan.memory.budget
+
+
+@pytest.mark.parametrize("device", ["oneplus-12", "oneplus-ace-2"])
+@pytest.mark.parametrize("model", ["turbosparse-mixtral-47b", "qwen3-30b-a3b"])
+def test_a_mixture_on_a_phone_needs_no_more(tmp_path: Path, device: str, model: str) -> None:
+    path = write_plan(tmp_path, '[memory]\nbudget = "9 GiB"\n', model, device)
+    assert run(["validate", str(path), "--strict"]) == 0
+    assert run(["simulate", str(path)]) == 0
+    found = read(path).resolved
+    assert found.plan.decode.predictor == ("router" if model.startswith("qwen3") else "low-rank")
+    assert add_up(found) <= found.plan.memory.budget
+
+
+def test_units_that_are_given_work_have_their_usual_backends(tmp_path: Path) -> None:
+    text = '[memory]\nbudget = "4 GiB"\n[layers]\nsplit = { npu = 0.3, cpu = 0.7 }\n'
+    found = read(write_plan(tmp_path, text, "bamboo-7b", "oneplus-12")).resolved
+    assert dict(found.plan.backends) == {"cpu": "cpu", "npu": "hexagon"}
+    assert found.plan.layers.split == {"npu": 0.3, "cpu": 0.7}
