@@ -17,6 +17,7 @@ from pi2.backends.cpu.workspace import Scratch, Workspace, count_tokens, make_ar
 from pi2.backends.executor import ExecutorObserver
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, add_one_by_one
+from pi2.formats import find_packing
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import GROUP, Precision, split_lanes
 
@@ -24,7 +25,7 @@ from pi2.plan.weights.layout import GROUP, Precision, split_lanes
 def order_by_lanes(hidden: int, precision: Precision) -> I32 | None:
     """Elements [hidden] in *lane order* (`pi2.backends.kernels.neurons`): where each stands in the
     natural order; None where that is the same."""
-    if precision == "fp16":
+    if find_packing(precision).is_plain:
         return None
     blocks, first = [], 0
     for lanes in split_lanes(hidden):

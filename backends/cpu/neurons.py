@@ -16,6 +16,7 @@ from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import DENSE_FLOATS, Scratch, Views, Workspace, count_tokens
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
+from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_experts
 
 
@@ -184,7 +185,7 @@ class Neurons:
             ]
         self._least_gate = spec.threshold
         self._layout = request.bundle
-        self._in_pairs = spec.isa.pairs and spec.ffn != "fp16"
+        self._in_pairs = spec.isa.pairs and not find_packing(spec.ffn).is_plain
         self._arenas: dict[int, tuple[U8, Any]] = {}
 
     def _make_block_room(self, request: BuildRequest, space: Workspace) -> Views:

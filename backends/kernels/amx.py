@@ -44,10 +44,8 @@ from pi2.backends.kernels.operands import (
     emit_request,
     list_runs,
 )
-from pi2.backends.kernels.products import find_numbers
-from pi2.backends.kernels.unpacking import load_scales
-from pi2.formats import find_packing
-from pi2.plan.weights.layout import GROUP, Precision, weight_bytes
+from pi2.backends.kernels.unpacking import find_unpacking
+from pi2.plan.weights.layout import GROUP, Precision
 
 ROWS = 16
 """Rows of weights of a tile."""
@@ -55,7 +53,6 @@ _LEAST_TOKENS = {1: 32, 2: 16}
 """Tokens from which on tiles pay, by planes."""
 LANES = 16
 """Lanes of a register of 32-bit numbers."""
-_PRECISIONS: tuple[Precision, ...] = ("int4", "int8", "mxfp4", "ternary")
 _CODE_BYTES = GROUP * ROWS
 _SUMS, _TOKEN_CODES, _WEIGHTS = 0, 4, 6
 """First tile of each use: sums of two groups in two planes, codes of tokens in two planes, weights.
@@ -65,7 +62,7 @@ _SUMS, _TOKEN_CODES, _WEIGHTS = 0, 4, 6
 def takes_blocks(isa: Isa, activations: Activations, precision: Precision) -> bool:
     """Return whether many tokens are multiplied with weights of a precision in this way."""
     has_room = activations.blocks is not None and activations.planes != FLOAT_PLANES
-    return isa.blocks and has_room and precision in _PRECISIONS
+    return isa.blocks and has_room and find_unpacking(precision).has_words
 
 
 def has_many(activations: Activations, tokens: v.Expr) -> v.Expr:
@@ -348,18 +345,17 @@ def _emit_sixteen_groups(
     find: Callable[[v.Expr | int], v.Expr],
 ) -> None:
     """Unpack 16 groups of each vector to the places that ``find`` gives."""
-    precision = vectors[0].precision
-    tiles, group_bytes = activations.tiles, weight_bytes(GROUP, precision)
-    with T.serial(v.wide(find_packing(precision).chunks * activations.once)) as word:
-        byte = v.let(group * group_bytes + word * (4 * LANES))
+    unpacking, tiles = find_unpacking(vectors[0].precision), activations.tiles
+    with T.serial(v.wide(unpacking.chunks * activations.once)) as word:
+        byte = v.let(group * unpacking.group_bytes + word * (4 * LANES))
         packed = [
             v.let(v.load_as(vector.weights, vector.weights_base + byte, "int32", LANES))
             for vector in vectors
         ]
         for lane, words in enumerate(_transpose(packed, LANES)):
-            for chunk, numbers in _unpack_words(precision, words, word, ROWS):
+            for chunk, numbers in unpacking.split_words(False, words, word, ROWS):
                 v.store(tiles, find(lane) + chunk * (4 * ROWS), numbers, 4 * ROWS)
-    scales = [v.let(load_scales(vector, group, LANES)) for vector in vectors]
+    scales = [v.let(unpacking.load_scales(vector, group, LANES)) for vector in vectors]
     for lane, own in enumerate(_transpose(scales, LANES)):
         v.store(tiles, find(lane) + _CODE_BYTES, v.reinterpret(own, "int8", 4 * ROWS), 4 * ROWS)
 
@@ -372,41 +368,18 @@ def _emit_few_groups(
     lanes: int,
 ) -> None:
     """Unpack ``lanes`` groups of each vector to the places that ``find`` gives, one by one."""
-    precision = vectors[0].precision
-    tiles, group_bytes = activations.tiles, weight_bytes(GROUP, precision)
+    unpacking, tiles = find_unpacking(vectors[0].precision), activations.tiles
     for row, vector in enumerate(vectors):
-        byte = v.let(vector.weights_base + group * group_bytes)
+        byte = v.let(vector.weights_base + group * unpacking.group_bytes)
         with T.serial(lanes * activations.once) as lane:
             target = v.let(find(lane) + row * 4)
-            with T.serial(v.wide(find_packing(precision).chunks * activations.once)) as word:
+            with T.serial(v.wide(unpacking.chunks * activations.once)) as word:
                 four = byte + word * (4 * lanes) + lane * 4
                 words = v.let(v.load_as(vector.weights, four, "int32", 1))
-                for chunk, numbers in _unpack_words(precision, words, word, 1):
+                for chunk, numbers in unpacking.split_words(False, words, word, 1):
                     v.store(tiles, target + chunk * (4 * ROWS), numbers, 4)
-            scale = v.let(load_scales(vector, v.let(group + lane), 1))
+            scale = v.let(unpacking.load_scales(vector, v.let(group + lane), 1))
             v.store(tiles, target + _CODE_BYTES, v.reinterpret(scale, "int8", 4), 4)
-
-
-def _unpack_words(
-    precision: Precision, words: v.Expr, word: v.Expr, count: int
-) -> list[tuple[v.Expr, v.Expr]]:
-    """Return (chunk of four elements, int8 [count, 4]) for each chunk that is in the packed
-    ``words`` int32 [count], number ``word`` of their groups."""
-    size = 4 * count
-    if precision == "int8":
-        return [(word, v.reinterpret(words, "int8", size))]
-    codes = v.let(v.reinterpret(words, "uint8", size))
-    if precision == "ternary":
-        three, one = v.constant(3, "uint8", size), v.constant(1, "int8", size)
-        found = []
-        for field in range(4):
-            code = (codes >> v.constant(2 * field, "uint8", size)) & three
-            found.append((word + 2 * field, v.reinterpret(code, "int8", size) - one))
-        return found
-    low = codes & v.constant(15, "uint8", size)
-    high = codes >> v.constant(4, "uint8", size)
-    chunks = ((word, low), (word + 4, high))
-    return [(chunk, find_numbers(False, precision, code, size)) for chunk, code in chunks]
 
 
 def _emit_configuration() -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.operands import FLOAT_PLANES, Activations, Prefetch, Vector, list_runs
-from pi2.backends.kernels.products import DotPrimitive, emit_float_block, emit_half_dots
-from pi2.backends.kernels.unpacking import load_scales
-from pi2.formats import find_packing
-from pi2.plan.weights.layout import GROUP, Precision, weight_bytes
+from pi2.backends.kernels.products import DotPrimitive
+from pi2.backends.kernels.unpacking import Block, Chunk, Unpacking, find_unpacking
+from pi2.plan.weights.layout import GROUP
 
 
 def emit_dots(
@@ -28,9 +27,9 @@ def emit_dots(
 
     Several vectors share the loads of activations, several tokens the unpacking of weights.
     """
-    if vectors[0].precision == "fp16":
-        return emit_half_dots(vectors, activations, tokens, prefetch)
-    emit_block = emit_float_block if activations.planes == FLOAT_PLANES else _emit_block
+    if find_unpacking(vectors[0].precision).packing.is_plain:
+        return _emit_half_dots(vectors, activations, tokens, prefetch)
+    emit_block = _emit_float_block if activations.planes == FLOAT_PLANES else _emit_block
     tokens = [v.let(v.wide(token)) for token in tokens]
     runs = list_runs(activations.length)
     top = runs[0][0]
@@ -64,21 +63,13 @@ def _emit_block(
     prefetch: Prefetch | None,
 ) -> None:
     """Add the products of the block that begins with group ``group`` to ``sums``."""
-    precision = vectors[0].precision
-    group_bytes = weight_bytes(GROUP, precision)
+    unpacking = find_unpacking(vectors[0].precision)
     groups = activations.length // GROUP
-    # A block narrower than a register: several of its chunks fill one.
-    fold = min(max(isa.lanes // lanes, 1), 4, find_packing(precision).chunks)
-    if precision == "int3":
-        # Both chunks take bits of a third.
-        fold = 1
-    if precision == "ternary" and lanes == 1:
-        # Both chunks fill half of a register, and two fields of them a whole one.
-        fold = 4
+    fold = unpacking.count_folded(isa, lanes)
     width = min(isa.lanes, lanes)
     for first in range(0, lanes, width):
         piece = _Piece(
-            byte=group * group_bytes + 4 * first,
+            byte=group * unpacking.group_bytes + 4 * first,
             element=group * GROUP + 4 * first,
             group=group + first,
             lanes=lanes,
@@ -87,7 +78,7 @@ def _emit_block(
         )
         totals = _emit_groups(isa, vectors, activations, tokens, piece, prefetch)
         for vector, buffer, row in zip(vectors, sums, totals, strict=True):
-            weight_scale = load_scales(vector, piece.group, width)
+            weight_scale = unpacking.load_scales(vector, piece.group, width)
             if activations.upper:
                 weight_scale = weight_scale * v.constant(256.0, "float32", width)
             weight_scale = v.let(weight_scale)
@@ -128,14 +119,11 @@ def _emit_groups(
     wide = piece.width * piece.fold
     dot = DotPrimitive(isa, wide)
     planes = activations.used_planes
-    precision = vectors[0].precision
-    chunks = find_packing(precision).chunks
-    int8 = precision == "int8"
-    # Weights of int8 are two nibbles: 16 high + low; vnni and sdot take whole bytes.
-    split = precision in ("int8", "mxfp4") and not dot.whole_bytes
-    streams = 2 if split else 1
+    unpacking = find_unpacking(vectors[0].precision)
+    chunks = unpacking.chunks
+    streams = 2 if unpacking.splits(dot) else 1
     # A sum may begin with what takes the weights' offset out again: it need not be added later.
-    begins_with_offset = precision == "int4" and dot.whole_bytes and piece.fold == 1
+    begins_with_offset = unpacking.begins_with_offset and dot.whole_bytes and piece.fold == 1
     cells = [
         [[v.Cell(dot.start()) for _ in range(planes * streams)] for _ in tokens] for _ in vectors
     ]
@@ -153,21 +141,14 @@ def _emit_groups(
         for index, vector in enumerate(vectors):
             if prefetch is not None:
                 prefetch(index, piece.byte + offset, 4 * wide)
-            size = 4 * chunks * piece.lanes if is_narrow else 4 * wide
-            raw = v.let(_load_chunk(vector, piece, offset, size))
-            if is_narrow:
-                rows.append(_unpack_narrow(isa, raw))
-            elif precision == "int3":
-                assert isinstance(chunk, int)
-                highest = v.let(_load_chunk(vector, piece, 8 * piece.lanes, 4 * wide))
-                rows.append(_unpack_triples(dot, raw, highest, chunk))
-            else:
-                rows.append(_unpack(dot, raw, precision, split))
+            load = partial(_load_chunk, vector, piece)
+            part = Chunk(number=chunk, lanes=piece.lanes, load=load)
+            rows.append(unpacking.take_fields(dot, part))
         for half in range(len(rows[0])):
             # Fields of a byte are as many elements apart as a chunk of all blocks has of one field.
             step = GROUP // len(rows[0])
-            shift = 0 if int8 else step * piece.lanes * half
-            stream = half if split else 0
+            shift = step * piece.lanes * half if unpacking.divides_bytes else 0
+            stream = half % streams
             for index, token in enumerate(tokens):
                 for plane in range(planes):
                     row_of_codes = token * activations.planes + plane
@@ -178,7 +159,7 @@ def _emit_groups(
                         cell.set(dot.add(cell.get(), unpacked[half], codes))
 
     unrolls = isa.unrolls and not isa.few_tokens and len(tokens) > 1
-    if unrolls or len(vectors) * len(tokens) == 1 or precision == "int3" or is_narrow:
+    if unrolls or len(vectors) * len(tokens) == 1 or unpacking.unrolls or is_narrow:
         for chunk in range(0, chunks, piece.fold):
             emit_chunk(chunk)
     else:
@@ -188,7 +169,7 @@ def _emit_groups(
     totals = [[[cell.get() for cell in column] for column in row] for row in cells]
     return [
         [
-            _finish(dot, cells, activations, token, piece, precision, begins_with_offset)
+            _finish(dot, cells, activations, token, piece, unpacking, begins_with_offset)
             for cells, token in zip(total, tokens, strict=True)
         ]
         for total in totals
@@ -199,51 +180,20 @@ def _load_chunk(vector: Vector, piece: _Piece, offset: int, size: int) -> v.Expr
     return v.load(vector.weights, vector.weights_base + piece.byte + offset, size)
 
 
-def _unpack(dot: DotPrimitive, raw: v.Expr, precision: Precision, split: bool) -> list[v.Expr]:
-    if precision in ("int2", "ternary"):
-        return [v.let(dot.take_pair(raw, number)) for number in range(4)]
-    if precision == "int4":
-        return [v.let(dot.take_low(raw)), v.let(dot.take_high(raw))]
-    if precision == "mxfp4":
-        return [v.let(dot.look_up(dot.take_low(raw))), v.let(dot.look_up(dot.take_high(raw)))]
-    if dot.signed:
-        return [v.let(v.reinterpret(raw, "int8", 4 * dot.width))]
-    unsigned = v.let(raw ^ v.constant(0x80, "uint8", 4 * dot.width))
-    if split:
-        return [v.let(dot.take_low(unsigned)), v.let(dot.take_high(unsigned))]
-    return [unsigned]
-
-
-def _unpack_narrow(isa: Isa, raw: v.Expr) -> list[v.Expr]:
-    """Return what the primitive takes of a whole group of ternary, named: two fields side by
-    side."""
-    half = DotPrimitive(isa, 2)
-    fields = [v.let(half.take_pair(raw, number)) for number in range(4)]
-    return [v.let(Shuffle(fields[first : first + 2], list(range(16)))) for first in (0, 2)]
-
-
-def _unpack_triples(dot: DotPrimitive, raw: v.Expr, highest: v.Expr, chunk: int) -> list[v.Expr]:
-    """Return what the primitive takes of a chunk of int3, named."""
-    return [
-        v.let(dot.take_pair(raw, field) | dot.take_highest(highest, chunk + 2 * field))
-        for field in range(4)
-    ]
-
-
 def _finish(
     dot: DotPrimitive,
     cells: Sequence[v.Expr],
     activations: Activations,
     token: v.Expr,
     piece: _Piece,
-    precision: Precision,
+    unpacking: Unpacking,
     begins_with_offset: bool,
 ) -> v.Expr:
     """Join streams, planes and folded lanes; take the weights' offset out again, unless the sum
     ``begins_with_offset``."""
     values = [dot.finish(cell) for cell in cells]
     if len(values) > activations.used_planes:
-        places = v.constant(4 if precision == "int8" else 0, "int32", dot.width)
+        places = v.constant(unpacking.stream_places, "int32", dot.width)
         values = [values[i] + (values[i + 1] << places) for i in range(0, len(values), 2)]
     total = values[0]
     if activations.used_planes == 2:
@@ -254,23 +204,8 @@ def _finish(
         lanes //= 2
     if begins_with_offset:
         return v.let(total)
-    if precision not in ("int8", "mxfp4") or not dot.signed:
-        offset = _load_offset(activations, token, piece)
-        if precision == "int2":
-            third = v.let(offset >> v.constant(3, "int32", piece.width))
-            total = total + total + third + third + third
-        elif precision == "ternary":
-            total = total + (offset >> v.constant(3, "int32", piece.width))
-        elif precision == "mxfp4":
-            half = v.let(offset >> v.constant(1, "int32", piece.width))
-            total = total + offset + half
-        elif precision == "int3":
-            seventh = v.let(offset >> v.constant(3, "int32", piece.width))
-            total = total + total + seventh * v.constant(7, "int32", piece.width)
-        elif precision == "int8":
-            total = total + (offset << v.constant(4, "int32", piece.width))
-        else:
-            total = total + offset
+    if unpacking.has_offset(dot):
+        total = unpacking.finish(total, _load_offset(activations, token, piece), piece.width)
     return v.let(total)
 
 
@@ -286,3 +221,98 @@ def _add_halves(total: v.Expr, lanes: int) -> v.Expr:
     if lanes == 2:
         return v.take_lane(total, 0) + v.take_lane(total, 1)
     return v.low_half(total, "int32", lanes) + v.high_half(total, "int32", lanes)
+
+
+def _emit_float_block(
+    isa: Isa,
+    vectors: Sequence[Vector],
+    activations: Activations,
+    tokens: Sequence[v.Expr],
+    sums: Sequence[v.Buffer],
+    top: int,
+    group: v.Expr,
+    lanes: int,
+    prefetch: Prefetch | None,
+) -> None:
+    """Add quantised weights times float32 values, of the block of ``lanes`` groups that begins
+    with ``group``, to ``sums`` float32 [tokens, top] of each vector.
+
+    Integers times values are added up over the block, then multiplied with the scales.
+    """
+    unpacking = find_unpacking(vectors[0].precision)
+    zero = v.constant(0.0, "float32", lanes)
+    # Two sums in turn, as an addition waits for the last one to the same sum; always two, so that a
+    # gate has the same bits wherever it is computed.
+    cells = [[(v.Cell(zero), v.Cell(zero)) for _ in tokens] for _ in vectors]
+    # A loop that LLVM cannot unroll: it would reorder the additions and spill.
+    size = unpacking.count_tile_bytes(lanes)
+    with T.serial(v.wide(unpacking.tiles * activations.once)) as tile:
+        tiles = []
+        for index, vector in enumerate(vectors):
+            if prefetch is not None:
+                prefetch(index, group * unpacking.group_bytes + tile * size, size)
+            tiles.append(unpacking.emit_tile(isa, Block(vector, lanes, group), tile))
+        for turn, rows in enumerate(zip(*tiles, strict=True)):
+            place = v.let(rows[0][0])
+            values = [
+                v.let(_load_values(activations, token * activations.length + place, lanes))
+                for token in tokens
+            ]
+            for (_, unpacked), row in zip(rows, cells, strict=True):
+                weights = v.let(unpacked)
+                for value, parts in zip(values, row, strict=True):
+                    cell = parts[turn % 2]
+                    cell.set(T.fma(weights, value, cell.get()))
+    for vector, buffer, row in zip(vectors, sums, cells, strict=True):
+        scale = v.let(unpacking.load_block_scale(Block(vector, lanes, group)))
+        for index, (first, second) in enumerate(row):
+            old = v.load(buffer, index * top, lanes)
+            total = T.fma(first.get() + second.get(), scale, old)
+            v.store(buffer, index * top, total, lanes)
+
+
+def _load_values(activations: Activations, place: v.Expr, lanes: int) -> v.Expr:
+    return v.load_as(activations.codes, place * 4, "float32", lanes)
+
+
+def _emit_half_dots(
+    vectors: Sequence[Vector],
+    activations: Activations,
+    tokens: Sequence[v.Expr],
+    prefetch: Prefetch | None,
+) -> list[list[v.Expr]]:
+    """Return dot products of fp16 vectors with the float32 values."""
+    length = activations.length
+    sums = [T.alloc_buffer((len(tokens) * 32,), "float32") for _ in vectors]
+    for buffer in sums:
+        for part in range(2 * len(tokens)):
+            v.store(buffer, part * 16, v.constant(0.0, "float32", 16), 16)
+    with T.serial(length // GROUP * activations.once) as group:
+        if prefetch is not None:
+            for index in range(len(vectors)):
+                prefetch(index, v.wide(group * 2 * GROUP), 2 * GROUP)
+        for half in range(2):
+            at = group * GROUP + half * 16
+            rows = [
+                v.let(v.load_halves(vector.weights, vector.weights_base + v.wide(at * 2), 16))
+                for vector in vectors
+            ]
+            for index, token in enumerate(tokens):
+                place = index * 32 + half * 16
+                value = v.let(v.load(activations.values, token * length + at, 16))
+                for buffer, weights in zip(sums, rows, strict=True):
+                    old = v.load(buffer, place, 16)
+                    v.store(buffer, place, T.fma(weights, value, old), 16)
+    return [
+        [
+            v.let(
+                v.add_lanes(
+                    v.load(buffer, index * 32, 16) + v.load(buffer, index * 32 + 16, 16),
+                    "float32",
+                    16,
+                )
+            )
+            for index in range(len(tokens))
+        ]
+        for buffer in sums
+    ]

@@ -13,17 +13,8 @@ from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.neurons import Bundles, Neuron, activate
 from pi2.backends.kernels.operands import Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.backends.kernels.unpacking import (
-    WIDE,
-    can_widen,
-    count_tile_bytes,
-    count_tiles,
-    emit_narrow_block,
-    emit_tile,
-    list_tiles,
-    load_block_scale,
-    load_wide_scale,
-)
+from pi2.backends.kernels.unpacking import Block, find_unpacking
+from pi2.backends.kernels.unpacking.unpacking import WIDE
 from pi2.plan.weights.layout import GROUP, weight_bytes
 
 
@@ -174,7 +165,7 @@ def emit_downs(
 ) -> None:
     """Add each of some down ``vectors`` times its value to ``target[base:]`` (lane order), one
     after the other; ``ask`` is told what is read, and when.  ``once``: see `Activations`."""
-    per_block = count_tiles(spec.ffn)
+    unpacking = find_unpacking(spec.ffn)
     size = weight_bytes(GROUP, spec.ffn)
 
     def add_rows(
@@ -189,17 +180,17 @@ def emit_downs(
             v.store(target, at, total, lanes)
 
     def emit_block(lanes: int, first: v.Expr) -> None:
-        step = count_tile_bytes(spec.ffn, lanes)
+        step = unpacking.count_tile_bytes(lanes)
         scales = [
-            v.let(load_block_scale(vector, lanes, first) * v.splat(value, lanes))
+            v.let(unpacking.load_block_scale(Block(vector, lanes, first)) * v.splat(value, lanes))
             for vector, value in zip(vectors, values, strict=True)
         ]
-        for chunk in range(per_block):
+        for chunk in range(unpacking.tiles):
             tiles = []
             for index, vector in enumerate(vectors):
                 if ask is not None:
                     ask(index, v.wide(first * size) + chunk * step, step)
-                tiles.append(emit_tile(isa, vector, lanes, first, chunk))
+                tiles.append(unpacking.emit_tile(isa, Block(vector, lanes, first), chunk))
             add_rows(tiles, scales, lanes)
 
     def emit_narrow(lanes: int, first: v.Expr) -> None:
@@ -207,15 +198,15 @@ def emit_downs(
         for index, vector in enumerate(vectors):
             if ask is not None:
                 ask(index, v.wide(first * size), lanes * size)
-            blocks.append(emit_narrow_block(vector, lanes, first))
+            blocks.append(unpacking.emit_narrow_block(Block(vector, lanes, first)))
         scales = [
-            v.let(load_wide_scale(vector, value, lanes, first))
+            v.let(unpacking.load_wide_scale(Block(vector, lanes, first), value))
             for vector, value in zip(vectors, values, strict=True)
         ]
         add_rows(blocks, scales, WIDE)
 
-    for lanes, group, tiles in list_tiles(spec.hidden, spec.ffn):
-        groups = 1 if spec.ffn == "fp16" else lanes
-        emit_own = emit_narrow if can_widen(isa, spec.ffn, lanes) else emit_block
-        with T.serial(tiles // per_block * once) as block:
+    for lanes, group, tiles in unpacking.list_tiles(spec.hidden):
+        groups = unpacking.count_groups(lanes)
+        emit_own = emit_narrow if unpacking.can_widen(isa, lanes) else emit_block
+        with T.serial(tiles // unpacking.tiles * once) as block:
             emit_own(lanes, group + block * groups)

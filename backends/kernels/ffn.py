@@ -23,13 +23,7 @@ from pi2.backends.kernels.panel import (
     emit_open_values,
 )
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
-from pi2.backends.kernels.unpacking import (
-    count_tiles,
-    emit_tile,
-    list_places,
-    list_tiles,
-    load_block_scale,
-)
+from pi2.backends.kernels.unpacking import Block, find_unpacking
 
 
 def emit_dense(
@@ -92,7 +86,7 @@ def emit_dense(
         elif not spec.is_smooth or squares is not None:
             with T.parallel(tokens) as token:
                 _emit_masks(panel, token, masks, squares)
-        runs = list_tiles(hidden, spec.ffn)
+        runs = find_unpacking(spec.ffn).list_tiles(hidden)
         with T.parallel(threads) as thread:
             begin, end = emit_split(thread, threads, sum(tiles for _, _, tiles in runs))
             with T.serial(end - begin) as step:
@@ -139,12 +133,12 @@ def _emit_tile_sum(
     tile: v.Expr,
     chosen: Chosen,
 ) -> None:
-    per_block = count_tiles(spec.ffn)
-    groups = 1 if spec.ffn == "fp16" else lanes
-    first = v.let(group + T.floordiv(tile, per_block) * groups)
-    chunk = v.let(T.floormod(tile, per_block))
+    unpacking = find_unpacking(spec.ffn)
+    number = T.floordiv(tile, unpacking.tiles)
+    first = v.let(group + number * unpacking.count_groups(lanes))
+    chunk = v.let(T.floormod(tile, unpacking.tiles))
     own = v.let(scratch + UNPACKED * 128)
-    places = list_places(spec.ffn, lanes, first, chunk)
+    places = unpacking.list_places(lanes, first, chunk)
 
     with T.serial(T.floordiv(tokens + KEPT - 1, KEPT)) as turn:
         origin_token = v.let(turn * KEPT)
@@ -158,8 +152,9 @@ def _emit_tile_sum(
             def unpack(index: v.Expr, begin: v.Expr = begin) -> None:
                 place = chosen.find_neuron(origin + begin + index)
                 vector = bundles.take_part(find_neighbour(bundles, place, first_row), "down")
-                scale = v.let(load_block_scale(vector, lanes, first))
-                rows = emit_tile(isa, vector, lanes, first, chunk)
+                block = Block(vector, lanes, first)
+                scale = v.let(unpacking.load_block_scale(block))
+                rows = unpacking.emit_tile(isa, block, chunk)
                 for row, (_, weights) in enumerate(rows):
                     at = scratch + (index * len(rows) + row) * lanes
                     v.store(unpacked, at, weights * scale, lanes)

@@ -38,10 +38,8 @@ from pi2.backends.kernels.operands import (
     Vector,
     list_runs,
 )
-from pi2.backends.kernels.products import find_numbers
-from pi2.backends.kernels.unpacking import load_scales
-from pi2.formats import find_packing
-from pi2.plan.weights.layout import GROUP, Precision, weight_bytes
+from pi2.backends.kernels.unpacking import find_unpacking
+from pi2.plan.weights.layout import GROUP, Precision
 
 TOKENS = 4
 """Tokens that `ROWS` rows are multiplied with at once: with 8 integer sums, 8 float sums and what
@@ -60,7 +58,7 @@ def emit_smmla(total: v.Expr, weights: v.Expr, codes: v.Expr) -> v.Expr:
 
 def takes_pairs(isa: Isa, precision: Precision) -> bool:
     """Return whether several tokens are multiplied with weights of a precision in this way."""
-    return isa.pairs and precision != "fp16"
+    return isa.pairs and not find_unpacking(precision).packing.is_plain
 
 
 def emit_items(
@@ -217,19 +215,17 @@ def _emit_unpacked_groups(
     width: int,
 ) -> None:
     """Unpack ``width`` groups, from ``quarter * width`` of the block that begins with ``group``."""
-    precision = vectors[0].precision
-    nibbles = precision in ("int4", "mxfp4")
-    group_bytes = weight_bytes(GROUP, precision)
+    unpacking = find_unpacking(vectors[0].precision)
     place = v.let(base + (group + quarter * width) * GROUP_BYTES + pair * 16)
 
     def put(index: int, step: int, weights: v.Expr) -> None:
         at = place + (index * GROUP_BYTES + step * (ROWS // 2) * 16)
         v.store(tiles, at, weights, 16)
 
-    for half in range(find_packing(precision).chunks // 2):
+    for half in range(unpacking.chunks // 2):
         columns = []
         for vector in vectors:
-            byte = vector.weights_base + group * group_bytes + quarter * (4 * width)
+            byte = vector.weights_base + group * unpacking.group_bytes + quarter * (4 * width)
             chunks = [
                 v.let(
                     v.load_as(vector.weights, byte + (2 * half + turn) * 4 * lanes, "int32", width)
@@ -239,22 +235,9 @@ def _emit_unpacked_groups(
             columns.append(_interleave(chunks, width))
         for index in range(width):
             words = v.let(_join_rows(columns, index, width))
-            if precision == "ternary":
-                codes = v.let(v.reinterpret(words, "uint8", 16))
-                three, one = v.constant(3, "uint8", 16), v.constant(1, "int8", 16)
-                for step in range(STEPS):
-                    field = (codes >> v.constant(2 * step, "uint8", 16)) & three
-                    put(index, step, v.reinterpret(field, "int8", 16) - one)
-                continue
-            if not nibbles:
-                put(index, half, v.reinterpret(words, "int8", 16))
-                continue
-            codes = v.let(v.reinterpret(words, "uint8", 16))
-            low = codes & v.constant(15, "uint8", 16)
-            high = codes >> v.constant(4, "uint8", 16)
-            put(index, half, find_numbers(True, precision, low, 16))
-            put(index, half + 2, find_numbers(True, precision, high, 16))
-    scales = [v.let(load_scales(x, group + quarter * width, width)) for x in vectors]
+            for chunk, numbers in unpacking.split_words(True, words, 2 * half, 4):
+                put(index, chunk // 2, numbers)
+    scales = [v.let(unpacking.load_scales(x, group + quarter * width, width)) for x in vectors]
     for index in range(width):
         pairs = [v.take_lane(scale, index) if width > 1 else scale for scale in scales]
         four = Shuffle([pairs[0], pairs[0], pairs[1], pairs[1]], [0, 1, 2, 3])

@@ -15,6 +15,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.operands import Vector, list_runs
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, PartName, Precision
 
 
@@ -147,7 +148,7 @@ def emit_leave_lane_order(
 ) -> None:
     """Add y [tokens, hidden] (lane order) of ``token`` to ``target`` (natural order)."""
     base = v.let(token * hidden)
-    if precision == "fp16":
+    if find_packing(precision).is_plain:
         with T.serial(hidden // 16) as step:
             place = base + step * 16
             v.store(target, place, v.load(target, place, 16) + v.load(source, place, 16), 16)

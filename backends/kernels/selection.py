@@ -22,7 +22,7 @@ from pi2.backends.kernels.schedule import (
     take_rows,
 )
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.weights.layout import Precision
+from pi2.formats import find_packing
 
 
 def emit_compact(
@@ -131,7 +131,7 @@ class Cutoffs:
         """Set ``cutoffs`` of all tokens, whose input is ``hidden``."""
         spec, rows = self.schedule.spec, self.schedule.spec.cutoff_rows
         # In fp16 as many rows follow, with what it leaves of the first.
-        count = rows // 2 if self.matrix.precision == "fp16" else rows
+        count = rows // 2 if find_packing(self.matrix.precision).is_plain else rows
 
         def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             v.store(self.parts, token * rows + row, value, 1)
@@ -157,7 +157,7 @@ class Cutoffs:
 def take_finding(schedule: Schedule, take: Parameters) -> Cutoffs:
     """Declare the parameters of what finds cutoffs."""
     spec = schedule.spec
-    precision: Precision = "fp16" if spec.attention == "fp16" else "int8"
+    precision = "fp16" if find_packing(spec.attention).is_plain else "int8"
     return Cutoffs(
         schedule=schedule,
         sign=take.take_number("sign", "float32"),

@@ -28,12 +28,13 @@ from pi2.backends.kernels.schedule import (
     take_matrix,
     take_rows,
 )
+from pi2.backends.kernels.unpacking import find_unpacking
 from pi2.plan.weights.layout import GROUP, scale_bytes, weight_bytes
 
 
 def emit_unpack(vector: Vector, length: int, target: v.Buffer, base: v.Expr) -> None:
     """Write the float32 values of ``vector`` to ``target[base : base + length]``."""
-    if vector.precision == "fp16":
+    if find_unpacking(vector.precision).packing.is_plain:
         with T.serial(length // 16) as step:
             values = v.load_halves(vector.weights, vector.weights_base + v.wide(step * 32), 16)
             v.store(target, base + step * 16, values, 16)
@@ -47,23 +48,15 @@ def _emit_group(
     vector: Vector, target: v.Buffer, base: v.Expr, first: v.Expr, lane: v.Expr, lanes: int
 ) -> None:
     """Unpack group ``first + lane`` of the block of ``lanes`` that begins with ``first``."""
-    int4 = vector.precision == "int4"
-    scale = v.let(v.load_halves(vector.scales, vector.scales_base + v.wide((first + lane) * 2), 1))
+    unpacking = find_unpacking(vector.precision)
+    scale = v.let(unpacking.load_scales(vector, first + lane, 1))
     start = base + (first + lane) * GROUP
-    for chunk in range(4 if int4 else 8):
-        inner = first * (GROUP // 2 if int4 else GROUP) + chunk * 4 * lanes + lane * 4
+    for chunk in range(unpacking.chunks):
+        inner = first * unpacking.group_bytes + chunk * 4 * lanes + lane * 4
         raw = v.let(v.load(vector.weights, vector.weights_base + v.wide(inner), 4))
-        if int4:
-            parts = [
-                (4 * chunk, raw & v.constant(15, "uint8", 4)),
-                (16 + 4 * chunk, raw >> v.constant(4, "uint8", 4)),
-            ]
-            offset = 8.0
-        else:
-            parts = [(4 * chunk, v.reinterpret(raw, "int8", 4))]
-            offset = 0.0
-        for place, codes in parts:
-            values = v.cast(codes, "float32", 4) - v.constant(offset, "float32", 4)
+        offset = v.constant(float(unpacking.packing.offset), "float32", 4)
+        for place, fields in unpacking.split_bytes(raw, chunk):
+            values = v.cast(fields, "float32", 4) - offset
             v.store(target, start + place, values * v.splat(scale, 4), 4)
 
 

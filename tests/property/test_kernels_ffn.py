@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pi2.arrays import F32, F64
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
+from pi2.backends.kernels.unpacking import Unpacking
 from pi2.plan.documents.model_parts import Activation
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, round_up
 from tests.helpers.bundles import pack_bundles, unpack_bundles
@@ -258,7 +259,7 @@ def test_blocks_of_a_few_lanes_have_the_bits_of_their_tiles(
     slots = np.arange(40, dtype=np.int32)
     found, _ = layer.gather(slots)
     with compile_anew():
-        monkeypatch.setattr("pi2.backends.kernels.downs.can_widen", lambda *_: False)
+        monkeypatch.setattr(Unpacking, "can_widen", lambda *_: False)
         assert found.any() and np.array_equal(found, layer.gather(slots)[0])
 
 

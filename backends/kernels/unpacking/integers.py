@@ -1,0 +1,253 @@
+"""Integers of 2, 3, 4 and 8 bits, unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.tirx import Shuffle
+from tvm.tirx.script import builder as T
+
+from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.isa import Isa
+from pi2.backends.kernels.products import DotPrimitive
+from pi2.backends.kernels.unpacking.unpacking import Block, Chunk, Place, Unpacking, look_up_floats
+from pi2.formats import find_packing
+from pi2.formats.packing import Packing
+
+
+class Bytes(Unpacking):
+    """A field is a code; where the primitive takes no whole bytes, two nibbles of one."""
+
+    divides_bytes = False
+    stream_places = 4
+
+    def list_elements(self, tile: Place) -> list[v.Expr]:
+        return [4 * tile + index for index in range(4)]
+
+    def unpack_word(self, isa: Isa, block: Block, word: v.Expr, tile: Place) -> list[v.Expr]:
+        lanes = block.lanes
+        result = []
+        for index in range(4):
+            shifted = word << v.constant(24 - 8 * index, "int32", lanes) if index < 3 else word
+            code = shifted >> v.constant(24, "int32", lanes)
+            result.append(v.cast(code, "float32", lanes))
+        return result
+
+    def splits(self, dot: DotPrimitive) -> bool:
+        return not dot.whole_bytes
+
+    def split(self, dot: DotPrimitive, raw: v.Expr) -> list[v.Expr]:
+        if dot.signed:
+            return [v.let(v.reinterpret(raw, "int8", 4 * dot.width))]
+        unsigned = v.let(raw ^ v.constant(0x80, "uint8", 4 * dot.width))
+        if self.splits(dot):
+            return [v.let(dot.take_low(unsigned)), v.let(dot.take_high(unsigned))]
+        return [unsigned]
+
+    def has_offset(self, dot: DotPrimitive) -> bool:
+        return not dot.signed
+
+    def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
+        return total + (sums << v.constant(4, "int32", width))
+
+    def split_words(
+        self, arm: bool, words: v.Expr, word: Place, count: int
+    ) -> list[tuple[v.Expr, v.Expr]]:
+        return [(word, v.reinterpret(words, "int8", 4 * count))]
+
+    def split_bytes(self, raw: v.Expr, chunk: int) -> list[tuple[int, v.Expr]]:
+        return [(4 * chunk, v.reinterpret(raw, "int8", 4))]
+
+
+class Nibbles(Unpacking):
+    """Codes are fields less 8."""
+
+    begins_with_offset = True
+    values: Sequence[int] = range(-8, 8)
+
+    def list_elements(self, tile: Place) -> list[v.Expr]:
+        return [4 * tile + index // 2 + 16 * (index % 2) for index in range(8)]
+
+    def unpack_word(self, isa: Isa, block: Block, word: v.Expr, tile: Place) -> list[v.Expr]:
+        lanes = block.lanes
+        table = isa.lanes == 16 and lanes == 16
+        if table:
+            values = v.let(v.cast(T.ramp(-8, 1, 16), "float32", 16))
+        else:
+            # q + 8 with its top bit flipped is q in two's complement.
+            word = v.let(word ^ v.constant(-2004318072, "int32", lanes))
+        result = []
+        for index in range(8):
+            if table:
+                code = word >> v.constant(4 * index, "int32", lanes) if index else word
+                result.append(look_up_floats(values, code))
+                continue
+            shifted = word << v.constant(28 - 4 * index, "int32", lanes) if index < 7 else word
+            code = shifted >> v.constant(28, "int32", lanes)
+            result.append(v.cast(code, "float32", lanes))
+        return result
+
+    def split(self, dot: DotPrimitive, raw: v.Expr) -> list[v.Expr]:
+        return [v.let(dot.take_low(raw)), v.let(dot.take_high(raw))]
+
+    def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
+        return total + sums
+
+    def split_words(
+        self, arm: bool, words: v.Expr, word: Place, count: int
+    ) -> list[tuple[v.Expr, v.Expr]]:
+        size = 4 * count
+        codes = v.let(v.reinterpret(words, "uint8", size))
+        low = codes & v.constant(15, "uint8", size)
+        high = codes >> v.constant(4, "uint8", size)
+        return [
+            (chunk, self.find_numbers(arm, code, size))
+            for chunk, code in ((word, low), (word + 4, high))
+        ]
+
+    def find_numbers(self, arm: bool, codes: v.Expr, size: int) -> v.Expr:
+        """Return what nibbles uint8 [size] stand for, as int8."""
+        return v.reinterpret(codes, "int8", size) - v.constant(8, "int8", size)
+
+    def split_bytes(self, raw: v.Expr, chunk: int) -> list[tuple[int, v.Expr]]:
+        return [
+            (4 * chunk, raw & v.constant(15, "uint8", 4)),
+            (16 + 4 * chunk, raw >> v.constant(4, "uint8", 4)),
+        ]
+
+
+class Pairs(Unpacking):
+    """Fields of two bits; a tile is a chunk, or half of one."""
+
+    def __init__(self, packing: Packing, *, halves: bool = False) -> None:
+        super().__init__(packing)
+        self._halves = 2 if halves else 1
+        self.tiles = self.chunks * self._halves
+
+    def find_chunk(self, tile: Place) -> Place:
+        return tile // 2 if self._halves == 2 else tile
+
+    def list_elements(self, tile: Place) -> list[v.Expr]:
+        # Field by field, so that the elements of a field lie side by side.
+        first = 4 * self.find_chunk(tile)
+        if self._halves == 2:
+            first = first + 16 * (tile % 2)
+        count = 16 // self._halves
+        return [first + index % 4 + 8 * (index // 4) for index in range(count)]
+
+    def _count(self, field: v.Expr, lanes: int) -> v.Expr:
+        """Return the codes of int32 fields."""
+        if self.packing.step == 2:
+            field = field + field
+        return field - v.constant(self.packing.offset, "int32", lanes)
+
+    def unpack_word(self, isa: Isa, block: Block, word: v.Expr, tile: Place) -> list[v.Expr]:
+        lanes = block.lanes
+        three = v.constant(3, "int32", lanes)
+        table = isa.lanes == 16 and lanes == 16
+        if table:
+            # Of the low 4 bits of each lane, two are the next code's.
+            values = v.let(v.cast(self._count(T.ramp(0, 1, 16) & three, lanes), "float32", 16))
+        if self._halves == 2:
+            half = tile % 2
+            turn = T.int32(4 * half) if isinstance(half, int) else T.cast(half * 4, "int32")
+            word = v.let(word >> v.splat(turn, lanes))
+        result = []
+        for index in range(16 // self._halves):
+            shift = 8 * (index % 4) + 2 * (index // 4)
+            code = word >> v.constant(shift, "int32", lanes) if shift else word
+            if table:
+                result.append(look_up_floats(values, code))
+            else:
+                field = code & three
+                field = v.let(field) if self.packing.step == 2 else field
+                result.append(v.cast(self._count(field, lanes), "float32", lanes))
+        return result
+
+    def count_folded(self, isa: Isa, lanes: int) -> int:
+        # Both chunks of one lane fill half of a register, and two fields of them a whole one.
+        return 4 if self._halves == 2 and lanes == 1 else super().count_folded(isa, lanes)
+
+    def take_fields(self, dot: DotPrimitive, chunk: Chunk) -> list[v.Expr]:
+        whole = self.chunks * chunk.lanes
+        if dot.width <= whole:
+            return super().take_fields(dot, chunk)
+        raw = v.let(chunk.load(chunk.byte, 4 * whole))
+        half = DotPrimitive(dot.isa, whole)
+        fields = [v.let(half.take_pair(raw, number)) for number in range(4)]
+        return [v.let(Shuffle(fields[first : first + 2], list(range(16)))) for first in (0, 2)]
+
+    def split(self, dot: DotPrimitive, raw: v.Expr) -> list[v.Expr]:
+        return [v.let(dot.take_pair(raw, number)) for number in range(4)]
+
+    def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
+        if self.packing.step == 1:
+            return total + (sums >> v.constant(3, "int32", width))
+        third = v.let(sums >> v.constant(3, "int32", width))
+        return total + total + third + third + third
+
+    def split_words(
+        self, arm: bool, words: v.Expr, word: Place, count: int
+    ) -> list[tuple[v.Expr, v.Expr]]:
+        size, found = 4 * count, []
+        codes = v.let(v.reinterpret(words, "uint8", size))
+        three, offset = (
+            v.constant(3, "uint8", size),
+            v.constant(self.packing.offset, "int8", size),
+        )
+        for field in range(4):
+            code = (codes >> v.constant(2 * field, "uint8", size)) & three
+            code = code + code if self.packing.step == 2 else code
+            found.append((word + 2 * field, v.reinterpret(code, "int8", size) - offset))
+        return found
+
+
+class Triples(Unpacking):
+    """The lower two bits of a field in its own chunk, the highest in one for both."""
+
+    unrolls = True
+    has_words = False
+
+    def list_elements(self, tile: Place) -> list[v.Expr]:
+        return [4 * tile + index % 4 + 8 * (index // 4) for index in range(16)]
+
+    def unpack_word(self, isa: Isa, block: Block, word: v.Expr, tile: Place) -> list[v.Expr]:
+        lanes = block.lanes
+        vector = block.vector
+        place = vector.weights_base + v.wide(block.first * self.group_bytes + 8 * lanes)
+        highest = v.let(v.load_as(vector.weights, place, "int32", lanes))
+        one, three, seven = (v.constant(value, "int32", lanes) for value in (1, 3, 7))
+        turn = T.int32(tile) if isinstance(tile, int) else T.cast(tile, "int32")
+        own = v.let(highest >> v.splat(turn, lanes))
+        result = []
+        for index in range(16):
+            shift = v.constant(8 * (index % 4) + 2 * (index // 4), "int32", lanes)
+            lower, high = (word >> shift) & three, (own >> shift) & one
+            number = v.let(lower + (high << v.constant(2, "int32", lanes)))
+            result.append(v.cast(number + number - seven, "float32", lanes))
+        return result
+
+    def count_folded(self, isa: Isa, lanes: int) -> int:
+        return 1
+
+    def take_fields(self, dot: DotPrimitive, chunk: Chunk) -> list[v.Expr]:
+        assert isinstance(chunk.number, int)
+        raw = v.let(chunk.load(chunk.byte, 4 * dot.width))
+        highest = v.let(chunk.load(8 * chunk.lanes, 4 * dot.width))
+        return [
+            v.let(dot.take_pair(raw, field) | dot.take_highest(highest, chunk.number + 2 * field))
+            for field in range(4)
+        ]
+
+    def finish(self, total: v.Expr, sums: v.Expr, width: int) -> v.Expr:
+        seventh = v.let(sums >> v.constant(3, "int32", width))
+        return total + total + seventh * v.constant(7, "int32", width)
+
+
+UNPACKINGS = {
+    "int2": Pairs(find_packing("int2")),
+    "ternary": Pairs(find_packing("ternary"), halves=True),
+    "int3": Triples(find_packing("int3")),
+    "int4": Nibbles(find_packing("int4")),
+    "int8": Bytes(find_packing("int8")),
+}
