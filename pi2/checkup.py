@@ -16,7 +16,14 @@ from typing import Literal
 from pi2.backends.gpu.devices import Survey, survey_devices
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fit import find_plan_misfits, list_backends
+from pi2.fitting.backends import (
+    find_alone_backend,
+    find_backend,
+    find_text_backend,
+    find_unit_backend,
+)
+from pi2.fitting.check import load_plan
+from pi2.fitting.misfits import find_plan_misfits
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
 from pi2.machine.storage import (
     EMULATORS,
@@ -26,16 +33,9 @@ from pi2.machine.storage import (
     find_programs,
 )
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.backends import (
-    find_alone_backend,
-    find_backend,
-    find_text_backend,
-    find_unit_backend,
-    list_backend_names,
-)
+from pi2.plan.documents.common import list_backend_names
 from pi2.plan.documents.device import Unit
 from pi2.plan.reading.references import find_shipped_folder
-from pi2.plan.resolve import load_plan
 from pi2.sharing.resolver import LockedReferences
 
 
@@ -138,7 +138,7 @@ def judge_plan(
         resolved = load_plan(path, resolver=LockedReferences(path.parent))
     except UserError as error:
         return PlanVerdict(name=name, verdict="cannot run", findings=error.diagnostics)
-    used = list_backends(resolved)
+    used = resolved.list_backends()
     if not any(find_backend(backend).COMPUTES for backend in used):
         return PlanVerdict(name=name, verdict="dry run")
     findings = [

@@ -43,6 +43,8 @@ from pi2.engine.opened_model import (
 from pi2.engine.parts import LayerParts, Parts
 from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.whole_forward import load_whole, make_whole_forward
+from pi2.fitting.backends import find_backend
+from pi2.fitting.sizes import count_chunks
 from pi2.logging import get_logger
 from pi2.machine import (
     bind_calling_thread,
@@ -60,8 +62,6 @@ from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_chunks
-from pi2.plan.documents.backends import find_backend
 from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:

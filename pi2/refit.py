@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.plan.arithmetic.fitting import MIB, Shortage, count_runtime, find_room, fit_plan
+from pi2.fitting.budget import MIB, Shortage, count_runtime, find_room, fit_plan
+from pi2.fitting.check import Report, check_plan
+from pi2.fitting.inspection import Reuse
+from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
-from pi2.plan.checking.check import Report, check_plan
 from pi2.plan.checking.findings import list_placed_splits
-from pi2.plan.checking.inspection import Reuse
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import (
     approximate_bytes,
@@ -192,7 +193,7 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
 
     Where some neurons do not fit, rows of the embedding come from flash and the context lends what
     it does not use yet, unless the plan states ``memory.embedding`` or ``kv.lend`` itself; the rest
-    is `pi2.plan.arithmetic.fitting`'s.  Raises UserError P611 if even the least does not fit.
+    is `pi2.fitting.budget`'s.  Raises UserError P611 if even the least does not fit.
     """
     memory, overrides = resolved.plan.memory, dict[str, object]()
     changes = []
@@ -233,7 +234,7 @@ def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, 
     if "embedding" not in plan.memory.model_fields_set:
         memory = plan.memory.model_copy(update={"embedding": "flash"})
         smaller = replace(resolved, plan=plan.model_copy(update={"memory": memory}))
-        saved = resolved.needs.attention.bytes - smaller.needs.attention.bytes
+        saved = find_needs(resolved).attention.bytes - find_needs(smaller).attention.bytes
         if reads_embedding(smaller.plan, resolved.model) and (
             saved >= _WORTHWHILE_NEURONS * resolved.bundle.stride
         ):

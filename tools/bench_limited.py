@@ -45,10 +45,10 @@ from limited.table import report
 from pi2.benchmarks.bandwidth import BandwidthLimit
 from pi2.benchmarks.contestants import check_installed
 from pi2.caches import find_cache_folder
+from pi2.fitting.check import load_plan
 from pi2.machine import detect_machine
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.resolve import load_plan
 
 
 def main() -> int:

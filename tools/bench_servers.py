@@ -44,8 +44,8 @@ from limited.program import (
 from limited.rows import FEWEST, LEND, Row
 from pi2.benchmarks.bandwidth import BandwidthLimit
 from pi2.caches import find_cache_folder
+from pi2.fitting.check import load_plan
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.resolve import load_plan
 
 CHUNK = 64
 """Most tokens of a prompt that both engines take at once."""

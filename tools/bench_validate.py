@@ -14,9 +14,9 @@ import time
 from itertools import count
 from pathlib import Path
 
+from pi2.authoring.drafting import Wish, draft_plan
 from pi2.diagnostics import UserError
-from pi2.plan.authoring.drafting import Wish, draft_plan
-from pi2.plan.checking.check import check_file
+from pi2.fitting.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.references import find_shipped_folder, list_shipped

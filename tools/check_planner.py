@@ -29,26 +29,19 @@ from typing import Any
 
 import numpy as np
 
+from pi2.authoring.drafting import Wish as DraftWish
+from pi2.authoring.drafting import draft_plan
+from pi2.authoring.writing import write_document
 from pi2.costs.cost import cost_plan, count_memory
 from pi2.costs.prompts import PROMPT
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError, texts
-from pi2.plan.arithmetic.fitting import (
-    MIB,
-    Shortage,
-    find_room,
-    fit_plan,
-    round_share,
-    write_memory,
-)
-from pi2.plan.authoring.drafting import Wish as DraftWish
-from pi2.plan.authoring.drafting import draft_plan
-from pi2.plan.authoring.writing import write_document
+from pi2.fitting.budget import MIB, Shortage, find_room, fit_plan, round_share, write_memory
+from pi2.fitting.check import load_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import BYTE_UNITS, format_bytes, parse_quantity
-from pi2.plan.resolve import load_plan
 from pi2.planning.planner import plan
 from pi2.planning.problem import Problem, pose_problem
 from pi2.planning.text import write_planned

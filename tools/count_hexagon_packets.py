@@ -30,8 +30,8 @@ from pi2.backends.hexagon.specification import (
     HexagonSpec,
     count_together,
 )
+from pi2.fitting.check import check_file
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device, Unit
 from pi2.plan.weights.layout import round_up
 

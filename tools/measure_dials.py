@@ -21,7 +21,7 @@ import numpy as np
 
 import pi2
 from pi2.evaluation import score_windows
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
 from pi2.statistics.texts import encode_windows
 from pi2.tracing import add_legend, make_figure, pick_styles, save_figure
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.costs.cost import count_memory
+from pi2.fitting.check import load_plan
 from pi2.machine import list_allowed_cores
-from pi2.plan.resolve import load_plan
 
 MIB = 1 << 20
 LINES = "def run(self, value):\n    return value\n"

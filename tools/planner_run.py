@@ -26,9 +26,9 @@ from pi2.benchmarks.samples import Workload
 from pi2.costs.constants import FlashPoint
 from pi2.costs.rates import Rates
 from pi2.engine.statistics import read_peak_rss_bytes
+from pi2.fitting.check import load_plan
 from pi2.machine import list_allowed_cores
 from pi2.plan.documents.device import Device
-from pi2.plan.resolve import load_plan
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
 from pi2.progress import ignore_progress

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts
+from pi2.fitting.check import check_file, load_plan
 from pi2.importing.conversion_job import check_experts, note_identity
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import (
@@ -36,7 +36,6 @@ from pi2.plan.documents.quantities import (
     parse_quantity,
 )
 from pi2.plan.reading.references import find_document
-from pi2.plan.resolve import load_plan
 from pi2.planning.wish import read_document
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore

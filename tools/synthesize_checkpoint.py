@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pi2.fitting.check import check_file
 from pi2.importing.requirements import Requirement, list_requirements
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
 from synthesis.tokenizer import make_tokenizer
 

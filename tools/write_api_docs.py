@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pi2
+from pi2.authoring.explanation import list_field_docs
 from pi2.diagnostics import Diagnostic, Span
 from pi2.engine.answer import SequenceResult
 from pi2.engine.generation import AsyncGeneration, BatchGeneration, BatchResult
-from pi2.plan.authoring.explanation import list_field_docs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "python-api.md"
 BEGIN = "<!-- Written by tools/write_api_docs.py: change the docstrings instead. -->\n"

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from pi2.plan.authoring.explanation import FieldDoc, describe_field, find_table, list_keys
+from pi2.authoring.explanation import FieldDoc, describe_field, find_table, list_keys
 from pi2.plan.documents.common import Document, Origin, find_type
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import WrittenModel

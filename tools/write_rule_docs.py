@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pi2.diagnostics.texts import Page, begin_sentence
-from pi2.plan.checking.check import load_pages
+from pi2.fitting.check import load_pages
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference" / "findings"
 INDEX = "README.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_chunks
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
 from pi2.plan.arithmetic.units import Need, UnitFacts, list_matrices
 from pi2.plan.documents.device import Unit, UnitKind
 
@@ -63,7 +63,7 @@ def need_unit_memory(facts: UnitFacts) -> Need:
         experts=count_experts(model),
         counts=counts,
         chunk=chunk,
-        jobs=count_chunks(resolved),
+        jobs=facts.chunks,
         stretch=stretch,
     )
     total, what = sizes.device_bytes + sizes.host_bytes, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_chunks
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
 from pi2.plan.arithmetic.units import GraphFacts, Need, UnitFacts, list_wanted
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.quantities import approximate_bytes
@@ -85,7 +85,7 @@ def describe_sizes(facts: UnitFacts) -> UnitSizes:
         counts=facts.neurons or (),
         matrices={} if facts.rows is None else list_matrices(model, facts.rows),
         chunk=count_chunk_tokens(resolved.plan),
-        jobs=count_chunks(resolved),
+        jobs=facts.chunks,
         stretch=min(model.layer_neurons, STAGED_NEURONS),
         wanted=list_wanted(resolved, facts.unit),
         **describe_graphs(

@@ -1,5 +1,4 @@
-"""The library of a plan's NPU, ahead of time:
-``python -m pi2.backends.hexagon.library PLAN UNIT FOLDER``.
+"""The library of a plan's NPU, ahead of time.
 
 Writes ``graphs.elf``, which the emulator runs, ``graphs.o`` for the vendor's linker
 (`backends/hexagon/dsp`), and ``graphs.json``, the index.
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -69,38 +67,3 @@ def _replace(target: Path, content: bytes) -> None:
         temporary = Path(folder) / target.name
         temporary.write_bytes(content)
         temporary.replace(target)
-
-
-def main(arguments: list[str]) -> int:
-    """Write the library that the command line asks for; see the module's docstring."""
-    import argparse
-
-    from pi2.backends.hexagon.backend import KINDS, describe_sizes
-    from pi2.diagnostics import UserError
-    from pi2.diagnostics.texts import render_full as render
-    from pi2.plan.arithmetic.units import describe_unit
-    from pi2.plan.resolve import load_plan
-
-    parser = argparse.ArgumentParser(
-        prog="python -m pi2.backends.hexagon.library",
-        description="Compile the graphs of a plan's NPU ahead of time.",
-    )
-    parser.add_argument("plan", type=Path, metavar="PLAN")
-    parser.add_argument("unit", metavar="UNIT", help="name of the NPU in the device file")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the library goes")
-    chosen = parser.parse_args(arguments)
-    try:
-        resolved = load_plan(chosen.plan)
-        known = resolved.device.units.get(chosen.unit)
-        if known is None or known.kind not in KINDS:
-            parser.error(f"the device {resolved.device.id!r} has no NPU named {chosen.unit!r}")
-        spec = describe_library(describe_sizes(describe_unit(resolved, chosen.unit)), known)
-        write_library(spec, chosen.folder)
-    except UserError as error:
-        print(render(error.diagnostics), file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,6 @@ from pi2.plan.arithmetic.sizes import (
     STAGED_NEURONS,
     STAGING_BUFFERS,
     count_chunk_tokens,
-    count_chunks,
 )
 from pi2.plan.arithmetic.units import Need, UnitFacts, list_matrices
 from pi2.plan.documents.device import Unit, UnitKind
@@ -52,7 +51,7 @@ def count_unit_memory(facts: UnitFacts) -> Need:
         inputs, results = max(inputs, together * length), max(results, together * count)
     job = round_up(4 * inputs, ALIGNMENT) + round_up(4 * results, ALIGNMENT)
     job += round_up(4 * tokens * max(1, model.expert_count), ALIGNMENT)
-    jobs = count_chunks(resolved)
+    jobs = facts.chunks
     neurons = min(model.layer_neurons, STAGED_NEURONS)
     total = sum(round_up(count * stride, PAGE_BYTES) for count in counts) + jobs * job + rows
     total += STAGING_BUFFERS * round_up(neurons * stride, ALIGNMENT)

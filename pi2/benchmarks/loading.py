@@ -23,9 +23,9 @@ import numpy as np
 
 from pi2.benchmarks.contestant import Worker
 from pi2.caches import open_regular
+from pi2.fitting.check import load_plan
 from pi2.memory.bulk_load import PIECE_BYTES, READERS, touch_memory
 from pi2.memory.io_engine import make_readers
-from pi2.plan.resolve import load_plan
 from pi2.progress import Progress, ignore_progress
 from pi2.sharing.resolver import LockedReferences
 from pi2.store.manifest import read_manifest

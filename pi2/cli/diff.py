@@ -16,9 +16,9 @@ from pi2.cli.options import add_json_option, suggest_plans
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
+    from pi2.authoring.difference import Change, LayerChange, SegmentChange
+    from pi2.fitting.check import Report
     from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
-    from pi2.plan.authoring.difference import Change, LayerChange, SegmentChange
-    from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
 
 
@@ -49,7 +49,7 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
     For plans, this includes the memory that each segment needs, what stays in memory layer by layer
     and, where the device has the figures, the speed: simulated, not measured.
     """
-    from pi2.plan.authoring.difference import (
+    from pi2.authoring.difference import (
         compare_documents,
         compare_layers,
         compare_plans,

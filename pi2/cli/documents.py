@@ -42,9 +42,9 @@ def migrate_command(files: tuple[str, ...], check: bool) -> int:
     FILE is a plan, device or model, or a folder of them.  Versions are raised and renamed keys
     replaced; comments, order and layout are kept.  Files that are up to date are not touched.
     """
+    from pi2.authoring.difference import migrate_text
     from pi2.cli.main import print_diagnostics
     from pi2.diagnostics import Diagnostic, Span
-    from pi2.plan.authoring.difference import migrate_text
     from pi2.plan.reading.references import list_documents
     from pi2.plan.toml.source import CANNOT_READ, detect_kind, display_path, read_text
     from pi2.sharing.fetching import write_atomically
@@ -96,8 +96,8 @@ def schema_command(output: Path, check: bool) -> int:
     Editors find them by the first line of a document, such as
     `#:schema ../schemas/plan.schema.json`.
     """
+    from pi2.authoring.explanation import make_schemas
     from pi2.diagnostics import UserError
-    from pi2.plan.authoring.explanation import make_schemas
 
     code = 0
     for name, text in make_schemas().items():
@@ -144,9 +144,9 @@ def show_command(plan: str, given: ShowOptions) -> None:
     FILE is a plan, device or model.  The output is a valid document: saved next to the original, it
     resolves to the same digest.
     """
+    from pi2.authoring.writing import write_document, write_plan
     from pi2.diagnostics import UserError
-    from pi2.plan.authoring.writing import write_document, write_plan
-    from pi2.plan.checking.check import check_file
+    from pi2.fitting.check import check_file
     from pi2.plan.toml.source import detect_kind, display_path
     from pi2.sharing.resolver import LockedReferences
 
@@ -242,7 +242,7 @@ def fit_command(plan: ChosenPlan, given: FitOptions) -> None:
     error.  The new plan extends PLAN and states what differs.  Without -o it goes to standard
     output.
     """
-    from pi2.plan.authoring.drafting import refer_from, write_overlay
+    from pi2.authoring.drafting import refer_from, write_overlay
     from pi2.plan.documents.quantities import format_bytes
     from pi2.plan.reading.references import list_shipped
 

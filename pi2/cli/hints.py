@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pi2.fitting.sizes import find_needs
+
 if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
     from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -39,7 +41,7 @@ def hint_reads(resolved: ResolvedPlan, room_bytes: int) -> str | None:
             return f"--memory '{write_least(whole)}' keeps all weights in memory"
         more = room_bytes > MORE * plan.memory.budget
         return f"--memory '{write_most(room_bytes)}' keeps more weights in memory" if more else None
-    kept = resolved.needs.hot.bytes + plan.memory.segments.cold
+    kept = find_needs(resolved).hot.bytes + plan.memory.segments.cold
     missing = max(0, count_ffn_bytes(resolved) - kept)
     whole = plan.memory.budget + missing + missing // 32
     if missing and whole <= room_bytes and fits(resolved, whole):

@@ -30,7 +30,7 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.plan.authoring.drafting import MachineFacts
+    from pi2.authoring.drafting import MachineFacts
     from pi2.plan.toml.source import Kind
 
 
@@ -105,7 +105,7 @@ class NewPlanOptions(OutputOptions):
 @take_options(NewPlanOptions)
 def new_plan(given: NewPlanOptions) -> None:
     """Write a plan whose segments fit the model and the memory."""
-    from pi2.plan.authoring.drafting import Wish, draft_plan
+    from pi2.authoring.drafting import Wish, draft_plan
     from pi2.plan.documents.quantities import parse_size
 
     devices, models = _list_shipped("device"), _list_shipped("model")
@@ -139,7 +139,7 @@ class NewDeviceOptions(OutputOptions):
 @take_options(NewDeviceOptions)
 def new_device(name: str | None, given: NewDeviceOptions) -> None:
     """Write the device NAME, describing this machine or starting from another device."""
-    from pi2.plan.authoring.drafting import draft_device, draft_like
+    from pi2.authoring.drafting import draft_device, draft_like
 
     name = _ask("NAME", name, "Name of the device, such as acme-12")
     path = given.choose(name, "device")
@@ -189,7 +189,7 @@ class NewModelOptions(ShapeOptions, OutputOptions):
 @take_options(NewModelOptions)
 def new_model(name: str | None, given: NewModelOptions) -> None:
     """Write the model NAME from a checkpoint, another model, or its dimensions."""
-    from pi2.plan.authoring.drafting import draft_like, draft_model
+    from pi2.authoring.drafting import draft_like, draft_model
 
     name = _ask("NAME", name, "Name of the model, such as acme-7b")
     path = given.choose(name, "model")
@@ -251,9 +251,9 @@ def _take_name(path: Path) -> str:
 
 
 def _look_at_machine() -> MachineFacts:
+    from pi2.authoring.drafting import MachineFacts
     from pi2.machine import detect_machine
     from pi2.machine.storage import inspect_storage
-    from pi2.plan.authoring.drafting import MachineFacts
 
     machine = detect_machine()
     return MachineFacts(

@@ -20,8 +20,8 @@ from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
+    from pi2.fitting.check import Report
     from pi2.plan.arithmetic.resolved import ResolvedPlan
-    from pi2.plan.checking.check import Report
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
     from pi2.plan.toml.source import Kind
@@ -72,8 +72,8 @@ def suggest_codes(
     context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:
     """Codes of findings, keys of all kinds of documents, and files."""
-    from pi2.plan.authoring.explanation import list_keys
-    from pi2.plan.checking.check import load_pages
+    from pi2.authoring.explanation import list_keys
+    from pi2.fitting.check import load_pages
     from pi2.plan.reading.references import WRITTEN
     from pi2.plan.toml.text import format_path
 
@@ -96,7 +96,7 @@ def suggest_settings(
 def _list_settings() -> Iterator[str]:
     from typing import Literal
 
-    from pi2.plan.authoring.explanation import list_keys
+    from pi2.authoring.explanation import list_keys
     from pi2.plan.documents.common import find_type
     from pi2.plan.documents.plan import Plan
     from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, format_path

@@ -18,6 +18,7 @@ from pi2.cli.commands import in_help, write_text
 from pi2.cli.hints import find_hint
 from pi2.cli.options import JSON, ChosenPlan, SamplingOptions, option, take_options, take_plan
 from pi2.diagnostics import UserError
+from pi2.fitting.sizes import find_needs
 from pi2.logging import get_logger
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def log_plan(model: LoadedModel) -> None:
     """Say how memory and neurons are divided."""
     log = get_logger(plan_digest=model.plan.digest[:12])
     sizes = dict(model.plan.plan.memory.segments)
-    for name, need in model.plan.needs.items():
+    for name, need in find_needs(model.plan).items():
         log.debug("segment", segment=name, size_bytes=sizes[name], needed_bytes=need.bytes)
     for number, layer in enumerate(model.plan.layers):
         log.debug("layer", layer=number, split=dict(layer.split), hot_neurons=layer.hot_neurons)

@@ -170,9 +170,9 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     largest share that keeps to it is searched.  Without --target and --loss, PLAN's [sparsity]
     states the target.
     """
+    from pi2.authoring.drafting import refer_from, write_overlay
+    from pi2.authoring.writing import write_document
     from pi2.cli.commands import ProgressBar
-    from pi2.plan.authoring.drafting import refer_from, write_overlay
-    from pi2.plan.authoring.writing import write_document
     from pi2.sharing.fetching import write_atomically
     from pi2.sparsity.calibration import calibrate_thresholds, describe_changes, relate
 
@@ -226,7 +226,7 @@ def find_output(plan: Path, overrides: Mapping[str, object], output: Path | None
     """File of the thresholds; UserError P668 if nothing says where."""
     if output is not None:
         return output
-    from pi2.plan.resolve import load_plan
+    from pi2.fitting.check import load_plan
     from pi2.sharing.resolver import LockedReferences
 
     dense = {**overrides, "decode.predictor": "none", "decode.look_ahead": "none"}
@@ -269,7 +269,7 @@ def parse_share(text: str, option: str = "--loss") -> float:
 
 def write_tables_of(changes: dict[str, object]) -> str:
     """The lines that a plan needs."""
-    from pi2.plan.authoring.drafting import write_tables
+    from pi2.authoring.drafting import write_tables
 
     return write_tables(changes)
 

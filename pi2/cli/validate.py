@@ -32,9 +32,9 @@ from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.diagnostics.formats import find_renderer, list_formats
 
 if TYPE_CHECKING:
+    from pi2.authoring.explanation import Explanation
     from pi2.diagnostics.texts import Page
-    from pi2.plan.authoring.explanation import Explanation
-    from pi2.plan.checking.check import Report
+    from pi2.fitting.check import Report
 
 
 COLUMNS = 88
@@ -66,7 +66,7 @@ def explain_command(what: str | None, file: str | None, given: ExplainOptions) -
     arguments, it lists all codes.  `pi2 explain PLAN --cost` shows the time of a token by term:
     predicted, not measured.
     """
-    from pi2.plan.checking.check import load_pages
+    from pi2.fitting.check import load_pages
 
     if given.cost or given.plot is not None:
         if what is None or file is not None or not given.cost:
@@ -82,7 +82,7 @@ def explain_command(what: str | None, file: str | None, given: ExplainOptions) -
         return
     page = pages.get(what.upper())
     if page is None:
-        from pi2.plan.authoring.explanation import describe_path, is_known_path
+        from pi2.authoring.explanation import describe_path, is_known_path
 
         if not is_known_path(what):
             raise _report_unknown(what, pages)
@@ -110,7 +110,7 @@ def _explain_cost(plan: ChosenPlan, plot: Path | None) -> None:
 
 
 def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str | None) -> str:
-    from pi2.plan.authoring.explanation import explain_values
+    from pi2.authoring.explanation import explain_values
     from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences
     from pi2.weights.file_reading import check_document, find_kind
@@ -131,7 +131,7 @@ def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str 
 
 def write_explanation(item: Explanation) -> str:
     """What is known of a value, as plain text."""
-    from pi2.plan.authoring.explanation import write_chain
+    from pi2.authoring.explanation import write_chain
     from pi2.plan.toml.text import format_path, write_value
 
     shown = format_path(item.path)
@@ -301,7 +301,7 @@ def _check_files(
     files: Sequence[Path], locked: bool
 ) -> tuple[int, set[str], tuple[Diagnostic, ...], dict[str, str]]:
     """How many files were checked, their names, what was found in them, and texts by name."""
-    from pi2.plan.checking.inspection import Reuse
+    from pi2.fitting.inspection import Reuse
     from pi2.plan.reading.references import list_documents
     from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences
@@ -365,7 +365,7 @@ def _find_paths(files: Sequence[Path], found: dict[Diagnostic, None]) -> Iterato
 def _check_store(report: Report) -> list[Diagnostic]:
     if report.resolved is None or not report.resolved.store_path.exists():
         return []  # nothing to import for
-    from pi2.store.agreement import list_store_findings
+    from pi2.fitting.misfits import list_store_findings
 
     return list_store_findings(report)
 
@@ -383,7 +383,7 @@ def _find_worst(diagnostics: Sequence[Diagnostic]) -> Diagnostic:
 
 def _find_page(code: str) -> Page | None:
     # Imported when a format asks: most do not.
-    from pi2.plan.checking.check import find_page
+    from pi2.fitting.check import find_page
 
     return find_page(code)
 

@@ -30,8 +30,9 @@ from pi2.costs.description import Activity, Description, describe_plan
 from pi2.costs.prompts import PROMPT, cost_prompt
 from pi2.costs.rates import Rates
 from pi2.costs.settings import POSITION
+from pi2.fitting.budget import count_libraries
+from pi2.fitting.sizes import find_needs
 from pi2.memory.arena import count_lent_bytes
-from pi2.plan.arithmetic.fitting import count_libraries
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import (
     LOGIT_ROWS,
@@ -47,7 +48,7 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
     Of keys and values only what was used is, and of the rest what it lends to neurons.
     """
     segments = resolved.plan.memory.segments
-    needs = dict(resolved.needs.items())
+    needs = dict(find_needs(resolved).items())
     names = ("attention", "kv", "state", "predictor", "hot", "workspace")
     fixed = sum(needs[name].bytes for name in names) - _count_untouched(resolved)
     stride = resolved.bundle.stride

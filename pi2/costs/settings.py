@@ -28,11 +28,11 @@ from pi2.costs.activity import Policy, PredictorMode
 from pi2.costs.rates import Rates, check_flash, find_stream_overlap, find_stream_rate
 from pi2.costs.reads import Phases, Reads, find_reads
 from pi2.costs.sizes import Sizes, find_range_bytes, read_stored
+from pi2.fitting.sizes import list_graph_tokens
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.costs import choose_request_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_staged_neurons, find_block_bytes
-from pi2.plan.arithmetic.units import list_graph_tokens
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import round_up
 

@@ -40,9 +40,9 @@ from pi2.engine.text import (
     make_staying_child,
     read_chat_template,
 )
+from pi2.fitting.sizes import count_chunks
 from pi2.memory.budget import Pressure, read_pressure
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.sandbox.child import StayingChild
 from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
 from pi2.store.reader import NeuronStore

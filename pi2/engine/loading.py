@@ -15,7 +15,7 @@ from pi2.arrays import I32, U8, U32, Scales
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.caches import open_stream, read_regular
 from pi2.diagnostics import UserError
-from pi2.fit import locate_findings
+from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows

@@ -22,21 +22,22 @@ from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows, WholeRows
 from pi2.engine.loading import allocate_gate_rows, begin_dense, begin_scales, open_store
-from pi2.fit import find_plan_misfits
+from pi2.fitting.backends import (
+    find_backend,
+    find_executor_backend,
+    find_preparer,
+    find_unit_backend,
+)
+from pi2.fitting.misfits import find_plan_misfits
+from pi2.fitting.sizes import count_chunks, describe_unit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens, count_chunks
-from pi2.plan.arithmetic.units import describe_unit, list_matrices, list_wanted, name_head
-from pi2.plan.documents.backends import (
-    find_backend,
-    find_executor_backend,
-    find_preparer,
-    find_unit_backend,
-)
+from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
+from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress, ignore_progress
 from pi2.store.file_read import EmbeddingRows

@@ -26,8 +26,8 @@ from pi2.backends.protocol import CONTEXT_BLOCK, ContextKeeper, StateKeeper
 from pi2.caches import find_cache_folder
 from pi2.engine.forward import Sequences
 from pi2.engine.parts import Parts
+from pi2.fitting.sizes import count_chunks
 from pi2.logging import get_logger
-from pi2.plan.arithmetic.sizes import count_chunks
 from pi2.plan.weights.layout import round_up
 
 _MAGIC = b"pi2kept1"

@@ -15,12 +15,12 @@ from pi2.backends.units import SequenceModel, WholeModel, WholeRequest
 from pi2.engine.forward import Sequences, read_rows
 from pi2.engine.loading import group_by_expert, open_reader
 from pi2.engine.waves import NeuronCounters
+from pi2.fitting.backends import find_whole_backend
 from pi2.memory.arena import allocate_cache, allocate_staging
 from pi2.memory.budget import Budget
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_piece_bytes
-from pi2.plan.documents.backends import find_whole_backend
 from pi2.plan.weights.layout import round_up
 from pi2.progress import Progress
 from pi2.store.file_read import read_pieces

@@ -12,8 +12,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pi2.authoring.drafting import Wish, draft_plan
 from pi2.caches import show_path
 from pi2.diagnostics import UserError
+from pi2.fitting.completion import USUAL_CONTEXT
 from pi2.importing.checkpoint import MLC_CONFIG, Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config
 from pi2.importing.conversion_job import read_sampling
@@ -21,8 +23,6 @@ from pi2.importing.families import describe_family
 from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings
 from pi2.model.ffn import name_part
 from pi2.model.tensor import fill_name
-from pi2.plan.arithmetic.completion import USUAL_CONTEXT
-from pi2.plan.authoring.drafting import Wish, draft_plan
 from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.device import Device

@@ -11,18 +11,18 @@ from typing import Literal
 
 import tomli
 
+from pi2.authoring.costs import list_costs
+from pi2.authoring.explanation import FieldDoc, describe_field, write_chain
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.baseline import ProjectSettings, read_project, sift
-from pi2.plan.arithmetic.costs import list_costs
-from pi2.plan.authoring.explanation import FieldDoc, describe_field, write_chain
-from pi2.plan.checking.check import Report
+from pi2.fitting.check import Report
+from pi2.fitting.misfits import list_store_findings
 from pi2.plan.composing.trees import trace_value
 from pi2.plan.reading.references import WRITTEN, Located, UnknownName, locate_document
 from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.spans import SpanIndex, index_spans
 from pi2.plan.toml.text import KeyPath, format_path, write_text
 from pi2.sharing.resolver import LockedReferences
-from pi2.store.agreement import list_store_findings
 from pi2.weights.file_reading import check_document
 
 Encoding = Literal["utf-8", "utf-16", "utf-32"]

@@ -10,8 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from pi2.authoring.explanation import describe_field
 from pi2.lsp.checked import Checked
-from pi2.plan.authoring.explanation import describe_field
 from pi2.plan.documents.common import find_type, list_known_keys
 from pi2.plan.reading.references import WRITTEN, list_shipped
 from pi2.plan.toml.source import Kind, detect_kind

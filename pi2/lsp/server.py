@@ -12,9 +12,9 @@ from pygls.lsp.server import LanguageServer
 
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.diagnostic import label_note
+from pi2.fitting.check import find_page
 from pi2.lsp.checked import Checked, Encoding, Lines, explain_place, find_definition, list_fixes
 from pi2.lsp.completion import SUGGESTED, complete
-from pi2.plan.checking.check import find_page
 from pi2.plan.toml.source import detect_kind
 
 _SEVERITIES = {

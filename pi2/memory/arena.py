@@ -23,6 +23,7 @@ from pi2.memory.policy import expect_uses
 from pi2.model.blocks import list_attention
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_staged_neurons
+from pi2.plan.arithmetic.units import need_kv
 
 MEAN_TOKENS = 256
 """Tokens of context that a mean token is taken to have."""
@@ -53,8 +54,10 @@ def describe_context(resolved: ResolvedPlan) -> ContextMemory:
         runs += kinds * layers * vectors
     # Scales lie apart from what they belong to.
     runs *= 2 if resolved.plan.kv.type == "int8" else 1
+    file = resolved.file
+    need = need_kv(resolved.plan, resolved.model) if file is None else file.needs.kv
     return ContextMemory(
-        total_bytes=resolved.needs.kv.bytes,
+        total_bytes=0 if resolved.has_whole_unit else need.bytes,
         context=resolved.plan.decode.batch * resolved.plan.kv.context,
         runs=resolved.plan.decode.batch * runs,
     )

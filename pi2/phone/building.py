@@ -29,6 +29,8 @@ from pi2.backends.host.contract import HostSpec, choose_checks
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.engine.opened_model import make_request
+from pi2.fitting.misfits import find_store_misfits
+from pi2.fitting.sizes import describe_unit
 from pi2.machine import detect_machine
 from pi2.model.tensors import list_tensors
 from pi2.phone.contents import PACKAGES, Wish, aim_plan, list_code
@@ -37,10 +39,8 @@ from pi2.phone.replacements.libraries import INDEX as KERNELS
 from pi2.phone.replacements.libraries import Spec, describe_spec
 from pi2.phone.runtime.probing import list_recipes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress
-from pi2.store.agreement import find_store_misfits
 from pi2.store.manifest import MANIFEST
 from pi2.store.reader import NeuronStore
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from pkgutil import iter_modules
 from typing import Literal, cast
@@ -44,8 +44,8 @@ STAND_INS = ("pydantic", "pydantic_core")
 LEFT_OUT = frozenset(
     {
         "pi2.engine.file_loading",
-        "pi2.plan.authoring.writing",
-        "pi2.plan.resolve",
+        "pi2.authoring.writing",
+        "pi2.fitting.check",
         "pi2.plan.reading.schema_check",
         "pi2.plan.toml.source",
         "pi2.benchmarks.read_kernel",  # compiled by TVM: numpy does it, too
@@ -192,12 +192,10 @@ def aim_plan(resolved: ResolvedPlan, wish: Wish) -> ResolvedPlan:
     )
     units = {**resolved.device.units, resolved.sparse_unit: aimed}
     settings = resolved.plan.threads.model_copy(update={"compute": threads})
-    return ResolvedPlan(
+    return replace(
+        resolved,
         plan=resolved.plan.model_copy(update={"threads": settings, "store": "store"}),
         device=resolved.device.model_copy(update={"units": units}),
-        model=resolved.model,
-        path=resolved.path,
-        thresholds=resolved.thresholds,
     )
 
 

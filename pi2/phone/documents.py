@@ -13,6 +13,7 @@ from typing import Any
 
 from pi2.caches import check_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
+from pi2.fitting.backends import find_alone
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -132,6 +133,7 @@ def read_resolved(path: Path) -> ResolvedPlan:
         model=Model.model_validate_json(json.dumps(documents["model"])),
         path=path,
         thresholds=thresholds,
+        find_alone=find_alone,
     )
     # It was computed of the documents as they were read and checked.
     resolved.__dict__["digest"] = str(documents["digest"])

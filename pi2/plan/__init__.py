@@ -1,11 +1,11 @@
-"""The plan language: from a file to a plan that may run.
+"""The plan language: from a file to a plan, layer by layer.
 
-`pi2.plan.resolve` is the way in.  The rooms, each of which sees only those below it::
+`pi2.fitting.check` is the way in: it asks backends, too.  The rooms, each of which sees only those
+below it::
 
-    authoring     drafts, explanations, schemas, migration, differences: for people who write plans
-    checking      the rules, and everything that is found in a plan, its device and its model
+    checking      reading documents with what they name, and rules that need no backend
     composing     documents that extend others, and values given on the command line
-    arithmetic    a plan layer by layer; the bytes it needs, what they cost, what a token costs
+    arithmetic    a plan layer by layer; bytes that follow from it alone
     reading       from a file's values to a document
     documents     what plans, devices and models may say
     toml          the text of a file, and where in it everything stands

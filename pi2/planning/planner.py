@@ -12,15 +12,9 @@ from pi2.costs.description import read_whole_rates
 from pi2.costs.rates import Rates, check_flash, check_power, read_rates
 from pi2.costs.sizes import StoredLayout, read_stored
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.completion import choose_backends
-from pi2.plan.arithmetic.fitting import (
-    MIB,
-    Shortage,
-    add_runtime,
-    fit_plan,
-    round_share,
-    write_memory,
-)
+from pi2.fitting.budget import MIB, Shortage, add_runtime, fit_plan, round_share, write_memory
+from pi2.fitting.completion import choose_backends
+from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.plan import PredictorMode
@@ -375,7 +369,7 @@ def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
                 problem.groups, solution.resident, solution.dense, strict=True
             )
         )
-        cold_bytes = int(resident_bytes - resolved.needs.hot.bytes - solution.lent_bytes)
+        cold_bytes = int(resident_bytes - find_needs(resolved).hot.bytes - solution.lent_bytes)
     fitted = fit_plan(resolved, budget, cold_bytes=cold_bytes).plan
     values["memory"] |= write_memory(fitted)
     values["layers"] = fitted.layers.model_dump(exclude_unset=True)

@@ -24,9 +24,10 @@ from pi2.costs.reads import IoChoice, list_io_choices
 from pi2.costs.settings import POSITION, LookAhead, Settings, count_run
 from pi2.costs.sizes import Sizes, find_range_bytes, measure_sizes, read_stored
 from pi2.costs.terms import time_head, time_row
+from pi2.fitting.budget import MIB, count_runtime
+from pi2.fitting.sizes import find_needs
 from pi2.memory.arena import describe_context
 from pi2.plan.arithmetic.costs import SHORT_CHUNK, list_chunks
-from pi2.plan.arithmetic.fitting import MIB, count_runtime
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.device import UnitKind
@@ -241,7 +242,7 @@ def _list_chunks(
     routes = () if model.moe is None else describe_activity(model, "router", wish.store)[0]
     once_s = 0.0 if rates.dense_many is None else rates.dense_many[0]
     for tokens in list_chunks(model, wish.context):
-        needs = _resolve(wish, mode, kv, tokens, bundle).needs
+        needs = find_needs(_resolve(wish, mode, kv, tokens, bundle))
         touched = [layer.count_united(tokens) / layer.neurons for layer in routes]
         yield ChunkChoice(
             tokens=tokens,
@@ -289,7 +290,7 @@ def _list_kvs(wish: Wish, rates: Rates, bundle: BundleLayout) -> tuple[KvChoice,
         found.append(
             KvChoice(
                 type=kind,
-                bytes=round_up(resolved.needs.kv.bytes, MIB),
+                bytes=round_up(find_needs(resolved).kv.bytes, MIB),
                 token_s=seconds,
                 lent_bytes=unused,
             )
@@ -317,7 +318,7 @@ def _list_embeddings(
         found.append(
             EmbeddingChoice(
                 place=place,
-                bytes=round_up(resolved.needs.attention.bytes, MIB),
+                bytes=round_up(find_needs(resolved).attention.bytes, MIB),
                 token_s=wish.batch * time_row(rates, model) if place == "flash" else 0.0,
             )
         )
@@ -407,8 +408,8 @@ def _pose_mode(
     return Mode(
         predictor=mode,
         cache_share=cache_share,
-        predictor_bytes=round_up(resolved.needs.predictor.bytes, MIB),
-        least_cold_bytes=0 if cache_share == 0.0 else resolved.needs.cold.bytes,
+        predictor_bytes=round_up(find_needs(resolved).predictor.bytes, MIB),
+        least_cold_bytes=0 if cache_share == 0.0 else find_needs(resolved).cold.bytes,
         lines=tuple(lines),
         fixed_s=tuple(fixed),
         compute_s=tuple(compute),

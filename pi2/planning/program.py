@@ -34,7 +34,7 @@ from pi2.costs.rates import find_stream_overlap, find_stream_rate
 from pi2.costs.reads import IoChoice
 from pi2.costs.settings import LookAhead
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.fitting import SHARE_STEPS
+from pi2.fitting.budget import SHARE_STEPS
 from pi2.planning.problem import ChunkChoice, EmbeddingChoice, KvChoice, Mode, Problem
 
 TIME_LIMIT_S = 60.0

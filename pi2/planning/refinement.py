@@ -14,18 +14,11 @@ from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.description import read_whole_rates
 from pi2.costs.sizes import PAGE_BYTES, StoredLayout
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.fitting import (
-    MIB,
-    Shortage,
-    add_runtime,
-    fit_plan,
-    round_segment,
-    write_memory,
-)
+from pi2.fitting.backends import find_whole_backend, list_usual_backends
+from pi2.fitting.budget import MIB, Shortage, add_runtime, fit_plan, round_segment, write_memory
+from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, count_unit_needs, find_block_bytes
-from pi2.plan.arithmetic.units import describe_unit
-from pi2.plan.documents.backends import find_whole_backend, list_usual_backends
+from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode, Segments
@@ -90,7 +83,7 @@ def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
     assert backend is not None
     if backend.find_limits(describe_unit(resolved, name)):
         return None
-    sizes = {key: round_segment(need.bytes) for key, need in resolved.needs.items()}
+    sizes = {key: round_segment(need.bytes) for key, need in find_needs(resolved).items()}
     other = sum(sizes.values())
     budget = add_runtime(wish.model, other, resolved.list_unit_kinds())
     sizes["runtime"] = (budget - other) // MIB * MIB

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pi2.costs.cost import Cost
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.fitting import MIB
+from pi2.fitting.budget import MIB
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.quantities import (
     approximate_bytes,

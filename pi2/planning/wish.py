@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import UserError
+from pi2.fitting.backends import find_alone
+from pi2.fitting.check import check_file
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
@@ -21,7 +22,7 @@ from pi2.plan.weights.layout import BundleLayout
 from pi2.sharing.resolver import LockedReferences
 
 if TYPE_CHECKING:
-    from pi2.plan.checking.check import Report
+    from pi2.fitting.check import Report
     from pi2.plan.toml.source import Kind
 
 
@@ -75,7 +76,7 @@ def make_plan_values(
 def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
     """Put a plan's values, its device and its model together."""
     plan = Plan.model_validate_json(json.dumps(values))
-    return ResolvedPlan(plan=plan, device=device, model=model)
+    return ResolvedPlan(plan=plan, device=device, model=model, find_alone=find_alone)
 
 
 Objective = Literal["speed", "memory", "energy"]

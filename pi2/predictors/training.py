@@ -14,15 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import F32
+from pi2.authoring.writing import write_document
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.observation import DenseObserver
 from pi2.evaluation import Evaluation, evaluate_plan
+from pi2.fitting.sizes import find_needs
 from pi2.model.tensor import DenseTensor
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
-from pi2.plan.authoring.writing import write_document
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Predictor
 from pi2.plan.weights.layout import GROUP, Precision, matrix_bytes, round_up
@@ -266,7 +267,7 @@ def write_plan_text(resolved: ResolvedPlan, model: Model, device: str) -> str:
     old = resolved.plan
     decode = old.decode.model_copy(update={"predictor": "low-rank", "threshold": 0.0})
     plan = old.model_copy(update={"decode": decode})
-    needs = replace(resolved, plan=plan, model=model, thresholds=None).needs
+    needs = find_needs(replace(resolved, plan=plan, model=model, thresholds=None))
     # Predictors need room, and so do the neurons that they name.
     segments = plan.memory.segments
     sizes = {

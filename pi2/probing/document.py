@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel
 
 from pi2.machine import Machine
-from pi2.plan.checking.findings import walk_figures
 from pi2.plan.documents.device import (
     ComputeFigure,
     Device,
@@ -23,6 +22,7 @@ from pi2.plan.documents.device import (
     ReadFigure,
     ThreadsFigure,
 )
+from pi2.plan.documents.private import walk_figures
 from pi2.plan.documents.quantities import (
     HERTZ_UNITS,
     RATE_UNITS_OUT,
@@ -243,7 +243,7 @@ def describe_device(name: str, found: Measurements) -> dict[str, Any]:
 def write_device(device: Device, notes: Sequence[str] = ()) -> str:
     """The document as text; ``notes``: of units that were found and not measured."""
     # A bundle writes plain values.
-    from pi2.plan.authoring.writing import write_document
+    from pi2.authoring.writing import write_document
 
     noise = device.noise
     lines = [

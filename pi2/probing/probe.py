@@ -21,6 +21,7 @@ from pi2.backends.protocol import Executor
 from pi2.benchmarks.bandwidth import MeterRecipe
 from pi2.benchmarks.contestant import Worker
 from pi2.diagnostics import UserError
+from pi2.fitting.backends import find_executor_backend
 from pi2.machine import (
     Machine,
     Storage,
@@ -29,7 +30,6 @@ from pi2.machine import (
     inspect_storage,
     list_allowed_cores,
 )
-from pi2.plan.documents.backends import find_executor_backend
 from pi2.probing import tokens
 from pi2.probing.steps import EXACT, GATES, USUAL, VARIANTS, Steps, TokenSteps, Variety
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 from pi2.diagnostics import UserError
 from pi2.engine.answer import SequenceResult
 from pi2.engine.generation import Driver
+from pi2.fitting.check import load_plan
 from pi2.logging import get_logger
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.resolve import load_plan
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.sharing.resolver import LockedReferences
 

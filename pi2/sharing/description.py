@@ -17,9 +17,9 @@ import tomli
 from pi2.caches import find_home
 from pi2.diagnostics import UserError
 from pi2.diagnostics.texts import escape_controls
-from pi2.plan.checking.check import check_file
-from pi2.plan.checking.findings import find_private, strip_private, walk_figures
+from pi2.fitting.check import check_file
 from pi2.plan.documents.device import Device
+from pi2.plan.documents.private import find_private, strip_private, walk_figures
 from pi2.plan.reading.references import has_scheme, list_shipped
 from pi2.plan.toml.source import detect_kind, display_path, parse_source, read_source
 from pi2.plan.toml.text import format_path

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.plan.checking.check import check_file
+from pi2.fitting.check import check_file
 from pi2.plan.reading.references import has_scheme, list_shipped
 from pi2.plan.toml.source import Kind, detect_kind, display_path, read_source
 from pi2.sharing.fetching import (

@@ -22,6 +22,8 @@ from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
 from pi2.evaluation import Scores, join_scores, score_windows
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.rules.sparsity import explain_method
@@ -29,7 +31,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Sparsity, SparsityMethod
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.thresholds import Thresholds
-from pi2.plan.resolve import load_plan
 from pi2.progress import Progress, ignore_progress
 from pi2.sharing.fetching import write_atomically
 from pi2.sharing.resolver import LockedReferences
@@ -98,7 +99,7 @@ def describe_changes(
             "sparsity": Sparsity.model_validate(sparsity),
         }
     )
-    needs = replace(resolved, plan=plan, thresholds=thresholds).needs
+    needs = find_needs(replace(resolved, plan=plan, thresholds=thresholds))
     segments = plan.memory.segments
     changes: dict[str, object] = {
         "decode.predictor": "gate",

@@ -3,75 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pi2.caches import check_regular
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fit import list_backends
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.backends import find_text_backend
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import format_bytes
 from pi2.store.identity import compute_digest, describe_weights, list_differences
-from pi2.store.manifest import Manifest, StoredBundle, StoredFile, read_manifest
-
-if TYPE_CHECKING:
-    from pi2.plan.checking.check import Report
-
-
-def list_store_findings(report: Report) -> list[Diagnostic]:
-    """What a run of a checked plan would refuse about its store, at the places in the plan; nothing
-    of a plan that runs dry, which opens no store."""
-    resolved = report.resolved
-    if (
-        resolved is None
-        or resolved.file is not None
-        or not resolved.store_path.exists()
-        or list_backends(resolved) == {"null"}
-    ):
-        return []
-    found = []
-    for item in find_store_misfits(resolved):
-        path = tuple((item.path or "store").split("."))
-        # Places are looked for where something was found.
-        place = item.span or report.files["plan"].spans.find_value(path)
-        found.append(replace(item, span=place, path=".".join(path)))
-    return found
-
-
-def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
-    """What a run would refuse about the store of ``resolved``: P502-P506, P508, P520, P605; P689
-    of weights for another program.
-
-    Nothing where no store is there: it may be made later, or be on the device alone.
-    """
-    path = resolved.store_path
-    if not path.exists():
-        return []
-    text = find_text_backend(resolved.name_backend(resolved.sparse_unit))
-    try:
-        if resolved.gives_text and text is not None:
-            text.check_weights(path, resolved.model)
-            return []
-        manifest = read_manifest(path)
-        check_model(path, manifest, resolved.model)
-        check_files(path, manifest)
-    except UserError as error:
-        return list(error.diagnostics)
-    found = list(find_bundle_misfits(resolved, manifest.bundle))
-    tokenizer = path / resolved.model.tokenizer.file
-    if not tokenizer.is_file():
-        found.append(
-            Diagnostic(
-                code="P605",
-                message=f"the store {path} has no tokenizer {tokenizer.name}",
-                help="convert the model again, or copy its tokenizer.json into the store",
-                path="store",
-            )
-        )
-    return found
+from pi2.store.manifest import Manifest, StoredBundle, StoredFile
 
 
 def find_bundle_misfits(resolved: ResolvedPlan, stored: StoredBundle) -> Iterator[Diagnostic]:

@@ -10,8 +10,8 @@ from pi2.caches import is_gguf, show_path
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
+    from pi2.fitting.check import Report
     from pi2.plan.arithmetic.file_facts import FilledPlan
-    from pi2.plan.checking.check import Report
     from pi2.plan.toml.source import Kind
     from pi2.weights.gguf_weights import GgufWeights
 
@@ -44,9 +44,9 @@ def find_kind(path: Path) -> Kind | None:
 
 
 def check_document(path: Path, **given: Any) -> Report:
-    """Check a document as `pi2.plan.checking.check.check_file` does; a GGUF file counts as the plan
+    """Check a document as `pi2.fitting.check.check_file` does; a GGUF file counts as the plan
     that runs it."""
-    from pi2.plan.checking.check import check_file, check_plan
+    from pi2.fitting.check import check_file, check_plan
 
     bare, fill = describe_bare(path), FileFiller()
     if bare is None:

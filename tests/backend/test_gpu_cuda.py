@@ -31,7 +31,7 @@ from pi2.backends.gpu.kernels.specification import (
 )
 from pi2.backends.gpu.packing import load_image
 from pi2.diagnostics import UserError
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
 from tests.helpers.cubins import read_resources
 
 FFN = FfnKernels(hidden=4096, precision="int4", activation="drelu", bias=True, experts=8)

@@ -12,9 +12,10 @@ import pytest
 
 import pi2.backends.hexagon as package
 from pi2.backends.hexagon import session
-from pi2.backends.hexagon.library import main, write_library
+from pi2.backends.hexagon.library import write_library
 from pi2.backends.hexagon.linkers import find_linker
 from pi2.backends.hexagon.specification import FfnGraph, FfnShape, HexagonSpec
+from pi2.phone.npu_library import main
 
 DSP = Path(package.__file__).parent / "dsp"
 WARNINGS = ("-O2", "-Wall", "-Wextra", "-Werror", f"-I{DSP}", f"-I{DSP / 'check'}")

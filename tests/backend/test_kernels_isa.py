@@ -14,8 +14,8 @@ import pytest
 from pi2.arrays import F32
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS
+from pi2.fitting.check import check_file
 from pi2.formats import find_packing
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import list_shipped
 from tests.helpers.aarch64 import (

@@ -21,8 +21,8 @@ from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.benchmarks.contestant import KernelTimes, ReadWaits, observe_parts
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
+from pi2.fitting.check import load_plan
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
-from pi2.plan.resolve import load_plan
 from pi2.statistics.prediction import RecallCounter
 from pi2.store.reordering import repack_store
 from tests.helpers.kernels import measure_error

@@ -18,8 +18,8 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.fitting.check import check_file
 from pi2.machine import detect_machine
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.probing import remote
 from tools.emulate_phone import TVM, start_emulated

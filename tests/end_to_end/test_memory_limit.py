@@ -15,7 +15,8 @@ import pytest
 from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.caches import VARIABLE
 from pi2.costs.cost import count_memory
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from tests.end_to_end.test_demo import PLAN, run
 
 MIB = 1 << 20
@@ -75,7 +76,7 @@ def test_the_group_does_limit(group: MemoryGroup) -> None:
 
 def test_a_smaller_budget_is_kept_and_explained() -> None:
     resolved = load_plan(PLAN)
-    needs = sum(need.bytes for _, need in resolved.needs.items())
+    needs = sum(need.bytes for _, need in find_needs(resolved).items())
     budget = resolved.plan.memory.segments.runtime + needs + 100_000
     assert budget < resolved.plan.memory.budget
     done = run(

@@ -15,10 +15,10 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.costs.rates import read_rates
+from pi2.fitting.check import check_file
 from pi2.phone import building
 from pi2.phone.runtime.probing import list_recipes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.probing import storage
 from pi2.probing.probe import KernelRecipe

@@ -8,7 +8,7 @@ from typing import Any
 
 import tomlkit
 
-from pi2.plan.checking.check import check_file
+from pi2.fitting.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.store.manifest import read_manifest

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import uvicorn
 
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
 from pi2.serving.application import Settings, make_application
 from pi2.serving.front import TimedConnection
 from pi2.serving.host import ServedPlan

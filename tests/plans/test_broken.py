@@ -11,7 +11,7 @@ import json
 
 import pytest
 
-from pi2.plan.checking.rules import load_rules
+from pi2.fitting.rules import list_rules
 from tests.helpers.broken_plans import BROKEN, find_expected, list_names, validate
 
 WARNINGS = {
@@ -247,7 +247,7 @@ def test_every_file_has_its_mistake_listed() -> None:
 
 
 def test_every_rule_has_a_file() -> None:
-    assert {rule.code for rule in load_rules()} <= {planted[0] for planted in PLANTED.values()}
+    assert {rule.code for rule in list_rules()} <= {planted[0] for planted in PLANTED.values()}
 
 
 @pytest.mark.parametrize("name", list_names())

@@ -14,9 +14,9 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pi2.authoring.difference import migrate_text
 from pi2.cli.main import run
-from pi2.plan.authoring.difference import migrate_text
-from pi2.plan.checking.check import check_file
+from pi2.fitting.check import check_file
 from pi2.plan.documents.common import SCHEMA_VERSION, find_type
 from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old_keys
 from pi2.plan.reading.references import DOCUMENTS

@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 import tomli
 
+from pi2.authoring.explanation import make_schemas
 from pi2.cli.main import run
-from pi2.plan.authoring.explanation import make_schemas
 from pi2.plan.toml.source import detect_kind
 
 ROOT = Path(__file__).parents[2]

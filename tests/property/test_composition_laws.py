@@ -11,9 +11,9 @@ import tomli
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pi2.authoring.writing import write_plan
 from pi2.cli.main import run
-from pi2.plan.authoring.writing import write_plan
-from pi2.plan.checking.check import Report, check_file
+from pi2.fitting.check import Report, check_file
 from pi2.plan.composing.compose import compose, parse_key
 from pi2.plan.composing.trees import (
     Node,

@@ -11,9 +11,10 @@ import tomli
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from pi2.authoring.writing import write_plan
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.texts import render_full as full
-from pi2.plan.authoring.writing import write_plan
+from pi2.fitting.check import load_plan
 from pi2.plan.documents.plan_units import list_layers
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
@@ -29,7 +30,6 @@ from pi2.plan.documents.quantities import (
     write_least,
     write_most,
 )
-from pi2.plan.resolve import load_plan
 from pi2.plan.toml.spans import index_spans
 from pi2.plan.toml.text import KeyPath, write_key, write_value
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
 from pi2.diagnostics.formats import find_renderer, list_formats
-from pi2.plan.checking.check import Report, check_file, check_plan
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import Report, check_file, check_plan, load_plan
 from pi2.plan.toml.source import parse_source
 from pi2.plan.toml.text import write_key, write_value
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pi2.plan.documents.backends import (
+from pi2.fitting.backends import (
     find_backend,
     find_executor_backend,
     find_unit_backend,
     find_whole_backend,
-    list_backend_names,
 )
+from pi2.plan.documents.common import list_backend_names
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("numpy", "tvm", "tvm_ffi", "pyarrow", "torch")
@@ -65,9 +65,37 @@ def test_every_folder_with_a_backend_module_is_one() -> None:
 def test_asking_backends_loads_nothing_heavy() -> None:
     done = run(
         "import sys\n"
-        "from pi2.plan.documents.backends import find_backend, list_backend_names\n"
+        "from pi2.fitting.backends import find_backend, list_backend_names\n"
         "for name in list_backend_names(): find_backend(name)\n"
         f"print([name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_plan_language_imports_no_backend_in_any_way() -> None:
+    done = run(
+        "import importlib, pkgutil, sys\n"
+        "from pathlib import Path\n"
+        "import pi2.plan\n"
+        "for found in pkgutil.walk_packages(pi2.plan.__path__, 'pi2.plan.'):\n"
+        "    importlib.import_module(found.name)\n"
+        "from pi2.plan.arithmetic.resolved import ResolvedPlan\n"
+        "from pi2.plan.checking.findings import Facts\n"
+        "from pi2.plan.checking.rules import load_rules\n"
+        "from pi2.plan.reading.references import DOCUMENTS\n"
+        "from pi2.plan.reading.schema_check import check_schema\n"
+        "from pi2.plan.toml.source import read_source\n"
+        "places = {'plan': 'cloud-vm-zen5/bamboo-7b', 'device': 'devices/cloud-vm-zen5',\n"
+        "          'model': 'models/bamboo-7b'}\n"
+        "known = {}\n"
+        "for kind, name in places.items():\n"
+        "    path = Path(f'plans/{name}.{kind}.toml')\n"
+        "    known[kind], _ = check_schema(read_source(path, name), DOCUMENTS[kind])\n"
+        "resolved = ResolvedPlan(**known, find_alone=lambda name: None)\n"
+        "for rule in load_rules():\n"
+        "    list(rule.check(Facts(known={**known, 'resolved': resolved})))\n"
+        "assert len(load_rules()) > 50 and resolved.digest\n"
+        "print([name for name in sys.modules if name.startswith('pi2.backends')])\n"
     )
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -77,8 +105,10 @@ def test_a_backend_is_added_by_its_folder_alone(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "backend.py").write_text(TOY)
     script = (
-        "import sys, pi2.backends\n"
+        "import pathlib, sys, pi2.backends\n"
         f"pi2.backends.__path__.append({str(tmp_path)!r})\n"
+        "from pi2.plan.documents.common import BACKEND_FOLDERS\n"
+        f"BACKEND_FOLDERS.append(pathlib.Path({str(tmp_path)!r}))\n"
         "from pi2.cli.main import run\n"
         "sys.exit(run(sys.argv[1:] or {arguments}))\n"
     )

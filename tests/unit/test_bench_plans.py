@@ -14,7 +14,7 @@ from pi2.benchmarks.contestants import PlanContestant, PlanRecipe
 from pi2.benchmarks.samples import Workload
 from pi2.cli import main
 from pi2.diagnostics import UserError
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
 from pi2.progress import ignore_progress
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan

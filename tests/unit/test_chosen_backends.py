@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from pi2.authoring import drafting
+from pi2.authoring.drafting import write_backends
 from pi2.cli.main import run
-from pi2.plan.arithmetic import completion
-from pi2.plan.arithmetic.completion import choose_backends
-from pi2.plan.authoring import drafting
-from pi2.plan.authoring.drafting import write_backends
-from pi2.plan.resolve import load_plan
+from pi2.fitting import completion
+from pi2.fitting.check import load_plan
+from pi2.fitting.completion import choose_backends
 
 
 def generate(folder: Path, *command: str) -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 import click
 import pytest
 
+from pi2.authoring.explanation import describe_field, parse_path
 from pi2.cli.commands import list_commands
 from pi2.cli.main import run
 from pi2.cli.options import suggest_settings
-from pi2.plan.authoring.explanation import describe_field, parse_path
 from pi2.plan.documents.plan import Plan
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from pi2.costs.description import Description, describe_plan
 from pi2.costs.prompts import list_prompt_layers
-from pi2.plan.arithmetic.units import list_graph_tokens, pad_tokens
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import list_graph_tokens
+from pi2.plan.arithmetic.units import pad_tokens
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/oneplus-12/bamboo-7b.plan.toml"
 GRAPHS = (1, 2, 4, 32, 64, 128)

@@ -14,9 +14,9 @@ import pytest
 
 from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
+from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
-from pi2.plan.resolve import load_plan
 from pi2.simulate import read_inputs, simulate
 
 HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"

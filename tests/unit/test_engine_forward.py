@@ -12,6 +12,7 @@ import pytest
 import pi2
 from pi2.cli.main import run as cli
 from pi2.diagnostics import UserError
+from pi2.fitting.sizes import find_needs
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
 
@@ -335,7 +336,7 @@ def test_rows_of_the_embedding_may_come_from_flash(tmp_path: Path) -> None:
             logits = forward.prefill(np.array(TOKENS, np.int32), all_logits=True)
             results.append([logits, forward.decode(7).copy(), forward.decode(287).copy()])
             sizes.append(model._parts.budget.used_bytes["attention"])
-            sizes.append(model.plan.needs.attention.bytes)
+            sizes.append(find_needs(model.plan).attention.bytes)
     for resident, read in zip(*results, strict=True):
         np.testing.assert_array_equal(read, resident)
     # 288 rows of 64 int8 elements and 2 scales, and 8 of them.

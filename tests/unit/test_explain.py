@@ -14,8 +14,8 @@ import pytest
 from pi2.cli import validate as explain
 from pi2.cli.main import run
 from pi2.diagnostics.texts import Page, parse_page
-from pi2.plan.checking.check import FOLDER, load_pages
-from pi2.plan.checking.rules import load_rules
+from pi2.fitting.check import FOLDER, load_pages
+from pi2.fitting.rules import list_rules
 from tests.helpers.broken_plans import validate
 from tools import write_rule_docs
 
@@ -62,7 +62,7 @@ def test_pages_go_into_the_wheel() -> None:
 
 
 def test_a_rule_has_its_page_in_its_docstring() -> None:
-    for rule in load_rules():
+    for rule in list_rules():
         assert PAGES[rule.code] == parse_page(rule.code, rule.documentation)
 
 

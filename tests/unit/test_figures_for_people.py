@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pi2.cli.main import run
 from pi2.engine.run_report import summarise_pressure
+from pi2.fitting.check import check_file
 from pi2.importing.new_model import draft_first_plan
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import (

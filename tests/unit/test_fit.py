@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from pi2.diagnostics import Diagnostic
-from pi2.fit import find_misfits, find_plan_misfits
+from pi2.fitting.check import load_plan
+from pi2.fitting.misfits import find_misfits, find_plan_misfits
 from pi2.machine import Cpu, CpuCores, Machine, Memory
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_shipped_folder
-from pi2.plan.resolve import load_plan
 
 GIB = 1 << 30
 
@@ -116,7 +116,7 @@ def test_more_threads_than_cores_is_a_warning() -> None:
 
 
 def test_a_core_to_bind_to_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pi2.fit.list_allowed_cores", lambda: [0, 2])
+    monkeypatch.setattr("pi2.fitting.misfits.list_allowed_cores", lambda: [0, 2])
     assert find(make_device(), make_machine(), bound=[2, 0]) == []
     (finding,) = find(make_device(), make_machine(), bound=[0, 1])
     assert (finding.code, finding.severity, finding.path) == ("P306", "error", "threads.cores")

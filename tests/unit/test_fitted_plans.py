@@ -12,12 +12,13 @@ import pytest
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.importing.new_model import draft_first_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.reading.references import list_shipped
-from pi2.plan.resolve import load_plan
 from pi2.planning.wish import read_document
 from pi2.refit import FittedPlan, read_plan
 from tests.helpers.mixtures import make_mixture_plan
@@ -67,7 +68,7 @@ def test_sizes_follow_what_is_set(name: str, wish: dict[str, Any]) -> None:
         assert item.code in ("P231", "P611")
         return
     assert resolved.plan.memory.budget == load_plan(list_shipped("plan")[name]).plan.memory.budget
-    for segment, need in resolved.needs.items():
+    for segment, need in find_needs(resolved).items():
         assert getattr(resolved.plan.memory.segments, segment) >= need.bytes
 
 

@@ -15,6 +15,7 @@ from pi2.backends.arithmetic import expand_stretches
 from pi2.diagnostics import UserError
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.routed import ReadAhead
+from pi2.fitting.check import check_file, check_plan
 from pi2.importing.conversion_job import group_experts
 from pi2.memory.budget import Budget
 from pi2.memory.bundle_files import BundleFile
@@ -23,7 +24,6 @@ from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.granules import SingleNeurons, choose_granule
 from pi2.memory.policy import ABSENT
 from pi2.plan.arithmetic.costs import choose_request_bytes
-from pi2.plan.checking.check import check_file, check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.store.reader import NeuronStore

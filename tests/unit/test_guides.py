@@ -15,7 +15,7 @@ import pytest
 import pi2
 from pi2.cli.commands import LazyGroup
 from pi2.cli.main import run
-from pi2.plan.checking.check import check_file
+from pi2.fitting.check import check_file
 from tools import list_models, write_api_docs
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_the_codes_that_guides_name_are_about_what_they_say() -> None:
             "P614": "end of the run",
         },
     }
-    from pi2.plan.checking.check import load_pages
+    from pi2.fitting.check import load_pages
 
     pages = load_pages()
     for page, codes in wanted.items():

@@ -12,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.text_parts import Layer, describe_layers
-from pi2.plan.arithmetic.sizes import compute_needs
-from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     EXACT,
     convert_golden,
@@ -97,7 +97,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_layer_with_two_mixers_keeps_a_state_and_keys_and_values(plan: Path) -> None:
     resolved = load_plan(plan)
-    model, needs = resolved.model, compute_needs(resolved)
+    model, needs = resolved.model, find_needs(resolved)
     assert model.layers is not None
     assert model.layers.kinds == ("mamba", "mamba+attention", "attention")
     assert (model.state_layers, model.attention_layers) == ((0, 1), (1, 2))

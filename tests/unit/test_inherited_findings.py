@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pi2.diagnostics import Diagnostic
-from pi2.plan.checking.check import check_file
+from pi2.fitting.check import check_file
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.plan.toml.source import display_path
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.plan.arithmetic.sizes import compute_needs
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import (
     CPU,
     EXACT,
@@ -35,7 +35,7 @@ def test_the_cache_has_one_vector_for_all_heads(plan: Path) -> None:
     """Of each token 20 + 8 elements, instead of 4 heads with 20 of keys and 12 of values."""
     resolved = load_plan(plan)
     assert resolved.model.shape.layers == 2
-    assert resolved.needs.kv.bytes == 2 * 64 * (20 + 8) * 2
+    assert find_needs(resolved).kv.bytes == 2 * 64 * (20 + 8) * 2
 
 
 @pytest.mark.parametrize("kind", ["fp16", "int8"])
@@ -65,7 +65,7 @@ def test_sequences_of_a_batch_are_what_each_is_alone(plan: Path) -> None:
         for place, prompt in enumerate(prompts):
             forward.prefill(np.array(prompt, np.int32), sequence=place)
         rows = [row.copy() for row in forward.step([10, 20, 30], [0, 1, 2])]
-        needs, used = compute_needs(model.plan), model._parts.budget.used_bytes
+        needs, used = find_needs(model.plan), model._parts.budget.used_bytes
         for name, need in needs.items():
             assert name == "cold" or used[name] <= need.bytes, name
     for prompt, token, row in zip(prompts, (10, 20, 30), rows, strict=True):
@@ -85,7 +85,7 @@ def test_mixtures_larger_than_memory_give_the_same_bits(
     routed = {**backend, "decode.predictor": "router"}
     with pi2.load(plan, set=routed | {"layers.hot": 1.0}) as model:
         expected = model.logits(golden.prompt, mode="decode")
-    need = load_plan(plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
+    need = find_needs(load_plan(plan, overrides=routed | {"layers.hot": 0.0})).cold.bytes
     little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
     with pi2.load(plan, set=little) as model:
         np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)

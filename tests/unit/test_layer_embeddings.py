@@ -14,10 +14,11 @@ import pi2
 from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.importing.new_model import describe_checkpoint
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
-from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     CPU,
     EXACT,
@@ -52,14 +53,16 @@ def test_layers_read_keys_and_values_of_the_last_one_that_is_like_them(plan: Pat
 def test_a_plan_counts_keys_and_values_once(plan: Path) -> None:
     resolved = load_plan(plan)
     # Two layers with a head of 20 elements, one with a head of 36.
-    assert resolved.needs.kv.bytes == 2 * 64 * 2 * (2 * 20 + 36)
+    assert find_needs(resolved).kv.bytes == 2 * 64 * 2 * (2 * 20 + 36)
 
 
 def test_the_table_of_embeddings_stays_on_flash(plan: Path) -> None:
     resolved = load_plan(plan, overrides={"prefill.chunk": 16})
     # 96 rows of 6 layers with 20 elements each, in whole groups, fp16; 16 of them in memory.
     whole, some = 96 * 2 * 128, 16 * 2 * 128
-    assert resolved.needs.attention.bytes < _count_dense_bytes(resolved.model) - whole + 2 * some
+    assert (
+        find_needs(resolved).attention.bytes < _count_dense_bytes(resolved.model) - whole + 2 * some
+    )
 
 
 def _count_dense_bytes(model: Model) -> int:
@@ -102,7 +105,7 @@ def test_neurons_may_come_from_flash_and_zeros_are_not_read(
     resolved = load_plan(plan, overrides=routed | {"layers.hot": 0.0})
     little = routed | {
         "layers.hot": 0.0,
-        "memory.segments.cold": f"{resolved.needs.cold.bytes} B",
+        "memory.segments.cold": f"{find_needs(resolved).cold.bytes} B",
         "prefill.chunk": 8,
     }
     with pi2.load(plan, set=little) as model:

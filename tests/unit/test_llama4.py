@@ -15,11 +15,12 @@ from pi2.backends.arithmetic import compute_growth, compute_rope_tables
 from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.limits import list_unknown_weights
 from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model_mixing import Rope
-from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     CPU,
     FOLDER,
@@ -90,7 +91,7 @@ def test_what_is_in_memory_changes_no_bit(plan: Path, backend: dict[str, Any]) -
     routed = {**backend, "decode.predictor": "router"}
     expected = compute_decoded(plan, golden.prompt, routed | {"layers.hot": 1.0})
     assert measure_error(expected, golden.logits) <= ROUNDING
-    need = load_plan(plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
+    need = find_needs(load_plan(plan, overrides=routed | {"layers.hot": 0.0})).cold.bytes
     little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
     with pi2.load(plan, set=little | {"decode.look_ahead": "layer"}) as model:
         np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)

@@ -18,9 +18,9 @@ from pi2.backends.mlc.engine import PYTHON, MlcEngine
 from pi2.checkup import find_obstacles, judge_plan
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
 from pi2.machine import detect_machine
 from pi2.plan.documents.common import Sampling
-from pi2.plan.resolve import load_plan
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"
 FAKE = """

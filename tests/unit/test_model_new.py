@@ -15,13 +15,13 @@ from safetensors.numpy import load_file, save_file
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.fitting.check import check_file
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.config import UNSTATED
 from pi2.importing.conversion_job import read_sampling
 from pi2.importing.families import FAMILIES
 from pi2.importing.new_model import describe_checkpoint, make_id
 from pi2.importing.requirements import describe_other_parts
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import copy_checkpoint, list_goldens

@@ -9,7 +9,7 @@ import pytest
 
 from pi2.costs.cost import cost_description
 from pi2.costs.description import Description, describe_plan
-from pi2.plan.arithmetic.fitting import Shortage, fit_plan
+from pi2.fitting.budget import Shortage, fit_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.simulate import simulate
 from tools.compare_predictions import Cell, make_plan, read_model

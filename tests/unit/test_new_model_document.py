@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 import pi2
 from pi2.cli.main import run
+from pi2.fitting.check import check_file
 from pi2.importing import families
 from pi2.importing.families import FAMILIES
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
 from tests.helpers.goldens import FOLDER, make_small_tokenizer, measure_error, read_golden
 

@@ -13,11 +13,12 @@ import pi2
 from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
 from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.arithmetic.units import count_kv_token_bytes
-from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     CPU,
     FOLDER,
@@ -81,8 +82,8 @@ def test_a_plan_counts_keys_values_and_projections_of_each_layers_heads(plan: Pa
     model = resolved.model
     # Two layers with 2 heads of 20 elements, two with one of 36.
     kept = 2 * (2 * 2 * 20 + 2 * 36)
-    assert resolved.needs.kv.bytes == 2 * 64 * kept
-    assert "2 layers x 64 tokens x 36 elements" in resolved.needs.kv.explanation
+    assert find_needs(resolved).kv.bytes == 2 * 64 * kept
+    assert "2 layers x 64 tokens x 36 elements" in find_needs(resolved).kv.explanation
     assert count_kv_token_bytes(model, "fp16") == 2 * kept // 4
     # 48 elements of the residual stream fill two groups of 32; 80 and 144 of the heads, 96 and 160.
     narrow = 2 * (4 * 20 + 2 * 2 * 20) * 64 + 2 * 64 * 96 + 2 * 128
@@ -129,7 +130,7 @@ def test_experts_beside_an_ffn_may_come_from_flash(
     routed = {**backend, "decode.predictor": "router"}
     expected = compute_decoded(mixture_plan, golden.prompt, routed | {"layers.hot": 1.0})
     assert measure_error(expected, golden.logits) <= ROUNDING
-    need = load_plan(mixture_plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
+    need = find_needs(load_plan(mixture_plan, overrides=routed | {"layers.hot": 0.0})).cold.bytes
     little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
     with pi2.load(mixture_plan, set=little | {"decode.look_ahead": "layer"}) as model:
         np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pi2.fitting.check import load_plan
 from pi2.phone.contents import (
     DENSE_BACKENDS,
     LEFT_OUT,
@@ -22,16 +23,16 @@ from pi2.phone.contents import (
     list_code,
 )
 from pi2.phone.documents import read_resolved, write_resolved
-from pi2.plan.resolve import load_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = {"numpy", "pi2", *STAND_INS} | set(sys.stdlib_module_names)
 DESCRIBE = """
 import json, sys
 from pathlib import Path
+from pi2.fitting.sizes import find_needs
 from pi2.phone.documents import read_resolved
 found = read_resolved(Path(sys.argv[1]))
-print(repr(found.needs), found.layers, found.bundle, found.dense_units, found.digest)
+print(repr(find_needs(found)), found.layers, found.bundle, found.dense_units, found.digest)
 def unfold(value):
     if hasattr(value, "model_fields_set"):
         value = dict(value)

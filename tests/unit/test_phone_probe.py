@@ -9,9 +9,9 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.fitting.check import check_file
 from pi2.phone.runtime import probing
 from pi2.phone.runtime.probing import write_toml
-from pi2.plan.checking.check import check_file
 from pi2.probing import storage
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from pi2.backends.gpu import devices
 from pi2.checkup import find_device_obstacles
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.fit import find_misfits
+from pi2.fitting.misfits import find_misfits
 from pi2.importing.hub import parse_reference
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity, parse_size
 from pi2.planning.wish import read_document

@@ -13,9 +13,9 @@ import click
 import pytest
 import tomli
 
+from pi2.authoring.explanation import make_schemas
 from pi2.cli import commands, main
 from pi2.cli.main import run, wants_colour
-from pi2.plan.authoring.explanation import make_schemas
 
 ROOT = Path(__file__).parents[2]
 DEMO = "plans/demo.plan.toml"
@@ -97,7 +97,7 @@ def test_sound_files_are_not_searched_for_places() -> None:
         check=True,
     )
     modules = set(done.stdout.split())
-    assert "pi2.plan.checking.check" in modules
+    assert "pi2.fitting.check" in modules
     assert {"tree_sitter", "pi2.plan.toml.spans"}.isdisjoint(modules)
 
 
@@ -250,14 +250,14 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_ctrl_c_ends_with_130() -> None:
     script = f"""
 import os, signal, sys, time
-import pi2.plan.checking.check
+import pi2.fitting.check
 from pi2.cli.main import main
 
 def interrupt(*arguments, **options):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(5)
 
-pi2.plan.checking.check.check_file = interrupt
+pi2.fitting.check.check_file = interrupt
 sys.argv[1:] = ["validate", {DEMO!r}]
 main()
 """

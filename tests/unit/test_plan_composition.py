@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from pi2.authoring.writing import write_plan
 from pi2.diagnostics import Diagnostic, UserError
+from pi2.fitting.check import check_file, load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.authoring.writing import write_plan
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import Located, has_scheme
-from pi2.plan.resolve import load_plan
 from pi2.plan.toml.source import Kind
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from pi2.authoring.difference import compare_layers, compare_plans, compare_segments
 from pi2.cli.main import run
-from pi2.plan.authoring.difference import compare_layers, compare_plans, compare_segments
+from pi2.fitting.check import load_plan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
-from pi2.plan.resolve import load_plan
 from pi2.simulate import read_inputs, simulate
 from pi2.simulate.decode import simulate_layers
 

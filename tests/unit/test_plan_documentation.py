@@ -10,8 +10,8 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.diagnostics.texts import render_full as full
-from pi2.plan.checking.check import check_file
-from pi2.plan.checking.rules import load_rules
+from pi2.fitting.check import check_file
+from pi2.fitting.rules import list_rules
 from tools import write_key_docs
 
 ROOT = Path(__file__).parents[2]
@@ -54,9 +54,9 @@ def test_the_commands_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_rule_documents_itself() -> None:
-    codes = [rule.code for rule in load_rules()]
+    codes = [rule.code for rule in list_rules()]
     assert len(codes) == len(set(codes))
-    for rule in load_rules():
+    for rule in list_rules():
         title, _, rest = rule.documentation.partition("\n")
         assert title.endswith("."), rule.code
         for part in ("\nWhy: ", "\nExample: ", "\nFix: "):

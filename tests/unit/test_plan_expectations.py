@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from pi2.fitting.check import check_plan, load_plan
 from pi2.plan.arithmetic.costs import count_absent, estimate_hot_part, find_active_share
-from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.model import Model
-from pi2.plan.resolve import load_plan
 
 PARTS = Path(__file__).parents[2] / "tests/plans/broken/parts"
 BASE = PARTS / "base.plan.toml"

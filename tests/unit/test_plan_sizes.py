@@ -10,17 +10,14 @@ import pytest
 
 from pi2.backends.cpu.needs import UNKNOWN_THREADS
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES
-from pi2.plan.arithmetic.fitting import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
+from pi2.fitting.budget import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import (
-    compute_needs,
-    count_ffn_bytes,
-    find_block_bytes,
-)
+from pi2.plan.arithmetic.sizes import count_ffn_bytes, find_block_bytes
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Predictor
-from pi2.plan.resolve import load_plan
 from pi2.plan.weights.layout import GROUP
 
 DEMO = Path(__file__).parents[2] / "plans/demo.plan.toml"
@@ -50,27 +47,27 @@ def test_attention_is_everything_dense(demo: ResolvedPlan) -> None:
     output = 256 * (128 + 16)
     norms = (2 * 8 + 1) * 256 * 4
     expected = embedding + 8 * (qkv + output) + norms
-    assert compute_needs(demo).attention.bytes == expected
+    assert find_needs(demo).attention.bytes == expected
     untied = change_model(demo, tied_head=False)
-    assert compute_needs(untied).attention.bytes == expected + embedding
+    assert find_needs(untied).attention.bytes == expected + embedding
     biased = change_model(
         demo, attention=demo.model.attention.model_copy(update={"qkv_bias": True})
     )
-    assert compute_needs(biased).attention.bytes == expected + 8 * 512 * 4
+    assert find_needs(biased).attention.bytes == expected + 8 * 512 * 4
 
 
 def test_kv_is_rounded_up_to_16_tokens(demo: ResolvedPlan) -> None:
-    assert compute_needs(demo).kv.bytes == 2 * 8 * 1008 * 4 * 32 * 2
+    assert find_needs(demo).kv.bytes == 2 * 8 * 1008 * 4 * 32 * 2
 
 
 def test_an_int8_kv_cache_has_a_scale_per_vector(demo: ResolvedPlan) -> None:
     int8 = change_plan(demo, "kv", type="int8")
-    assert compute_needs(int8).kv.bytes == 2 * 8 * 1008 * 4 * (32 + 2)
+    assert find_needs(int8).kv.bytes == 2 * 8 * 1008 * 4 * (32 + 2)
 
 
 def test_an_fp32_kv_cache_is_twice_as_large_as_one_of_fp16(demo: ResolvedPlan) -> None:
-    halves = compute_needs(demo).kv
-    whole = compute_needs(change_plan(demo, "kv", type="fp32")).kv
+    halves = find_needs(demo).kv
+    whole = find_needs(change_plan(demo, "kv", type="fp32")).kv
     assert whole.bytes == 2 * halves.bytes
     assert "elements of 4 bytes" in whole.explanation
     for plan, need in ((demo, halves), (change_plan(demo, "kv", type="fp32"), whole)):
@@ -80,26 +77,26 @@ def test_an_fp32_kv_cache_is_twice_as_large_as_one_of_fp16(demo: ResolvedPlan) -
 
 def test_predictor_by_kind(demo: ResolvedPlan) -> None:
     low_rank = 64 * (256 + 16) + 1024 * (64 + 4) + 1024 * 4
-    assert compute_needs(demo).predictor.bytes == 8 * low_rank
+    assert find_needs(demo).predictor.bytes == 8 * low_rank
     gate = change_plan(demo, "decode", predictor="gate")
-    assert compute_needs(gate).predictor.bytes == 8 * 1024 * (128 + 16)
+    assert find_needs(gate).predictor.bytes == 8 * 1024 * (128 + 16)
     none = change_plan(demo, "decode", predictor="none")
-    assert compute_needs(none).predictor.bytes == 0
+    assert find_needs(none).predictor.bytes == 0
 
 
 def test_hot_is_neurons_times_stride(demo: ResolvedPlan) -> None:
-    assert compute_needs(demo).hot.bytes == 8 * 128 * 512
+    assert find_needs(demo).hot.bytes == 8 * 128 * 512
 
 
 def test_cold_holds_what_one_layer_activates(demo: ResolvedPlan) -> None:
-    assert compute_needs(demo).cold.bytes == 205 * 512  # a fifth of 1024, rounded up
+    assert find_needs(demo).cold.bytes == 205 * 512  # a fifth of 1024, rounded up
     few = change_model(
         demo,
         predictor=demo.model.predictor and demo.model.predictor.model_copy(update={"active": 0.01}),
     )
-    assert compute_needs(few).cold.bytes == 64 * 512
+    assert find_needs(few).cold.bytes == 64 * 512
     dense = change_plan(demo, "decode", predictor="none")
-    assert compute_needs(dense).cold.bytes == 0
+    assert find_needs(dense).cold.bytes == 0
 
 
 def test_the_whole_ffn(demo: ResolvedPlan) -> None:
@@ -111,7 +108,7 @@ def test_a_block_that_is_not_stated_is_512_bytes(demo: ResolvedPlan) -> None:
 
 
 def test_every_need_is_explained(demo: ResolvedPlan) -> None:
-    for name, need in compute_needs(demo).items():
+    for name, need in find_needs(demo).items():
         assert need.explanation, name
 
 
@@ -122,7 +119,7 @@ def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> Non
         )
         device = demo.device.model_copy(update={"units": {"cpu": cpu}})
         resolved = replace(change_plan(demo, "prefill", chunk=chunk), device=device)
-        return compute_needs(resolved).workspace.bytes
+        return find_needs(resolved).workspace.bytes
 
     threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
     rows = threads * (256 + 256) // GROUP * PAIRED_GROUP_BYTES
@@ -141,7 +138,7 @@ def test_cores_with_amx_keep_tokens_and_rows_for_tiles(demo: ResolvedPlan) -> No
         )
         device = demo.device.model_copy(update={"units": {"cpu": cpu}})
         resolved = replace(change_plan(demo, "prefill", chunk=chunk), device=device)
-        return compute_needs(resolved).workspace.bytes
+        return find_needs(resolved).workspace.bytes
 
     threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
     # 64 rows and the sums of a tile, for both kinds of inputs of projections, 256 long.

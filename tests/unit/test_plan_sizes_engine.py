@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import pi2
-from pi2.plan.arithmetic.sizes import compute_needs
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import EXACT as EXPLICIT
 from tests.helpers.goldens import (
     UNROUNDED,
@@ -35,7 +35,7 @@ def test_no_segment_takes_more_than_the_plan_counts(
         else:
             assert model.generate("abcd", max_tokens=3, ignore_eos=True).result.text
         used = model._parts.budget.used_bytes
-        for name, need in compute_needs(model.plan).items():
+        for name, need in find_needs(model.plan).items():
             if name == "cold":  # the cache takes its whole segment
                 continue
             assert used[name] <= need.bytes, name
@@ -48,10 +48,10 @@ def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, tmp_path: 
     path = write_plan(tmp_path, make_tiny(tmp_path))
     with pi2.load(path, set={"backends.cpu": backend, **UNROUNDED}) as model:
         assert model.generate("abcd", max_tokens=3, ignore_eos=True).result.text
-        used, needs = model._parts.budget.used_bytes, compute_needs(model.plan)
+        used, needs = model._parts.budget.used_bytes, find_needs(model.plan)
         assert 0.9 * needs.kv.bytes <= used["kv"] <= needs.kv.bytes
         assert used["workspace"] <= needs.workspace.bytes
-        assert needs.workspace.bytes > load_plan(path).needs.workspace.bytes
+        assert needs.workspace.bytes > find_needs(load_plan(path)).workspace.bytes
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -
     plan = make_golden_plan(name, tmp_path, EXPLICIT, {"backends": {"cpu": "cpu"}})
     with pi2.load(plan) as loaded:
         loaded.logits(golden.prompt)
-        used, needs = loaded._parts.budget.used_bytes, compute_needs(loaded.plan)
+        used, needs = loaded._parts.budget.used_bytes, find_needs(loaded.plan)
         for segment, need in needs.items():
             assert segment == "cold" or used[segment] <= need.bytes, segment
         assert used["attention"] >= 0.99 * needs.attention.bytes
@@ -78,7 +78,7 @@ def test_layers_first_takes_as_many_chunks_as_the_workspace_has_room_for(
 ) -> None:
     path = write_plan(tmp_path, make_tiny(tmp_path))
     changes: dict[str, object] = {"backends.cpu": "cpu"}
-    need = load_plan(path, overrides=changes).needs.workspace.bytes
+    need = find_needs(load_plan(path, overrides=changes)).workspace.bytes
     changes["memory.segments.workspace"] = f"{need + more} B"
     changes["pipeline.prefill"] = "layers-first"
     with pi2.load(path, set=changes) as model:

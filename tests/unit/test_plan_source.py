@@ -9,8 +9,7 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.plan.checking.check import check_file
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import check_file, load_plan
 from pi2.plan.toml.source import MAX_BYTES, SourceFile, display_path, read_source
 
 

@@ -23,12 +23,12 @@ from pi2.costs.activity import (
     read_statistics,
 )
 from pi2.costs.constants import Constants
+from pi2.fitting.check import check_file
 from pi2.importing.conversion_job import group_experts
 from pi2.memory.cache import NeuronCache
 from pi2.memory.io_engine import Merging, make_batch
 from pi2.memory.policy import expect_uses
 from pi2.memory.read_sieve import ReadSieve
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.model import Model
 
 NEURONS = 4096

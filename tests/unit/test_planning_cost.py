@@ -15,10 +15,9 @@ from pi2.costs.description import describe_plan
 from pi2.costs.prompts import cost_prompt
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
+from pi2.fitting.check import check_file, load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
-from pi2.plan.resolve import load_plan
 
 HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
 

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pi2.authoring.drafting import Wish as DraftWish
+from pi2.authoring.drafting import draft_plan
 from pi2.backends.hexagon import backend as hexagon
 from pi2.cli.main import run
 from pi2.costs.activations import unite_chances
 from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
+from pi2.fitting.check import check_plan
+from pi2.fitting.sizes import describe_unit, find_needs
 from pi2.phone.building import describe_npu
-from pi2.plan.arithmetic.units import describe_unit
-from pi2.plan.authoring.drafting import Wish as DraftWish
-from pi2.plan.authoring.drafting import draft_plan
-from pi2.plan.checking.check import check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes
@@ -181,7 +181,7 @@ def test_the_text_validates_and_is_the_same_every_time(
     text = write(planned)
     assert text == write(plan(make_wish()))
     assert all(len(line) <= 120 for line in text.splitlines())
-    from pi2.plan.authoring.writing import write_document
+    from pi2.authoring.writing import write_document
 
     (tmp_path / "box.device.toml").write_text(write_document(make_device()))
     report = check_plan(tmp_path / "my.plan.toml", text=text)
@@ -203,7 +203,7 @@ def test_no_random_plan_within_the_memory_is_faster(planned: PlannedPlan) -> Non
         values["io"]["depth"] = int(random.choice([8, 64]))
         values["prefill"]["chunk"] = int(random.choice([32, 128]))
         resolved = resolve_values(values, wish.device, wish.model)
-        needs = dict(resolved.needs.items())
+        needs = dict(find_needs(resolved).items())
         spent = 160 * MIB + sum(item.bytes for name, item in needs.items() if name != "cold")
         cold = 3 * GIB - spent
         if cold < needs["cold"].bytes:
@@ -388,7 +388,7 @@ def test_more_sequences_use_more_neurons_and_give_more_to_the_dense_unit() -> No
     shares = [item.resolved.layers[0].split.get("npu", 0.0) for item in (one, four)]
     assert shares[1] > 1.3 * shares[0]
     assert four.resolved.plan.decode.batch == 4
-    assert four.resolved.needs.kv.bytes == 4 * one.resolved.needs.kv.bytes
+    assert find_needs(four.resolved).kv.bytes == 4 * find_needs(one.resolved).kv.bytes
 
 
 def test_the_union_of_sequences_is_what_drawing_them_counts() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pi2.costs.cost import cost_plan
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
 from pi2.planning.comparison import describe_promise, find_promise
 
 PLANS = Path(__file__).parents[2] / "plans"

@@ -9,7 +9,7 @@ import pytest
 from pi2.costs.cost import cost_plan
 from pi2.costs.settings import Stream
 from pi2.costs.terms import find_chance
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
 
 PIECE, BYTE_S = 500, 1e-9
 """Neurons of a piece, of a megabyte each: a piece takes 0.5 s to read."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from pi2.authoring.writing import write_document
 from pi2.cli.main import run as cli
 from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.description import describe_plan
 from pi2.costs.settings import ReadLimits
+from pi2.fitting.check import check_file
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.authoring.writing import write_document
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.references import find_document

@@ -8,10 +8,9 @@ import pytest
 
 import pi2
 from pi2.cli.main import run
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_unit_needs
-from pi2.plan.arithmetic.units import describe_unit
-from pi2.plan.resolve import load_plan
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -63,8 +62,8 @@ def test_neurons_of_a_unit_in_main_memory_are_part_of_the_segment_hot(tmp_path: 
     own = sum(len(layer.own_hot) for layer in resolved.layers)
     need = count_unit_needs(resolved)["npu"].bytes
     assert need > 0
-    assert resolved.needs.hot.bytes == own * resolved.bundle.stride + need
-    assert 0 <= resolved.plan.memory.segments.hot - resolved.needs.hot.bytes < MIB
+    assert find_needs(resolved).hot.bytes == own * resolved.bundle.stride + need
+    assert 0 <= resolved.plan.memory.segments.hot - find_needs(resolved).hot.bytes < MIB
 
 
 def test_less_main_memory_puts_more_hot_neurons_into_the_gpu(tmp_path: Path) -> None:

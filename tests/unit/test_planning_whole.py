@@ -10,7 +10,7 @@ import pytest
 from pi2.costs.constants import Constants
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
-from pi2.plan.checking.check import check_plan
+from pi2.fitting.check import check_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.planning.planner import PlannedPlan, plan

@@ -13,8 +13,8 @@ import pytest
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
-from pi2.plan.resolve import load_plan
 from pi2.predictors.fitting import (
     FEWEST_PASSES,
     MOST_PASSES,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi2.plan.checking.findings import find_matches, find_private, strip_private
+from pi2.plan.documents.private import find_matches, find_private, strip_private
 
 ROOT = Path(__file__).parents[2]
 

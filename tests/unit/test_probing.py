@@ -18,9 +18,9 @@ from pi2.cli.main import run
 from pi2.cli.probe import describe_units
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
+from pi2.fitting.check import check_file
 from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
 from pi2.machine.storage import DirectReads
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.probing.document import (
     compare_devices,

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.fitting import count_runtime
+from pi2.fitting.budget import count_runtime
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import find_shipped_folder
-from pi2.plan.resolve import load_plan
 from pi2.refit import Refit, refit_plan
 
 TWO_UNITS = find_shipped_folder() / "demo-two-units.plan.toml"
@@ -30,7 +31,7 @@ def fit(budget: float, plan: Path = DEMO, **overrides: object) -> tuple[Refit, R
 
 def find_least() -> float:
     resolved = load_plan(DEMO)
-    needs = {name: need.bytes for name, need in resolved.needs.items()}
+    needs = {name: need.bytes for name, need in find_needs(resolved).items()}
     runtime = count_runtime(resolved.model, 100 * MIB)
     return (runtime + sum(needs.values()) - needs["hot"]) / MIB
 
@@ -43,7 +44,7 @@ def test_segments_fit_every_budget_that_is_large_enough(beyond: float) -> None:
     assert memory.budget == int(budget * MIB)
     used = sum(getattr(memory.segments, name) for name in type(memory.segments).model_fields)
     assert used <= memory.budget
-    for name, need in fitted.needs.items():
+    for name, need in find_needs(fitted).items():
         assert getattr(memory.segments, name) >= need.bytes
 
 

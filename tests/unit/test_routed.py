@@ -12,15 +12,15 @@ import pytest
 
 import pi2
 from pi2.arrays import F32, I32
+from pi2.authoring.drafting import Wish, draft_plan
 from pi2.backends.units import UnitFailed
 from pi2.cli.main import run
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.waves import Wave
+from pi2.fitting.check import check_file
 from pi2.importing.conversion_job import group_experts
 from pi2.importing.new_model import draft_first_plan
-from pi2.plan.authoring.drafting import Wish, draft_plan
-from pi2.plan.checking.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity

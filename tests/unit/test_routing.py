@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.plan.checking.check import check_file
+from pi2.fitting.check import check_file
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.statistics.routing import (

@@ -19,11 +19,11 @@ from pi2.cli.main import run as cli
 from pi2.engine.experts import DialCounters, RoutingDials
 from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.statistics import RunStatistics
+from pi2.fitting.check import load_plan
 from pi2.importing.conversion_job import group_experts
 from pi2.plan.checking.rules import sparsity
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Experts
-from pi2.plan.resolve import load_plan
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store
 from tests.helpers.goldens import (

@@ -12,10 +12,10 @@ import pytest
 from pi2.cli.hints import hint_reads
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import list_shipped
-from pi2.plan.resolve import load_plan
 from pi2.refit import read_plan
 from tests.helpers.mixtures import make_mixture_plan
 

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pi2.plan.authoring.explanation import make_schemas
+from pi2.authoring.explanation import make_schemas
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS: dict[str, dict[str, Any]] = {

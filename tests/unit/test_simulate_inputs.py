@@ -10,7 +10,7 @@ import pytest
 from pi2.costs.constants import Constants
 from pi2.costs.description import Description
 from pi2.diagnostics import UserError
-from pi2.plan.resolve import load_plan
+from pi2.fitting.check import load_plan
 from pi2.simulate import read_inputs, simulate
 
 PLANS = Path(__file__).parents[2] / "plans"

@@ -18,10 +18,10 @@ from pi2.cli.sparsity import write_report
 from pi2.costs.activity import describe_cut_activity
 from pi2.diagnostics import UserError
 from pi2.evaluation import evaluate_plan
+from pi2.fitting.check import load_plan
 from pi2.orchestrator import load
 from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import read_thresholds
-from pi2.plan.resolve import load_plan
 from pi2.plan.weights.bundles import unpack_part
 from pi2.sparsity.calibration import Goal, calibrate_thresholds
 from pi2.sparsity.magnitudes import Histogram, LayerMagnitudes

@@ -18,8 +18,8 @@ from pi2.engine.run_report import describe_run, summarise_run
 from pi2.engine.scheduler import Ticket
 from pi2.engine.speculation import Speculation, Touched
 from pi2.engine.statistics import SpeculationCounters
+from pi2.fitting.check import load_plan
 from pi2.phone.contents import Wish, aim_plan
-from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import UNROUNDED, make_golden_plan, read_golden
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny

@@ -16,10 +16,10 @@ from pi2.arrays import F32
 from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.protocol import StateKeeper, Tensor
 from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.requirements import describe_other_parts
-from pi2.plan.arithmetic.sizes import compute_needs
-from pi2.plan.resolve import load_plan
 from tests.helpers.goldens import (
     CPU,
     EXACT,
@@ -164,7 +164,7 @@ def test_larger_than_memory_gives_the_same_bits(mixture: tuple[str, Path]) -> No
     routed = {"decode.predictor": "router"}
     with pi2.load(plan, set=routed | {"layers.hot": 1.0}) as model:
         expected = model.logits(golden.prompt, mode="decode")
-    need = load_plan(plan, overrides=routed | {"layers.hot": 0.0}).needs.cold.bytes
+    need = find_needs(load_plan(plan, overrides=routed | {"layers.hot": 0.0})).cold.bytes
     little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
     with pi2.load(plan, set=little) as model:
         np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)
@@ -179,7 +179,7 @@ def test_the_segment_state_holds_what_is_counted(plan: Path, changes: dict[str, 
     with pi2.load(plan, set=changes) as model:
         prompts = [[3, 4, 5], [6, 7]]
         assert model.generate_batch(prompts, max_tokens=3, ignore_eos=True).result.rounds.steps
-        needs, used = compute_needs(model.plan), model._parts.budget.used_bytes
+        needs, used = find_needs(model.plan), model._parts.budget.used_bytes
         assert needs.state.bytes > 0
         assert used["state"] == needs.state.bytes
         for name, need in needs.items():

@@ -8,7 +8,7 @@ from typing import get_args
 
 from pydantic import BaseModel
 
-from pi2.plan.checking.check import check_file
+from pi2.fitting.check import check_file
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.references import find_document
 from pi2.store.identity import _OLDEST, _PARTS, describe_weights

@@ -15,8 +15,8 @@ import pytest
 import tomlkit
 
 import pi2
+from pi2.fitting.check import load_plan
 from pi2.importing.conversion_job import read_counts
-from pi2.plan.resolve import load_plan
 from pi2.store.manifest import read_manifest
 from pi2.store.verification import verify_store
 from tests.helpers.models import make_model

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from limited.plans import CONTEXT
+from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.resolve import load_plan
 from pi2.progress import ignore_progress
 from pi2.store.reader import NeuronStore
 

@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from limited.rows import Row
-from pi2.plan.arithmetic.fitting import PAGE_TABLE_PART, count_libraries, round_segment
+from pi2.fitting.budget import PAGE_TABLE_PART, count_libraries, round_segment
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.references import find_document
-from pi2.plan.resolve import load_plan
 
 CONTEXT = 1024
 """Tokens that the KV caches of all engines hold."""
@@ -42,7 +43,7 @@ def prepare_store(row: Row, arguments: argparse.Namespace) -> tuple[Path, Path]:
 
 def load_model(row: Row) -> Model:
     """The row's model document."""
-    from pi2.plan.checking.check import check_file
+    from pi2.fitting.check import check_file
 
     model = check_file(find_document(row.model, "model", Path())).document
     assert isinstance(model, Model)
@@ -60,7 +61,7 @@ def write_row_plan(
     row: Row, store: Path, plan: Path, memory: int | None, runtime_bytes: int | None = None
 ) -> None:
     """Write a plan for ``memory`` bytes, or with everything in memory."""
-    from pi2.plan.checking.check import check_file
+    from pi2.fitting.check import check_file
     from pi2.plan.documents.device import Device
     from pi2.store.manifest import read_manifest
     from synthesis.plan_file import PlanWish, write_plan
@@ -120,7 +121,7 @@ def fit_step(
         chunk = resolved.plan.prefill.chunk if chunk is None else chunk
         assert isinstance(chunk, int)
         more = (TOKENS_TOGETHER // chunk - 1) * chunk * 15 * resolved.model.shape.hidden
-        now, then = resolved.needs, replace_chunk(resolved, chunk).needs
+        now, then = find_needs(resolved), find_needs(replace_chunk(resolved, chunk))
         workspace = segments.workspace + more + then.workspace.bytes - now.workspace.bytes
         attention = segments.attention + then.attention.bytes - now.attention.bytes
         taken = workspace + attention - segments.workspace - segments.attention

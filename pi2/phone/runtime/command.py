@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,7 @@ def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
     if store is not None:
         plan = resolved.plan.model_copy(update={"store": str(store.resolve())})
         own = resolved.__dict__["digest"]
-        resolved = ResolvedPlan(
-            plan=plan,
-            device=resolved.device,
-            model=resolved.model,
-            path=resolved.path,
-            thresholds=resolved.thresholds,
-        )
+        resolved = replace(resolved, plan=plan)
         resolved.__dict__["digest"] = own
     if not (resolved.store_path / "manifest.json").is_file():
         raise UserError.of(
@@ -171,7 +166,7 @@ def show_machine() -> int:
 
 def probe(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
     """Write a device file; UserError P301 and P302 where the bundle's kernels cannot run."""
-    from pi2.fit import find_processor_misfits
+    from pi2.fitting.misfits import find_processor_misfits
     from pi2.machine import detect_machine
     from pi2.phone.runtime.probing import has_kernels, list_recipes, write_probe
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from pi2.plan.arithmetic.sizes import compute_needs
-from pi2.plan.arithmetic.units import DividedRows, Needs, count_qkv_rows, count_rows
-from pi2.plan.documents.backends import find_alone_backend, find_text_backend
+from pi2.plan.arithmetic.units import DividedRows, count_qkv_rows, count_rows
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
@@ -26,6 +24,10 @@ from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.file_facts import FileFacts
     from pi2.plan.reading.thresholds import Thresholds
+
+Alone = Literal["logits", "text"]
+"""What comes out of a unit that has a whole model."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,12 @@ class ResolvedPlan:
     """What is known of the GGUF file, if the plan runs one as it is."""
     derived: Mapping[KeyPath, str] = field(default_factory=dict, compare=False)
     """Values that the plan does not state, and why they are what they are."""
+    find_alone: Callable[[str], Alone | None] = field(compare=False, repr=False)
+    """What comes out of units that have whole models, by the name of their backend; None of a
+    backend that serves none."""
     draft: ResolvedPlan | None = None
     """The plan of the model that guesses tokens, if `decode.speculation` names one."""
+    _derived: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def store_path(self) -> Path:
@@ -123,14 +129,13 @@ class ResolvedPlan:
         unit = self.sparse_unit
         if not self.has_backend(unit) or self.device.units[unit].kind == "cpu":
             return False
-        return find_alone_backend(self.name_backend(unit)) is not None
+        return self.find_alone(self.name_backend(unit)) is not None
 
     @property
     def gives_text(self) -> bool:
         """Whether that unit's backend drives a program that gives text, not logits."""
-        if not self.has_whole_unit:
-            return False
-        return find_text_backend(self.name_backend(self.sparse_unit)) is not None
+        name = self.sparse_unit
+        return self.has_whole_unit and self.find_alone(self.name_backend(name)) == "text"
 
     @property
     def names_by_cutoff(self) -> bool:
@@ -229,10 +234,16 @@ class ResolvedPlan:
         settings = self.plan.units.get(unit)
         return settings is not None and settings.on_failure == "cpu"
 
-    @cached_property
-    def needs(self) -> Needs:
-        """Bytes that each segment needs."""
-        return compute_needs(self)
+    def list_backends(self) -> frozenset[str]:
+        """Backends of the units that the plan gives layers to."""
+        return frozenset(map(self.name_backend, (self.sparse_unit, *self.dense_units)))
+
+    def derive(self, compute: Callable[[ResolvedPlan], _T]) -> _T:
+        """What ``compute`` makes of the plan, computed once."""
+        if compute not in self._derived:
+            self._derived[compute] = compute(self)
+        found: _T = self._derived[compute]
+        return found
 
     @cached_property
     def digest(self) -> str:

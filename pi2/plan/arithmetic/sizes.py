@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -19,12 +18,7 @@ from pi2.model.tensor import (
     POSITIONS,
 )
 from pi2.model.tensors import list_tensors
-from pi2.plan.arithmetic.units import Need, Needs, describe_unit, need_kv, need_state
-from pi2.plan.documents.backends import (
-    find_alone_backend,
-    find_executor_backend,
-    find_unit_backend,
-)
+from pi2.plan.arithmetic.units import Need
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import (
     ALIGNMENT,
@@ -36,7 +30,6 @@ from pi2.plan.weights.layout import (
 )
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import ExecutorBackend
     from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
@@ -70,72 +63,6 @@ UNKNOWN_ACTIVE = 0.25
 """Share of active neurons that is assumed of a model that states none."""
 
 
-def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
-    """Bytes that each dense unit needs, and one that has the whole model, by its name, as its
-    backend says; units whose backends serve no such units are left out."""
-    needs = {}
-    if resolved.has_whole_unit:
-        name = resolved.sparse_unit
-        whole = find_alone_backend(resolved.name_backend(name))
-        assert whole is not None, name
-        needs[name] = whole.need_unit_memory(describe_unit(resolved, name))
-    for name in resolved.dense_units:
-        backend = find_unit_backend(resolved.name_backend(name))
-        if backend is not None:
-            needs[name] = backend.need_unit_memory(describe_unit(resolved, name))
-    return needs
-
-
-def compute_needs(resolved: ResolvedPlan) -> Needs:
-    """Bytes needed by every segment of a plan whose model has a packable shape."""
-    plan, model = resolved.plan, resolved.model
-    if resolved.file is not None:
-        return resolved.file.needs
-    if resolved.has_whole_unit:
-        return _need_beside_whole(resolved)
-    return Needs(
-        attention=_need_attention(resolved),
-        kv=need_kv(plan, model),
-        state=need_state(plan, model),
-        predictor=_need_predictor(resolved),
-        hot=_need_hot(resolved),
-        cold=_need_cold(resolved),
-        workspace=_need_workspace(resolved),
-    )
-
-
-def _need_beside_whole(resolved: ResolvedPlan) -> Needs:
-    """Main memory of a plan whose sparse unit has the whole model: buffers that weights pass
-    through, and what is part of no other segment where the unit uses main memory.
-
-    workspace: two staging buffers of min(f, 512) neurons, and a piece of a dense tensor.
-    """
-    name, stride = resolved.sparse_unit, resolved.bundle.stride
-    nothing = Need(0, f"nothing, `{name}` has it in its memory")
-    staging = STAGING_BUFFERS * count_staged_neurons(resolved) * stride
-    piece = count_piece_bytes(resolved)
-    hot = nothing
-    if resolved.name_segment(name) == "hot":
-        hot = count_unit_needs(resolved)[name]
-    grouped = nothing
-    if resolved.model.moe is not None and resolved.plan.decode.predictor != "none":
-        size = resolved.model.shape.layers * align_bytes(4 * resolved.model.layer_neurons)
-        grouped = Need(size, "whose neurons are whose")
-    return Needs(
-        attention=nothing,
-        kv=nothing,
-        state=nothing,
-        predictor=grouped,
-        hot=hot,
-        cold=nothing,
-        workspace=Need(
-            staging + piece,
-            f"staging of neurons {approximate_bytes(staging)}, "
-            f"pieces of dense tensors {approximate_bytes(piece)}",
-        ),
-    )
-
-
 def count_piece_bytes(resolved: ResolvedPlan) -> int:
     """Bytes of the buffer that dense tensors are read into in pieces: 4 MiB, or what 32 rows of
     any of them take."""
@@ -158,7 +85,7 @@ _PARTS = {
 """What explanations call tensors of the whole model; others are of layers."""
 
 
-def _need_attention(resolved: ResolvedPlan) -> Need:
+def need_attention(resolved: ResolvedPlan) -> Need:
     """All dense tensors but predictors, of embeddings that are read from flash the rows of a chunk,
     and the scales of all neurons if they are resident."""
     plan, model = resolved.plan, resolved.model
@@ -200,7 +127,7 @@ def count_read_rows(plan: Plan, model: Model) -> int:
     return reads_embedding(plan, model) + (model.layer_embedding is not None)
 
 
-def _need_predictor(resolved: ResolvedPlan) -> Need:
+def need_predictor(resolved: ResolvedPlan) -> Need:
     """What finds the active neurons.
 
     low-rank: per expert or layer fc1 [r, d], fc2 [f, r] and f floats of bias (twice where those of
@@ -242,24 +169,7 @@ def _need_predictor(resolved: ResolvedPlan) -> Need:
     return Need(0, f"nothing, the predictor is {plan.decode.predictor}")
 
 
-def _need_hot(resolved: ResolvedPlan) -> Need:
-    """Resident neurons that no dense unit owns, their number times the stride S, and what dense
-    units need that have no memory of their own."""
-    stride, units = resolved.bundle.stride, count_unit_needs(resolved)
-    neurons = 0
-    for layer in resolved.layers:
-        # A unit whose backend is not known yet is taken to need what the store has.
-        is_known = layer.dense is not None and layer.dense.unit in units
-        neurons += len(layer.own_hot) if is_known else layer.hot_neurons
-    total, parts = neurons * stride, [f"{neurons} hot neurons of {stride} bytes"]
-    for name, need in units.items():
-        if resolved.name_segment(name) == "hot":
-            total += need.bytes
-            parts.append(f"{name}: {need.explanation}")
-    return Need(total, "; ".join(parts))
-
-
-def _need_cold(resolved: ResolvedPlan) -> Need:
+def need_cold(resolved: ResolvedPlan) -> Need:
     """Smallest cache: the neurons that one layer computes for one token, at least 64 of them.
 
     Of a router all of the chosen experts; else expected actives, from calibrated thresholds, from
@@ -310,27 +220,6 @@ def _expect_active(resolved: ResolvedPlan) -> float:
     return UNKNOWN_ACTIVE
 
 
-def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
-    """The sparse unit's backend; where the plan names none that computes models, which is an error,
-    any other."""
-    unit = resolved.sparse_unit
-    name = resolved.name_backend(unit) if resolved.has_backend(unit) else "cpu"
-    backend = find_executor_backend(name) or find_executor_backend("cpu")
-    assert backend is not None, "the CPU's backend computes models"
-    return backend
-
-
-def _need_workspace(resolved: ResolvedPlan) -> Need:
-    need = _find_sparse_backend(resolved).need_workspace(resolved)
-    neurons = count_staged_neurons(resolved)
-    staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
-    return Need(
-        need.bytes + staging,
-        f"{need.explanation}, staging of {STAGING_BUFFERS} x {neurons} neurons "
-        f"{approximate_bytes(staging)}",
-    )
-
-
 def count_staged_neurons(resolved: ResolvedPlan) -> int:
     """Neurons of one staging buffer: min(f, 512), or as many as some granules of an expert have,
     where a router names whole experts; or of a layer, where gates with a cutoff name neurons and
@@ -344,20 +233,6 @@ def count_staged_neurons(resolved: ResolvedPlan) -> int:
         granule = min(resolved.model.shape.ffn, MOST_GRANULE_BYTES // resolved.bundle.stride)
         neurons = max(neurons, STAGED_GRANULES * granule)
     return min(resolved.model.layer_neurons, neurons)
-
-
-def count_chunks(resolved: ResolvedPlan) -> int:
-    """Chunks of a prompt that go through a layer before the next layer begins.
-
-    With ``layers-first`` 512 tokens, or as many as the segment ``workspace`` has room for.
-    """
-    plan = resolved.plan
-    if plan.pipeline.prefill == "chunks-first" or resolved.has_whole_unit:
-        return 1
-    backend = _find_sparse_backend(resolved)
-    own_bytes, chunk = backend.count_chunk_bytes(resolved), count_chunk_tokens(plan)
-    room = plan.memory.segments.workspace - _need_workspace(resolved).bytes
-    return 1 + max(0, min(ceil(TOKENS_TOGETHER / chunk) - 1, room // own_bytes))
 
 
 def count_ffn_bytes(resolved: ResolvedPlan) -> int:

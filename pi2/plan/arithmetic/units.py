@@ -18,7 +18,6 @@ from pi2.model.tensor import (
     split_name,
 )
 from pi2.model.tensors import list_tensors
-from pi2.plan.documents.backends import find_graph_backend
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import Precision, align_bytes, round_up
 
@@ -201,6 +200,8 @@ class UnitFacts:
     """Rows of projections and of the head that it has, if any."""
     streams: bool
     """Whether it is given neurons that come from flash, while a prompt is processed."""
+    chunks: int = 1
+    """Chunks of a prompt that go through a layer before the next layer begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,30 +219,6 @@ def list_wanted(resolved: ResolvedPlan, name: str) -> tuple[int, ...]:
     shares = [layer.dense for layer in resolved.layers]
     own = [share for share in shares if share is not None and share.unit == name]
     return tuple(sorted({count for share in own for count in share.by_sequences}))
-
-
-def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
-    """What a unit of the plan has to do."""
-    kept, rows = None, resolved.divided_rows
-    if name != resolved.sparse_unit:
-        kept = tuple(
-            0 if layer.dense is None or layer.dense.unit != name else layer.dense.kept
-            for layer in resolved.layers
-        )
-    return UnitFacts(
-        resolved=resolved,
-        unit=name,
-        neurons=kept,
-        rows=rows if rows is not None and rows.unit == name else None,
-        streams=resolved.plan.prefill.unit == name,
-    )
-
-
-def list_graph_tokens(resolved: ResolvedPlan, name: str) -> tuple[int, ...]:
-    """Numbers of tokens that the graphs of a unit have, ascending; none where its backend computes
-    any number."""
-    backend = find_graph_backend(resolved.name_backend(name))
-    return () if backend is None else backend.list_graph_tokens(describe_unit(resolved, name))
 
 
 def pad_tokens(count: int, graphs: Sequence[int]) -> int:

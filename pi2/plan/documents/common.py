@@ -6,6 +6,7 @@ import difflib
 import types
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -171,3 +172,13 @@ class Sampling(Table):
     negative ones."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1, examples=[1])] | None = None
     """Random seed; absent means a new one for every run."""
+
+
+BACKEND_FOLDERS = [Path(__file__).parents[2] / "backends"]
+"""Where backends are: each is a folder with a module ``backend``."""
+
+
+def list_backend_names() -> tuple[str, ...]:
+    """Names of all backends, sorted; none of them is imported."""
+    found = {path.parent.name for folder in BACKEND_FOLDERS for path in folder.glob("*/backend.py")}
+    return tuple(sorted(found))

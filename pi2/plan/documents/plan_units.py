@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from pi2.plan.documents.backends import list_backend_names
-from pi2.plan.documents.common import Count, Identifier, Reference, Share, Table
+from pi2.plan.documents.common import Count, Identifier, Reference, Share, Table, list_backend_names
 
 
 def parse_selector(text: str) -> list[tuple[int, int]]:

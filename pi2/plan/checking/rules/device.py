@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from pydantic import BaseModel
 
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES
-from pi2.plan.checking.findings import Facts, Finding, Origin, rule, walk_values
+from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.device import (
     ComputeFigure,
     CpuCluster,
@@ -19,6 +19,7 @@ from pi2.plan.documents.device import (
     Storage,
 )
 from pi2.plan.documents.plan_units import list_cores, parse_selector
+from pi2.plan.documents.private import walk_values
 from pi2.plan.documents.quantities import (
     HERTZ_UNITS,
     RATE_UNITS_OUT,

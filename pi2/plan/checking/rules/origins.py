@@ -5,16 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pi2.plan.checking.findings import (
-    Facts,
-    Finding,
-    report_private,
-    rule,
-    walk_figures,
-    walk_texts,
-)
+from pi2.plan.checking.findings import Facts, Finding, report_private, rule
 from pi2.plan.checking.findings import Origin as Place
 from pi2.plan.documents.common import Origin
+from pi2.plan.documents.private import walk_figures, walk_texts
 from pi2.plan.toml.source import KINDS
 from pi2.plan.toml.text import KeyPath
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pi2.plan.arithmetic.sizes import count_unit_needs
-from pi2.plan.arithmetic.units import describe_unit
 from pi2.plan.checking.findings import (
     Facts,
     Finding,
@@ -14,80 +12,7 @@ from pi2.plan.checking.findings import (
     list_row_splits,
     rule,
 )
-from pi2.plan.documents.backends import (
-    find_backend,
-    find_executor_backend,
-    find_graph_backend,
-    find_unit_backend,
-    list_backend_names,
-)
-from pi2.plan.documents.quantities import (
-    approximate_bytes,
-    compare_bytes,
-    format_bytes,
-    write_least,
-)
 from pi2.plan.toml.text import KeyPath
-
-
-@rule("P265", "error", "resolved")
-def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
-    """A unit's backend can compute what the plan gives it.
-
-    Why: backends differ in what they compute: not every one serves a unit beside the sparse one, or
-    computes a whole model, and some know no mixtures, or not every activation or precision.  Asking
-    them first is better than failing when the model has been loaded.
-
-    Example: ``units.second.backend = "cpu"`` for a dense share.
-
-    Fix: name another backend for the unit, or give its share to another unit.  ``null`` computes
-    nothing, and is for all units of a plan or for none.
-    """
-    resolved = facts.resolved
-    names = (resolved.sparse_unit, *resolved.dense_units)
-    backends = {unit: resolved.name_backend(unit) for unit in names if resolved.has_backend(unit)}
-    idle = [unit for unit, name in backends.items() if not find_backend(name).COMPUTES]
-    if idle and len(idle) < len(backends):
-        busy = next(unit for unit in backends if unit not in idle)
-        yield Finding(
-            path=_find_path(facts, idle[0]),
-            message=f"backend `{backends[idle[0]]}` of `{idle[0]}` computes nothing, and "
-            f"`{backends[busy]}` of `{busy}` does",
-            help=f"run the plan dry with `{backends[idle[0]]}` for all units, or name another "
-            f"backend for `{idle[0]}`",
-        )
-        return
-    for unit, name in backends.items():
-        backend = find_backend(name)
-        is_sparse = unit == resolved.sparse_unit
-        is_whole = is_sparse and resolved.has_whole_unit
-        find = find_executor_backend if is_sparse else find_unit_backend
-        if find(name) is None and not is_whole and facts.resolved.file is None:
-            able = [other for other in list_backend_names() if find(other)]
-            lack = (
-                f"computes no whole model, and `{unit}` computes what no other unit does"
-                if is_sparse
-                else f"serves no unit beside `{resolved.sparse_unit}`, such as `{unit}`"
-            )
-            yield Finding(
-                path=_find_path(facts, unit),
-                message=f"backend `{name}` {lack}",
-                help=f"backends that do: {', '.join(f'`{other}`' for other in able)}",
-            )
-            continue
-        for limit in backend.find_limits(describe_unit(resolved, unit)):
-            yield Finding(
-                path=_find_path(facts, unit),
-                message=f"backend `{name}` of `{unit}` {limit}",
-                help=f"name another backend for `{unit}`, or give its share to another unit",
-            )
-
-
-def _find_path(facts: Facts, unit: str) -> KeyPath:
-    settings = facts.resolved.plan.units.get(unit)
-    if settings is not None and settings.backend is not None:
-        return ("units", unit, "backend")
-    return ("backends", facts.resolved.device.units[unit].kind)
 
 
 @rule("P232", "error", "plan", "device")
@@ -159,43 +84,6 @@ def check_settings_reach_units(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@rule("P277", "warning", "resolved")
-def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
-    """What a graph keeps while it runs fits into the NPU's own memory.
-
-    Why: an NPU reads its own memory (VTCM) many times as fast as main memory.  A graph keeps the
-    values of its neurons for all of its tokens; where they do not fit, main memory holds them, and
-    every tile of the second product waits for it.
-
-    Example: graphs of 128 tokens and all of 14,336 neurons, 8.8 MiB, where ``own_memory = "8
-    MiB"``.
-
-    Fix: name smaller ``shares`` or ``tokens``: a job that is larger runs several graphs.  Without
-    ``shares``, sizes that fit are chosen.
-    """
-    resolved = facts.resolved
-    for name in resolved.dense_units:
-        settings, hexagon = resolved.plan.units.get(name), resolved.device.units[name].hexagon
-        own = None if hexagon is None else hexagon.own_memory
-        backend = find_graph_backend(resolved.name_backend(name))
-        if own is None or settings is None or settings.graphs is None:
-            continue
-        if backend is None:
-            continue
-        largest = max(
-            backend.list_graphs(describe_unit(resolved, name)), key=lambda graph: graph.own_bytes
-        )
-        if largest.own_bytes > own:
-            yield Finding(
-                path=("units", name, "graphs"),
-                at="key",
-                message=f"a graph of {largest.tokens} tokens and {largest.neurons} neurons keeps "
-                f"{approximate_bytes(largest.own_bytes)}, and `{name}` has "
-                f"{approximate_bytes(own)} of its own",
-                help="name smaller shares or fewer tokens: larger jobs run several graphs",
-            )
-
-
 _STEP = 8
 
 
@@ -250,56 +138,4 @@ def _find_twice(values: Sequence[float], path: KeyPath) -> Iterator[Finding]:
         if value in values[:place]:
             yield Finding(
                 path=(*path, place), message=f"{value:g} is named twice", help="take it out"
-            )
-
-
-@rule("P264", "error", "resolved")
-def check_units_hold_needs(facts: Facts) -> Iterator[Finding]:
-    """Every unit beside the sparse one has memory for what it keeps.
-
-    Why: a unit's neurons lie in its own memory, such as a graphics card's, and its backend says how
-    much they take there: a plan that cannot work is known before anything is read.  A unit that
-    uses main memory may have a budget, too; without one, what it keeps is part of
-    ``memory.segments.hot``.
-
-    Example: a share for ``gpu`` without ``[memory.units.gpu]``, or with less than its neurons take.
-
-    Fix: write ``memory.units.NAME.budget``, or lower the unit's share.
-    """
-    resolved = facts.resolved
-    for name, need in count_unit_needs(resolved).items():
-        memory = resolved.plan.memory.units.get(name)
-        wanted = write_least(need.bytes)
-        if memory is None and resolved.shares_main_memory(name):
-            continue
-        if memory is None:
-            yield Finding(
-                path=("memory",),
-                at="key",
-                message=f"`{name}` has no memory, and needs {approximate_bytes(need.bytes)}: "
-                f"{need.explanation}",
-                help=f'write units.{name}.budget = "{wanted}" into [memory]',
-            )
-        elif memory.budget < need.bytes:
-            has, needs = compare_bytes(memory.budget, need.bytes)
-            yield Finding(
-                path=("memory", "units", name, "budget"),
-                message=f"`{name}` has {has} and needs {needs}: {need.explanation}",
-                help=f'write budget = "{wanted}", or lower the share of `{name}`',
-            )
-    for name, memory in resolved.plan.memory.units.items():
-        unit = resolved.device.units.get(name)
-        own = None if unit is None else unit.memory
-        if memory.shares_main_memory and own is not None:
-            yield Finding(
-                path=("memory", "units", name, "shares_main_memory"),
-                message=f"the device says that `{name}` has memory of its own",
-                help="take the key out",
-            )
-        elif own is not None and own.capacity is not None and memory.budget > own.capacity:
-            yield Finding(
-                path=("memory", "units", name, "budget"),
-                message=f"`{name}` has {format_bytes(own.capacity)} of memory, less than "
-                f"{format_bytes(memory.budget)}",
-                help=f'write budget = "{format_bytes(own.capacity)}" at most',
             )

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.costs import USUAL_CHUNK, list_chunks
-from pi2.plan.arithmetic.fitting import (
+from pi2.fitting.backends import find_alone, list_usual_backends
+from pi2.fitting.budget import (
     FIXED,
     MIB,
     Shortage,
@@ -24,9 +24,10 @@ from pi2.plan.arithmetic.fitting import (
     round_segment,
     write_memory,
 )
+from pi2.fitting.sizes import find_needs
+from pi2.plan.arithmetic.costs import USUAL_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.arithmetic.sizes import find_block_bytes
-from pi2.plan.documents.backends import list_usual_backends
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
@@ -228,7 +229,7 @@ def _fit(
     cold = segments.cold if "cold" in stated else None
     # What is stated beyond its need is taken from the rest.
     spare = sum(
-        max(0, getattr(segments, name) - round_segment(getattr(wanted.needs, name).bytes))
+        max(0, getattr(segments, name) - round_segment(getattr(find_needs(wanted), name).bytes))
         for name in FIXED
         if name in stated
     )
@@ -264,7 +265,7 @@ def _state_sizes(
     final = replace(wanted, plan=wanted.plan.model_copy(update={"layers": layers}))
     segments = fitted.plan.memory.segments
     sizes: dict[str, int] = {name: getattr(segments, name) for name in Segments.model_fields}
-    sizes["hot"] = max(sizes["hot"], round_segment(final.needs.hot.bytes))
+    sizes["hot"] = max(sizes["hot"], round_segment(find_needs(final).hot.bytes))
     budget = _read_size(found.read("memory", "budget")) or fitted.plan.memory.budget
     for name in stated:
         if name in sizes:
@@ -343,7 +344,7 @@ def _choose_chunk(
     longest = list_chunks(model, values["kv"]["context"])[-1]
     if budget is None or longest == usual:
         return longest
-    more = resolve(longest).needs.workspace.bytes - resolve(usual).needs.workspace.bytes
+    more = find_needs(resolve(longest)).workspace.bytes - find_needs(resolve(usual)).workspace.bytes
     if more > LONG_CHUNK_SHARE * budget:
         return usual
     try:
@@ -355,4 +356,4 @@ def _choose_chunk(
 
 def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
     plan = Plan.model_validate_json(json.dumps(values))
-    return ResolvedPlan(plan=plan, device=device, model=model)
+    return ResolvedPlan(plan=plan, device=device, model=model, find_alone=find_alone)

@@ -1,6 +1,4 @@
-"""Checking documents: everything that is found in a plan, its device and its model.
-
-Pages of all codes: the docstrings of the rules, and ``pi2/diagnostics/pages`` for the others.
+"""From a path to a plan that may run: read, compose, resolve, and run all rules.
 
 A rule's page is its docstring.  Codes that are given in passing, such as that of a file
 which is not there, have theirs in a TOML file per range of codes: a table per code with the keys
@@ -17,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pi2.diagnostics
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.texts import Page, parse_page
+from pi2.fitting.backends import find_alone
+from pi2.fitting.inspection import Inspection, Reuse
+from pi2.fitting.rules import list_rules
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.findings import Fact
-from pi2.plan.checking.inspection import Inspection, Reuse
-from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -40,7 +39,7 @@ def load_pages() -> dict[str, Page]:
     """All pages by code, in the order of the codes."""
     import tomli
 
-    pages = [parse_page(rule.code, rule.documentation) for rule in load_rules()]
+    pages = [parse_page(rule.code, rule.documentation) for rule in list_rules()]
     for file in FOLDER.glob("*.toml"):
         tables = tomli.loads(file.read_text(encoding="utf-8"))
         pages += [Page(code=code, **texts) for code, texts in tables.items()]
@@ -124,7 +123,7 @@ def check_file(
         return _report(check, kind="plan")
     check.read(Located(path=path, file_name=path.name, name=shown, reference=reference), kind, text)
     if kind in check.documents:
-        check.run_rules({kind: check.documents[kind]}, set())
+        check.run_rules(list_rules(), {kind: check.documents[kind]}, set())
     return _report(check, kind=kind)
 
 
@@ -186,10 +185,10 @@ def check_plan(
 
     done: set[str] = set()
     if check.is_open:
-        check.run_rules(dict(check.documents.items()), done, early=True)
+        check.run_rules(list_rules(), dict(check.documents.items()), done, early=True)
         check.close_plan()
     facts: dict[Fact, object] = dict(check.documents.items())
-    check.run_rules(facts, done)
+    check.run_rules(list_rules(), facts, done)
     if thresholds is None:
         thresholds = check.follow_thresholds()
     resolved = _resolve(check, thresholds)
@@ -200,7 +199,7 @@ def check_plan(
         if resolved is not None:
             resolved = replace(resolved, draft=report.resolved)
     if resolved is not None:
-        check.run_rules({**facts, "resolved": resolved}, done)
+        check.run_rules(list_rules(), {**facts, "resolved": resolved}, done)
     return _report(check, kind="plan", resolved=resolved)
 
 
@@ -215,6 +214,7 @@ def _resolve(check: Inspection, thresholds: GivenThresholds) -> ResolvedPlan | N
         device=device,
         model=model,
         path=check.files["plan"].path,
+        find_alone=find_alone,
         file=check.facts,
         derived=check.derived,
         thresholds=None if thresholds == "none" or plan.sparsity is None else thresholds,
@@ -231,3 +231,25 @@ def _report(check: Inspection, *, kind: Kind, resolved: ResolvedPlan | None = No
         sources=check.sources,
         files=check.files,
     )
+
+
+def load_plan(
+    path: str | Path,
+    *,
+    overrides: Mapping[str, object] | None = None,
+    resolver: Resolver | None = None,
+    thresholds: GivenThresholds = None,
+) -> ResolvedPlan:
+    """Load, resolve and validate the plan at ``path``.
+
+    ``overrides`` replaces values of the plan by dotted key path, such as
+    ``{"decode.predictor": "gate"}``; ``resolver`` finds references with a scheme;
+    ``thresholds`` count instead of those that the plan names, ``"none"`` that there are none yet.
+    Raises ``UserError`` with all findings.
+    """
+    report = check_plan(
+        Path(path), overrides=overrides or {}, resolver=resolver, thresholds=thresholds
+    )
+    if report.resolved is None:
+        raise report.make_error()
+    return report.resolved

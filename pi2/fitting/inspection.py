@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
-from pi2.plan.arithmetic.completion import complete_plan, fill_gaps, leaves_out
+from pi2.fitting.completion import complete_plan, fill_gaps, leaves_out
 from pi2.plan.checking.findings import Fact, Facts, Finding, Rule
-from pi2.plan.checking.rules import load_rules
 from pi2.plan.composing.trees import Chain, Link
 from pi2.plan.documents.common import COMPOSITION, Document
 from pi2.plan.documents.device import Device
@@ -445,14 +444,19 @@ class Inspection:
                 self.diagnostics.append(item)
 
     def run_rules(
-        self, facts: Mapping[Fact, object], done: set[str], *, early: bool = False
+        self,
+        rules: Sequence[Rule],
+        facts: Mapping[Fact, object],
+        done: set[str],
+        *,
+        early: bool = False,
     ) -> None:
-        """Run the rules whose needs are met and that did not run before; ``early`` those alone that
-        need something.
+        """Run those of ``rules`` whose needs are met and that did not run before; ``early`` those
+        alone that need something.
 
         A rule without needs looks at each document alone.
         """
-        for rule in load_rules():
+        for rule in rules:
             if early and not rule.needs:
                 continue
             if rule.code in done or not set(rule.needs) <= set(facts):

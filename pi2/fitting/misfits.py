@@ -1,18 +1,24 @@
-"""Whether a device document describes this machine: the P3xx diagnostics."""
+"""Whether a plan fits this machine (P3xx) and its neuron store (P5xx)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pi2.diagnostics import Diagnostic
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.fitting.backends import find_backend, find_text_backend
 from pi2.machine import Machine, list_allowed_cores
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.documents.backends import find_backend
 from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.plan_units import list_cores
 from pi2.plan.documents.quantities import compare_bytes, write_most
+from pi2.store.agreement import check_files, check_model, find_bundle_misfits
+from pi2.store.manifest import read_manifest
+
+if TYPE_CHECKING:
+    from pi2.fitting.check import Report
 
 _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 doctor` lists them"
 
@@ -23,7 +29,7 @@ def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnost
     A plan that only counts (backend ``null``) runs everywhere; one without compiled kernels
     (``reference``) runs on every processor.
     """
-    backends = [find_backend(name) for name in list_backends(resolved)]
+    backends = [find_backend(name) for name in resolved.list_backends()]
     if not any(backend.COMPUTES for backend in backends):
         return []
     found = find_misfits(
@@ -41,11 +47,6 @@ def find_processor_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Dia
     """What keeps the kernels of a plan's processor from running on ``machine``: P301 and P302."""
     unit = resolved.device.units[resolved.sparse_unit]
     return list(_check_processor(resolved.device.id, unit, machine))
-
-
-def list_backends(resolved: ResolvedPlan) -> frozenset[str]:
-    """Backends of the units that the plan gives layers to."""
-    return frozenset(map(resolved.name_backend, (resolved.sparse_unit, *resolved.dense_units)))
 
 
 def find_misfits(
@@ -166,3 +167,56 @@ def locate_findings(found: list[Diagnostic], path: Path) -> list[Diagnostic]:
         replace(item, span=source.spans.find_value(tuple((item.path or "").split("."))))
         for item in found
     ]
+
+
+def list_store_findings(report: Report) -> list[Diagnostic]:
+    """What a run of a checked plan would refuse about its store, at the places in the plan; nothing
+    of a plan that runs dry, which opens no store."""
+    resolved = report.resolved
+    if (
+        resolved is None
+        or resolved.file is not None
+        or not resolved.store_path.exists()
+        or resolved.list_backends() == {"null"}
+    ):
+        return []
+    found = []
+    for item in find_store_misfits(resolved):
+        path = tuple((item.path or "store").split("."))
+        # Places are looked for where something was found.
+        place = item.span or report.files["plan"].spans.find_value(path)
+        found.append(replace(item, span=place, path=".".join(path)))
+    return found
+
+
+def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
+    """What a run would refuse about the store of ``resolved``: P502-P506, P508, P520, P605; P689
+    of weights for another program.
+
+    Nothing where no store is there: it may be made later, or be on the device alone.
+    """
+    path = resolved.store_path
+    if not path.exists():
+        return []
+    text = find_text_backend(resolved.name_backend(resolved.sparse_unit))
+    try:
+        if resolved.gives_text and text is not None:
+            text.check_weights(path, resolved.model)
+            return []
+        manifest = read_manifest(path)
+        check_model(path, manifest, resolved.model)
+        check_files(path, manifest)
+    except UserError as error:
+        return list(error.diagnostics)
+    found = list(find_bundle_misfits(resolved, manifest.bundle))
+    tokenizer = path / resolved.model.tokenizer.file
+    if not tokenizer.is_file():
+        found.append(
+            Diagnostic(
+                code="P605",
+                message=f"the store {path} has no tokenizer {tokenizer.name}",
+                help="convert the model again, or copy its tokenizer.json into the store",
+                path="store",
+            )
+        )
+    return found

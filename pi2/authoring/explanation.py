@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from pi2.authoring.costs import Cost, list_costs
 from pi2.diagnostics import UserError
-from pi2.plan.arithmetic.costs import Cost, list_costs
-from pi2.plan.checking.check import Report
+from pi2.fitting.check import Report
 from pi2.plan.composing.trees import Step, look_up, trace_value
 from pi2.plan.documents.common import Document, find_type, list_known_keys, suggest
 from pi2.plan.documents.plan import DERIVED, Plan

@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pi2.fitting.sizes import count_unit_needs, find_needs
 from pi2.plan.arithmetic.costs import describe_owners, name_memory
 from pi2.plan.arithmetic.file_facts import FileFacts
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_ffn_bytes, count_unit_needs
+from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.documents.common import Document, find_type
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.quantities import approximate_bytes
@@ -32,7 +33,7 @@ def write_plan(resolved: ResolvedPlan, source: SourceFile | None = None) -> str:
     lines += (f"# {line}" for line in _describe(resolved))
     needs: dict[KeyPath, str] = {
         ("memory", "segments", name): f"needs {approximate_bytes(need.bytes)}: {need.explanation}"
-        for name, need in resolved.needs.items()
+        for name, need in find_needs(resolved).items()
     }
 
     def comment(path: KeyPath) -> str | None:
@@ -84,7 +85,7 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
         yield from _describe_file(resolved.file)
         return
     ffn_bytes = count_ffn_bytes(resolved)
-    hot_bytes = resolved.needs.hot.bytes
+    hot_bytes = find_needs(resolved).hot.bytes
     cold_bytes = min(resolved.plan.memory.segments.cold, ffn_bytes - hot_bytes)
     yield (
         f"neurons: {approximate_bytes(ffn_bytes)} in the store, "

@@ -1,10 +1,11 @@
-"""The backends that there are: folders of ``backends/`` with a module ``backend``."""
+"""Backends by their names: imported when they are asked, which loads nothing heavy."""
 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+from pi2.plan.documents.common import list_backend_names
 
 if TYPE_CHECKING:
     from pi2.backends.protocol import (
@@ -16,16 +17,10 @@ if TYPE_CHECKING:
         UnitBackend,
         WholeBackend,
     )
+    from pi2.plan.arithmetic.resolved import Alone
     from pi2.plan.documents.device import UnitKind
 
 _PACKAGE = "pi2.backends"
-
-
-def list_backend_names() -> tuple[str, ...]:
-    """Names of all backends, sorted; none of them is imported."""
-    folders = importlib.import_module(_PACKAGE).__path__
-    found = {path.parent.name for folder in folders for path in Path(folder).glob("*/backend.py")}
-    return tuple(sorted(found))
 
 
 def find_backend(name: str) -> Backend:
@@ -80,3 +75,10 @@ def find_text_backend(name: str) -> TextBackend | None:
 def find_alone_backend(name: str) -> WholeBackend | TextBackend | None:
     """Import the module of a backend whose units have whole models, whatever comes out of them."""
     return find_whole_backend(name) or find_text_backend(name)
+
+
+def find_alone(name: str) -> Alone | None:
+    """What comes out of a unit that has a whole model, by its backend; None if no unit has."""
+    if find_whole_backend(name) is not None:
+        return "logits"
+    return None if find_text_backend(name) is None else "text"

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pi2.plan.arithmetic.completion import (
-    SEGMENT_REASONS,
-    choose_backends,
-    complete_plan,
-    resolve_values,
-)
-from pi2.plan.arithmetic.fitting import MIB
+from pi2.fitting.backends import list_usual_backends
+from pi2.fitting.budget import MIB
+from pi2.fitting.completion import SEGMENT_REASONS, choose_backends, complete_plan, resolve_values
+from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
-from pi2.plan.documents.backends import list_usual_backends
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import (
@@ -119,7 +115,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     found = complete_plan({**values, **tables}, device, model)
     final = resolve_values(found.values, device, model)
     tables["memory"]["budget"] = format_bytes(final.plan.memory.budget)
-    whole, hot = count_ffn_bytes(final), final.needs.hot.bytes
+    whole, hot = count_ffn_bytes(final), find_needs(final).hot.bytes
     lines = [
         f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
         "stay in memory.",

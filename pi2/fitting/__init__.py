@@ -1,0 +1,1 @@
+"""Plans with what backends say of them: rules, sizes, budgets."""

@@ -1,0 +1,402 @@
+"""Rules about what backends say: what they compute, and how much memory that takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+from pi2.fitting.backends import (
+    find_backend,
+    find_executor_backend,
+    find_graph_backend,
+    find_unit_backend,
+)
+from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
+from pi2.plan.arithmetic.costs import count_absent, find_memory_rate, find_read_rate
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.units import count_mixer_bytes
+from pi2.plan.checking.findings import Facts, Finding, Origin, Rule, rule
+from pi2.plan.checking.rules import load_rules
+from pi2.plan.documents.common import list_backend_names
+from pi2.plan.documents.quantities import (
+    approximate_bytes,
+    approximate_number,
+    compare_bytes,
+    format_bytes,
+    write_least,
+)
+from pi2.plan.toml.text import KeyPath
+
+
+@cache
+def list_rules() -> tuple[Rule, ...]:
+    """All rules, of documents and of backends, in the order of their codes."""
+    own = (value for value in globals().values() if isinstance(value, Rule))
+    return tuple(sorted((*load_rules(), *own), key=lambda rule: rule.code))
+
+
+_REMEDIES = {
+    "kv": "lower kv.context",
+    "hot": "lower layers.hot",
+    "workspace": "lower prefill.chunk",
+}
+
+
+@rule("P202", "error", "resolved")
+def check_segments_hold_needs(facts: Facts) -> Iterator[Finding]:
+    """Every segment is as large as what it has to hold.
+
+    Why: sizes follow from the model's shape and quantisation and the plan's settings
+    (`pi2.plan.arithmetic.sizes` and backends have the formulas), so a plan that cannot work is
+    known before anything is read: ``attention`` holds the dense weights, ``kv`` the context,
+    ``predictor`` what finds the active neurons, ``hot`` the resident neurons, ``cold`` at least
+    what one layer activates for a token, ``workspace`` the activations of a prefill chunk, logits
+    and staging buffers.
+
+    Example: ``kv = "1 MiB"`` for a context of 1024 tokens that takes 4 MiB.
+
+    Fix: raise the segment, or lower what it is for: ``kv.context``, ``layers.hot``,
+    ``prefill.chunk``, the precision of the model.
+    """
+    resolved = facts.resolved
+    for name, need in find_needs(resolved).items():
+        size = getattr(resolved.plan.memory.segments, name)
+        if size >= need.bytes:
+            continue
+        help_text = f'write {name} = "{write_least(need.bytes)}"'
+        if name in _REMEDIES:
+            help_text += f", or {_REMEDIES[name]}"
+        has, needs = compare_bytes(size, need.bytes)
+        yield Finding(
+            path=("memory", "segments", name),
+            message=f"segment {name} has {has} and needs {needs}: {need.explanation}",
+            help=help_text,
+            origins=_find_origins(resolved, name),
+        )
+
+
+def _find_origins(resolved: ResolvedPlan, segment: str) -> tuple[Origin, ...]:
+    shape = resolved.model.shape
+    if segment == "kv":
+        context = resolved.plan.kv.context
+        return (
+            Origin(document="plan", path=("kv", "context"), text=f"context = {context}"),
+            Origin(
+                document="model", path=("shape", "kv_heads"), text=f"kv_heads = {shape.kv_heads}"
+            ),
+        )
+    if segment == "predictor":
+        mode = resolved.plan.decode.predictor
+        return (
+            Origin(document="plan", path=("decode", "predictor"), text=f'predictor = "{mode}"'),
+        )
+    if segment == "hot":
+        settings = {layer.hot_path: layer.hot for layer in resolved.layers}
+        return tuple(
+            Origin(document="plan", path=path, text=f"hot = {hot}")
+            for path, hot in sorted(settings.items(), key=lambda item: -item[1])
+        )
+    if segment == "workspace":
+        chunk = resolved.plan.prefill.chunk
+        return (Origin(document="plan", path=("prefill", "chunk"), text=f"chunk = {chunk}"),)
+    if segment == "attention":
+        return (Origin(document="model", path=("shape",), text="the model's shape"),)
+    return (Origin(document="model", path=("shape", "ffn"), text=f"ffn = {shape.ffn}"),)
+
+
+ENOUGH = {"lru": 1.0, "lfu": 0.25}
+"""Part of a token's neurons that the cache has to hold, by its policy."""
+
+
+@rule("P204", "warning", "resolved")
+def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
+    """The cold segment holds the neurons that one token uses beyond the hot ones.
+
+    Why: a cache that is smaller than what one token brings in has lost the first layers' neurons
+    when the next token comes back to them, so that little of it is used twice.  One that keeps what
+    is used often (``cache.policy = "lfu"``) works with a quarter of it, but for a mixture whose
+    router names whole experts (``decode.predictor = "router"``).  The number of neurons is an
+    estimate from the model's ``sparsity`` and ``predictor``, or what the router chooses in every
+    layer.
+
+    Example: ``cold = "40 MiB"`` where a token uses 200 MiB of neurons that are not hot.
+
+    Fix: raise ``memory.segments.cold``; where the budget has no room, lower ``kv.context``, or take
+    a part of ``hot``: fewer hot neurons and a cache that works can be faster.
+    """
+    resolved = facts.resolved
+    stride = resolved.bundle.stride
+    layers = [resolved.layers[number] for number in resolved.named_layers]
+    counts = [count_absent(resolved, number) for number in resolved.named_layers]
+    wanted_bytes = round(sum(count or 0.0 for count in counts)) * stride
+    neurons = resolved.model.layer_neurons
+    absent_bytes = sum(neurons - layer.hot_neurons for layer in layers) * stride
+    wanted_bytes = min(wanted_bytes, absent_bytes)
+    size = resolved.plan.memory.segments.cold
+    policy = resolved.plan.cache.policy
+    is_routed = resolved.model.moe is not None and resolved.plan.decode.predictor == "router"
+    least_bytes = round((1.0 if is_routed else ENOUGH[policy]) * wanted_bytes)
+    if size >= least_bytes or size < find_needs(resolved).cold.bytes:  # P202 speaks of the latter
+        return
+    yield Finding(
+        path=("memory", "segments", "cold"),
+        message=f"segment cold has {format_bytes(size)}, and one token uses about "
+        f"{approximate_bytes(wanted_bytes)} of neurons that are not hot"
+        + (_explain_experts(resolved) if is_routed else ""),
+        help=f'write cold = "{write_least(least_bytes)}", or lower layers.hot to make room',
+        origins=(Origin(document="plan", path=("cache", "policy"), text=f'policy = "{policy}"'),),
+    )
+
+
+def _explain_experts(resolved: ResolvedPlan) -> str:
+    model = resolved.model
+    size = approximate_bytes(model.shape.ffn * resolved.bundle.stride)
+    counts = Counter(
+        model.count_active(number)
+        for number, layer in enumerate(resolved.layers)
+        if layer.hot_neurons < model.layer_neurons
+    )
+    products = (f"{layers} layers x {experts} experts" for experts, layers in counts.items())
+    return f" ({', '.join(products)} of {size})"
+
+
+_LEAST_BYTES = 1 << 20
+
+
+@rule("P205", "warning", "resolved")
+def check_cold_is_used(facts: Facts) -> Iterator[Finding]:
+    """A plan that computes every neuron has no cache of cold ones.
+
+    Why: with ``decode.predictor = "none"`` what is not hot streams by for every token, and nothing
+    of it is kept: memory of the segment ``cold`` stays empty.  As hot neurons it would save reads.
+
+    Example: ``cold = "1000 MiB"`` with ``predictor = "none"``.
+
+    Fix: give the segment's memory to ``hot``, and raise ``layers.hot``; `pi2 run --memory` does
+    both.
+    """
+    resolved = facts.resolved
+    plan, size = resolved.plan, resolved.plan.memory.segments.cold
+    if plan.decode.predictor != "none" or resolved.file is not None:  # a ring of what streams by
+        return
+    wasted = size - find_needs(resolved).cold.bytes
+    whole_in_memory = all(layer.hot >= 1.0 for layer in resolved.layers)
+    if whole_in_memory or wasted <= _LEAST_BYTES:
+        return
+    whole = resolved.model.shape.layers * resolved.model.layer_neurons * resolved.bundle.stride
+    hot = sum(layer.hot for layer in resolved.layers) / len(resolved.layers)
+    more = min(hot + wasted / whole, 1.0)
+    yield Finding(
+        path=("memory", "segments", "cold"),
+        message=f"{approximate_bytes(wasted)} of the segment cold stay empty: where every neuron "
+        "is computed, what is not hot streams by",
+        help=f"add them to memory.segments.hot, and write layers.hot = {int(more * 1000) / 1000:g}",
+        origins=(Origin(document="plan", path=("decode", "predictor"), text='predictor = "none"'),),
+    )
+
+
+PATIENCE = 2.0
+"""Reads may take this many times as long as attention: estimates are rough."""
+
+
+@rule("P237", "warning", "resolved")
+def check_look_ahead_hides(facts: Facts) -> Iterator[Finding]:
+    """Reads that are to hide behind attention take no longer than attention.
+
+    Why: ``look_ahead = "attention"`` asks for a layer's neurons before its attention, so that the
+    reads are done when the FFN begins.  Where they take much longer, the FFN waits all the same.
+    Times are estimates from the device's figures and the model's statistics.
+
+    Example: ``look_ahead = "attention"`` where attention takes 0.4 ms and the reads 6 ms.
+
+    Fix: ``look_ahead = "layer"``, which begins a layer earlier, or more memory for ``hot`` and
+    ``cold``, so that less is read.
+    """
+    resolved = facts.resolved
+    memory_rate, read_rate = find_memory_rate(facts.device), find_read_rate(facts.device)
+    if resolved.plan.decode.look_ahead != "attention" or not memory_rate or not read_rate:
+        return
+    attention_s = _count_attention_bytes(resolved) / memory_rate
+    read_s = _count_read_bytes(resolved) / read_rate
+    if read_s <= PATIENCE * attention_s:
+        return
+    yield Finding(
+        path=("decode", "look_ahead"),
+        message="a layer's attention takes about "
+        f"{approximate_number(attention_s * 1e3, 2)} ms and its reads "
+        f"{approximate_number(read_s * 1e3, 2)} ms: attention cannot hide them",
+        help='write look_ahead = "layer", or give hot and cold more memory',
+        origins=(
+            Origin(
+                document="device",
+                path=("storage", "reads"),
+                text=f"{approximate_number(read_rate / 1e6, 4)} MB/s",
+            ),
+        ),
+    )
+
+
+def _count_read_bytes(resolved: ResolvedPlan) -> float:
+    stride, neurons = resolved.bundle.stride, resolved.model.layer_neurons
+    absent = sum(neurons - layer.hot_neurons for layer in resolved.layers)
+    if absent == 0:
+        return 0.0
+    cached = min(1.0, resolved.plan.memory.segments.cold / stride / absent)
+    wanted = sum(count_absent(resolved, layer) or 0.0 for layer in range(len(resolved.layers)))
+    return wanted * (1 - cached) * stride / len(resolved.layers)
+
+
+def _count_attention_bytes(resolved: ResolvedPlan) -> int:
+    """Bytes that a layer's attention reads for a token when the context is full."""
+    needs, layers = find_needs(resolved), resolved.model.shape.layers
+    return count_mixer_bytes(resolved.model) + (needs.kv.bytes + needs.state.bytes) // layers
+
+
+@rule("P265", "error", "resolved")
+def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
+    """A unit's backend can compute what the plan gives it.
+
+    Why: backends differ in what they compute: not every one serves a unit beside the sparse one, or
+    computes a whole model, and some know no mixtures, or not every activation or precision.  Asking
+    them first is better than failing when the model has been loaded.
+
+    Example: ``units.second.backend = "cpu"`` for a dense share.
+
+    Fix: name another backend for the unit, or give its share to another unit.  ``null`` computes
+    nothing, and is for all units of a plan or for none.
+    """
+    resolved = facts.resolved
+    names = (resolved.sparse_unit, *resolved.dense_units)
+    backends = {unit: resolved.name_backend(unit) for unit in names if resolved.has_backend(unit)}
+    idle = [unit for unit, name in backends.items() if not find_backend(name).COMPUTES]
+    if idle and len(idle) < len(backends):
+        busy = next(unit for unit in backends if unit not in idle)
+        yield Finding(
+            path=_find_path(facts, idle[0]),
+            message=f"backend `{backends[idle[0]]}` of `{idle[0]}` computes nothing, and "
+            f"`{backends[busy]}` of `{busy}` does",
+            help=f"run the plan dry with `{backends[idle[0]]}` for all units, or name another "
+            f"backend for `{idle[0]}`",
+        )
+        return
+    for unit, name in backends.items():
+        backend = find_backend(name)
+        is_sparse = unit == resolved.sparse_unit
+        is_whole = is_sparse and resolved.has_whole_unit
+        find = find_executor_backend if is_sparse else find_unit_backend
+        if find(name) is None and not is_whole and facts.resolved.file is None:
+            able = [other for other in list_backend_names() if find(other)]
+            lack = (
+                f"computes no whole model, and `{unit}` computes what no other unit does"
+                if is_sparse
+                else f"serves no unit beside `{resolved.sparse_unit}`, such as `{unit}`"
+            )
+            yield Finding(
+                path=_find_path(facts, unit),
+                message=f"backend `{name}` {lack}",
+                help=f"backends that do: {', '.join(f'`{other}`' for other in able)}",
+            )
+            continue
+        for limit in backend.find_limits(describe_unit(resolved, unit)):
+            yield Finding(
+                path=_find_path(facts, unit),
+                message=f"backend `{name}` of `{unit}` {limit}",
+                help=f"name another backend for `{unit}`, or give its share to another unit",
+            )
+
+
+def _find_path(facts: Facts, unit: str) -> KeyPath:
+    settings = facts.resolved.plan.units.get(unit)
+    if settings is not None and settings.backend is not None:
+        return ("units", unit, "backend")
+    return ("backends", facts.resolved.device.units[unit].kind)
+
+
+@rule("P277", "warning", "resolved")
+def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
+    """What a graph keeps while it runs fits into the NPU's own memory.
+
+    Why: an NPU reads its own memory (VTCM) many times as fast as main memory.  A graph keeps the
+    values of its neurons for all of its tokens; where they do not fit, main memory holds them, and
+    every tile of the second product waits for it.
+
+    Example: graphs of 128 tokens and all of 14,336 neurons, 8.8 MiB, where ``own_memory = "8
+    MiB"``.
+
+    Fix: name smaller ``shares`` or ``tokens``: a job that is larger runs several graphs.  Without
+    ``shares``, sizes that fit are chosen.
+    """
+    resolved = facts.resolved
+    for name in resolved.dense_units:
+        settings, hexagon = resolved.plan.units.get(name), resolved.device.units[name].hexagon
+        own = None if hexagon is None else hexagon.own_memory
+        backend = find_graph_backend(resolved.name_backend(name))
+        if own is None or settings is None or settings.graphs is None:
+            continue
+        if backend is None:
+            continue
+        largest = max(
+            backend.list_graphs(describe_unit(resolved, name)), key=lambda graph: graph.own_bytes
+        )
+        if largest.own_bytes > own:
+            yield Finding(
+                path=("units", name, "graphs"),
+                at="key",
+                message=f"a graph of {largest.tokens} tokens and {largest.neurons} neurons keeps "
+                f"{approximate_bytes(largest.own_bytes)}, and `{name}` has "
+                f"{approximate_bytes(own)} of its own",
+                help="name smaller shares or fewer tokens: larger jobs run several graphs",
+            )
+
+
+@rule("P264", "error", "resolved")
+def check_units_hold_needs(facts: Facts) -> Iterator[Finding]:
+    """Every unit beside the sparse one has memory for what it keeps.
+
+    Why: a unit's neurons lie in its own memory, such as a graphics card's, and its backend says how
+    much they take there: a plan that cannot work is known before anything is read.  A unit that
+    uses main memory may have a budget, too; without one, what it keeps is part of
+    ``memory.segments.hot``.
+
+    Example: a share for ``gpu`` without ``[memory.units.gpu]``, or with less than its neurons take.
+
+    Fix: write ``memory.units.NAME.budget``, or lower the unit's share.
+    """
+    resolved = facts.resolved
+    for name, need in count_unit_needs(resolved).items():
+        memory = resolved.plan.memory.units.get(name)
+        wanted = write_least(need.bytes)
+        if memory is None and resolved.shares_main_memory(name):
+            continue
+        if memory is None:
+            yield Finding(
+                path=("memory",),
+                at="key",
+                message=f"`{name}` has no memory, and needs {approximate_bytes(need.bytes)}: "
+                f"{need.explanation}",
+                help=f'write units.{name}.budget = "{wanted}" into [memory]',
+            )
+        elif memory.budget < need.bytes:
+            has, needs = compare_bytes(memory.budget, need.bytes)
+            yield Finding(
+                path=("memory", "units", name, "budget"),
+                message=f"`{name}` has {has} and needs {needs}: {need.explanation}",
+                help=f'write budget = "{wanted}", or lower the share of `{name}`',
+            )
+    for name, memory in resolved.plan.memory.units.items():
+        unit = resolved.device.units.get(name)
+        own = None if unit is None else unit.memory
+        if memory.shares_main_memory and own is not None:
+            yield Finding(
+                path=("memory", "units", name, "shares_main_memory"),
+                message=f"the device says that `{name}` has memory of its own",
+                help="take the key out",
+            )
+        elif own is not None and own.capacity is not None and memory.budget > own.capacity:
+            yield Finding(
+                path=("memory", "units", name, "budget"),
+                message=f"`{name}` has {format_bytes(own.capacity)} of memory, less than "
+                f"{format_bytes(memory.budget)}",
+                help=f'write budget = "{format_bytes(own.capacity)}" at most',
+            )

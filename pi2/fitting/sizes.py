@@ -1,0 +1,179 @@
+"""Bytes that a plan's segments and units need, as their backends say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import TYPE_CHECKING
+
+from pi2.fitting.backends import (
+    find_alone_backend,
+    find_executor_backend,
+    find_graph_backend,
+    find_unit_backend,
+)
+from pi2.plan.arithmetic.sizes import (
+    STAGING_BUFFERS,
+    TOKENS_TOGETHER,
+    count_chunk_tokens,
+    count_piece_bytes,
+    count_staged_neurons,
+    need_attention,
+    need_cold,
+    need_predictor,
+)
+from pi2.plan.arithmetic.units import Need, Needs, UnitFacts, need_kv, need_state
+from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.layout import align_bytes
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import ExecutorBackend
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+
+
+def find_needs(resolved: ResolvedPlan) -> Needs:
+    """Bytes that each segment needs, computed once for a plan."""
+    return resolved.derive(compute_needs)
+
+
+def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
+    """Bytes that each dense unit needs, and one that has the whole model, by its name, as its
+    backend says; units whose backends serve no such units are left out."""
+    needs = {}
+    if resolved.has_whole_unit:
+        name = resolved.sparse_unit
+        whole = find_alone_backend(resolved.name_backend(name))
+        assert whole is not None, name
+        needs[name] = whole.need_unit_memory(describe_unit(resolved, name))
+    for name in resolved.dense_units:
+        backend = find_unit_backend(resolved.name_backend(name))
+        if backend is not None:
+            needs[name] = backend.need_unit_memory(describe_unit(resolved, name))
+    return needs
+
+
+def compute_needs(resolved: ResolvedPlan) -> Needs:
+    """Bytes needed by every segment of a plan whose model has a packable shape."""
+    plan, model = resolved.plan, resolved.model
+    if resolved.file is not None:
+        return resolved.file.needs
+    if resolved.has_whole_unit:
+        return _need_beside_whole(resolved)
+    return Needs(
+        attention=need_attention(resolved),
+        kv=need_kv(plan, model),
+        state=need_state(plan, model),
+        predictor=need_predictor(resolved),
+        hot=_need_hot(resolved),
+        cold=need_cold(resolved),
+        workspace=_need_workspace(resolved),
+    )
+
+
+def _need_beside_whole(resolved: ResolvedPlan) -> Needs:
+    """Main memory of a plan whose sparse unit has the whole model: buffers that weights pass
+    through, and what is part of no other segment where the unit uses main memory.
+
+    workspace: two staging buffers of min(f, 512) neurons, and a piece of a dense tensor.
+    """
+    name, stride = resolved.sparse_unit, resolved.bundle.stride
+    nothing = Need(0, f"nothing, `{name}` has it in its memory")
+    staging = STAGING_BUFFERS * count_staged_neurons(resolved) * stride
+    piece = count_piece_bytes(resolved)
+    hot = nothing
+    if resolved.name_segment(name) == "hot":
+        hot = count_unit_needs(resolved)[name]
+    grouped = nothing
+    if resolved.model.moe is not None and resolved.plan.decode.predictor != "none":
+        size = resolved.model.shape.layers * align_bytes(4 * resolved.model.layer_neurons)
+        grouped = Need(size, "whose neurons are whose")
+    return Needs(
+        attention=nothing,
+        kv=nothing,
+        state=nothing,
+        predictor=grouped,
+        hot=hot,
+        cold=nothing,
+        workspace=Need(
+            staging + piece,
+            f"staging of neurons {approximate_bytes(staging)}, "
+            f"pieces of dense tensors {approximate_bytes(piece)}",
+        ),
+    )
+
+
+def _need_hot(resolved: ResolvedPlan) -> Need:
+    """Resident neurons that no dense unit owns, their number times the stride S, and what dense
+    units need that have no memory of their own."""
+    stride, units = resolved.bundle.stride, count_unit_needs(resolved)
+    neurons = 0
+    for layer in resolved.layers:
+        # A unit whose backend is not known yet is taken to need what the store has.
+        is_known = layer.dense is not None and layer.dense.unit in units
+        neurons += len(layer.own_hot) if is_known else layer.hot_neurons
+    total, parts = neurons * stride, [f"{neurons} hot neurons of {stride} bytes"]
+    for name, need in units.items():
+        if resolved.name_segment(name) == "hot":
+            total += need.bytes
+            parts.append(f"{name}: {need.explanation}")
+    return Need(total, "; ".join(parts))
+
+
+def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
+    """The sparse unit's backend; where the plan names none that computes models, which is an error,
+    any other."""
+    unit = resolved.sparse_unit
+    name = resolved.name_backend(unit) if resolved.has_backend(unit) else "cpu"
+    backend = find_executor_backend(name) or find_executor_backend("cpu")
+    assert backend is not None, "the CPU's backend computes models"
+    return backend
+
+
+def _need_workspace(resolved: ResolvedPlan) -> Need:
+    need = _find_sparse_backend(resolved).need_workspace(resolved)
+    neurons = count_staged_neurons(resolved)
+    staging = STAGING_BUFFERS * neurons * resolved.bundle.stride
+    return Need(
+        need.bytes + staging,
+        f"{need.explanation}, staging of {STAGING_BUFFERS} x {neurons} neurons "
+        f"{approximate_bytes(staging)}",
+    )
+
+
+def count_chunks(resolved: ResolvedPlan) -> int:
+    """Chunks of a prompt that go through a layer before the next layer begins.
+
+    With ``layers-first`` 512 tokens, or as many as the segment ``workspace`` has room for.
+    """
+    plan = resolved.plan
+    if plan.pipeline.prefill == "chunks-first" or resolved.has_whole_unit:
+        return 1
+    backend = _find_sparse_backend(resolved)
+    own_bytes, chunk = backend.count_chunk_bytes(resolved), count_chunk_tokens(plan)
+    room = plan.memory.segments.workspace - _need_workspace(resolved).bytes
+    return 1 + max(0, min(ceil(TOKENS_TOGETHER / chunk) - 1, room // own_bytes))
+
+
+def describe_unit(resolved: ResolvedPlan, name: str) -> UnitFacts:
+    """What a unit of the plan has to do."""
+    kept, rows = None, resolved.divided_rows
+    if name != resolved.sparse_unit:
+        kept = tuple(
+            0 if layer.dense is None or layer.dense.unit != name else layer.dense.kept
+            for layer in resolved.layers
+        )
+    return UnitFacts(
+        resolved=resolved,
+        chunks=1 if name == resolved.sparse_unit else count_chunks(resolved),
+        unit=name,
+        neurons=kept,
+        rows=rows if rows is not None and rows.unit == name else None,
+        streams=resolved.plan.prefill.unit == name,
+    )
+
+
+def list_graph_tokens(resolved: ResolvedPlan, name: str) -> tuple[int, ...]:
+    """Numbers of tokens that the graphs of a unit have, ascending; none where its backend computes
+    any number."""
+    backend = find_graph_backend(resolved.name_backend(name))
+    return () if backend is None else backend.list_graph_tokens(describe_unit(resolved, name))

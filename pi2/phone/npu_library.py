@@ -1,0 +1,41 @@
+"""The library of an NPU, ahead of time: ``python -m pi2.phone.npu_library PLAN UNIT FOLDER``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pi2.backends.hexagon.backend import KINDS, describe_sizes
+from pi2.backends.hexagon.library import describe_library, write_library
+from pi2.diagnostics import UserError
+from pi2.diagnostics.texts import render_full
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import describe_unit
+
+
+def main(arguments: list[str]) -> int:
+    """Write the library that the command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pi2.phone.npu_library",
+        description="Compile the graphs of a plan's NPU ahead of time.",
+    )
+    parser.add_argument("plan", type=Path, metavar="PLAN")
+    parser.add_argument("unit", metavar="UNIT", help="name of the NPU in the device file")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the library goes")
+    chosen = parser.parse_args(arguments)
+    try:
+        resolved = load_plan(chosen.plan)
+        known = resolved.device.units.get(chosen.unit)
+        if known is None or known.kind not in KINDS:
+            parser.error(f"the device {resolved.device.id!r} has no NPU named {chosen.unit!r}")
+        spec = describe_library(describe_sizes(describe_unit(resolved, chosen.unit)), known)
+        write_library(spec, chosen.folder)
+    except UserError as error:
+        print(render_full(error.diagnostics), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""Values of documents one by one, and what is private in their texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from pydantic import BaseModel
+
+from pi2.plan.documents.common import Origin
+from pi2.plan.toml.text import KeyPath
+
+
+def walk_figures(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Origin]]:
+    """Every figure below ``value`` with its key path."""
+    for place, item in walk_values(value, path):
+        if isinstance(item, Origin):
+            yield place, item
+
+
+def walk_texts(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Every text below ``value`` with its key path."""
+    for place, item in walk_values(value, path):
+        if isinstance(item, str):
+            yield place, item
+
+
+def walk_values(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+    """``value`` and everything below it; values that nobody wrote, too."""
+    yield path, value
+    if isinstance(value, BaseModel):
+        for name, item in value:
+            yield from walk_values(item, (*path, name))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from walk_values(item, (*path, str(key)))
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value):
+            yield from walk_values(item, (*path, number))
+
+
+Match = tuple[Literal["serial", "account", "home"], int, int]
+"""The kind of a private stretch, its start and its end in the text."""
+
+LABELLED_SERIAL = re.compile(
+    r"(?<![\w-])(?:serial(?:[ _-]?(?:number|no|nr))?\.?|s/n|imei|meid|asset[ _-]?tag"
+    r"|android[ _-]?id|udid)(?:\s*[:=#]\s*|\s+(?:is\s+)?)"
+    r"(?P<found>[\"']?[A-Z0-9](?:[A-Z0-9:-]{4,38})[A-Z0-9][\"']?)(?![\w-])",
+    re.IGNORECASE,
+)
+MAC = re.compile(
+    r"(?<![\w:-])(?:[0-9A-Fa-f]{2}([:-]))(?:[0-9A-Fa-f]{2}\1){4}[0-9A-Fa-f]{2}(?![\w:-])"
+)
+UUID = re.compile(r"(?<![\w-])[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}(?![\w-])")
+LONG_DIGITS = re.compile(r"(?<![\w.,-])\d{15}(?![\w.,-])")
+PHONE_SERIAL = re.compile(
+    r"(?<![\w/-])(?=(?:[A-Z]*\d){4})(?=(?:\d*[A-Z]){3})[A-Z0-9]{11,20}(?![\w/-])"
+)
+
+EMAIL = re.compile(
+    r"(?<![\w.+/-])[\w.+-]{1,64}@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,24}(?!\w)"
+)
+LOGIN = re.compile(
+    r"(?<![\w-])(?:user(?:[ _-]?name)?|login|account|host[ _-]?name)\s*[:=]\s*"
+    r"(?P<found>[\"']?[\w.@+-]{2,64}[\"']?)",
+    re.IGNORECASE,
+)
+SHELL_PROMPT = re.compile(r"(?<![\w./@+-])[a-z_][\w-]{0,31}@[\w-]{2,63}(?=:[~/]|\s*[$#])")
+URL_ACCOUNT = re.compile(r"(?<=://)[^/\s@\"']{1,200}@")
+TOKEN = re.compile(r"(?<!\w)(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{20,})")
+
+HOME = re.compile(
+    r"(?<![\w.])(?:/home/|/Users/|/var/home/|[A-Za-z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))"
+    r"(?P<found>[^\s/\\\"'<>|:*?,;)]{1,64})"
+)
+
+NOBODY = frozenset({"user", "username", "you", "me", "name", "$user", "<user>", "runner", "shared"})
+"""Names that guides write where a reader puts their own."""
+
+
+def find_matches(text: str) -> Iterator[Match]:
+    """Every stretch of ``text`` that a pattern finds; some overlap."""
+    for pattern in (LABELLED_SERIAL, MAC, UUID, LONG_DIGITS, PHONE_SERIAL):
+        for match in pattern.finditer(text):
+            if _is_serial(pattern, match):
+                yield "serial", *_locate(match)
+    for pattern in (EMAIL, LOGIN, SHELL_PROMPT, URL_ACCOUNT, TOKEN):
+        for match in pattern.finditer(text):
+            start, end = _locate(match)
+            if text[start:end].lower() not in NOBODY:
+                yield "account", start, end
+    for match in HOME.finditer(text):
+        if match["found"].lower() not in NOBODY:
+            yield "home", *match.span()
+
+
+def _locate(match: re.Match[str]) -> tuple[int, int]:
+    named: str | int = "found" if match.groupdict().get("found") else 0
+    start, end = match.span(named)
+    text: str = match[named]
+    inner = text.strip("\"'")
+    if inner != text and inner:
+        start += text.index(inner)
+        end = start + len(inner)
+    return start, end
+
+
+def _is_serial(pattern: re.Pattern[str], match: re.Match[str]) -> bool:
+    if pattern is LABELLED_SERIAL:
+        text: str = match["found"]
+        return sum(char.isdigit() for char in text) >= 2
+    if pattern is LONG_DIGITS:
+        return _has_check_digit(match[0])
+    return True
+
+
+def _has_check_digit(digits: str) -> bool:
+    total = 0
+    for place, char in enumerate(reversed(digits)):
+        value = int(char) * (1 + place % 2)
+        total += value - 9 if value > 9 else value
+    return total % 10 == 0
+
+
+PrivateKind = Literal["serial", "account", "home"]
+
+_HINT = re.compile(
+    r"@|/home/|[Uu]sers|[A-Z0-9]{11}|[0-9A-Fa-f]{8}-|[0-9A-Fa-f]{2}[:-][0-9A-Fa-f]{2}[:-]|_\w{20}"
+    r"|glpat-|(?i:serial|s/n|imei|meid|asset|android|udid|user|login|account|host[ _-]?name)"
+)
+"""A pattern that every private text matches; most texts do not and need no further look."""
+
+_PLACEHOLDER = {"serial": "(serial number)", "account": "(account)", "home": "~"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private:
+    """A private stretch of a text."""
+
+    kind: PrivateKind
+    start: int
+    end: int
+    text: str
+
+    @property
+    def shortened(self) -> str:
+        """The beginning of the stretch: enough to find it again, not enough to give it away."""
+        return f"{self.text[:3]}…" if self.kind != "home" else self.text[:32]
+
+
+@lru_cache(maxsize=4096)  # three rules ask about the same texts
+def find_private(text: str) -> tuple[Private, ...]:
+    """Everything private in ``text``, in its order; stretches do not overlap."""
+    if _HINT.search(text) is None:
+        return ()
+
+    matches = sorted(find_matches(text), key=lambda item: (item[1], -item[2]))
+    found = [Private(kind=k, start=i, end=j, text=text[i:j]) for k, i, j in matches]
+    kept: list[Private] = []
+    for item in found:
+        if not kept or item.start >= kept[-1].end:
+            kept.append(item)
+    return tuple(kept)
+
+
+def strip_private(text: str) -> tuple[str, tuple[Private, ...]]:
+    """The text without what is private, and what that was."""
+    found = find_private(text)
+    for item in reversed(found):
+        text = text[: item.start] + _PLACEHOLDER[item.kind] + text[item.end :]
+    return text, found
