@@ -16,7 +16,7 @@ from typing import Literal
 from pi2.backends.gpu.devices import Survey, survey_devices
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fitting.backends import (
+from pi2.fitting import (
     find_alone_backend,
     find_backend,
     find_text_backend,

@@ -43,7 +43,7 @@ from pi2.engine.opened_model import (
 from pi2.engine.parts import LayerParts, Parts
 from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.whole_forward import load_whole, make_whole_forward
-from pi2.fitting.backends import find_backend
+from pi2.fitting import find_backend
 from pi2.fitting.sizes import count_chunks
 from pi2.logging import get_logger
 from pi2.machine import (

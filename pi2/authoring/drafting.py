@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pi2.fitting.backends import list_usual_backends
+from pi2.fitting import list_usual_backends
 from pi2.fitting.budget import MIB
 from pi2.fitting.completion import SEGMENT_REASONS, choose_backends, complete_plan, resolve_values
 from pi2.fitting.sizes import find_needs

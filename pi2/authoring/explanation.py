@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from pi2.authoring.costs import Cost, list_costs
+from pi2.authoring.writing import Cost, list_costs
 from pi2.diagnostics import UserError
 from pi2.fitting.check import Report
 from pi2.plan.composing.trees import Step, look_up, trace_value

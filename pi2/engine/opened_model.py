@@ -22,7 +22,7 @@ from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows, WholeRows
 from pi2.engine.loading import allocate_gate_rows, begin_dense, begin_scales, open_store
-from pi2.fitting.backends import (
+from pi2.fitting import (
     find_backend,
     find_executor_backend,
     find_preparer,

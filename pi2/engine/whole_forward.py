@@ -15,7 +15,7 @@ from pi2.backends.units import SequenceModel, WholeModel, WholeRequest
 from pi2.engine.forward import Sequences, read_rows
 from pi2.engine.loading import group_by_expert, open_reader
 from pi2.engine.waves import NeuronCounters
-from pi2.fitting.backends import find_whole_backend
+from pi2.fitting import find_whole_backend
 from pi2.memory.arena import allocate_cache, allocate_staging
 from pi2.memory.budget import Budget
 from pi2.memory.flash import FlashReader, NullReader

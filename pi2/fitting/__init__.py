@@ -1,1 +1,85 @@
-"""Plans with what backends say of them: rules, sizes, budgets."""
+"""Plans with what backends say of them: rules, sizes, budgets; here the backends by their names,
+imported when they are asked, which loads nothing heavy."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, cast
+
+from pi2.plan.documents.common import list_backend_names
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import (
+        Backend,
+        ExecutorBackend,
+        GraphBackend,
+        Preparer,
+        TextBackend,
+        UnitBackend,
+        WholeBackend,
+    )
+    from pi2.plan.arithmetic.resolved import Alone
+    from pi2.plan.documents.device import UnitKind
+
+_PACKAGE = "pi2.backends"
+
+
+def find_backend(name: str) -> Backend:
+    """Import the module of a backend, which imports nothing heavy itself."""
+    return cast("Backend", importlib.import_module(f"{_PACKAGE}.{name}.backend"))
+
+
+def find_executor_backend(name: str) -> ExecutorBackend | None:
+    """Import the module of a backend that computes whole models; None if it does not."""
+    backend = find_backend(name)
+    return cast("ExecutorBackend", backend) if hasattr(backend, "build") else None
+
+
+def find_preparer(name: str) -> Preparer | None:
+    """Import the module of a backend that makes something before memory is filled; None if it does
+    not."""
+    backend = find_backend(name)
+    return cast("Preparer", backend) if hasattr(backend, "prepare") else None
+
+
+def list_usual_backends() -> dict[UnitKind, str]:
+    """The backend that serves each kind of unit unless a plan says otherwise, by the kind."""
+    return {kind: name for name in list_backend_names() for kind in find_backend(name).KINDS}
+
+
+def find_unit_backend(name: str) -> UnitBackend | None:
+    """Import the module of a backend that serves units beside an executor; None if it does not."""
+    backend = find_backend(name)
+    return cast("UnitBackend", backend) if hasattr(backend, "build_unit") else None
+
+
+def find_graph_backend(name: str) -> GraphBackend | None:
+    """Import the module of a backend whose programs have fixed shapes; None if they have not."""
+    backend = find_backend(name)
+    return cast("GraphBackend", backend) if hasattr(backend, "list_graphs") else None
+
+
+def find_whole_backend(name: str) -> WholeBackend | None:
+    """Import the module of a backend whose units have whole models in their own memory; None if
+    they do not."""
+    backend = find_backend(name)
+    return cast("WholeBackend", backend) if hasattr(backend, "build_whole") else None
+
+
+def find_text_backend(name: str) -> TextBackend | None:
+    """Import the module of a backend that drives a program which gives text; None if it does
+    not."""
+    backend = find_backend(name)
+    return cast("TextBackend", backend) if hasattr(backend, "open_text") else None
+
+
+def find_alone_backend(name: str) -> WholeBackend | TextBackend | None:
+    """Import the module of a backend whose units have whole models, whatever comes out of them."""
+    return find_whole_backend(name) or find_text_backend(name)
+
+
+def find_alone(name: str) -> Alone | None:
+    """What comes out of a unit that has a whole model, by its backend; None if no unit has."""
+    if find_whole_backend(name) is not None:
+        return "logits"
+    return None if find_text_backend(name) is None else "text"

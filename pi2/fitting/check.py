@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pi2.diagnostics
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.texts import Page, parse_page
-from pi2.fitting.backends import find_alone
+from pi2.fitting import find_alone
 from pi2.fitting.inspection import Inspection, Reuse
 from pi2.fitting.rules import list_rules
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -28,7 +28,7 @@ from pi2.plan.reading.references import Located, Resolver, list_documents
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
 
 if TYPE_CHECKING:
-    from pi2.plan.arithmetic.file_facts import FillPlan
+    from pi2.plan.arithmetic.resolved import FillPlan
     from pi2.plan.reading.thresholds import GivenThresholds
 
 

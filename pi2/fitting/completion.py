@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pi2.diagnostics import UserError
-from pi2.fitting.backends import find_alone, list_usual_backends
+from pi2.fitting import find_alone, list_usual_backends
 from pi2.fitting.budget import (
     FIXED,
     MIB,

@@ -44,7 +44,7 @@ from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source, re
 from pi2.plan.toml.text import KeyPath, format_path, name_path
 
 if TYPE_CHECKING:
-    from pi2.plan.arithmetic.file_facts import FileFacts, FillPlan
+    from pi2.plan.arithmetic.resolved import FileFacts, FillPlan
     from pi2.plan.composing.trees import Overrides, Removal
     from pi2.plan.reading.thresholds import Thresholds
 

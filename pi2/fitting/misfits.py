@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fitting.backends import find_backend, find_text_backend
+from pi2.fitting import find_backend, find_text_backend
 from pi2.machine import Machine, list_allowed_cores
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device, Unit

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
-from pi2.fitting.backends import (
+from pi2.fitting import (
     find_backend,
     find_executor_backend,
     find_graph_backend,

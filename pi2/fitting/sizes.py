@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING
 
-from pi2.fitting.backends import (
+from pi2.fitting import (
     find_alone_backend,
     find_executor_backend,
     find_graph_backend,

@@ -11,8 +11,8 @@ from typing import Literal
 
 import tomli
 
-from pi2.authoring.costs import list_costs
 from pi2.authoring.explanation import FieldDoc, describe_field, write_chain
+from pi2.authoring.writing import list_costs
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.baseline import ProjectSettings, read_project, sift
 from pi2.fitting.check import Report

@@ -13,7 +13,7 @@ from typing import Any
 
 from pi2.caches import check_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.fitting.backends import find_alone
+from pi2.fitting import find_alone
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model

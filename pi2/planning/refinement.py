@@ -14,7 +14,7 @@ from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.description import read_whole_rates
 from pi2.costs.sizes import PAGE_BYTES, StoredLayout
 from pi2.diagnostics import UserError
-from pi2.fitting.backends import find_whole_backend, list_usual_backends
+from pi2.fitting import find_whole_backend, list_usual_backends
 from pi2.fitting.budget import MIB, Shortage, add_runtime, fit_plan, round_segment, write_memory
 from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan

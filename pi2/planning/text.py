@@ -9,7 +9,7 @@ from typing import Any
 from pi2.authoring.drafting import name_segments, write_backends, write_sampling
 from pi2.costs.cost import Cost
 from pi2.costs.cost_layer import LayerCost
-from pi2.fitting.backends import find_backend
+from pi2.fitting import find_backend
 from pi2.fitting.sizes import count_unit_needs
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding

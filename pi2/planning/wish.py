@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import UserError
-from pi2.fitting.backends import find_alone
+from pi2.fitting import find_alone
 from pi2.fitting.check import check_file
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device

@@ -21,7 +21,7 @@ from pi2.backends.protocol import Executor
 from pi2.benchmarks.bandwidth import MeterRecipe
 from pi2.benchmarks.contestant import Worker
 from pi2.diagnostics import UserError
-from pi2.fitting.backends import find_executor_backend
+from pi2.fitting import find_executor_backend
 from pi2.machine import (
     Machine,
     Storage,

@@ -11,7 +11,7 @@ from pi2.fitting.budget import count_file_runtime
 from pi2.fitting.completion import MEMORY_SHARE, USUAL_CONTEXT
 from pi2.memory.expert_slots import ExpertMatrix, count_least_bytes
 from pi2.memory.weight_stream import BLOCK
-from pi2.plan.arithmetic.file_facts import FileFacts, FilledPlan
+from pi2.plan.arithmetic.resolved import FileFacts, FilledPlan
 from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Segments

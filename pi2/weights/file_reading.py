@@ -11,7 +11,7 @@ from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.fitting.check import Report
-    from pi2.plan.arithmetic.file_facts import FilledPlan
+    from pi2.plan.arithmetic.resolved import FilledPlan
     from pi2.plan.toml.source import Kind
     from pi2.weights.gguf_weights import GgufWeights
 

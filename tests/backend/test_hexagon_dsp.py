@@ -15,7 +15,7 @@ from pi2.backends.hexagon import session
 from pi2.backends.hexagon.library import write_library
 from pi2.backends.hexagon.linkers import find_linker
 from pi2.backends.hexagon.specification import FfnGraph, FfnShape, HexagonSpec
-from pi2.phone.npu_library import main
+from tools.write_npu_library import main
 
 DSP = Path(package.__file__).parent / "dsp"
 WARNINGS = ("-O2", "-Wall", "-Wextra", "-Werror", f"-I{DSP}", f"-I{DSP / 'check'}")

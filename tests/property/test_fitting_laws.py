@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pi2.authoring.writing import write_document
-from pi2.fitting.backends import find_alone
+from pi2.fitting import find_alone
 from pi2.fitting.budget import SHARE_STEPS, Shortage, fit_plan, write_memory
 from pi2.fitting.check import check_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan

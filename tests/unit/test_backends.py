@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pi2.fitting.backends import (
+from pi2.fitting import (
     find_backend,
     find_executor_backend,
     find_unit_backend,
@@ -65,7 +65,7 @@ def test_every_folder_with_a_backend_module_is_one() -> None:
 def test_asking_backends_loads_nothing_heavy() -> None:
     done = run(
         "import sys\n"
-        "from pi2.fitting.backends import find_backend, list_backend_names\n"
+        "from pi2.fitting import find_backend, list_backend_names\n"
         "for name in list_backend_names(): find_backend(name)\n"
         f"print([name for name in {HEAVY} if name in sys.modules])\n"
     )
@@ -92,8 +92,9 @@ def test_the_plan_language_imports_no_backend_in_any_way() -> None:
         "    path = Path(f'plans/{name}.{kind}.toml')\n"
         "    known[kind], _ = check_schema(read_source(path, name), DOCUMENTS[kind])\n"
         "resolved = ResolvedPlan(**known, find_alone=lambda name: None)\n"
+        "files = {kind: Path(f'{places[kind]}.{kind}.toml') for kind in known}\n"
         "for rule in load_rules():\n"
-        "    list(rule.check(Facts(known={**known, 'resolved': resolved})))\n"
+        "    list(rule.check(Facts(known={**known, 'resolved': resolved}, files=files)))\n"
         "assert len(load_rules()) > 50 and resolved.digest\n"
         "print([name for name in sys.modules if name.startswith('pi2.backends')])\n"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import tomlkit
 
 from pi2.diagnostics import UserError
-from pi2.fitting.backends import find_alone
+from pi2.fitting import find_alone
 from pi2.fitting.budget import Shortage, fit_plan, write_memory
 from pi2.fitting.completion import choose_predictor
 from pi2.plan.arithmetic.resolved import ResolvedPlan

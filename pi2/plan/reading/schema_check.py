@@ -1,19 +1,33 @@
-"""From a file's values to a document: every violation of the schema becomes a diagnostic."""
+"""From a file's values to a document: every violation of the schema is said in plain words."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import math
-from collections.abc import Iterator
-from typing import Any, TypeVar
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pi2.diagnostics import Diagnostic
-from pi2.plan.documents.common import SCHEMA_VERSION, Document
+from pi2.plan.documents.common import (
+    MAX_COMPARED,
+    SCHEMA_VERSION,
+    Document,
+    find_type,
+    list_known_keys,
+    suggest,
+)
+from pi2.plan.documents.model_blocks import LAYER_CHOICE
+from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.toml.source import MAX_SHOWN, SourceFile, limit_findings
-from pi2.plan.toml.text import KeyPath, format_path, name_path
+from pi2.plan.toml.text import KeyPath, format_path, name_path, write_value
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 D = TypeVar("D", bound=Document)
 
@@ -40,8 +54,6 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
     try:
         result = document.model_validate_json(text)
     except ValidationError as error:
-        from pi2.plan.reading.schema_messages import explain_violation, is_misspelt
-
         result = _validate_without_unknown(values, document, error)
         seen = error.error_count()
         for violation in error.errors(include_url=False)[:MAX_SHOWN]:
@@ -174,3 +186,249 @@ def _find_path(values: Any, loc: tuple[str | int, ...]) -> KeyPath:
         elif number == len(loc) - 1 and isinstance(current, dict):
             path.append(part)
     return tuple(path)
+
+
+MAX_LISTED = 8
+"""Most known words that a message lists."""
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "tuple_type": "an array",
+    "list_type": "an array",
+}
+
+_PATTERNS = {
+    r"^[a-z0-9][a-z0-9._-]*$": (
+        "a name of lower-case letters, digits, `.`, `_` and `-`",
+        None,
+    ),
+    r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$": (
+        "layer numbers and ranges",
+        'for example `select = "0-7,28-31"`',
+    ),
+    LAYER_CHOICE: (
+        "layer numbers, ranges and slices",
+        'for example `layers = "3::4"`, or `"0-2, -1"`',
+    ),
+    r"^[^\x00]*$": ("a path or a name without NUL characters", None),
+}
+
+
+def explain_violation(
+    source: SourceFile, document: type[BaseModel], path: KeyPath, violation: ErrorDetails
+) -> Diagnostic:
+    """Put one pydantic error into words, with the span of what is to be changed."""
+    kind = violation["type"]
+    context: Mapping[str, Any] = violation.get("ctx") or {}
+    value = violation["input"]
+    shown = format_path(path)
+    if kind == "missing":
+        return _explain_missing(source, document, path)
+    if kind == "extra_forbidden":
+        return _explain_unknown(source, document, path)
+    is_key = "[key]" in violation["loc"]
+    span = source.spans.find_key(path) if is_key else source.spans.find_value(path)
+    code, message, help_text = "P104", f"`{shown}`: {violation['msg']}", None
+    if kind in _WANTED:
+        code = "P103"
+        message = f"`{shown}` is {_WANTED[kind]}, got {describe_value(value)}"
+        help_text = _suggest_conversion(kind, value)
+        if kind == "tuple_type" and isinstance(value, dict) and source.spans.has_header(path):
+            help_text = f"write `[[{shown}]]`, once per entry"
+    elif kind == "literal_error":
+        explain = _explain_word_key if is_key else _explain_word
+        code, message, help_text = explain(document, path, value)
+    elif kind in ("quantity", "quantity_type"):
+        code, message = "P105", f"`{shown}`: {violation['msg']}"
+        help_text = _suggest_quantity(document, path, value, context)
+    elif kind == "string_pattern_mismatch":
+        code = "P106"
+        wanted, help_text = _PATTERNS.get(context.get("pattern", ""), ("another form", None))
+        message = f"expected {wanted}, got {describe_value(value)}"
+    elif kind in _LIMITS:
+        limit = _LIMITS[kind].format(**{key: f"{bound:g}" for key, bound in context.items()})
+        message = f"`{shown}` is {limit}, got {describe_value(value)}"
+        if kind == "less_than_equal" and context["le"] == 1:
+            message = f"`{shown}` must be 0 to 1, got {describe_value(value)}"
+            if 2 < value <= 100:
+                help_text = f"write {value / 100:g} for {value} %"
+    elif kind == "too_short":
+        message = f"`{shown}` needs at least {_count_entries(context.get('min_length', 1))}"
+    elif kind in ("string_too_long", "string_too_short"):
+        limit = context.get("max_length", context.get("min_length"))
+        word = "at most" if kind == "string_too_long" else "at least"
+        message = f"`{shown}` has {word} {limit} characters, got {len(str(value))}"
+    return Diagnostic(code=code, message=message, help=help_text, span=span, path=name_path(path))
+
+
+_LIMITS = {
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "finite_number": "a finite number",
+}
+
+
+def _count_entries(number: int) -> str:
+    return "one entry" if number == 1 else f"{number} entries"
+
+
+def describe_value(value: object) -> str:
+    """Say what kind of value ``value`` is, with the value where it is short."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'the text "{value}"' if len(value) <= 40 else "a long text"
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, list):
+        return "an array"
+    return "something else"
+
+
+def _name_table(path: KeyPath) -> str:
+    return f"in `{format_path(path)}`" if path else "at the top level"
+
+
+def _explain_missing(source: SourceFile, document: type[BaseModel], path: KeyPath) -> Diagnostic:
+    parent, name = path[:-1], str(path[-1])
+    return Diagnostic(
+        code="P102",
+        message=f"missing key `{name}` {_name_table(parent)}",
+        help=_suggest_line(document, path),
+        span=source.spans.find_table(parent),
+        path=name_path(path),
+    )
+
+
+def is_misspelt(source: SourceFile, document: type[BaseModel], path: KeyPath) -> bool:
+    """Whether the missing key at ``path`` is there with a slip of the pen: one finding suffices."""
+    current: Any = source.values
+    for part in path[:-1]:
+        current = current[part]
+    known = list_known_keys(document, path[:-1])
+    keys = islice(current, MAX_COMPARED)
+    return any(key not in known and suggest(key, known) == path[-1] for key in keys)
+
+
+def _suggest_line(document: type[BaseModel], path: KeyPath) -> str | None:
+    wanted = find_type(document, path)
+    name = path[-1]
+    if get_origin(wanted) is Literal:
+        return f"one of {_join(get_args(wanted))}"
+    if isinstance(wanted, type) and issubclass(wanted, BaseModel):
+        required = [key for key, field in wanted.model_fields.items() if field.is_required()]
+        needs = f" with {_join(required)}" if required else ""
+        return f"add a table `[{format_path(path)}]`{needs}"
+    if wanted is int and _is_quantity(document, path):
+        return f'for example `{name} = "4 MiB"`'
+    parent = find_type(document, path[:-1])
+    examples = parent.model_fields[name].examples if hasattr(parent, "model_fields") else None
+    return f"for example `{name} = {write_value(examples[0])}`" if examples else None
+
+
+def _is_quantity(document: type[BaseModel], path: KeyPath) -> bool:
+    parent = find_type(document, path[:-1])
+    if not (isinstance(parent, type) and issubclass(parent, BaseModel)):
+        return False
+    field = parent.model_fields.get(str(path[-1]))
+    return field is not None and any("Before" in type(item).__name__ for item in field.metadata)
+
+
+def _explain_unknown(source: SourceFile, document: type[BaseModel], path: KeyPath) -> Diagnostic:
+    name = str(path[-1])
+    known = list_known_keys(document, path[:-1])
+    near = suggest(name, known)
+    help_text = f"did you mean `{near}`?" if near else None
+    if near is None:
+        home = _find_home(document, name)
+        if home:
+            help_text = f"`{name}` belongs to {home}"
+        elif known:
+            help_text = f"known keys: {_join(known)}"
+    return Diagnostic(
+        code="P101",
+        message=f"unknown key `{name}` {_name_table(path[:-1])}",
+        help=help_text,
+        span=source.spans.find_key(path),
+        path=name_path(path),
+    )
+
+
+def _find_home(document: type[BaseModel], name: str) -> str | None:
+    """The table one level down that has a key of this name: the key stands under another header."""
+    homes = []
+    if name in document.model_fields:
+        return "the top level: move it above the first [table]"
+    for table in document.model_fields:
+        if name in list_known_keys(document, (table,)):
+            homes.append(f"`[{table}]`")
+    return homes[0] if len(homes) == 1 else None
+
+
+def _explain_word(
+    document: type[BaseModel], path: KeyPath, value: object
+) -> tuple[str, str, str | None]:
+    options = [str(item) for item in get_args(find_type(document, path))]
+    near = suggest(value, options) if isinstance(value, str) else None
+    message = f"`{format_path(path)}` is {_list_options(options)}, got {describe_value(value)}"
+    return "P104", message, f'did you mean "{near}"?' if near else None
+
+
+def _explain_word_key(
+    document: type[BaseModel], path: KeyPath, value: object
+) -> tuple[str, str, str | None]:
+    """A key that is none of the known words, in a table such as ``backends``."""
+    table = find_type(document, path[:-1])
+    options = [str(item) for item in get_args(get_args(table)[0])]
+    near = suggest(str(value), options)
+    help_text = f"did you mean `{near}`?" if near else f"known keys: {_join(options)}"
+    return "P101", f"unknown key `{value}` {_name_table(path[:-1])}", help_text
+
+
+def _list_options(options: Sequence[str]) -> str:
+    if len(options) == 1:
+        return f"`{options[0]}`"
+    if len(options) > MAX_LISTED:
+        return f"one of {_join(options[:MAX_LISTED])} and {len(options) - MAX_LISTED} more"
+    return f"one of {_join(options)}"
+
+
+def _join(items: Iterable[object]) -> str:
+    return ", ".join(f"`{item}`" for item in items)
+
+
+def _suggest_conversion(kind: str, value: object) -> str | None:
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in ("true", "false"):
+        return f"write {value.lower()} without quotes"
+    is_number = isinstance(value, str) and re.fullmatch(r"\s*-?\d+(\.\d+)?\s*", value)
+    if kind in ("int_type", "float_type") and is_number:
+        return f"write {str(value).strip()} without quotes"
+    if kind == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
+        return f'write "{value}"'
+    if kind in ("tuple_type", "list_type") and isinstance(value, str | int | float | dict):
+        return "put it in [ ]"
+    if kind in ("int_type", "int_from_float") and isinstance(value, float):
+        return f"write {round(value)}"
+    return None
+
+
+def _suggest_quantity(
+    document: type[BaseModel], path: KeyPath, value: object, context: Mapping[str, Any]
+) -> str | None:
+    """Correct a unit's spelling, or turn a bare number of bytes into text."""
+    if context.get("hint"):
+        return str(context["hint"])
+    if type(value) is int and value >= 0 and find_type(document, path) is int:
+        return f'write "{format_bytes(value)}" if it is bytes'
+    return None

@@ -1,4 +1,4 @@
-"""The library of an NPU, ahead of time: ``python -m pi2.phone.npu_library PLAN UNIT FOLDER``."""
+"""Write the library of an NPU: ``python tools/write_npu_library.py PLAN UNIT FOLDER``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pi2.fitting.sizes import describe_unit
 def main(arguments: list[str]) -> int:
     """Write the library that the command line asks for."""
     parser = argparse.ArgumentParser(
-        prog="python -m pi2.phone.npu_library",
+        prog="python tools/write_npu_library.py",
         description="Compile the graphs of a plan's NPU ahead of time.",
     )
     parser.add_argument("plan", type=Path, metavar="PLAN")
