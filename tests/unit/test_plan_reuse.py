@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pi2.fitting.inspection import Reuse
 
 from pi2.cli.main import run
 from pi2.fitting import inspection
 from pi2.fitting.check import check_file
+from pi2.fitting.inspection import Reuse
 from pi2.plan.reading.references import list_documents
 from pi2.plan.toml.source import read_source
 
