@@ -14,10 +14,12 @@ from pi2.backends.arithmetic import RopeTables
 from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
 from pi2.backends.blocks.instructions import FindWeight, Instruction, Way, Weight, put_float
 from pi2.backends.blocks.room import (
+    PARTS,
     KvCache,
     Libraries,
     allocate,
     count_attention_bytes,
+    count_partial_bytes,
     count_quantized_bytes,
     count_scratch_bytes,
     count_tile_tokens,
@@ -33,6 +35,8 @@ _GRAIN_BYTES = 1 << 16
 _ANY_LENGTH = 1 << 40
 _LITTLE = {"gate": 2048, "cap": 2048, "quantize_q8_k": 16384, "quantize_q8_0": 16384}
 """Elements up to which one thread computes a token."""
+_LITTLE_JOIN = 4096
+"""Elements of all heads up to which one thread joins parts of a context."""
 _SHARES = 8
 """Parts of a matrix that there are at least for each thread."""
 
@@ -113,7 +117,7 @@ class Builder:
         self._codes: dict[tuple[str, int], int] = {}
         self._grids: dict[str, U8] = {}
         self._orders: dict[tuple[int, ...], I64] = {}
-        self._scratch_size = 0
+        self._scratch_size = self._partial_size = 0
         self.routed: Routed | None = None
         """What layers with experts share."""
         self.instructions: list[Instruction] = []
@@ -131,8 +135,6 @@ class Builder:
         pairs = tokens * (1 if model.moe is None else model.moe.active_experts)
         self._zeros: I32 = self.keep(np.zeros(pairs, np.int32))
         self._steps: I32 = self.keep(np.arange(pairs, dtype=np.int32))
-        scores = self.keep(allocate(4 * threads * context))
-        self._scores = scores.ctypes.data
 
     def keep(self, array: A) -> A:
         """Keep an array for as long as the program."""
@@ -417,7 +419,10 @@ class Builder:
         """Allocate what instructions share that were added so far."""
         size = -(-self._scratch_size // 64) * 64
         scratch = self.keep(allocate(size * self._threads))
+        partials = self.keep(allocate(self._partial_size))
         for instruction in self.instructions:
+            if "partials" in instruction.values:
+                instruction.values["partials"] = partials.ctypes.data
             if "scratch" in instruction.values:
                 instruction.values |= {"scratch": scratch.ctypes.data, "scratch_stride": size}
 
@@ -634,46 +639,55 @@ class Builder:
             )
         sinks = self.read_vector("sinks", layer) if attention.has_sinks(layer) else 0
         group = shape.heads // shape.kv_heads
-        one = Way(address=self._libraries.find("attend"), each=shape.heads)
-        many, lanes = one, self._libraries.isa.lanes
-        if shape.head_dim % lanes == 0:
-            many = Way(
-                address=self._libraries.find("attend_many"),
-                each=shape.kv_heads,
-                tokens=count_tile_tokens(group),
+        size = count_attention_bytes(group, shape.head_dim, self._libraries.isa.lanes)
+        self._scratch_size = max(self._scratch_size, size)
+        size = count_partial_bytes(shape.heads, shape.head_dim, key_cache.shape[0])
+        self._partial_size = max(self._partial_size, size)
+        arguments = {
+            "queries": queries.address,
+            "query_stride": queries.stride,
+            "heads": shape.heads,
+            "group": group,
+            "head_dim": shape.head_dim,
+            **places,
+            "window": self._model.find_window(layer) or 0,
+            "scale": put_float(attention.scale or 1 / math.sqrt(shape.head_dim)),
+            "cap": put_float(attention.softcap or 0.0),
+            "sinks": sinks,
+            "has_sinks": int(sinks != 0),
+            "y": y.address,
+            "y_stride": y.stride,
+            "tokens": 0,
+            "tile": count_tile_tokens(group),
+            "parts": PARTS,
+            "partials": 0,
+            "scratch": 0,
+            "scratch_stride": 0,
+        }
+        # Several tokens have a context each, in parts; of many, contexts are not divided.
+        one = Way(address=self._libraries.find("attend"), each=shape.kv_heads * PARTS)
+        apart = replace(one, each=shape.kv_heads)
+        many = apart
+        if shape.head_dim % self._libraries.isa.lanes == 0:
+            address, tokens = self._libraries.find("attend_many"), count_tile_tokens(group)
+            many = Way(address=address, each=shape.kv_heads, tokens=tokens)
+        join = Way(address=self._libraries.find("join"), each=shape.heads)
+        for kernel, ways, other in (
+            ("attend", (one, one, many), apart),
+            ("join", (join, join, replace(join, each=0)), replace(join, each=0)),
+        ):
+            self._append(
+                Instruction(
+                    kernel=kernel,
+                    values=dict(arguments),
+                    ways=ways,
+                    apart=other,
+                    orders=(PARTS, 1),
+                    layer=self.layer,
+                    is_little=kernel == "join" and shape.heads * shape.head_dim <= _LITTLE_JOIN,
+                    label=kernel,
+                )
             )
-            size = count_attention_bytes(group, shape.head_dim, lanes)
-            self._scratch_size = max(self._scratch_size, size)
-        self._append(
-            Instruction(
-                kernel="attend",
-                values={
-                    "queries": queries.address,
-                    "query_stride": queries.stride,
-                    "heads": shape.heads,
-                    "group": group,
-                    "head_dim": shape.head_dim,
-                    **places,
-                    "window": self._model.find_window(layer) or 0,
-                    "scale": put_float(attention.scale or 1 / math.sqrt(shape.head_dim)),
-                    "cap": put_float(attention.softcap or 0.0),
-                    "sinks": sinks,
-                    "has_sinks": int(sinks != 0),
-                    "y": y.address,
-                    "y_stride": y.stride,
-                    "scores": self._scores,
-                    "scores_stride": self._context,
-                    "tokens": 0,
-                    "tile": count_tile_tokens(group),
-                    "scratch": 0,
-                    "scratch_stride": 0,
-                },
-                ways=(one, one, many),
-                of_chunk=True,
-                layer=self.layer,
-                label="attend",
-            )
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,8 +101,8 @@ _ROWS = (
 )
 _ATTENTION = (
     "queries query_stride heads group head_dim key_cache value_cache sequences positions"
-    " sequence_stride head_stride window scale cap sinks has_sinks y y_stride scores scores_stride"
-    " tokens tile scratch scratch_stride"
+    " sequence_stride head_stride window scale cap sinks has_sinks y y_stride tokens tile parts"
+    " partials scratch scratch_stride"
 )
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -125,8 +125,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         # Key heads of tokens.
         "keep": "keys values x_stride heads head_dim key_cache value_cache sequences positions"
         " sequence_stride head_stride",
-        # Heads of tokens, and tiles of tokens of the heads that share keys.
+        # Parts of heads of a token that share keys; heads of tokens; tiles of tokens of heads that
+        # share keys.
         "attend": _ATTENTION,
+        "join": _ATTENTION,
         "attend_many": _ATTENTION,
         # Tokens; one item; tokens.
         "route": "scores scores_stride experts active chosen weights choice_bias has_choice_bias"

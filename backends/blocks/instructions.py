@@ -15,7 +15,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Raw
 from pi2.backends.blocks.contract import FIELDS
-from pi2.backends.blocks.room import open_library
+from pi2.backends.blocks.room import SINGLE, open_library
 from pi2.formats import Format, find_format
 
 _PATIENCE = 500
@@ -107,6 +107,7 @@ class FindWeight(Protocol):
         """Return the tensor ``key`` of a layer (0 for the model's own); None if there is none."""
 
 
+_ORDERS = ("order", "together", "parts")
 _KERNEL, _ARGUMENTS, _ITEMS, _GRAIN, _NEXT, _WAITS, _FIRST, _ALONE = range(8)
 _WORDS = 8
 
@@ -115,7 +116,7 @@ _PLACES = {
     kernel: {name: place for place, name in enumerate(names)} for kernel, names in FIELDS.items()
 }
 
-MANY = 8
+MANY = SINGLE + 1
 """Tokens from which on rows are unpacked into panels."""
 
 
@@ -141,10 +142,10 @@ class Instruction:
     values: dict[str, int]
     ways: tuple[Way, Way, Way]
     """For a token, for several, and for `MANY`."""
-    of_chunk: bool = False
-    """Whether the last way takes only tokens of a chunk, which follow each other."""
+    apart: Way | None = None
+    """For `MANY` tokens of different sequences, if the last way takes only tokens of a chunk."""
     orders: tuple[int, int] | None = None
-    """Argument ``order`` or ``together`` below `MANY` tokens, and from there on."""
+    """Argument ``order``, ``together`` or ``parts`` below `MANY` tokens, and from there on."""
     pairs: int = 1
     """What argument ``tokens`` counts of a token: experts, where it counts pairs with them."""
     layer: int | None = None
@@ -225,7 +226,9 @@ class _Part:
         own = instructions[begin:end]
         self._ways = [
             np.array([(w.address, w.grain, w.items, w.each, w.tokens) for w in ways], np.int64).T
-            for ways in zip(*(instruction.ways for instruction in own), strict=True)
+            for ways in zip(
+                *((*each.ways, each.apart or each.ways[2]) for each in own), strict=True
+            )
         ]
         fields = [FIELDS[instruction.kernel] for instruction in own]
         rows = values[begin:end]
@@ -236,15 +239,12 @@ class _Part:
         ]
         self._orders = [
             (
-                row[names.index("order" if "order" in names else "together") :][:1],
+                row[_find_order(names) :][:1],
                 instruction.orders,
             )
             for row, names, instruction in zip(rows, fields, own, strict=True)
             if instruction.orders is not None
         ]
-        of_chunk = np.array([instruction.of_chunk for instruction in own])
-        # Many tokens that are of different sequences.
-        self._ways.append(np.where(of_chunk, self._ways[1], self._ways[2]))
         # All tokens are those of the only expert, where there are none.
         self._starts: I32 = np.zeros(2, np.int32)
         for row, names in zip(rows, fields, strict=True):
@@ -275,6 +275,11 @@ class _Part:
         for value, pairs in self._counts:
             value[0] = count * pairs
         self._starts[1] = count
+
+
+def _find_order(names: Sequence[str]) -> int:
+    """Return the place of the argument that `Instruction.orders` sets."""
+    return next(place for place, name in enumerate(names) if name in _ORDERS)
 
 
 def _align(words: int) -> I64:

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import tvm
 
-from pi2.backends.blocks import elements, panels, routing, rows
-from pi2.backends.blocks import elements as attention
-from pi2.backends.blocks import elements as positions
-from pi2.backends.blocks import elements as quantizing
+from pi2.backends.blocks import attention, elements, panels, routing, rows
 from pi2.backends.blocks.contract import COMMON, STEPS, BlockSpec
 from pi2.backends.blocks.tables import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
@@ -65,11 +62,12 @@ class Program:
         if library == COMMON:
             return {
                 "normalize": elements.emit_normalize,
-                "quantize_q8_k": partial(quantizing.emit_quantize, "q8_k"),
-                "quantize_q8_0": partial(quantizing.emit_quantize, "q8_0"),
-                "turn": positions.emit_turn,
-                "keep": positions.emit_keep,
+                "quantize_q8_k": partial(elements.emit_quantize, "q8_k"),
+                "quantize_q8_0": partial(elements.emit_quantize, "q8_0"),
+                "turn": elements.emit_turn,
+                "keep": elements.emit_keep,
                 "attend": partial(attention.emit_attend, isa),
+                "join": partial(attention.emit_join, isa),
                 "attend_many": partial(attention.emit_attend_many, isa),
                 "route": routing.emit_route,
                 "group": routing.emit_group,

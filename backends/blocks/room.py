@@ -31,6 +31,16 @@ _TILE_QUERIES = 32
 """Queries of tokens of a tile, of the heads that share keys."""
 
 
+SINGLE = 7
+"""Tokens at most that are computed one by one."""
+PARTS = 8
+"""Parts of a context at most, of `SCORES` positions at least."""
+PARTIAL = 16
+"""Elements of a part beside what is mixed: its largest score and its sum."""
+SCORES_ROW = SCORES + 32
+"""Scores of a query, with room for those of positions before and behind."""
+
+
 def count_tile_tokens(group: int) -> int:
     """Return the tokens of a tile of attention, where ``group`` heads share keys."""
     return max(1, _TILE_QUERIES // group)
@@ -39,7 +49,14 @@ def count_tile_tokens(group: int) -> int:
 def count_attention_bytes(group: int, head_dim: int, lanes: int) -> int:
     """Return the bytes that a thread needs for a tile of attention."""
     queries = -(-count_tile_tokens(group) * group // QUERIES) * QUERIES
-    return 4 * (queries * (SCORES + head_dim + 2) + head_dim * lanes) + _LINE
+    tile = queries * (SCORES + head_dim + 2) + head_dim * lanes
+    return 4 * max(tile, 4 * SCORES_ROW) + _LINE
+
+
+def count_partial_bytes(heads: int, head_dim: int, sequences: int) -> int:
+    """Return the bytes of all parts of the contexts of some tokens, or of one part of each of as
+    many as there are sequences."""
+    return 4 * max(SINGLE * PARTS, sequences) * heads * (head_dim + PARTIAL)
 
 
 def count_scratch_bytes(length: int, lanes: int) -> int:
@@ -261,8 +278,12 @@ def count_workspace_bytes(
     return (
         tokens * count_token_bytes(model, planes)
         + rows * (4 * model.shape.vocab + 64)
-        + (context + CONTEXT_BLOCK) * (turns + 4 * threads)
+        + (context + CONTEXT_BLOCK) * turns
         + threads * scratch
+        + max(
+            count_partial_bytes(view.shape.heads, view.shape.head_dim, sequences)
+            for view, _ in model.list_views()
+        )
         + _VECTORS * 4 * model.shape.layers * (model.shape.hidden + model.shape.query)
     )
 

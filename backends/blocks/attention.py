@@ -1,0 +1,505 @@
+"""Attention: softmax over the KV cache, for single tokens and for tiles of a chunk.
+
+A token's context is cut into at most `PARTS` parts, which threads compute in any order, and which
+are joined in theirs: results depend on the position alone, not on threads or other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.tirx import Shuffle
+from tvm.tirx.script import builder as T
+
+from pi2.backends.blocks.elements import add_up, walk
+from pi2.backends.blocks.machine import join, pick
+from pi2.backends.blocks.panels import turn_square
+from pi2.backends.blocks.room import PARTIAL, QUERIES, SCORES, SCORES_ROW
+from pi2.backends.blocks.tables import Table
+from pi2.backends.compiler import vectors as v
+from pi2.backends.kernels.isa import Isa
+
+_LEAST = -3.0e38
+"""Below every score."""
+_TOGETHER = (4, 3, 2, 1)
+"""Heads that read keys and values together."""
+_PIECES = (4, 1)
+"""Registers of a value that are mixed at once."""
+_AHEAD = 32
+"""Positions by which keys are asked for before they are needed."""
+
+
+class _Heads:
+    """Arguments of attention, and a thread's scratch."""
+
+    def __init__(self, isa: Isa, table: Table) -> None:
+        self._lanes = isa.lanes
+        self._queries = table.take_array("queries", "float32")
+        self._query_stride, self.heads = table.take("query_stride"), table.take("heads")
+        self.group, self._width = table.take("group"), table.take("head_dim")
+        self._keys, self._values = (
+            table.take_array(f"{kind}_cache", "float16") for kind in ("key", "value")
+        )
+        self._sequences = table.take_array("sequences", "int32")
+        self.positions = table.take_array("positions", "int32")
+        self._sequence_stride = table.take("sequence_stride")
+        self._head_stride = table.take("head_stride")
+        self._window, self._scale = table.take("window"), table.take_float("scale")
+        self._cap = table.take_float("cap")
+        self._sinks, self._has_sinks = table.take_array("sinks", "float32"), table.take("has_sinks")
+        self._y, self._y_stride = table.take_array("y", "float32"), table.take("y_stride")
+        self._scratch = table.take_array("scratch", "float32")
+        self._scores = v.let(table.thread * (table.take("scratch_stride") // 4))
+        self.kv_heads = v.let(self.heads // self.group)
+
+    def find_base(self, token: v.Expr, head: v.Expr) -> v.Expr:
+        """Return where keys of a token's sequence begin."""
+        sequence = v.wide(self._sequences[token]) * self._sequence_stride
+        return v.let(sequence + head * self._head_stride)
+
+
+class _Parts(_Heads):
+    """A part of the context of a token, for some heads that share keys."""
+
+    def __init__(self, isa: Isa, table: Table) -> None:
+        super().__init__(isa, table)
+        self.parts, self._partials = table.take("parts"), table.take_array("partials", "float32")
+        self._stride = v.let(self._width + PARTIAL)
+
+    def look_at(self, token: v.Expr) -> None:
+        """Say of which token the following is."""
+        zero, self._token = T.int64(0), token
+        self._end = v.let(v.wide(self.positions[token]) + 1)
+        self._first = v.let(
+            T.Select(self._window > zero, T.max(self._end - self._window, zero), zero)
+        )
+        length, least = v.let(self._end - self._first), T.int64(SCORES)
+        even = (length + self.parts * 16 - 1) // (self.parts * 16) * 16
+        self._size = v.let(T.max(least, even))
+        self.used = v.let((length + self._size - 1) // self._size)
+
+    def find_partial(self, head: v.Expr, part: v.Expr) -> v.Expr:
+        """Return where a part of a head is: its mix [head_dim], largest score and sum."""
+        return v.let(((self._token * self.heads + head) * self.parts + part) * self._stride)
+
+    def emit(self, count: int, head: v.Expr, base: v.Expr, part: v.Expr) -> None:
+        """Compute a part of ``count`` heads from ``head`` on."""
+        self._base, heads = base, [v.let(head + k) for k in range(count)]
+        self._rows = [v.let(self._scores + 16 + k * SCORES_ROW) for k in range(count)]
+        self._mixed = [self.find_partial(own, part) for own in heads]
+        row = v.let(self._token * self._query_stride)
+        self._starts = [v.let(row + own * self._width) for own in heads]
+        tops = [v.Cell(T.float32(_LEAST)) for _ in heads]
+        totals = [v.Cell(T.float32(0.0)) for _ in heads]
+        # A sink is a score of the first part.
+        is_first = T.bitwise_and(self._has_sinks != T.int64(0), part == T.int64(0))
+        for own, top, total in zip(heads, tops, totals, strict=True):
+            with T.If(is_first), T.Then():
+                top.set(self._sinks[own])
+                total.set(T.float32(1.0))
+        for mixed in self._mixed:
+            self._clear(mixed)
+        begin = v.let(self._first + part * self._size)
+        stop = v.let(T.min(begin + self._size, self._end))
+        with T.serial((stop - begin + SCORES - 1) // SCORES) as number:
+            place = v.let(begin + number * SCORES)
+            limit = v.let(T.min(place + SCORES, stop))
+            self._score(place, limit)
+            factors = [
+                self._weigh(own, limit - place, top, total)
+                for own, top, total in zip(self._rows, tops, totals, strict=True)
+            ]
+            self._mix(place, limit, factors)
+        for own, mixed, top, total in zip(heads, self._mixed, tops, totals, strict=True):
+            with T.If(self.used == T.int64(1)):
+                with T.Then():
+                    self._put(own, mixed, v.let(T.float32(1.0) / total.get()))
+                with T.Else():
+                    T.buffer_store(self._partials, top.get(), [mixed + self._width])
+                    T.buffer_store(self._partials, total.get(), [mixed + self._width + 1])
+
+    def _clear(self, mixed: v.Expr) -> None:
+        def emit(element: v.Expr, lanes: int) -> None:
+            v.store(self._partials, mixed + element, v.constant(0.0, "float32", lanes), lanes)
+
+        walk(T.int64(0), self._width, emit)
+
+    def _put(self, head: v.Expr, mixed: v.Expr, inverse: v.Expr) -> None:
+        target = v.let(self._token * self._y_stride + head * self._width)
+
+        def emit(element: v.Expr, lanes: int) -> None:
+            value = v.load(self._partials, mixed + element, lanes)
+            v.store(self._y, target + element, value * v.splat(inverse, lanes), lanes)
+
+        walk(T.int64(0), self._width, emit)
+
+    def _score(self, place: v.Expr, limit: v.Expr) -> None:
+        """Multiply queries with keys, some positions at a time; the first may be before ``place``:
+        the cache has room for whole registers of positions."""
+        lanes, count = self._lanes, len(self._rows)
+        several = lanes // (count if count < 3 else 4)
+        low = v.let(place // several * several)
+        with T.serial((limit - low + several - 1) // several) as block:
+            at = v.let(low + block * several)
+            found = self._multiply(several, v.let(self._base + at * self._width))
+            scaled = v.let(found * v.splat(self._scale, lanes))
+            for number, row in enumerate(self._rows):
+                own = range(number * several, (number + 1) * several)
+                part = pick(scaled, lanes, own) if several > 1 else v.take_lane(scaled, number)
+                v.store(self._scratch, row + at - place, part, several)
+
+    def _multiply(self, several: int, base: v.Expr) -> v.Expr:
+        """Return products of all queries with ``several`` keys, those of a query together."""
+        lanes, count, width = self._lanes, len(self._starts), self._width
+        zeros = v.constant(0.0, "float32", lanes)
+        cells = [[v.Cell(zeros) for _ in range(several)] for _ in range(count)]
+        with T.serial((several * width + 31) // 32) as line:
+            v.prefetch(self._keys, base + _AHEAD * width + line * 32)
+        whole = v.let(width // lanes)
+        with T.serial(whole) as piece:
+            inner = v.let(piece * lanes)
+            keys = [
+                v.let(v.cast(v.load(self._keys, base + k * width + inner, lanes), "float32", lanes))
+                for k in range(several)
+            ]
+            for start, row in zip(self._starts, cells, strict=True):
+                own = v.let(v.load(self._queries, start + inner, lanes))
+                for key, cell in zip(keys, row, strict=True):
+                    cell.set(T.fma(key, own, cell.get()))
+        sums = [cell.get() for row in cells for cell in row]
+        total = v.Cell(add_columns(sums + [zeros] * (lanes - len(sums))))
+        with T.serial(whole * lanes, width) as element:
+            column = [
+                v.let(v.cast(self._keys[base + k * width + element], "float32", 1))
+                for k in range(several)
+            ]
+            own = [v.let(self._queries[start + element]) for start in self._starts]
+            none = [T.float32(0.0)] * (lanes - count * several)
+            products = [v.let(key * query) for query in own for key in column]
+            total.set(total.get() + join([*products, *none], 1))
+        return v.let(total.get())
+
+    def _weigh(self, row: v.Expr, size: v.Expr, top: v.Cell, total: v.Cell) -> v.Expr:
+        """Turn ``size`` scores into weights; returns the factor of all that came before."""
+        before = v.let(top.get())
+        wide, largest = v.Cell(v.constant(_LEAST, "float32", 16)), v.Cell(before)
+
+        def look(place: v.Expr, count: int) -> None:
+            score = v.Cell(v.load(self._scratch, row + place, count))
+            with T.If(self._cap != T.float32(0.0)), T.Then():
+                capped = v.take_tanh(score.get() / v.splat(self._cap, count), count)
+                score.set(capped * v.splat(self._cap, count))
+                v.store(self._scratch, row + place, score.get(), count)
+            cell = wide if count > 1 else largest
+            cell.set(T.max(cell.get(), score.get()))
+
+        def exponentiate(place: v.Expr, count: int) -> v.Expr:
+            value = v.load(self._scratch, row + place, count) - v.splat(now, count)
+            weight = v.let(v.take_exponential(value, count))
+            v.store(self._scratch, row + place, weight, count)
+            return weight
+
+        walk(T.int64(0), size, look)
+        now = v.let(T.max(largest.get(), v.find_largest(wide.get(), "float32", 16)))
+        factor = v.let(v.take_exponential(before - now, 1))
+        top.set(now)
+        total.set(total.get() * factor + add_up(T.int64(0), size, exponentiate))
+        return factor
+
+    def _mix(self, place: v.Expr, limit: v.Expr, factors: Sequence[v.Expr]) -> None:
+        """Add weighed values to what was mixed before, times ``factors``."""
+
+        def mix(element: v.Expr, pieces: int, lanes: int) -> None:
+            cells = []
+            for mixed, factor in zip(self._mixed, factors, strict=True):
+                for piece in range(pieces):
+                    old = v.load(self._partials, mixed + element + piece * lanes, lanes)
+                    cells.append(v.Cell(old * v.splat(factor, lanes)))
+            with T.serial(place, limit) as position:
+                at = v.let(self._base + position * self._width + element)
+                values = [
+                    v.let(v.cast(v.load(self._values, at + k * lanes, lanes), "float32", lanes))
+                    for k in range(pieces)
+                ]
+                for number, row in enumerate(self._rows):
+                    weight = v.let(v.splat(self._scratch[row + position - place], lanes))
+                    for k, value in enumerate(values):
+                        cell = cells[number * pieces + k]
+                        cell.set(T.fma(value, weight, cell.get()))
+            for number, cell in enumerate(cells):
+                mixed, piece = self._mixed[number // pieces], number % pieces
+                v.store(self._partials, mixed + element + piece * lanes, cell.get(), lanes)
+
+        done = T.int64(0)
+        for pieces, lanes in (*((pieces, self._lanes) for pieces in _PIECES), (1, 1)):
+            size = pieces * lanes
+            begin, times = done, v.let((self._width - done) // size)
+            with T.serial(times) as number:
+                mix(v.let(begin + number * size), pieces, lanes)
+            done = v.let(begin + times * size)
+
+    def emit_join(self, head: v.Expr) -> None:
+        """Join the parts of a head, if there are several."""
+        with T.If(self.used > T.int64(1)), T.Then():
+            self._join(head)
+
+    def _join(self, head: v.Expr) -> None:
+        first, width = self.find_partial(head, T.int64(0)), self._width
+        top, total = v.Cell(T.float32(_LEAST)), v.Cell(T.float32(0.0))
+        with T.serial(self.used) as part:
+            top.set(T.max(top.get(), self._partials[first + part * self._stride + width]))
+        with T.serial(self.used) as part:
+            at = v.let(first + part * self._stride + width)
+            factor = v.let(v.take_exponential(self._partials[at] - top.get(), 1))
+            total.set(total.get() + self._partials[at + 1] * factor)
+            T.buffer_store(self._partials, factor, [at])
+        inverse = v.let(T.float32(1.0) / total.get())
+        target = v.let(self._token * self._y_stride + head * width)
+
+        def add(element: v.Expr, lanes: int) -> None:
+            cell = v.Cell(v.constant(0.0, "float32", lanes))
+            with T.serial(self.used) as part:
+                at = v.let(first + part * self._stride)
+                factor = v.splat(v.let(self._partials[at + width]), lanes)
+                mixed = v.load(self._partials, at + element, lanes)
+                cell.set(T.fma(mixed, factor, cell.get()))
+            v.store(self._y, target + element, cell.get() * v.splat(inverse, lanes), lanes)
+
+        walk(T.int64(0), width, add)
+
+
+def emit_attend(isa: Isa, table: Table) -> None:
+    """Mix the values before tokens; items are parts of the heads of a token that share keys."""
+    own = _Parts(isa, table)
+    with T.serial(table.first, table.end) as item:
+        rest = v.let(item // own.parts)
+        part = v.let(item - rest * own.parts)
+        token = v.let(rest // own.kv_heads)
+        head = v.let(rest - token * own.kv_heads)
+        own.look_at(token)
+        with T.If(part < own.used), T.Then():
+            base, done = own.find_base(token, head), T.int64(0)
+            for count in _TOGETHER:
+                begin, times = done, v.let((own.group - done) // count)
+                with T.serial(times) as number:
+                    own.emit(count, v.let(head * own.group + begin + number * count), base, part)
+                done = v.let(begin + times * count)
+
+
+def emit_join(isa: Isa, table: Table) -> None:
+    """Join the parts of heads; items are heads of tokens."""
+    own = _Parts(isa, table)
+    with T.serial(table.first, table.end) as item:
+        token = v.let(item // own.heads)
+        own.look_at(token)
+        own.emit_join(v.let(item - token * own.heads))
+
+
+def add_columns(rows: Sequence[v.Expr]) -> v.Expr:
+    """Return the sums of the lanes of each of as many vectors as they have lanes."""
+    count, now = len(rows), list(rows)
+    step = 1
+    while len(now) > 1:
+        first = [k if not k & step else count + k - step for k in range(count)]
+        second = [k + step if not k & step else count + k for k in range(count)]
+        # Vectors whose numbers differ in the lowest bit first: their sums take turns.
+        now = [
+            v.let(Shuffle(pair, first) + Shuffle(pair, second))
+            for pair in (now[place : place + 2] for place in range(0, len(now), 2))
+        ]
+        step *= 2
+    return now[0]
+
+
+class _Tile(_Heads):
+    """Queries of some tokens and of all heads that share keys, in a thread's scratch.
+
+    Scores of `SCORES` positions, what was mixed so far, and of each query the largest score and
+    the sum of the weights; and keys of as many positions as a register has lanes, turned.
+    """
+
+    def __init__(self, isa: Isa, table: Table) -> None:
+        super().__init__(isa, table)
+        room = v.let((table.take("tile") * self.group + QUERIES - 1) // QUERIES * QUERIES)
+        self._mixed = v.let(self._scores + room * SCORES)
+        self._tops = v.let(self._mixed + room * self._width)
+        self._sums = v.let(self._tops + room)
+        self._turned = v.let(self._sums + room)
+
+    def emit(
+        self, first: v.Expr, end: v.Expr, head: v.Expr, base: v.Expr, position: v.Expr
+    ) -> None:
+        """Compute tokens ``first`` to ``end``, the first of which stands at ``position``."""
+        lanes, zero = self._lanes, T.int64(0)
+        self._first, self._head, self._position = first, head, position
+        count = v.let((end - first) * self.group)
+        self._last = v.let(count - 1)
+        self._begin(count)
+        stop = v.let(position + (end - first))
+        lowest = T.Select(self._window > zero, T.max(position - self._window + 1, zero), zero)
+        start = v.let(lowest // lanes * lanes)
+        with T.serial((stop - start + SCORES - 1) // SCORES) as number:
+            place = v.let(start + number * SCORES)
+            size = v.let(T.min(T.int64(SCORES), (stop - place + lanes - 1) // lanes * lanes))
+            with T.serial(size // lanes) as block:
+                own = v.let(place + block * lanes)
+                self._turn_keys(base + own * self._width)
+                with T.serial((count + QUERIES - 1) // QUERIES) as several:
+                    self._score(v.let(several * QUERIES), v.let(block * lanes))
+            with T.serial(count) as query:
+                self._weigh(query, place, size)
+            with T.serial((count + QUERIES - 1) // QUERIES) as several:
+                self._mix(v.let(several * QUERIES), base + place * self._width, size)
+        with T.serial(count) as query:
+            self._finish(query)
+
+    def _find(self, query: v.Expr) -> tuple[v.Expr, v.Expr]:
+        token = v.let(query // self.group)
+        return token, v.let(self._head * self.group + (query - token * self.group))
+
+    def _begin(self, count: v.Expr) -> None:
+        with T.serial(count) as query:
+            _, head = self._find(query)
+            top, total = v.Cell(T.float32(_LEAST)), v.Cell(T.float32(0.0))
+            with T.If(self._has_sinks != T.int64(0)), T.Then():
+                top.set(self._sinks[head])
+                total.set(T.float32(1.0))
+            T.buffer_store(self._scratch, top.get(), [self._tops + query])
+            T.buffer_store(self._scratch, total.get(), [self._sums + query])
+
+            def clear(element: v.Expr, lanes: int) -> None:
+                place = self._mixed + query * self._width + element
+                v.store(self._scratch, place, v.constant(0.0, "float32", lanes), lanes)
+
+            walk(T.int64(0), self._width, clear)
+
+    def _turn_keys(self, base: v.Expr) -> None:
+        lanes = self._lanes
+        with T.serial(self._width // lanes) as square:
+            rows = [
+                v.let(
+                    v.cast(
+                        v.load(self._keys, base + lane * self._width + square * lanes, lanes),
+                        "float32",
+                        lanes,
+                    )
+                )
+                for lane in range(lanes)
+            ]
+            for place, column in enumerate(turn_square(rows)):
+                v.store(
+                    self._scratch, self._turned + (square * lanes + place) * lanes, column, lanes
+                )
+
+    def _score(self, query: v.Expr, place: v.Expr) -> None:
+        lanes = self._lanes
+        numbers = [v.let(T.min(query + k, self._last)) for k in range(QUERIES)]
+        starts = []
+        for number in numbers:
+            token, head = self._find(number)
+            row = (self._first + token) * self._query_stride
+            starts.append(v.let(row + head * self._width))
+        cells = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in numbers]
+        with T.serial(self._width) as element:
+            keys = v.let(v.load(self._scratch, self._turned + element * lanes, lanes))
+            for start, cell in zip(starts, cells, strict=True):
+                own = v.splat(self._queries[start + element], lanes)
+                cell.set(T.fma(keys, own, cell.get()))
+        for number, cell in zip(numbers, cells, strict=True):
+            target = self._scores + number * SCORES + place
+            v.store(self._scratch, target, cell.get() * v.splat(self._scale, lanes), lanes)
+
+    def _weigh(self, query: v.Expr, place: v.Expr, size: v.Expr) -> None:
+        """Turn scores of a query into weights, those of other blocks included."""
+        lanes = self._lanes
+        token, _ = self._find(query)
+        now = v.let(self._position + token)
+        last = v.splat(v.let(T.cast(now - place, "int32")), lanes)
+        lowest = T.Select(
+            self._window > T.int64(0), now - self._window - place, T.int64(-1) - place
+        )
+        least = v.splat(v.let(T.cast(lowest, "int32")), lanes)
+        row = v.let(self._scores + query * SCORES)
+        steps = T.ramp(T.int32(0), T.int32(1), lanes)
+        nothing = v.constant(_LEAST, "float32", lanes)
+        with T.If(self._cap != T.float32(0.0)), T.Then(), T.serial(size // lanes) as block:
+            at = v.let(row + block * lanes)
+            inner = v.load(self._scratch, at, lanes) / v.splat(self._cap, lanes)
+            v.store(self._scratch, at, v.take_tanh(inner, lanes) * v.splat(self._cap, lanes), lanes)
+
+        def is_seen(block: v.Expr) -> v.Expr:
+            places = v.let(v.splat(T.cast(block * lanes, "int32"), lanes) + steps)
+            return T.bitwise_and(places <= last, places > least)
+
+        before = v.let(self._scratch[self._tops + query])
+        cell = v.Cell(nothing)
+        with T.serial(size // lanes) as block:
+            value = v.load(self._scratch, row + block * lanes, lanes)
+            cell.set(T.max(cell.get(), T.Select(is_seen(block), value, nothing)))
+        top = v.let(T.max(before, v.find_largest(cell.get(), "float32", lanes)))
+        total = v.Cell(v.constant(0.0, "float32", lanes))
+        with T.serial(size // lanes) as block:
+            at = v.let(row + block * lanes)
+            value = v.load(self._scratch, at, lanes) - v.splat(top, lanes)
+            weight = v.take_exponential(value, lanes)
+            weight = v.let(T.Select(is_seen(block), weight, v.constant(0.0, "float32", lanes)))
+            v.store(self._scratch, at, weight, lanes)
+            total.set(total.get() + weight)
+        factor = v.let(v.take_exponential(before - top, 1))
+        T.buffer_store(self._scratch, top, [self._tops + query])
+        summed = self._scratch[self._sums + query] * factor
+        own = v.add_lanes(total.get(), "float32", lanes)
+        T.buffer_store(self._scratch, summed + own, [self._sums + query])
+        with T.If(factor != T.float32(1.0)), T.Then():
+
+            def scale(element: v.Expr, count: int) -> None:
+                at = self._mixed + query * self._width + element
+                value = v.load(self._scratch, at, count) * v.splat(factor, count)
+                v.store(self._scratch, at, value, count)
+
+            walk(T.int64(0), self._width, scale)
+
+    def _mix(self, query: v.Expr, base: v.Expr, size: v.Expr) -> None:
+        lanes = self._lanes
+        numbers = [v.let(T.min(query + k, self._last)) for k in range(QUERIES)]
+        rows = [v.let(self._scores + number * SCORES) for number in numbers]
+        with T.serial(self._width // lanes) as piece:
+            cells = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in numbers]
+            with T.serial(size) as position:
+                raw = v.load(self._values, base + position * self._width + piece * lanes, lanes)
+                value = v.let(v.cast(raw, "float32", lanes))
+                for row, cell in zip(rows, cells, strict=True):
+                    weight = v.splat(self._scratch[row + position], lanes)
+                    cell.set(T.fma(value, weight, cell.get()))
+            for place, (number, cell) in enumerate(zip(numbers, cells, strict=True)):
+                # The last queries may be the last one again.
+                with T.If(query + place <= self._last), T.Then():
+                    at = v.let(self._mixed + number * self._width + piece * lanes)
+                    old = v.load(self._scratch, at, lanes)
+                    v.store(self._scratch, at, old + cell.get(), lanes)
+
+    def _finish(self, query: v.Expr) -> None:
+        token, head = self._find(query)
+        inverse = v.let(T.float32(1.0) / self._scratch[self._sums + query])
+        target = v.let((self._first + token) * self._y_stride + head * self._width)
+
+        def emit(element: v.Expr, lanes: int) -> None:
+            value = v.load(self._scratch, self._mixed + query * self._width + element, lanes)
+            v.store(self._y, target + element, value * v.splat(inverse, lanes), lanes)
+
+        walk(T.int64(0), self._width, emit)
+
+
+def emit_attend_many(isa: Isa, table: Table) -> None:
+    """The same for tokens of a chunk, which follow each other; items are tiles of tokens of the
+    heads that share keys.  Heads fill registers, and the cache has whole registers of positions."""
+    tile = _Tile(isa, table)
+    tokens, size = table.take("tokens"), table.take("tile")
+    with T.serial(table.first, table.end) as item:
+        # The last tiles, which see most, come first.
+        number = v.let((tokens + size - 1) // size - 1 - item // tile.kv_heads)
+        head = v.let(item - item // tile.kv_heads * tile.kv_heads)
+        first = v.let(number * size)
+        end = v.let(T.min(first + size, tokens))
+        position = v.let(v.wide(tile.positions[first]))
+        tile.emit(first, end, head, tile.find_base(first, head), position)
