@@ -45,7 +45,7 @@ _REMEDIES = {
 
 @rule("P202", "error", "resolved")
 def check_segments_hold_needs(facts: Facts) -> Iterator[Finding]:
-    """Every segment is as large as what it has to hold.
+    """Segment too small.
 
     Why: sizes follow from the model's shape and quantisation and the plan's settings
     (`pi2.plan.arithmetic.sizes` and backends have the formulas), so a plan that cannot work is
@@ -111,7 +111,7 @@ ENOUGH = {"lru": 1.0, "lfu": 0.25}
 
 @rule("P204", "warning", "resolved")
 def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
-    """The cold segment holds the neurons that one token uses beyond the hot ones.
+    """Cache smaller than one token's neurons.
 
     Why: a cache that is smaller than what one token brings in has lost the first layers' neurons
     when the next token comes back to them, so that little of it is used twice.  One that keeps what
@@ -166,7 +166,7 @@ _LEAST_BYTES = 1 << 20
 
 @rule("P205", "warning", "resolved")
 def check_cold_is_used(facts: Facts) -> Iterator[Finding]:
-    """A plan that computes every neuron has no cache of cold ones.
+    """Cache in a plan that computes every neuron.
 
     Why: with ``decode.predictor = "none"`` what is not hot streams by for every token, and nothing
     of it is kept: memory of the segment ``cold`` stays empty.  As hot neurons it would save reads.
@@ -202,7 +202,7 @@ PATIENCE = 2.0
 
 @rule("P237", "warning", "resolved")
 def check_look_ahead_hides(facts: Facts) -> Iterator[Finding]:
-    """Reads that are to hide behind attention take no longer than attention.
+    """Reads take longer than attention.
 
     Why: ``look_ahead = "attention"`` asks for a layer's neurons before its attention, so that the
     reads are done when the FFN begins.  Where they take much longer, the FFN waits all the same.
@@ -255,7 +255,7 @@ def _count_attention_bytes(resolved: ResolvedPlan) -> int:
 
 @rule("P265", "error", "resolved")
 def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
-    """A unit's backend can compute what the plan gives it.
+    """Backend cannot compute the plan.
 
     Why: backends differ in what they compute: not every one serves a unit beside the sparse one, or
     computes a whole model, and some know no mixtures, or not every activation or precision.  Asking
@@ -315,7 +315,7 @@ def _find_path(facts: Facts, unit: str) -> KeyPath:
 
 @rule("P277", "warning", "resolved")
 def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
-    """What a graph keeps while it runs fits into the NPU's own memory.
+    """Graph exceeds the NPU's own memory.
 
     Why: an NPU reads its own memory (VTCM) many times as fast as main memory.  A graph keeps the
     values of its neurons for all of its tokens; where they do not fit, main memory holds them, and
@@ -352,7 +352,7 @@ def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
 
 @rule("P264", "error", "resolved")
 def check_units_hold_needs(facts: Facts) -> Iterator[Finding]:
-    """Every unit beside the sparse one has memory for what it keeps.
+    """Unit without memory for its neurons.
 
     Why: a unit's neurons lie in its own memory, such as a graphics card's, and its backend says how
     much they take there: a plan that cannot work is known before anything is read.  A unit that

@@ -49,7 +49,7 @@ FINDINGS = (
 )
 PAGE = Page(
     code="P210",
-    what="The shares of a split add up to 1.",
+    what="Split shares do not add up to 1.",
     why="every neuron is computed once.",
     example="`cpu = 2`.",
     fix="change one.",

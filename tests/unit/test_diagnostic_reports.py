@@ -289,7 +289,7 @@ def test_sarif_says_of_a_rule_what_its_page_says() -> None:
     (run,) = json.loads(write_report("sarif"))["runs"]
     rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
     assert sorted(rules) == ["P001", "P010", "P101", "P210", "P900"]
-    assert rules["P210"]["shortDescription"] == {"text": "The shares of a split add up to 1."}
+    assert rules["P210"]["shortDescription"] == {"text": "Split shares do not add up to 1."}
     assert "**Fix:** change one." in rules["P210"]["help"]["markdown"]
     assert "Fix: change one." in rules["P210"]["help"]["text"]
 

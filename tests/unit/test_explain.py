@@ -90,7 +90,7 @@ def test_a_page_as_an_entry_of_the_documents() -> None:
 def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", code]) == 0
     assert capsys.readouterr().out == (
-        "P210: The shares of a split add up to 1.\n\n"
+        "P210: Split shares do not add up to 1.\n\n"
         "Why: every neuron of a layer is computed exactly once, by one unit.\n\n"
         "Example: `split = { cpu = 0.3, npu = 0.8 }`.\n\n"
         "Fix: change one of the shares; 0 leaves a unit out.\n"
@@ -107,12 +107,16 @@ def test_explain_lists_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(PAGES)
-    assert "P210  The shares of a split add up to 1." in lines
+    assert "P210  Split shares do not add up to 1." in lines
 
 
 @pytest.mark.parametrize(
     ("code", "near"),
-    [("P2100", 'P210 ("The shares'), ("210", 'P210 ("The shares'), ("shares", 'P210 ("The shares')],
+    [
+        ("P2100", 'P210 ("Split shares'),
+        ("210", 'P210 ("Split shares'),
+        ("shares", 'P210 ("Split shares'),
+    ],
 )
 def test_an_unknown_code_gets_near_ones(
     code: str, near: str, capsys: pytest.CaptureFixture[str]
@@ -139,7 +143,7 @@ def test_a_terminal_gets_colours_and_the_same_words(
     output = capsys.readouterr().out
     assert "\x1b[" in output
     plain = re.sub(r"\x1b\[[\d;]*m", "", output)
-    assert "P210: The shares of a split add up to 1." in plain
+    assert "P210: Split shares do not add up to 1." in plain
     assert "Fix: change one of the shares; 0 leaves a unit out." in plain
 
 

@@ -11,7 +11,7 @@ from pi2.plan.documents.model import Model
 
 @rule("P233", "error", "plan", "model")
 def check_predictor_exists(facts: Facts) -> Iterator[Finding]:
-    """``decode.predictor = "low-rank"`` needs a model with predictors.
+    """Low-rank predictor for a model without predictors.
 
     Why: low-rank predictors are trained with the model and are part of its store.
 
@@ -35,7 +35,7 @@ def check_predictor_exists(facts: Facts) -> Iterator[Finding]:
 
 @rule("P268", "error", "plan", "model")
 def check_router_needs_experts(facts: Facts) -> Iterator[Finding]:
-    """``decode.predictor = "router"`` needs a mixture of experts.
+    """Router predictor for a model without experts.
 
     Why: the router of a mixture says which experts compute a token; a model without experts has
     none, and every token takes all of its FFN.  Experts that read what their weights have
@@ -78,8 +78,7 @@ def _refuse_router(path: tuple[str, ...], model: Model, remedy: str) -> Finding:
 
 @rule("P234", "error", "plan", "model")
 def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
-    """``decode.predictor = "gate"`` needs an activation that is zero for some gates, or
-    ``[sparsity]``.
+    """Gate predictor without zero gates or ``[sparsity]``.
 
     Why: with ReLU, dReLU, FATReLU and ReLU² a neuron whose gate is below the threshold adds
     nothing, so that it may be left out, and so may one that a cutoff closes
@@ -124,7 +123,7 @@ def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
 
 @rule("P254", "error", "plan")
 def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
-    """``decode.look_ahead`` needs ``decode.predictor = "low-rank"`` or ``"router"``.
+    """``decode.look_ahead`` without a predictor or router.
 
     Why: before attention a layer's gates are not known yet: computed there, they would name other
     neurons, and exact decoding would not be exact.  Dense decoding predicts nothing.  A router may
@@ -155,7 +154,7 @@ def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
 
 @rule("P292", "error", "plan")
 def check_leave_out_has_scores(facts: Facts) -> Iterator[Finding]:
-    """``decode.leave_out`` is about scores of low-rank predictors, and the only limit of reads.
+    """``decode.leave_out`` out of place.
 
     Why: what may be left out is a share of the scores that low-rank predictors give.  Other
     predictors give none, and with ``missing_threshold`` the limit is stated already, so that none
@@ -188,7 +187,7 @@ def check_leave_out_has_scores(facts: Facts) -> Iterator[Finding]:
 
 @rule("P255", "error", "plan")
 def check_missing_threshold_saves_reads(facts: Facts) -> Iterator[Finding]:
-    """``decode.missing_threshold`` is above ``decode.threshold``, of low-rank predictors.
+    """``decode.missing_threshold`` has no effect.
 
     Why: neurons are named by ``threshold`` first; of those, the ones that are not in memory are
     read only from ``missing_threshold`` on.  One that is not higher leaves nothing out, and where
@@ -221,7 +220,7 @@ def check_missing_threshold_saves_reads(facts: Facts) -> Iterator[Finding]:
 
 @rule("P222", "warning", "resolved")
 def check_phases_save_reads(facts: Facts) -> Iterator[Finding]:
-    """Reads in two phases read less than reads in one.
+    """Two-phase reads save nothing.
 
     Why: ``pipeline.phases = 2`` reads the gate first, and up and down only where the gate is open.
     Reads begin and end at the device's blocks: where the gate's block is also the bundle's last
@@ -262,7 +261,7 @@ def check_phases_save_reads(facts: Facts) -> Iterator[Finding]:
 
 @rule("P235", "warning", "plan")
 def check_chunk_within_context(facts: Facts) -> Iterator[Finding]:
-    """A prefill chunk is not longer than the context.
+    """Prefill chunk longer than the context.
 
     Why: no prompt is longer than the context, so the rest of the chunk's workspace is never used.
 

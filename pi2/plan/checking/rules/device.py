@@ -35,7 +35,7 @@ from pi2.plan.toml.text import KeyPath
 
 @rule("P252", "error", "device")
 def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
-    """Clusters and features belong to CPUs, and clusters have different names.
+    """Clusters or features out of place.
 
     Why: a GPU or NPU has no CPU cores to give threads to, and plans name clusters by their id.
 
@@ -67,7 +67,7 @@ def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
 
 @rule("P251", "error", "device")
 def check_device_block_size(facts: Facts) -> Iterator[Finding]:
-    """A storage block is a multiple of 512 bytes.
+    """Storage block is no multiple of 512 bytes.
 
     Why: it is the smallest block of any drive; another number is a slip, often bits or kilobytes.
 
@@ -88,7 +88,7 @@ def check_device_block_size(facts: Facts) -> Iterator[Finding]:
 
 @rule("P250", "error", "device")
 def check_device_memory_order(facts: Facts) -> Iterator[Finding]:
-    """Usable memory is not more than installed memory.
+    """Usable memory above installed memory.
 
     Why: ``usable`` is what the system leaves of ``capacity`` to one process.
 
@@ -119,7 +119,7 @@ def check_device_memory_order(facts: Facts) -> Iterator[Finding]:
 
 @rule("P244", "error", "device")
 def check_device_named_by_file(facts: Facts) -> Iterator[Finding]:
-    """A device's id is its file's name.
+    """Device id differs from the file name.
 
     Why: plans name shipped devices by file name, reports and benches by id; the two must not
     differ.
@@ -159,7 +159,7 @@ _LIMITS: tuple[tuple[type[BaseModel], str, _Bounds], ...] = (
 
 @rule("P261", "error", "device")
 def check_figures_are_possible(facts: Facts) -> Iterator[Finding]:
-    """A device's figures are plausible.
+    """Implausible figure of a device.
 
     Why: predictions divide by them. A rate of zero has no meaning, and one that is a million times
     too large or too small is a wrong unit or a slipped digit.
@@ -193,7 +193,7 @@ def _write(value: float, key: str, units: Units | None) -> str:
 
 @rule("P256", "error", "device")
 def check_figures_stated_once(facts: Facts) -> Iterator[Finding]:
-    """Every figure and feature of a device is stated once.
+    """Figure or feature stated twice.
 
     Why: of two rates for the same reads, or for the same operands, it is unclear which one counts;
     a feature that is listed twice was meant to be another one.
@@ -238,7 +238,7 @@ MOST_CORES = 1024
 
 @rule("P236", "error", "plan")
 def check_threads_bound_to_cores(facts: Facts) -> Iterator[Finding]:
-    """A core for every bound compute thread, and no core twice.
+    """Bound cores missing or named twice.
 
     Why: two threads that are bound to one core take turns, and every layer waits for both.
 
@@ -286,7 +286,7 @@ def check_threads_bound_to_cores(facts: Facts) -> Iterator[Finding]:
 
 @rule("P230", "error", "plan", "device")
 def check_threads_fit_cores(facts: Facts) -> Iterator[Finding]:
-    """No more compute threads than cores.
+    """More compute threads than cores.
 
     Why: threads without a core of their own take turns and wait for each other at every layer.
 

@@ -16,7 +16,7 @@ from pi2.plan.documents.plan_units import parse_selector
 
 @rule("P275", "error", "model")
 def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
-    """A model with layers that keep a state says what they are, and their sizes.
+    """Recurrent layers incompletely described.
 
     Why: every layer has a kind; states of one kind have one shape, so that there is at most one
     kind beside attention; value heads share the keys of key heads evenly, and norms divide the
@@ -196,7 +196,7 @@ _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
 
 @rule("P247", "error", "model")
 def check_tensor_names_layers(facts: Facts) -> Iterator[Finding]:
-    """Names of tensors contain ``{layer}``, and ``{expert}``, exactly where there are several.
+    """``{layer}`` or ``{expert}`` missing or out of place.
 
     Why: ``{layer}`` stands for the layer's number and ``{expert}`` for the expert's; without them,
     all layers would get the same tensor, and all experts the same predictor.  A part of an FFN
@@ -260,7 +260,7 @@ def _list_numbered(model: Model) -> frozenset[str]:
 
 @rule("P215", "error", "plan")
 def check_overrides_named_once(facts: Facts) -> Iterator[Finding]:
-    """No two overrides have the same id.
+    """Override id used twice.
 
     Why: plans that extend this one change and remove overrides by their ``id``; with the same id
     twice it is unclear which one is meant, and the arrays do not merge at all.
@@ -287,7 +287,7 @@ def check_overrides_named_once(facts: Facts) -> Iterator[Finding]:
 
 @rule("P214", "warning", "plan")
 def check_overrides_set_something(facts: Facts) -> Iterator[Finding]:
-    """An override sets something.
+    """Override sets nothing.
 
     Why: an override with only a selector changes nothing; a key is missing.
 
@@ -309,7 +309,7 @@ Range = tuple[int, int]
 
 @rule("P213", "warning", "plan")
 def check_selectors_disjoint(facts: Facts) -> Iterator[Finding]:
-    """Every override has an effect, and no selector names a layer twice.
+    """Override without effect.
 
     Why: of two overrides that set the same key of a layer, the later one counts. An override whose
     layers are all set again by later ones does nothing, which is a mistake.
@@ -395,7 +395,7 @@ def _name_layers(layers: Range) -> str:
 
 @rule("P212", "error", "plan", "model")
 def check_selectors_in_range(facts: Facts) -> Iterator[Finding]:
-    """Selectors name layers that the model has, in ascending order.
+    """Selector names missing or unordered layers.
 
     Why: a number beyond the model's last layer, or a range whose end lies before its start, selects
     nothing; what was meant is unclear.

@@ -20,7 +20,7 @@ from pi2.plan.weights.layout import round_up
 
 @rule("P203", "error", "plan", "device")
 def check_budget_fits_device(facts: Facts) -> Iterator[Finding]:
-    """The budget fits into the device's memory.
+    """Budget above the device's memory.
 
     Why: a plan for more memory than the device has, or than its system leaves to one process, ends
     in swapping or in the process being killed.
@@ -50,7 +50,7 @@ def check_budget_fits_device(facts: Facts) -> Iterator[Finding]:
 
 @rule("P201", "error", "plan", "device")
 def check_segments_fit_budget(facts: Facts) -> Iterator[Finding]:
-    """Segments, and units that use main memory, add up to no more than the budget.
+    """Segments exceed the budget.
 
     Why: the budget is a promise about the whole process; memory that no segment accounts for cannot
     be kept.
@@ -99,7 +99,7 @@ def _find_key(name: str) -> KeyPath:
 
 @rule("P223", "error", "plan", "model")
 def check_scales_exist(facts: Facts) -> Iterator[Finding]:
-    """Scales are resident only where weights have scales.
+    """Resident scales of weights without scales.
 
     Why: int4 and int8 have a scale for every 32 weights; fp16 weights stand for themselves, so that
     there is nothing that could lie elsewhere.
@@ -121,7 +121,7 @@ def check_scales_exist(facts: Facts) -> Iterator[Finding]:
 
 @rule("P221", "error", "plan", "device", "model")
 def check_stride_fits_blocks(facts: Facts) -> Iterator[Finding]:
-    """The bundle's stride is a multiple of the device's block.
+    """Stride is no multiple of the device's block.
 
     Why: direct reads begin and end at blocks, so only then is a neuron one read into its place.
 
@@ -158,7 +158,7 @@ LARGE_BLOCK_BYTES = 4096
 
 @rule("P220", "error", "plan", "device", "model")
 def check_stride_holds_bundle(facts: Facts) -> Iterator[Finding]:
-    """The bundle's stride holds a bundle.
+    """Stride smaller than a bundle.
 
     Why: a bundle is the gate row, the up row and the down column of a neuron, each with its scales;
     its size follows from the model's width and the precision of its FFN.  A stride that is too
@@ -203,7 +203,7 @@ def check_stride_holds_bundle(facts: Facts) -> Iterator[Finding]:
 
 @rule("P278", "warning", "plan")
 def check_prefix_cache_is_used(facts: Facts) -> Iterator[Finding]:
-    """Prefixes that are kept in files are looked for.
+    """Prefix files without prefixes.
 
     Why: with ``serve.prefixes = "none"`` every prompt is read from its beginning, and nothing is
     kept.

@@ -12,7 +12,7 @@ from pi2.plan.weights.layout import GROUP
 
 @rule("P249", "error", "model")
 def check_experts_exist(facts: Facts) -> Iterator[Finding]:
-    """A token's experts are not more than the layer has.
+    """More experts per token than in the layer.
 
     Why: the router picks ``active_experts`` different ones of ``experts``.
 
@@ -36,7 +36,7 @@ def check_experts_exist(facts: Facts) -> Iterator[Finding]:
 
 @rule("P245", "error", "model")
 def check_fatrelu_threshold(facts: Facts) -> Iterator[Finding]:
-    """FATReLU has a threshold above zero, other activations have none.
+    """FATReLU threshold missing or out of place.
 
     Why: FATReLU is zero at or below its threshold, which is a number of the checkpoint; with 0 it
     is ReLU.  Other activations would ignore it.
@@ -69,7 +69,7 @@ def check_fatrelu_threshold(facts: Facts) -> Iterator[Finding]:
 
 @rule("P241", "error", "model")
 def check_head_is_even(facts: Facts) -> Iterator[Finding]:
-    """The width of a head is even.
+    """Odd head width.
 
     Why: rotary positions turn pairs of elements, one from each half of a head.
 
@@ -93,7 +93,7 @@ def check_head_is_even(facts: Facts) -> Iterator[Finding]:
 
 @rule("P240", "error", "model")
 def check_heads_share_keys(facts: Facts) -> Iterator[Finding]:
-    """The number of heads is a multiple of the number of key and value heads.
+    """Heads are no multiple of key-value heads.
 
     Why: in grouped-query attention each key and value head serves the same number of query heads.
 
@@ -121,7 +121,7 @@ def check_heads_share_keys(facts: Facts) -> Iterator[Finding]:
 
 @rule("P248", "error", "model")
 def check_rope_scaling(facts: Facts) -> Iterator[Finding]:
-    """Position scaling is complete and has an effect.
+    """Position scaling incomplete or without effect.
 
     Why: ``plain`` positions ignore ``factor``; ``llama3`` scales between two wavelengths, ``yarn``
     between two numbers of rotations, which must be in order; elements turn in pairs, of which each
@@ -189,7 +189,7 @@ def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:
 
 @rule("P242", "error", "model")
 def check_rank_fills_groups(facts: Facts) -> Iterator[Finding]:
-    """The rank of predictors is a multiple of 32.
+    """Predictor rank is no multiple of 32.
 
     Why: quantised weights share a scale in groups of 32, and a group never spans two rows.  Widths
     of the model may be any: `pi2 convert` fills up their last group with zeros.
@@ -210,7 +210,7 @@ def check_rank_fills_groups(facts: Facts) -> Iterator[Finding]:
 
 @rule("P322", "error", "plan", "model")
 def check_sequences_share_positions(facts: Facts) -> Iterator[Finding]:
-    """Tokens that are generated at the same time compute their positions in one way.
+    """Sequences with different position scaling.
 
     Why: the positions of LongRoPE are computed otherwise in a sequence that is longer than the
     model's original context; several sequences at a time, or tokens that are verified together,
@@ -247,7 +247,7 @@ def check_sequences_share_positions(facts: Facts) -> Iterator[Finding]:
 
 @rule("P246", "error", "model")
 def check_tokens_in_vocabulary(facts: Facts) -> Iterator[Finding]:
-    """Special tokens are tokens of the vocabulary.
+    """Special token outside the vocabulary.
 
     Why: an end token that the model cannot produce never ends a text.
 
@@ -282,7 +282,7 @@ def check_tokens_in_vocabulary(facts: Facts) -> Iterator[Finding]:
 
 @rule("P231", "error", "plan", "model")
 def check_context_within_model(facts: Facts) -> Iterator[Finding]:
-    """The context is not longer than the model's.
+    """Context longer than the model's.
 
     Why: beyond the length that a model was trained for its positions mean nothing to it, and its
     text falls apart.

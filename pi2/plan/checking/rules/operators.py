@@ -13,7 +13,7 @@ from pi2.plan.weights.layout import GROUP
 
 @rule("P253", "error", "model")
 def check_operators_agree(facts: Facts) -> Iterator[Finding]:
-    """Options of a model's operators agree with each other.
+    """Contradicting options of a model's operators.
 
     Why: dReLU is an activation of gate and up, so that neurons need a gate; layers with a sliding
     window need its width; layers that are named must exist; shared experts with biases cannot be

@@ -21,7 +21,7 @@ _CLAIM = re.compile(
 
 @rule("P402", "warning", "device")
 def check_claims_are_no_measurements(facts: Facts) -> Iterator[Finding]:
-    """What a vendor claims is not called measured.
+    """Vendor's claim called measured.
 
     Why: a data sheet states what is reached under the vendor's conditions, often never in use. A
     prediction that takes it for a measurement promises too much.
@@ -46,7 +46,7 @@ _RANGE = re.compile(r"\d\s*(?:to|-|–|\.\.)\s*\d|±|\+/-")  # noqa: RUF001  # p
 
 @rule("P401", "warning", "device")
 def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
-    """A measured figure says how often it was measured, or how far the measurements lie apart.
+    """Measured figure without samples or spread.
 
     Why: one measurement may be the best of many or the only one; without its spread nobody can say
     whether another figure differs from it.
@@ -71,7 +71,7 @@ def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
 
 @rule("P403", "warning", "plan", "device")
 def check_plan_rests_on_claims(facts: Facts) -> Iterator[Finding]:
-    """A plan does not rest on read rates that only a vendor claims.
+    """Plan rests on vendor-claimed read rates.
 
     Why: how fast a token comes depends on how fast memory and flash are read. What vendors state is
     the rate of the interface or of an empty device; `pi2 simulate` takes it for what programs
@@ -122,7 +122,7 @@ def _list_overridden(facts: Facts) -> Iterator[str]:
 
 @rule("P412", "warning")
 def check_no_account_names(facts: Facts) -> Iterator[Finding]:
-    """A document holds no account, mail address or host name.
+    """Account, mail address or host name in a document.
 
     Why: documents are shared, and names of accounts and hosts tell who wrote them and where to try
     to get in.
@@ -137,7 +137,7 @@ def check_no_account_names(facts: Facts) -> Iterator[Finding]:
 
 @rule("P413", "warning")
 def check_no_home_folders(facts: Facts) -> Iterator[Finding]:
-    """A document names no home folder.
+    """Home folder in a document.
 
     Why: a path such as ``/home/alice`` exists on one machine only, and tells the name of an
     account.
@@ -151,7 +151,7 @@ def check_no_home_folders(facts: Facts) -> Iterator[Finding]:
 
 @rule("P411", "warning")
 def check_no_serial_numbers(facts: Facts) -> Iterator[Finding]:
-    """A document holds no serial number.
+    """Serial number in a document.
 
     Why: a document describes a kind of machine, for everybody who has one. A serial number, an IMEI
     or a hardware address tells whose machine it was, and cannot be taken back once it is shared.
@@ -169,7 +169,7 @@ _PLACEHOLDER = re.compile(r"(?<![A-Za-z])(?:REPLACE|CHANGE)[ _-]?(?:ME|THIS)(?![
 
 @rule("P420", "error")
 def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
-    """No placeholder is left to replace.
+    """Placeholder left in a document.
 
     Why: a template's placeholder is no value; what it stands for was forgotten.
 
@@ -191,7 +191,7 @@ def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
 
 @rule("P243", "error", "model")
 def check_model_named_by_file(facts: Facts) -> Iterator[Finding]:
-    """A model's id is its file's name.
+    """Model id differs from the file name.
 
     Why: plans name shipped models by file name, stores remember them by id; the two must not
     differ.

@@ -14,8 +14,7 @@ from pi2.plan.documents.quantities import approximate_bytes
 
 @rule("P257", "error", "plan", "model")
 def check_sparsity_fits_model(facts: Facts) -> Iterator[Finding]:
-    """``[sparsity]`` is for activations that are zero nowhere, and its method for the model's
-    neurons.
+    """``[sparsity]`` does not fit the model's activation.
 
     Why: inactive neurons of the ReLU family are exactly zero, and ``predictor = "gate"`` leaves
     them out without loss; thresholds would only add an error. ``cats-teal`` skips down behind a
@@ -58,7 +57,7 @@ def explain_method(method: SparsityMethod, model: Model) -> str | None:
 
 @rule("P259", "error", "plan")
 def check_sparsity_has_one_goal(facts: Facts) -> Iterator[Finding]:
-    """``[sparsity]`` states one goal: ``target`` or ``max_perplexity_increase``.
+    """``[sparsity]`` without exactly one goal.
 
     Why: thresholds are calibrated to leave out a share of the work, or as much as a loss of quality
     allows; one follows from the other.
@@ -83,7 +82,7 @@ def check_sparsity_has_one_goal(facts: Facts) -> Iterator[Finding]:
 
 @rule("P260", "warning", "plan")
 def check_sparsity_is_used(facts: Facts) -> Iterator[Finding]:
-    """``[sparsity]`` counts where ``decode.predictor`` is ``"gate"``.
+    """``[sparsity]`` without the gate predictor.
 
     Why: thresholds are compared with gates, which only this predictor computes first and keeps in
     memory.  ``none`` computes every neuron, ``router`` all neurons of the chosen experts, and a
@@ -105,7 +104,7 @@ def check_sparsity_is_used(facts: Facts) -> Iterator[Finding]:
 
 @rule("P258", "error", "resolved")
 def check_thresholds_fit_plan(facts: Facts) -> Iterator[Finding]:
-    """The thresholds that ``[sparsity]`` names were calibrated for this model and this target.
+    """Thresholds of another model or target.
 
     Why: the magnitudes of activations differ from model to model and from layer to layer;
     thresholds of another model leave out other neurons than they were measured with, and the
@@ -141,7 +140,7 @@ def check_thresholds_fit_plan(facts: Facts) -> Iterator[Finding]:
 
 @rule("P279", "error", "plan", "model")
 def check_dials_need_a_router(facts: Facts) -> Iterator[Finding]:
-    """The table ``[experts]`` deviates from routing where a router says what is read.
+    """``[experts]`` without effect.
 
     Why: ``prefer_cached``, ``least_weight``, ``read_best`` and ``most_reads`` choose among the
     experts that a router names.  With another predictor, or in a model without experts, they do
@@ -194,7 +193,7 @@ def _find_other_choice(moe: Moe) -> str | None:
 
 @rule("P281", "error", "resolved")
 def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
-    """Guessed tokens are verified by a unit that computes layer by layer, and guessed more cheaply.
+    """Drafts that the unit cannot verify cheaply.
 
     Why: tokens that were guessed go through the model together, and those that are not kept are
     taken back; a unit that has the whole model in its own memory takes one token of each sequence
@@ -238,7 +237,7 @@ def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
 
 @rule("P284", "error", "resolved")
 def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
-    """The plan of a model that guesses tokens is one that can: same tokens, and room for both.
+    """Draft model does not fit.
 
     Why: a guess is a token of the model that verifies it, so that both need the same vocabulary;
     what was guessed and not kept is taken back, which layers with a state cannot; and the budget is

@@ -21,7 +21,7 @@ from pi2.plan.toml.text import KeyPath
 
 @rule("P262", "error", "resolved")
 def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
-    """A layer's neurons are divided between the sparse unit and at most one dense unit.
+    """Layer divided among too many units.
 
     Why: the dense unit owns the first neurons in stored order, the hottest ones, and computes all
     of them; the sparse unit computes what a predictor names of the rest.  There is one such
@@ -89,7 +89,7 @@ def _list_splits_of_layers(facts: Facts) -> list[dict[KeyPath, Mapping[str, floa
 
 @rule("P267", "error", "plan", "device")
 def check_rows_have_one_unit(facts: Facts) -> Iterator[Finding]:
-    """Rows of projections and of the head are divided between the sparse unit and one other.
+    """Projection rows divided among too many units.
 
     Why: the other unit keeps the first rows of each matrix and computes them while the sparse unit
     computes the rest; there is one such boundary, and the sparse unit has the last rows.  Weights
@@ -139,7 +139,7 @@ TOLERANCE = 1e-6
 
 @rule("P210", "error", "plan")
 def check_split_adds_up(facts: Facts) -> Iterator[Finding]:
-    """The shares of a split add up to 1.
+    """Split shares do not add up to 1.
 
     Why: every neuron of a layer is computed exactly once, by one unit.
 
@@ -170,7 +170,7 @@ def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Ite
 
 @rule("P211", "error", "plan", "device")
 def check_split_names_units(facts: Facts) -> Iterator[Finding]:
-    """A split names units that the device has, and so do the tables of single units.
+    """Unit unknown to the device.
 
     Why: work cannot be given to a unit that is not there; the names are those of the device's
     ``[units.NAME]`` tables.
@@ -208,7 +208,7 @@ def _check_names(
 
 @rule("P263", "error", "resolved")
 def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
-    """What a dense unit owns is hot, and all of a model that a unit has as a whole.
+    """Dense unit's neurons are not hot.
 
     Why: a dense unit computes all of its neurons for every token, so that they have to stay in its
     memory; ``layers.hot`` says what stays, the unit's neurons included.  A GPU that has the whole
@@ -266,7 +266,7 @@ def _check_whole(facts: Facts) -> Iterator[Finding]:
 
 @rule("P266", "error", "plan")
 def check_batches_are_in_order(facts: Facts) -> Iterator[Finding]:
-    """Splits for several sequences come in the order of their numbers, and are reached.
+    """Splits for several sequences unordered or unreachable.
 
     Why: an entry of ``layers.batches`` counts from its ``sequences`` up to the next entry's; one
     that is out of order, or beyond ``decode.batch``, would never be used.

@@ -17,7 +17,7 @@ from pi2.plan.toml.text import KeyPath
 
 @rule("P232", "error", "plan", "device")
 def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
-    """Every unit that layers use has a backend.
+    """Unit without a backend.
 
     Why: a backend computes for a kind of unit, or for the unit that `units` names; without one, the
     unit's share of the neurons would not be computed.
@@ -54,7 +54,7 @@ def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
 
 @rule("P414", "warning", "resolved")
 def check_settings_reach_units(facts: Facts) -> Iterator[Finding]:
-    """Settings of a single unit are given to a unit that heeds them.
+    """Unit setting without effect.
 
     Why: the sparse unit computes in pi2's own process, cannot be lost alone, and has the segments
     of ``[memory.segments]``; ``process``, ``on_failure`` and ``[memory.units.NAME]`` are for the
@@ -89,7 +89,7 @@ _STEP = 8
 
 @rule("P276", "error", "resolved")
 def check_graphs_have_shapes(facts: Facts) -> Iterator[Finding]:
-    """A unit's graphs have shapes that its programs can have.
+    """Impossible graph shape.
 
     Why: an NPU's programs have fixed shapes and compute a few tokens in one pass over weights: 1,
     2, 4 or 8.  Graphs of a number that is no multiple of these cannot be compiled, one that is
