@@ -211,11 +211,12 @@ class Preparer(Protocol):
     """Members of a backend's module whose executors need something made first; a backend need not
     be one."""
 
-    def prepare(self, request: BuildRequest) -> None:
-        """Compile the kernels that ``build`` will load, unless they are cached.
+    def prepare(self, request: BuildRequest) -> Callable[[BuildRequest], Executor]:
+        """Compile kernels, unless they are cached; gives what builds the executor with them.
 
         Called before any memory is filled, with a request that has no room in memory yet: tensors
-        are those of the store.  Takes no memory that stays.
+        are those of the store.  Takes no memory that stays.  The request that it is built with is
+        the same, completed.
         """
 
 

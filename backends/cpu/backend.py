@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
@@ -68,24 +69,25 @@ def find_limits(facts: UnitFacts) -> list[str]:
     return limits
 
 
-def prepare(request: BuildRequest) -> None:
+def prepare(request: BuildRequest) -> Callable[[BuildRequest], Executor]:
     """Compile the kernels unless they are cached."""
     from pi2.backends.compiler.cache import load_or_compile
     from pi2.backends.cpu.specification import make_spec
 
-    load_or_compile(make_spec(request), request.progress)
+    spec = make_spec(request)
+    path = load_or_compile(spec, request.progress)
+
+    def build(request: BuildRequest) -> Executor:
+        from pi2.backends.compiler.runtime import Library
+        from pi2.backends.cpu.executor import CpuExecutor
+        from pi2.backends.cpu.workspace import measure_arrays
+
+        sizes = measure_arrays(request)
+        library = Library(path, sizes, threads=request.threads, cores=request.cores)
+        return CpuExecutor(request, spec, library)
+
+    return build
 
 
 def build(request: BuildRequest) -> Executor:
-    """Compile the kernels unless they are cached, and make the executor."""
-    from pi2.backends.compiler.cache import load_or_compile
-    from pi2.backends.compiler.runtime import Library
-    from pi2.backends.cpu.executor import CpuExecutor
-    from pi2.backends.cpu.specification import make_spec
-    from pi2.backends.cpu.workspace import measure_arrays
-
-    spec = make_spec(request)
-    path = load_or_compile(spec, request.progress)
-    sizes = measure_arrays(request)
-    library = Library(path, sizes, threads=request.threads, cores=request.cores)
-    return CpuExecutor(request, spec, library)
+    return prepare(request)(request)

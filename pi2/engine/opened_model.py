@@ -7,21 +7,19 @@ more than the following ones wherever its budget is larger than a compiler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from pi2.arrays import I32, U8
+from pi2.arrays import U8
 from pi2.backends.host import HostLoops, load_host_loops
-from pi2.backends.protocol import BuildRequest, Executor, ExecutorBackend, RowDivider, Tensor
+from pi2.backends.protocol import BuildRequest, Executor, RowDivider, Tensor
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows, WholeRows
-from pi2.engine.loading import allocate_gate_rows, begin_dense, begin_scales, open_store
+from pi2.engine.loading import open_store
 from pi2.fitting import (
     find_backend,
     find_executor_backend,
@@ -33,56 +31,16 @@ from pi2.fitting.sizes import count_chunks, describe_unit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget
-from pi2.memory.bulk_load import Batch
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS, count_chunk_tokens
 from pi2.plan.arithmetic.units import list_matrices, list_wanted, name_head
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress, ignore_progress
-from pi2.store.file_read import EmbeddingRows
 from pi2.store.reader import NeuronStore
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-def describe_build(
-    resolved: ResolvedPlan,
-    machine: Machine,
-    store: NeuronStore | None,
-    rows: Sequence[EmbeddingRows],
-    grouped: list[I32] | None,
-    budget: Budget,
-    batch: Batch,
-    progress: Progress,
-) -> BuildRequest:
-    """Gather what the backend needs, whose dense weights and scales ``batch`` reads; ``grouped``:
-    a mixture's neurons, expert by expert."""
-    mode = resolved.plan.decode.predictor
-    tensors: Mapping[str, Tensor] = {}
-    scales = None
-    if store is not None:
-        tensors = begin_dense(resolved, store, rows, budget, batch)
-        scales = begin_scales(resolved, store, budget, batch)
-    gate_rows = gate_biases = None
-    if mode == "gate" and store is not None:
-        gate_rows = {layer: allocate_gate_rows(resolved, budget) for layer in resolved.named_layers}
-        if resolved.bundle.biases:
-            size = 4 * resolved.model.layer_neurons
-            gate_biases = [
-                budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
-            ]
-    request = make_request(resolved, machine, tensors)
-    return replace(
-        request,
-        gate_rows=gate_rows,
-        scales=scales,
-        gate_biases=gate_biases,
-        expert_neurons=None if mode == "none" or store is None else grouped,
-        allocate=budget.allocate,
-        progress=progress,
-    )
 
 
 def make_request(
@@ -264,8 +222,12 @@ class OpenedModel:
     """A model that is computed layer by layer, before it has memory."""
 
     resolved: ResolvedPlan
-    backend: ExecutorBackend
-    machine: Machine
+    request: BuildRequest
+    """All but what memory is given out for."""
+    build: Callable[[BuildRequest], Executor]
+    """Makes the executor of the completed request."""
+    alone: bool
+    """Whether the executor computes everything, whatever the plan gives to other units."""
     store: NeuronStore | None
     """None where nothing is computed, as are tokenizer and loops."""
     tokenizer: Tokenizer | None
@@ -296,8 +258,7 @@ def open_model(
     request = replace(request, progress=progress, rows=None if alone else request.rows)
     check_backends(resolved, request)
     preparer = find_preparer(resolved.name_backend(resolved.sparse_unit))
-    if preparer is not None:
-        preparer.prepare(request)
+    build = backend.build if preparer is None else preparer.prepare(request)
     if store is not None:
         loops = load_host_loops(progress, machine.features)
     draft = None
@@ -306,8 +267,9 @@ def open_model(
         check_draft(resolved.draft, resolved, tokenizer, draft.tokenizer)
     return OpenedModel(
         resolved=resolved,
-        backend=backend,
-        machine=machine,
+        request=request,
+        build=build,
+        alone=alone,
         store=store,
         tokenizer=tokenizer,
         loops=loops,

@@ -17,10 +17,11 @@ from pi2.memory.flash import FlashReader, NullReader
 from pi2.memory.weight_stream import FileReads
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.store.reader import NeuronStore
-from pi2.weights.gguf_weights import FileTexts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from pi2.weights.gguf_weights import FileTexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ def test_a_store_replaced_while_it_is_opened_is_an_error(
         manifest.write_text(text, "utf-8")
         return reader
 
-    monkeypatch.setattr("pi2.orchestrator.open_reader", replace_meanwhile)
+    monkeypatch.setattr("pi2.engine.assembly.open_reader", replace_meanwhile)
     with pytest.raises(UserError) as caught:
         pi2.load(plan)
     expect_code(caught, "P509")

@@ -10,7 +10,7 @@ from pi2.backends.cpu import backend
 from pi2.backends.cpu.specification import make_spec
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, Executor
-from pi2.engine.opened_model import describe_build
+from pi2.engine.assembly import complete_request
 
 
 class Stopped(Exception):
@@ -23,12 +23,13 @@ def watch_kernels(load: Callable[[], object]) -> tuple[list[KernelSpec], KernelS
     early: list[KernelSpec] = []
     late: list[KernelSpec] = []
 
-    def prepare(request: BuildRequest) -> None:
+    def prepare(request: BuildRequest) -> Callable[[BuildRequest], Executor]:
         (late if has_begun else early).append(make_spec(request))
+        return build
 
     def begin(*arguments: object) -> BuildRequest:
         has_begun.append(True)
-        return describe_build(*arguments)  # type: ignore[arg-type]
+        return complete_request(*arguments)  # type: ignore[arg-type]
 
     def build(request: BuildRequest) -> Executor:
         late.append(make_spec(request))
@@ -37,8 +38,7 @@ def watch_kernels(load: Callable[[], object]) -> tuple[list[KernelSpec], KernelS
     has_begun: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "prepare", prepare)
-        patch.setattr(backend, "build", build)
-        patch.setattr("pi2.orchestrator.describe_build", begin)
+        patch.setattr("pi2.engine.assembly.complete_request", begin)
         with pytest.raises(Stopped):
             load()
     (needed,) = late

@@ -1,0 +1,301 @@
+"""From an opened model to one that runs: memory is given out, weights are read, parts are built."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from pi2.arrays import I32
+from pi2.backends.executor import ExecutorObserver
+from pi2.backends.protocol import BuildRequest, Executor
+from pi2.engine.dense_shares import DenseShares
+from pi2.engine.experts import ExpertNeurons, make_dials
+from pi2.engine.feed_forward import CutFeedForward, FeedForward
+from pi2.engine.forward import Forward
+from pi2.engine.loading import (
+    allocate_gate_rows,
+    begin_dense,
+    begin_hashes,
+    begin_neurons,
+    begin_scales,
+    count_neurons,
+    group_by_expert,
+    is_by_hotness,
+    list_filled_layers,
+    load_gates,
+    open_embedding,
+    open_layer_embedding,
+    open_reader,
+)
+from pi2.engine.opened_model import OpenedModel, build_shares, load_shares, make_rows
+from pi2.engine.parts import LayerParts, Parts
+from pi2.engine.routed import RoutedFeedForward
+from pi2.logging import get_logger
+from pi2.machine import bind_calling_thread, list_allowed_cores
+from pi2.memory.arena import allocate_cache, allocate_staging, find_granule, make_loan
+from pi2.memory.budget import Budget
+from pi2.memory.bulk_load import Batch, BulkLoad
+from pi2.memory.cache import NeuronCache
+from pi2.memory.flash import FlashReader, NullReader
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.store.file_read import EmbeddingRows
+
+MakeObserver = Callable[[Executor, BuildRequest], ExecutorObserver | None]
+"""Gives what observes an executor's dense layers, if anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a model has memory for; weights are on their way to it."""
+
+    budget: Budget
+    request: BuildRequest
+    embedding: EmbeddingRows | None
+    layer_embedding: EmbeddingRows | None
+    grouped: list[I32] | None
+    """A mixture's neurons, expert by expert."""
+    cache: NeuronCache
+    reader: FlashReader | NullReader
+    bulk: BulkLoad
+    dense: Batch
+    neurons: Batch
+
+
+def make_budget(resolved: ResolvedPlan) -> Budget:
+    """Make the budget of the plan's segments and of the units beside the sparse one."""
+    memory = resolved.plan.memory
+    units = {f"units.{name}": unit.budget for name, unit in memory.units.items()}
+    return Budget({**dict(memory.segments), **units})
+
+
+def build_parts(
+    opened: OpenedModel,
+    cleanup: ExitStack,
+    *,
+    start: float,
+    make_observer: MakeObserver | None = None,
+) -> Parts:
+    """Build a model that is computed layer by layer, which closes what ``cleanup`` does."""
+    resolved, store, progress = opened.resolved, opened.store, opened.request.progress
+    hashes = None if store is None else begin_hashes(resolved, store, cleanup)
+    memory = _allocate(opened, cleanup)
+    budget, request, reader = memory.budget, memory.request, memory.reader
+    # Neurons are read while the executor is built, which may look at dense weights.
+    memory.dense.finish()
+    executor = opened.build(request)
+    cleanup.callback(executor.close)
+    observer = None if make_observer is None else make_observer(executor, request)
+    if observer is not None:
+        executor.observe(observer)
+    shares = build_shares(resolved, executor, request, budget, progress, alone=opened.alone)
+    cleanup.callback(shares.close)
+    staging = allocate_staging(resolved, budget)
+    load_shares(shares, resolved, reader, staging, progress)
+    memory.neurons.finish()
+    load_gates(reader, memory.cache, request, staging, progress)
+    if hashes is not None:
+        hashes.finish()
+    lock_fallback = budget.lock() if resolved.plan.memory.lock == "locked" else None
+    feed_forward = _choose_feed_forward(resolved, request)(
+        executor,
+        memory.cache,
+        reader,
+        staging,
+        layers=len(resolved.layers),
+        decode=resolved.plan.decode,
+        token_neurons=[
+            resolved.model.shape.ffn * resolved.model.count_active(layer)
+            for layer in range(len(resolved.layers))
+        ],
+        separate_scales=request.scales is not None,
+        shares=shares,
+        in_order=observer is not None,
+        experts=None
+        if memory.grouped is None
+        else ExpertNeurons(memory.grouped, resolved.model.expert_count),
+    )
+    _bind_first_thread(request, cleanup)
+    _report_build(resolved, memory)
+    forward = _make_forward(resolved, memory, executor, shares, feed_forward)
+    return Parts(
+        resolved=resolved,
+        store=store,
+        tokenizer=opened.tokenizer,
+        budget=budget,
+        layers=LayerParts(executor=executor, cache=memory.cache, feed_forward=feed_forward),
+        reader=reader,
+        forward=forward,
+        draft=_build_draft(opened, start, cleanup),
+        load_s=time.perf_counter() - start,
+        loaded_bytes=memory.bulk.total_bytes,
+        compute_threads=request.threads,
+        lock_fallback=lock_fallback,
+        release=cleanup.pop_all(),
+    )
+
+
+def _build_draft(opened: OpenedModel, start: float, cleanup: ExitStack) -> Parts | None:
+    """Build the model that guesses tokens, if there is one."""
+    if opened.draft is None:
+        return None
+    with ExitStack() as own:
+        draft = build_parts(opened.draft, own, start=start)
+    cleanup.enter_context(draft.release)
+    return draft
+
+
+def _allocate(opened: OpenedModel, cleanup: ExitStack) -> Memory:
+    """Give out memory, and begin to read what lies there."""
+    resolved, store = opened.resolved, opened.store
+    budget = make_budget(resolved)
+    embedding = open_embedding(resolved, store, budget)
+    layer_embedding = open_layer_embedding(resolved, store, budget)
+    rows = [own for own in (embedding, layer_embedding) if own is not None]
+    for own in rows:
+        cleanup.callback(own.close)
+    grouped = group_by_expert(resolved, store, budget)
+    bulk = BulkLoad(opened.request.progress)
+    cleanup.callback(bulk.close)
+    dense, neurons = Batch(bulk), Batch(bulk)
+    request = complete_request(opened, rows, grouped, budget, dense)
+    cache = allocate_cache(
+        resolved,
+        budget,
+        by_hotness=is_by_hotness(store),
+        alone=opened.alone,
+        granule=find_granule(resolved, grouped),
+    )
+    cache.loops = opened.loops
+    reader = open_reader(resolved, store, cache)
+    cleanup.callback(reader.close)
+    # Its reads end before their files are closed.
+    cleanup.callback(bulk.close)
+    if store is not None:
+        store.check_unchanged()
+    fill = list_filled_layers(resolved)
+    if isinstance(reader, NullReader):
+        count_neurons(reader, cache, fill=fill)
+    else:
+        begin_neurons(reader, cache, neurons, fill=fill)
+    return Memory(
+        budget=budget,
+        request=request,
+        embedding=embedding,
+        layer_embedding=layer_embedding,
+        grouped=grouped,
+        cache=cache,
+        reader=reader,
+        bulk=bulk,
+        dense=dense,
+        neurons=neurons,
+    )
+
+
+def complete_request(
+    opened: OpenedModel,
+    rows: list[EmbeddingRows],
+    grouped: list[I32] | None,
+    budget: Budget,
+    batch: Batch,
+) -> BuildRequest:
+    """What the executor is built of: dense weights and scales, which ``batch`` reads, and room."""
+    resolved = opened.resolved
+    request = replace(opened.request, gate_rows=None, allocate=budget.allocate)
+    if opened.store is None:
+        return request
+    tensors = begin_dense(resolved, opened.store, rows, budget, batch)
+    scales = begin_scales(resolved, opened.store, budget, batch)
+    gate_rows = gate_biases = None
+    if resolved.plan.decode.predictor == "gate":
+        gate_rows = {layer: allocate_gate_rows(resolved, budget) for layer in resolved.named_layers}
+        if resolved.bundle.biases:
+            size = 4 * resolved.model.layer_neurons
+            gate_biases = [
+                budget.allocate("predictor", size).view(np.float32) for _ in resolved.layers
+            ]
+    return replace(
+        request,
+        tensors=tensors,
+        gate_rows=gate_rows,
+        scales=scales,
+        gate_biases=gate_biases,
+        expert_neurons=None if resolved.plan.decode.predictor == "none" else grouped,
+    )
+
+
+def _choose_feed_forward(
+    resolved: ResolvedPlan, request: BuildRequest
+) -> Callable[..., FeedForward]:
+    if resolved.plan.decode.predictor == "router":
+        dials = make_dials(resolved.plan.experts, resolved.model, request.tensors)
+        return partial(RoutedFeedForward, dials=dials)
+    if resolved.names_by_cutoff:
+        return partial(CutFeedForward, cut=resolved.named_layers)
+    return FeedForward
+
+
+def _make_forward(
+    resolved: ResolvedPlan,
+    memory: Memory,
+    executor: Executor,
+    shares: DenseShares,
+    feed_forward: FeedForward,
+) -> Forward:
+    return Forward(
+        executor,
+        feed_forward,
+        layers=len(resolved.layers),
+        chunk=resolved.plan.prefill.chunk,
+        chunks=memory.request.chunks,
+        context=resolved.plan.kv.context,
+        sequences=resolved.plan.decode.batch,
+        rows=make_rows(resolved, executor, shares),
+        loan=make_loan(resolved, memory.cache, memory.budget),
+        embedding=memory.embedding,
+        layer_embedding=memory.layer_embedding,
+        has_states=bool(resolved.model.state_layers),
+        step_tokens=resolved.plan.decode.step_tokens,
+    )
+
+
+def _bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:
+    """Bind the calling thread, which is the first compute thread, to its core; ``cleanup`` lets it
+    go."""
+    if request.cores:
+        free = list_allowed_cores()
+        try:
+            bind_calling_thread(request.cores[:1])
+        except OSError as error:
+            core, reason = request.cores[0], error.strerror
+            get_logger().warning("thread not bound to its core", core=core, reason=reason)
+            return
+        cleanup.callback(bind_calling_thread, free)
+
+
+def _report_build(resolved: ResolvedPlan, memory: Memory) -> None:
+    request, cache, reader = memory.request, memory.cache, memory.reader
+    log = get_logger(plan_digest=resolved.digest[:12])
+    log.info(
+        "model loaded",
+        plan=str(resolved.path),
+        backend=resolved.name_backend(resolved.sparse_unit),
+        units=list(resolved.dense_units),
+        threads=request.threads,
+        architecture=request.architecture,
+        hot_neurons=cache.granule * sum(len(slots) for slots in cache.hot_slots),
+        cold_slots=cache.granule * cache.cold_capacity,
+        granule=cache.granule,
+        neurons=cache.granule * cache.neurons * len(cache.hot_slots),
+        predictor=resolved.plan.decode.predictor,
+    )
+    if reader.fallback is not None:
+        log.warning("neurons are read through the page cache", reason=reader.fallback)
+    if reader.engine_fallback is not None:
+        log.info("neurons are read with pread", reason=reader.engine_fallback)
+    if reader.phases_fallback is not None:
+        log.info("neurons are read in one phase", reason=reader.phases_fallback)
