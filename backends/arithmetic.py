@@ -90,12 +90,12 @@ def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
     moe, routers = model.moe, []
     if moe is None:
         return []
-    for layer in range(model.shape.layers):
+    for layer, ffn in enumerate(block.ffn for block in model.blocks):
 
         def find(kind: str, is_there: bool, layer: int = layer) -> F32 | None:
             return read(name_layer_tensor(layer, kind)) if is_there else None
 
-        mixed = model.has_router(layer)
+        mixed = ffn.has_router
         routers.append(
             Router(
                 moe=moe,
@@ -109,7 +109,7 @@ def make_routers(model: Model, read: Callable[[str], F32]) -> list[Router]:
                 shared=find("shared_router", mixed and moe.shared_gate),
                 down_biases=find("down_bias", model.ffn.bias),
                 experts=model.expert_count,
-                dense_experts=0 if mixed else model.count_unrouted(layer),
+                dense_experts=0 if mixed else ffn.active,
             )
         )
     return routers
@@ -281,12 +281,12 @@ def _find_factor(rope: Rope, is_long: bool) -> float:
 def compute_growth(model: Model, layer: int, first: int, end: int) -> F32:
     """Factors float32 [end - first] of queries of ``layer`` at positions from ``first`` on, which
     grow with every interval; 1 in layers where they do not."""
-    attention = model.attention
-    if attention.growth_layers is not None and layer not in attention.growth_layers:
+    own = model.blocks[layer].attention
+    if own is None or own.growth == 0.0:
         return np.ones(end - first, np.float32)
-    interval = attention.growth_interval or model.rope.original_context
-    turns = np.floor((np.arange(first, end) + attention.growth_offset) / interval)
-    return (1 + attention.growth * np.log1p(turns)).astype(np.float32)
+    interval = own.options.growth_interval or model.rope.original_context
+    turns = np.floor((np.arange(first, end) + own.options.growth_offset) / interval)
+    return (1 + own.growth * np.log1p(turns)).astype(np.float32)
 
 
 def _scale(rope: Rope, frequencies: F64, rotated: int, is_long: bool) -> F64:

@@ -27,7 +27,9 @@ from pi2.backends.blocks.room import (
     list_offsets,
     make_tables,
 )
+from pi2.model.blocks import Attention, list_turns
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import Rope
 
 A = TypeVar("A", bound=Raw)
 _GRAIN_BYTES = 1 << 16
@@ -128,10 +130,10 @@ class Builder:
         """Tokens of a call."""
         self.sequences: I32 = self.keep(np.zeros(tokens, np.int32))
         self.positions: I32 = self.keep(np.zeros(tokens, np.int32))
-        self.ropes: dict[tuple[bool, int], RopeTables] = {}
-        for turn, rope in model.list_turns().items():
+        self.ropes: dict[tuple[Rope, int], RopeTables] = {}
+        for turn in list_turns(model):
             arrays: F32 = self.keep(np.zeros((2, context, max(turn[1] // 2, 1)), np.float32))
-            self.ropes[turn] = RopeTables(rope, turn[1], (arrays[0], arrays[1]))
+            self.ropes[turn] = RopeTables(*turn, (arrays[0], arrays[1]))
         pairs = tokens * (1 if model.moe is None else model.moe.active_experts)
         self._zeros: I32 = self.keep(np.zeros(pairs, np.int32))
         self._steps: I32 = self.keep(np.arange(pairs, dtype=np.int32))
@@ -570,17 +572,14 @@ class Builder:
         )
 
     def add_turn(
-        self, x: Area, heads: int, view: Model, key: str, *, neighbours: bool, waits: bool
+        self, x: Area, heads: int, own: Attention, key: str, *, neighbours: bool, waits: bool
     ) -> None:
         """Turn queries or keys, with their norm."""
-        attention, layer = self._model.attention, self.layer
-        assert layer is not None
+        attention = own.options
         weights, place = 0, "none"
-        if self._model.has_head_norm(layer) and attention.head_norm_of == "head":
-            weights, place = self._read_head_norm(key, view), attention.head_norm_place
-        turn = self._model.find_turn(layer)
-        tables, rope = self.ropes[turn], self._model.find_rope(layer)
-        width = view.shape.head_dim
+        if own.head_norm and attention.head_norm_of == "head":
+            weights, place = self._read_head_norm(key, own), attention.head_norm_place
+        tables, width = self.ropes[own.turn], own.head_dim
         self.add(
             "turn",
             {
@@ -594,8 +593,8 @@ class Builder:
                 "positions": self.positions.ctypes.data,
                 "cos": tables.arrays[0].ctypes.data,
                 "sin": tables.arrays[1].ctypes.data,
-                "table_stride": turn[1] // 2,
-                "rotated": rope.count_rotated(width),
+                "table_stride": own.turned_width // 2,
+                "rotated": own.rope.count_rotated(width),
                 "neighbours": int(neighbours),
             },
             each=heads,
@@ -603,17 +602,17 @@ class Builder:
             waits=waits,
         )
 
-    def _read_head_norm(self, key: str, view: Model) -> int:
+    def _read_head_norm(self, key: str, own: Attention) -> int:
         if not self._model.attention.head_norm_weights:
-            return self.keep(np.ones(view.shape.head_dim, np.float32)).ctypes.data
+            return self.keep(np.ones(own.head_dim, np.float32)).ctypes.data
         return self.read_vector(key, self.layer, self._model.norm.weight_offset)
 
     def add_attention(
-        self, queries: Area, keys: Area, values: Area, y: Area, view: Model, layer: int
+        self, queries: Area, keys: Area, values: Area, y: Area, shape: Attention, layer: int
     ) -> None:
         """Keep keys and values of a layer, and mix them."""
-        shape, attention = view.shape, self._model.attention
-        source = self._model.find_key_layer(layer)
+        attention = shape.options
+        source = layer if shape.key_layer is None else shape.key_layer
         key_cache, value_cache = self._cache.find(source)
         places = {
             "key_cache": key_cache.ctypes.data,
@@ -623,7 +622,7 @@ class Builder:
             "sequence_stride": shape.kv_heads * self._context * shape.head_dim,
             "head_stride": self._context * shape.head_dim,
         }
-        if view.has_keys:
+        if shape.has_keys:
             self.add(
                 "keep",
                 {
@@ -637,7 +636,7 @@ class Builder:
                 each=shape.kv_heads,
                 grain=2,
             )
-        sinks = self.read_vector("sinks", layer) if attention.has_sinks(layer) else 0
+        sinks = self.read_vector("sinks", layer) if shape.sinks else 0
         group = shape.heads // shape.kv_heads
         size = count_attention_bytes(group, shape.head_dim, self._libraries.isa.lanes)
         self._scratch_size = max(self._scratch_size, size)
@@ -650,7 +649,7 @@ class Builder:
             "group": group,
             "head_dim": shape.head_dim,
             **places,
-            "window": self._model.find_window(layer) or 0,
+            "window": shape.window or 0,
             "scale": put_float(attention.scale or 1 / math.sqrt(shape.head_dim)),
             "cap": put_float(attention.softcap or 0.0),
             "sinks": sinks,

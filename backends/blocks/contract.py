@@ -55,7 +55,7 @@ def find_unknown(model: Model) -> list[str]:
     ropes = [model.rope, *([] if model.other_rope is None else [model.other_rope])]
     found = {
         "positions": model.positions is not None,
-        "layers": any(model.list_mixers(n) != ("attention",) for n in range(model.shape.layers)),
+        "layers": any(block.attention is None or len(block.mixers) > 1 for block in model.blocks),
         "moe.router": moe is not None and moe.router not in ("softmax", "sigmoid"),
         "moe.router_input": moe is not None and moe.router_input != "ffn",
         "moe.latent": moe is not None and moe.latent is not None,

@@ -35,6 +35,7 @@ from pi2.backends.blocks.instructions import FindWeight, Program, Threads, Weigh
 from pi2.backends.blocks.room import KvCache, Libraries
 from pi2.backends.blocks.routed import PairTables, list_routed
 from pi2.backends.executor import CONTEXT_BLOCK
+from pi2.model.blocks import find_attention
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
@@ -128,9 +129,8 @@ class Layers:
 
     def _add_attention(self, layer: int, read: Area) -> None:
         builder, model = self._builder, self._model
-        view, attention = model.view_layer(layer), model.attention
-        shape = view.shape
-        query, keys = shape.query, shape.kv_heads * shape.head_dim
+        own, attention = find_attention(model, layer), model.attention
+        query, keys = own.query, own.keys
         projected = builder.take_area("qkv", query + 2 * keys)
         areas = {
             "query": projected,
@@ -143,7 +143,7 @@ class Layers:
             products = [Product(key="fused_qkv", weight=fused, y=projected, bias=bias)]
             neighbours = fused.neighbours
         else:
-            kinds = ("query", "key", "value") if view.has_keys else ("query",)
+            kinds = ("query", "key", "value") if own.has_keys else ("query",)
             products = [
                 Product(
                     key=kind,
@@ -155,24 +155,24 @@ class Layers:
             ]
             neighbours = products[0].weight.neighbours
         builder.add_products(read, self._hidden, products)
-        neighbours = neighbours or model.find_rope(layer).pairs == "neighbours"
-        norms = [("query", "query_norm", query, shape.heads)]
-        if view.has_keys:
-            norms.append(("key", "key_norm", keys, shape.kv_heads))
-        if model.has_head_norm(layer) and attention.head_norm_of == "all":
+        neighbours = neighbours or own.rope.pairs == "neighbours"
+        norms = [("query", "query_norm", query, own.heads)]
+        if own.has_keys:
+            norms.append(("key", "key_norm", keys, own.kv_heads))
+        if own.head_norm and attention.head_norm_of == "all":
             for kind, norm, width, _ in norms:
                 builder.add_norm(norm, areas[kind], areas[kind], width, is_rms=True)
         for place, (kind, norm, _, heads) in enumerate(norms):
             builder.add_turn(
                 areas[kind],
                 heads,
-                view,
+                own,
                 norm,
                 neighbours=neighbours,
                 waits=place == len(norms) - 1,
             )
         mixed = builder.take_area("mixed", query)
-        builder.add_attention(areas["query"], areas["key"], areas["value"], mixed, view, layer)
+        builder.add_attention(areas["query"], areas["key"], areas["value"], mixed, own, layer)
         if attention.sub_norm:
             builder.add_norm("attention_sub_norm", mixed, mixed, query, is_rms=True)
         bias = builder.read_vector("output_bias", layer) if attention.output_bias else 0
@@ -183,10 +183,9 @@ class Layers:
         moe = model.moe
         if moe is None:
             self._add_dense(layer, read, ("gate", "up", "down"), "fused_gate_up", model.shape.ffn)
-        elif not model.has_router(layer):
-            width = moe.find_dense_width(layer, model.shape.ffn)
+        elif not model.blocks[layer].ffn.has_router:
             kinds = ("dense_gate", "dense_up", "dense_down")
-            self._add_dense(layer, read, kinds, "fused_dense", width)
+            self._add_dense(layer, read, kinds, "fused_dense", model.blocks[layer].ffn.width)
         else:
             self._add_mixture(layer, read)
 

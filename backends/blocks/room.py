@@ -15,6 +15,7 @@ from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.executor import CONTEXT_BLOCK
 from pi2.formats import Activations
+from pi2.model.blocks import list_attention, list_turns
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
@@ -80,7 +81,7 @@ def count_quantized_bytes(kind: Activations, length: int) -> int:
 def count_longest_input(model: Model) -> int:
     """Return the elements of the longest vector that a matrix is multiplied with."""
     shape, moe = model.shape, model.moe
-    widths = [shape.hidden, shape.ffn, *(view.shape.query for view, _ in model.list_views())]
+    widths = [shape.hidden, shape.ffn, *(own.query for own, _ in list_attention(model))]
     if moe is not None:
         widths += [moe.shared_ffn or moe.shared_experts * shape.ffn, moe.dense_ffn or 0]
     return max(widths)
@@ -91,9 +92,8 @@ def count_token_bytes(model: Model, planes: int = 1) -> int:
     queries, keys and values, what heads mix, gates and ups, and each of the inputs of matrices in
     ``planes`` of 8 bits in up to three orders."""
     hidden, ffn, moe = model.shape.hidden, model.shape.ffn, model.moe
-    views = [view for view, _ in model.list_views()]
-    query = max(view.shape.query for view in views)
-    keys = max(view.shape.kv_heads * view.shape.head_dim for view in views)
+    attention = [own for own, _ in list_attention(model)]
+    query, keys = max(own.query for own in attention), max(own.keys for own in attention)
     floats = 4 * hidden + 2 * query + 2 * keys
     if moe is not None:
         beside = max(moe.shared_ffn or moe.shared_experts * ffn, moe.dense_ffn or 0)
@@ -247,9 +247,9 @@ def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
     """Return the bytes of keys and values."""
     context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
     return sum(
-        4 * sequences * context * view.shape.kv_heads * view.shape.head_dim * layers
-        for view, layers in model.list_views()
-        if view.has_keys
+        4 * sequences * context * own.keys * layers
+        for own, layers in list_attention(model)
+        if own.has_keys
     )
 
 
@@ -266,13 +266,13 @@ def count_workspace_bytes(
     beside weights, keys and values."""
     rows = max(LOGIT_ROWS, sequences)
     tokens = max(chunk, rows)
-    turns = sum(4 * max(width, 2) for _, width in model.list_turns())
+    turns = sum(4 * max(width, 2) for _, width in list_turns(model))
     heads = model.shape.heads // model.shape.kv_heads
     scratch = max(
         count_scratch_bytes(count_longest_input(model), _MOST_LANES),
         *(
-            count_attention_bytes(heads, view.shape.head_dim, _MOST_LANES)
-            for view, _ in model.list_views()
+            count_attention_bytes(heads, own.head_dim, _MOST_LANES)
+            for own, _ in list_attention(model)
         ),
     )
     return (
@@ -300,11 +300,10 @@ class KvCache:
 
     def __init__(self, model: Model, context: int, sequences: int) -> None:
         self._layers: dict[int, tuple[F16, F16]] = {}
-        for layer in range(model.shape.layers):
-            view = model.view_layer(layer)
-            if not view.has_keys:
+        for layer, own in enumerate(block.attention for block in model.blocks):
+            if own is None or not own.has_keys:
                 continue
-            shape = (sequences, view.shape.kv_heads, context, view.shape.head_dim)
+            shape = (sequences, own.kv_heads, context, own.head_dim)
             size = 2 * int(np.prod(shape))
             first, second = (allocate(size).view(np.float16).reshape(shape) for _ in range(2))
             self._layers[layer] = first, second

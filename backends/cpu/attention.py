@@ -10,14 +10,17 @@ import numpy as np
 from pi2.arrays import F32, U8, Raw
 from pi2.backends.arithmetic import RopeTables, compute_growth
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.specification import find_attention_shape, list_attention_shapes
+from pi2.backends.cpu.specification import describe_attention, list_attention_shapes
 from pi2.backends.cpu.workspace import Scratch, Views, Workspace, count_tokens
 from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
+from pi2.model.blocks import Attention as AttentionBlock
+from pi2.model.blocks import list_turns
 from pi2.model.latent import LatentShape
 from pi2.model.states import StateShape, list_state_tensors
 from pi2.model.tensor import Place, name_layer_tensor, name_mixer_norm, name_state_tensor
+from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.weights.layout import fill_groups, round_up
 
 
@@ -157,7 +160,7 @@ class Attention:
         self.context = round_up(request.context, KV_BLOCK)
         """Tokens that the KV cache has room for."""
         self.ropes = make_rope_tables(request, space)
-        """Tables of positions by what `Model.find_turn` gives."""
+        """Tables of positions by `Attention.turn`."""
         tables = {
             turn: dict(zip(("cosines", "sines"), map(space.wrap, rope.arrays), strict=True))
             for turn, rope in self.ropes.items()
@@ -167,17 +170,17 @@ class Attention:
         shapes = list_attention_shapes(model)
         self._shapes: list[int] = []
         """Number of each layer's shape of attention."""
-        self._mixers = [model.list_mixers(layer) for layer in self._layers]
-        for layer in self._layers:
-            if "attention" not in self._mixers[layer]:
+        self._mixers = [block.mixers for block in model.blocks]
+        for layer, mixers in enumerate(self._mixers):
+            attention = model.blocks[layer].attention
+            if attention is None:
                 self._weights.append({})
                 self._shapes.append(0)
                 continue
-            self._shapes.append(shapes.index(find_attention_shape(model, layer)))
+            self._shapes.append(shapes.index(describe_attention(attention)))
             names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
-            number = self._mixers[layer].index("attention")
-            names["norm"] = name_layer_tensor(layer, name_mixer_norm(number))
-            turned = tables[model.find_turn(layer)]
+            names["norm"] = name_layer_tensor(layer, name_mixer_norm(mixers.index(attention)))
+            turned = tables[attention.turn]
             own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
             own |= space.wrap_own_rows("output", names["output"], spec.other_output)
             own |= self._wrap_growth(request, space, layer, growing) if spec.growth else {}
@@ -219,10 +222,10 @@ class Attention:
     def _make_cache(self, space: Workspace, layer: int, number: int, sequence: int) -> Views:
         """Return views of what mixer ``number`` of a layer keeps of a sequence: keys and values,
         which may be those of an earlier layer, or a state."""
-        source = self._model.find_key_layer(layer)
-        if source != layer:
-            return self._caches[sequence][source][number]
-        if self._mixers[layer][number] == "attention":
+        mixer = self._mixers[layer][number]
+        if isinstance(mixer, AttentionBlock) and mixer.key_layer is not None:
+            return self._caches[sequence][mixer.key_layer][number]
+        if isinstance(mixer, AttentionBlock):
             spec = self._specs[layer]
             arrays = _make_cache(space, spec, self.context)
             blocks = self.context // CONTEXT_BLOCK
@@ -302,7 +305,7 @@ class Attention:
     ) -> BoundCall:
         arrays = (self._weights[layer], cache, self._rooms[layer], views)
         shape, function = self._shapes[layer], name
-        if self._mixers[layer][number] != "attention":
+        if not isinstance(self._mixers[layer][number], AttentionBlock):
             assert self.states is not None
             function = f"state_{name}"
             arrays = (self.states.weights[layer, number], cache, self.states.room, views)
@@ -382,13 +385,13 @@ def _make_latent_room(
     return room
 
 
-def make_rope_tables(request: BuildRequest, space: Workspace) -> dict[tuple[bool, int], RopeTables]:
-    """Return the tables of positions that layers have, by what `Model.find_turn` gives."""
+def make_rope_tables(request: BuildRequest, space: Workspace) -> dict[tuple[Rope, int], RopeTables]:
+    """Return the tables of positions that layers have, by `Attention.turn`."""
     tables = {}
-    for turn, rope in request.model.list_turns().items():
+    for turn in list_turns(request.model):
         size = (request.context, turn[1] // 2)
         arrays = (space.make("float32", *size), space.make("float32", *size))
-        tables[turn] = RopeTables(rope, turn[1], arrays)
+        tables[turn] = RopeTables(*turn, arrays)
     return tables
 
 

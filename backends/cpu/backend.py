@@ -50,7 +50,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
     rows, model = facts.resolved.divided_rows, facts.resolved.model
     if rows is not None and model.state_layers:
         return ["cannot divide projections and the head of a model whose layers keep a state"]
-    if rows is not None and model.uneven_layers:
+    if rows is not None and any(len(block.mixers) != 1 for block in model.blocks):
         return ["cannot divide projections and the head of a model with layers without attention"]
     limits = []
     if rows is not None and rows.output and model.norm.outputs:

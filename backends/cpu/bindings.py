@@ -341,5 +341,5 @@ class Bindings:
 
 def _find_sign(model: Model, layer: int) -> tuple[float, ...]:
     """1 or -1 where the gates of a layer have a cutoff, above or below their mean."""
-    deviations = model.find_cutoff(layer)
+    deviations = model.blocks[layer].ffn.cutoff
     return () if deviations is None else (math.copysign(1.0, deviations),)

@@ -8,6 +8,7 @@ from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocked_tile_bytes, count_blocks_bytes
 from pi2.backends.kernels.mixing_layout import count_most_room
 from pi2.backends.kernels.spec import BLOCK_ROOM, PANEL, PARTS, SPANS
+from pi2.model.blocks import list_attention, list_turns
 from pi2.model.ffn import count_stored_cutoff_rows
 from pi2.model.states import describe_state
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, count_chunk_tokens
@@ -67,9 +68,9 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
     # Layers with other heads have room of their own.
-    views = [view for view, _ in model.list_views()]
-    qkv = sum(view.qkv_rows for view in views)
-    queries = sum(view.shape.stored_query for view in views)
+    views = [own for own, _ in list_attention(model)]
+    qkv = sum(own.projected for own in views)
+    queries = sum(own.stored_query for own in views)
 
     group_bytes = _count_group_bytes(plan)
     inputs = (shape.stored_hidden + queries) * (4 + _count_planes(plan))
@@ -101,14 +102,14 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     if model.cut_layers:
         activations += 4 * chunk * (1 + count_stored_cutoff_rows(model)) + 2 * ALIGNMENT
     logits = 4 * min(chunk, LOGIT_ROWS) * shape.vocab
-    turned = sum(width for _, width in model.list_turns())
+    turned = sum(width for _, width in list_turns(model))
     # Rows of scales of gathered neurons.
     rows = 8 * model.layer_neurons if resolved.bundle.scales_stride else 0
     latent = model.attention.latent
     tables = rows + 4 * plan.kv.context * turned + 32 * model.layer_neurons
     for view in views:
-        summed = view.shape.head_dim if latent is None else latent.rank
-        tables += 4 * SPANS * view.shape.heads * (summed + 2)
+        summed = view.head_dim if latent is None else latent.rank
+        tables += 4 * SPANS * view.heads * (summed + 2)
     if latent is not None:
         activations += (chunk + 1) * _need_latent(model, latent, _count_planes(plan), group_bytes)
     tables += (plan.decode.step_tokens - 1) * 8 * round_up(model.layer_neurons, KV_TOKENS)
@@ -126,10 +127,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     threads = _count_threads(resolved)
     scratch = THREAD_BYTES
     if latent is None:
-        rooms = [
-            count_most_room(view.shape.heads // view.shape.kv_heads, view.shape.head_dim)
-            for view in views
-        ]
+        rooms = [count_most_room(view.heads // view.kv_heads, view.head_dim) for view in views]
         scratch = max(THREAD_BYTES, *rooms)
     parts = count_parts(threads) if model.moe is not None and model.is_smooth else 1
     sums = 4 * threads * model.stored_neuron_width
@@ -158,8 +156,8 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
 
 def _list_inputs(plan: Plan, model: Model) -> list[int]:
     shape, state, latent = model.shape, describe_state(model), model.attention.latent
-    views = [view for view, _ in model.list_views()]
-    lengths = [shape.stored_hidden, *(view.shape.stored_query for view in views)]
+    views = [own for own, _ in list_attention(model)]
+    lengths = [shape.stored_hidden, *(own.stored_query for own in views)]
     if state is not None:
         lengths.append(state.stored_width)
     if model.side_ffn is not None:

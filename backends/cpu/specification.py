@@ -12,6 +12,7 @@ from pi2.backends.kernels.spec import (
     RouterShape,
 )
 from pi2.backends.protocol import BuildRequest
+from pi2.model.blocks import Attention, list_attention
 from pi2.model.ffn import count_stored_cutoff_rows
 from pi2.model.latent import describe_latent
 from pi2.model.states import describe_state
@@ -120,24 +121,23 @@ def make_spec(request: BuildRequest) -> KernelSpec:
     )
 
 
-def find_attention_shape(model: Model, layer: int) -> AttentionShape:
-    """Return what attention of ``layer`` may differ in from that of other layers."""
-    view = model.view_layer(layer)
+def describe_attention(own: Attention) -> AttentionShape:
+    """Return what attention of a layer may differ in from that of other layers."""
     return AttentionShape(
-        heads=view.shape.heads,
-        kv_heads=view.shape.kv_heads,
-        head_dim=view.shape.head_dim,
-        window=model.find_window(layer),
-        borrows_keys=not view.has_keys,
-        head_norm=model.has_head_norm(layer),
+        heads=own.heads,
+        kv_heads=own.kv_heads,
+        head_dim=own.head_dim,
+        window=own.window,
+        borrows_keys=not own.has_keys,
+        head_norm=own.head_norm,
     )
 
 
 def list_attention_shapes(model: Model) -> list[AttentionShape]:
     """Return the shapes of attention that layers have, each once."""
     # A model without attention needs sizes, too.
-    layers = model.attention_layers or (0,)
-    return list(dict.fromkeys(find_attention_shape(model, layer) for layer in layers))
+    found = [block.attention for block in model.blocks if block.attention is not None]
+    return list(dict.fromkeys(map(describe_attention, found or [list_attention(model)[0][0]])))
 
 
 def _describe_layer_input(model: Model) -> LayerInputShape | None:
@@ -169,7 +169,7 @@ def _describe_router(model: Model) -> RouterShape | None:
         return None
     if moe.router_input == "stream" or moe.expert_scale:
         return None
-    if not any(moe.has_router(layer) for layer in range(model.shape.layers)):
+    if not any(block.ffn.has_router for block in model.blocks):
         return None
     return RouterShape(
         kind=moe.router,

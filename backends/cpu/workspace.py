@@ -15,6 +15,7 @@ from pi2.backends.kernels.isa import BLOCK_TOKENS, Isa, count_blocks_bytes
 from pi2.backends.kernels.mixing_layout import lay_out_mixing
 from pi2.backends.kernels.spec import KEPT, UNPACKED, KernelSpec
 from pi2.backends.protocol import BuildRequest
+from pi2.model.blocks import list_attention
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import GROUP, fill_groups, round_up
 
@@ -252,7 +253,7 @@ def measure_arrays(request: BuildRequest) -> dict[str, int]:
     chunk = count_tokens(request)
     return {
         "tokens": chunk,
-        "token_heads": chunk * max(view.shape.heads for view, _ in request.model.list_views()),
+        "token_heads": chunk * max(own.heads for own, _ in list_attention(request.model)),
         "logits": min(chunk, LOGIT_ROWS),
         "context": request.context,
         "sequences": request.step_tokens,

@@ -135,7 +135,7 @@ class NullExecutor(ObservableExecutor):
         self._chances = compute_hotness(request.neurons, active, skew)
         self._cut = {
             layer: compute_hotness(
-                request.neurons, 1.0 - request.model.find_closed_share(layer), skew
+                request.neurons, 1.0 - request.model.blocks[layer].ffn.closed, skew
             )
             for layer in request.model.cut_layers
         }
@@ -176,9 +176,9 @@ class NullExecutor(ObservableExecutor):
         if self._moe is not None:
             first, self._experts = self._moe.experts, []
             shared = np.arange(first, first + self._moe.shared_experts)
-            if not self._request.model.has_router(layer):
-                count = self._request.model.count_unrouted(layer)
-                self._experts = [np.arange(count, dtype=np.int32)] * self._request.step_tokens
+            ffn = self._request.model.blocks[layer].ffn
+            if not ffn.has_router:
+                self._experts = [np.arange(ffn.active, dtype=np.int32)] * self._request.step_tokens
                 return
             for _ in range(min(self._tokens[self._chunk], self._request.step_tokens)):
                 order = self._random.permutation(self._moe.experts)[: self._moe.active_experts]

@@ -20,10 +20,10 @@ from pi2.backends.reference.operators import (
 )
 from pi2.backends.reference.states import States
 from pi2.formats import find_packing
+from pi2.model.blocks import State, find_attention, list_turns
 from pi2.model.states import describe_state
 from pi2.model.tensor import name_layer_tensor, name_state_tensor
 from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES, DividedRows
-from pi2.plan.documents.model_mixing import Mixer
 from pi2.plan.weights.layout import fill_groups
 
 
@@ -190,9 +190,9 @@ class Attention:
         self._head_norm = self._model.norm.model_copy(update={"kind": "rmsnorm"})
         self.kept = KvCache(request)
         self._ropes = {}
-        for turn, rope in self._model.list_turns().items():
+        for turn in list_turns(self._model):
             arrays = np.empty((2, request.context, turn[1] // 2), np.float32)
-            self._ropes[turn] = RopeTables(rope, turn[1], (arrays[0], arrays[1]))
+            self._ropes[turn] = RopeTables(*turn, (arrays[0], arrays[1]))
 
     def expect(self, end: int) -> None:
         """Choose the positions of a sequence of ``end`` tokens."""
@@ -215,12 +215,13 @@ class Attention:
         """Queries or keys [T, heads, head_dim] from ``position`` on as attention takes them: with
         their norm, cut and rotated."""
         attention = self._model.attention
-        has_norm, is_first = self._model.has_head_norm(layer), attention.head_norm_place == "before"
+        own = find_attention(self._model, layer)
+        has_norm, is_first = own.head_norm, attention.head_norm_place == "before"
         if has_norm and is_first:
             x = self._normalize_heads(x, layer, kind)
         if attention.clip is not None:
             x = np.clip(x, -attention.clip, attention.clip)
-        rope = self._ropes[self._model.find_turn(layer)]
+        rope = self._ropes[own.turn]
         cos, sin = (table[position : position + len(x)] for table in rope.arrays)
         x = rotate(x, cos, sin)
         if has_norm and not is_first:
@@ -242,25 +243,25 @@ class Attention:
     def mix(self, layer: int, qkv: F32, sequence: int, position: int) -> F32:
         """What the queries of ``qkv`` [T, rows] mix of a sequence, keys and values of which are
         kept from ``position`` on."""
-        view, attention = self._model.view_layer(layer), self._model.attention
-        shape, count = view.shape, len(qkv)
+        shape, count = find_attention(self._model, layer), len(qkv)
+        attention = shape.options
         end = position + count
-        kv_width = shape.kv_heads * shape.head_dim if view.has_keys else 0
+        kv_width = shape.keys if shape.has_keys else 0
         keys_end, values_end = shape.query + kv_width, shape.query + 2 * kv_width
         query, key, value, gates = np.split(qkv, [shape.query, keys_end, values_end], axis=-1)
         query = query.reshape(count, shape.heads, shape.head_dim)
         query = self._turn(query, layer, "query_norm", position)
         query = query * compute_growth(self._model, layer, position, end)[:, None, None]
-        if view.has_keys:
+        if shape.has_keys:
             each = (count, shape.kv_heads, shape.head_dim)
             self._keep(layer, key.reshape(each), value.reshape(each), sequence, position)
-        source = self._model.find_key_layer(layer)
+        source = layer if shape.key_layer is None else shape.key_layer
         keys, values = (self.kept.read(sequence, kind, source, end) for kind in (0, 1))
 
         seen = np.arange(end)[None, :]
         now = np.arange(position, end)[:, None]
         visible = seen <= now
-        window = self._model.find_window(layer)
+        window = shape.window
         if window is not None:
             is_chunked = attention.window_kind == "chunked"
             visible &= seen >= now // window * window if is_chunked else seen > now - window
@@ -304,7 +305,8 @@ class Mixing:
         self.states = None if self._shape is None else States(request, self._shape)
         """States of layers that have one; None without such layers."""
         self._divided = request.rows or DividedRows(unit="")
-        self._mixer: Mixer = "attention"
+        self._has_state = False
+        """Whether the mixer keeps a state."""
         self._number = 0
         """Which of the layer's mixers it is."""
         self.read: F32 = np.zeros((0, self._model.shape.stored_hidden), np.float32)
@@ -314,12 +316,13 @@ class Mixing:
     def begin(self, layer: int, number: int, read: F32) -> None:
         """Let the calls that follow be about a layer's mixer ``number``, which reads ``read`` [T,
         hidden]."""
-        self._mixer, self._number = self._model.list_mixers(layer)[number], number
+        mixer = self._model.blocks[layer].mixers[number]
+        self._has_state, self._number = isinstance(mixer, State), number
         self.read = read
 
     def project(self, layer: int) -> None:
         """Multiply with the rows of its projection that no other unit computes."""
-        if self._mixer != "attention":
+        if self._has_state:
             self._project_state(layer)
             return
         first = self._divided.qkv
@@ -348,7 +351,7 @@ class Mixing:
 
     def mix(self, layer: int, parts: Sequence[Part]) -> F32:
         """Return what the mixer makes of all tokens [T, width], and keep what later ones need."""
-        if self._mixer != "attention":
+        if self._has_state:
             assert self.states is not None
             mixed = [
                 self.states.mix(
@@ -365,7 +368,7 @@ class Mixing:
                 for tokens, *place in parts
             ]
         self._mixed = np.concatenate(mixed)
-        if self._mixer == "attention" and self._model.attention.sub_norm:
+        if not self._has_state and self._model.attention.sub_norm:
             weights = self._tensors.read_layer(layer, "attention_sub_norm")
             width = self._model.shape.query
             self._mixed = normalize(self._model.norm, self._mixed, weights, width=width)
@@ -374,7 +377,7 @@ class Mixing:
     def project_output(self, layer: int) -> F32 | None:
         """Return the products with what was mixed [T, hidden]; None where those of the first rows
         are missing, which another unit computes."""
-        if self._shape is not None and self._mixer != "attention":
+        if self._shape is not None and self._has_state:
             first, has_bias = 0, self._shape.projection_bias
             weights = self._read_state(layer, "state_output")
             bias = self._read_state(layer, "state_output_bias") if has_bias else None

@@ -103,16 +103,17 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute of a plan."""
     model = facts.resolved.model
-    if facts.resolved.divided_rows is not None and model.state_layers:
+    is_divided = facts.resolved.divided_rows is not None
+    if is_divided and model.state_layers:
         return ["cannot divide projections and the head of a model whose layers keep a state"]
-    if facts.resolved.divided_rows is not None and model.uneven_layers:
+    if is_divided and any(len(block.mixers) != 1 for block in model.blocks):
         return ["cannot divide projections and the head of a model with layers without attention"]
     limits = []
-    if facts.resolved.divided_rows is not None and model.other_heads is not None:
+    if is_divided and model.other_heads is not None:
         limits.append("cannot divide projections of layers whose heads differ (other_heads)")
-    if facts.resolved.divided_rows is not None and model.attention.kv_shared_layers:
+    if is_divided and model.attention.kv_shared_layers:
         limits.append("cannot divide projections of layers that share keys (kv_shared_layers)")
-    if facts.resolved.divided_rows is not None and model.altup is not None:
+    if is_divided and model.altup is not None:
         limits.append("cannot divide projections of a model with several residual streams (altup)")
     if facts.neurons is not None:
         limits += list_unknown_weights(model)

@@ -112,7 +112,7 @@ class ReferenceExecutor(ObservableExecutor):
 
     def _attend(self, layer: int, position: int) -> None:
         self.begin_attention(layer, position)
-        for number in range(len(self._model.list_mixers(layer))):
+        for number in range(len(self._model.blocks[layer].mixers)):
             if number:
                 read = self._dense.normalize_input(self._now.x, layer, name_mixer_norm(number))
                 self._mixing.begin(layer, number, read)
@@ -138,7 +138,7 @@ class ReferenceExecutor(ObservableExecutor):
         if self._model.altup is not None:
             now.x, now.streams = self._altup.predict(layer, now.x, now.streams)
         now.input = now.x
-        if self._model.list_mixers(layer):
+        if self._model.blocks[layer].mixers:
             read = self._dense.normalize_input(now.x, layer, "attention_norm")
             self._mixing.begin(layer, 0, read)
         return self._mixing.read
@@ -196,7 +196,7 @@ class ReferenceExecutor(ObservableExecutor):
 
     def _find_cutoffs(self, layer: int) -> F32 | None:
         """Cutoffs of a layer's gates [T, 1]; None where it has none."""
-        deviations = self._model.find_cutoff(layer)
+        deviations = self._model.blocks[layer].ffn.cutoff
         if deviations is None:
             return None
         parts = self._dense.read_layer(layer, GATE_CUTOFF) @ self._now.u.T

@@ -329,7 +329,7 @@ def count_token_bytes(
         case "gate":
             assert active is not None
             # Of layers without a cutoff, beside some that have one, every neuron is computed.
-            whole = sum(model.count_token_neurons(layer) for layer in resolved.whole_layers)
+            whole = sum(model.blocks[layer].ffn.neurons for layer in resolved.whole_layers)
             predictor = float((neurons - whole) * part)
             computed = (neurons * active - whole) * 2 * part + whole * bundle.neuron_bytes
         case _:

@@ -333,7 +333,7 @@ def _describe_single(
 def _choose_experts(model: Model, layers: Sequence[LayerActivity]) -> tuple[LayerActivity, ...]:
     """The layers with the part of their neurons that may compute a token.  Layers that are alike
     stay the same object."""
-    parts = [model.count_token_neurons(layer) / model.layer_neurons for layer in range(len(layers))]
+    parts = [block.ffn.neurons / model.layer_neurons for block in model.blocks[: len(layers)]]
     keys = [(id(layer), part) for layer, part in zip(layers, parts, strict=True)]
     made = {
         key: replace(layer, chosen=part)
@@ -363,9 +363,9 @@ def describe_routing(
     )
     made: dict[tuple[int, int], LayerActivity] = {}
     found = []
-    for number in range(model.shape.layers):
-        varied = moe.experts * model.shape.ffn if model.has_router(number) else 0
-        always = model.count_token_neurons(number)
+    for ffn in (block.ffn for block in model.blocks):
+        varied = moe.experts * model.shape.ffn if ffn.has_router else 0
+        always = ffn.neurons
         if varied:
             always = moe.count_shared(model.shape.ffn)
         never = model.layer_neurons - varied - always
@@ -380,7 +380,7 @@ def _describe_cutoffs(model: Model, constants: Constants) -> tuple[tuple[LayerAc
     """Neurons whose gates are open, of layers with a cutoff; of others all."""
     _, spread = _read_model(model, "gate", constants)
     made: dict[float, LayerActivity] = {}
-    shares = [model.find_closed_share(layer) for layer in range(model.shape.layers)]
+    shares = [block.ffn.closed for block in model.blocks]
     for share in shares:
         if share not in made:
             made[share] = LayerActivity(

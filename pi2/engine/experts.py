@@ -52,7 +52,7 @@ class RoutingDials:
         assert model.moe is not None
         self._settings = experts
         self._moe = model.moe
-        self._routed = frozenset(filter(model.has_router, range(model.shape.layers)))
+        self._routed = frozenset(n for n, block in enumerate(model.blocks) if block.ffn.has_router)
         self._routers = routers
         self._read_best = experts.list_read_best(model.shape.layers)
 

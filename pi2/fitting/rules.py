@@ -153,7 +153,7 @@ def _explain_experts(resolved: ResolvedPlan) -> str:
     model = resolved.model
     size = approximate_bytes(model.shape.ffn * resolved.bundle.stride)
     counts = Counter(
-        model.count_active(number)
+        model.blocks[number].ffn.active
         for number, layer in enumerate(resolved.layers)
         if layer.hot_neurons < model.layer_neurons
     )

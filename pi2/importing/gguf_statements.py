@@ -11,6 +11,7 @@ import numpy as np
 from pi2.diagnostics import Diagnostic
 from pi2.importing.config import ACTIVATIONS
 from pi2.importing.gguf_decoders import Metadata
+from pi2.model.blocks import list_turns
 from pi2.plan.documents.model import Model
 
 _HARMLESS = frozenset(
@@ -72,7 +73,7 @@ def _has_width(model: Model, value: int) -> bool:
 
 
 def _has_scale(model: Model, value: float) -> bool:
-    widths = {model.shape.head_dim} | {width for _, width in model.list_turns()}
+    widths = {model.shape.head_dim} | {width for _, width in list_turns(model)}
     plain = model.attention.scale is None
     return _is_same(model.attention.scale, value) or (
         plain and any(_is_same(width**-0.5, value) for width in widths)
@@ -83,9 +84,9 @@ def _turns(model: Model, value: int) -> bool:
     latent = model.attention.latent
     if latent is not None:
         return value == latent.rotated
-    turns = model.list_turns()
-    counts = {rope.count_rotated(width) for (_, width), rope in turns.items()}
-    return value in counts or all(rope.kind == "none" for rope in turns.values())
+    turns = list_turns(model)
+    counts = {rope.count_rotated(width) for rope, width in turns}
+    return value in counts or all(rope.kind == "none" for rope, _ in turns)
 
 
 def _has_router(model: Model, value: int) -> bool:
@@ -96,7 +97,7 @@ def _has_router(model: Model, value: int) -> bool:
 
 
 def _turns_around(model: Model, value: float) -> bool:
-    return any(_is_same(rope.theta, value) for rope in model.list_turns().values())
+    return any(_is_same(rope.theta, value) for rope, _ in list_turns(model))
 
 
 _COMPARED: dict[str, tuple[str, Callable[[Model, Any], bool]]] = {

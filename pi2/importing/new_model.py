@@ -156,8 +156,8 @@ def describe_checkpoint(
 
 def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
     """Whether the checkpoint's neurons, but for layers that are no mixture, are MXFP4."""
-    moe, layers = model.moe, range(model.shape.layers)
-    layer = next((layer for layer in layers if moe is None or model.has_router(layer)), None)
+    blocks = enumerate(model.blocks)
+    layer = next((n for n, own in blocks if model.moe is None or own.ffn.has_router), None)
     if layer is None:
         return False
     keys = [name_part(model, part) for part in ("up", "down")]

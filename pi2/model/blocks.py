@@ -38,6 +38,13 @@ class Block:
         return tuple(n for n, mixer in enumerate(self.mixers) if isinstance(mixer, State))
 
 
+def find_attention(model: Model, layer: int) -> Attention:
+    """The attention of a layer that has one."""
+    found = model.blocks[layer].attention
+    assert found is not None, layer
+    return found
+
+
 def list_attention(model: Model) -> list[tuple[Attention, int]]:
     """Attention of a model by sizes and keys, each with the number of its layers, that with the
     heads of ``shape`` first; of a model without any, that of no layer."""
@@ -112,7 +119,7 @@ def _make_attention(model: Model, layer: int, is_single: bool, before: list[Bloc
         window=window,
         rope=rope or model.rope,
         head_norm=options.head_norm and holds(options.head_norm_layers),
-        sinks=options.has_sinks(layer),
+        sinks=options.sinks and holds(options.sink_layers),
         growth=options.growth if holds(options.growth_layers) else 0.0,
         keys_are_values=heads is not None and heads.keys_are_values,
         key_layer=key_layer,

@@ -146,8 +146,8 @@ class State:
 def describe_state(model: Model) -> StateShape | None:
     """Sizes of the layers with a state; None of a model whose layers are all attention, or that
     does not state the sizes."""
-    kind = model.state_kind
-    return None if kind is None else shape_state(model, kind)
+    mixers = (mixer for block in model.blocks for mixer in block.mixers)
+    return next((mixer.shape for mixer in mixers if isinstance(mixer, State)), None)
 
 
 def shape_state(model: Model, kind: StateKind) -> StateShape | None:

@@ -14,6 +14,7 @@ from pi2.arrays import F32
 from pi2.backends.arithmetic import compute_growth, compute_rope_tables, route
 from pi2.backends.blocks.instructions import FindWeight, Weight
 from pi2.formats import Activations
+from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model
 
 F64 = npt.NDArray[np.float64]
@@ -112,7 +113,7 @@ class PlainBlockModel:
 
     def _turn(self, layer: int, x: F64, neighbours: bool) -> F64:
         model = self._model
-        rope, width = model.find_rope(layer), x.shape[-1]
+        rope, width = find_attention(model, layer).rope, x.shape[-1]
         rotated = rope.count_rotated(width)
         if not rotated:
             return x
@@ -129,23 +130,22 @@ class PlainBlockModel:
 
     def _attend(self, layer: int, x: F64) -> F64:
         model, attention = self._model, self._model.attention
-        view = model.view_layer(layer)
-        shape, count = view.shape, len(x)
+        shape, count = find_attention(model, layer), len(x)
         read = self._normalize_input("attention_norm", layer, x)
         fused = self._find("fused_qkv", layer) if model.tensors.fused_qkv is not None else None
-        keys = shape.kv_heads * shape.head_dim
+        keys = shape.keys
         if fused is not None:
             flat = self._project("fused_qkv", layer, read, attention.qkv_bias)
             parts = np.split(flat, [shape.query, shape.query + keys], axis=-1)
             neighbours = fused.neighbours
         else:
-            kinds = ("query", "key", "value") if view.has_keys else ("query",)
+            kinds = ("query", "key", "value") if shape.has_keys else ("query",)
             parts = [self._project(kind, layer, read, attention.qkv_bias) for kind in kinds]
             neighbours = self._need("query", layer).neighbours
         turned = []
         for place, part in enumerate(parts[:2]):
             own, norm = part, ("query_norm", "key_norm")[place]
-            has_norm = model.has_head_norm(layer)
+            has_norm = shape.head_norm
             if has_norm and attention.head_norm_of == "all":
                 own = self._normalize(norm, layer, own, is_rms=True)
             own = own.reshape(count, -1, shape.head_dim)
@@ -156,18 +156,18 @@ class PlainBlockModel:
             if is_of_heads and attention.head_norm_place == "after":
                 own = self._normalize(norm, layer, own, is_rms=True)
             turned.append(own)
-        if view.has_keys:
+        if shape.has_keys:
             value = parts[2].reshape(count, -1, shape.head_dim)
             self._kept[layer] = (
                 turned[1].astype(np.float16).astype(np.float64),
                 value.astype(np.float16).astype(np.float64),
             )
-        kept, values = self._kept[model.find_key_layer(layer)]
+        kept, values = self._kept[layer if shape.key_layer is None else shape.key_layer]
         query = turned[0] * compute_growth(model, layer, 0, count)[:, None, None]
         now, seen = np.arange(count)[:, None], np.arange(count)[None, :]
-        window = model.find_window(layer)
+        window = shape.window
         visible = (seen <= now) & (seen > now - (window or count))
-        sinks = self._need("sinks", layer).read() if attention.has_sinks(layer) else None
+        sinks = self._need("sinks", layer).read() if shape.sinks else None
         scale = attention.scale or 1 / math.sqrt(shape.head_dim)
         mixed = np.empty((count, shape.heads, shape.head_dim))
         for head in range(shape.heads):
@@ -205,7 +205,7 @@ class PlainBlockModel:
         read = self._normalize_input("ffn_norm", layer, x)
         if model.moe is None:
             return self._compute_dense(layer, read, ("gate", "up", "down"), "fused_gate_up")
-        if not model.has_router(layer):
+        if not model.blocks[layer].ffn.has_router:
             kinds = ("dense_gate", "dense_up", "dense_down")
             return self._compute_dense(layer, read, kinds, "fused_dense")
         return self._compute_mixture(layer, read)

@@ -23,6 +23,7 @@ from pi2.backends.blocks.room import (
     make_tables,
 )
 from pi2.formats import Format, find_format
+from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model
 from tests.helpers.aarch64 import ARM_FEATURES, COMPILER, EMULATOR
 from tests.helpers.kernels import X86_FEATURES
@@ -316,9 +317,9 @@ class RandomWeights:
 
     def _find_shape(self, key: str, layer: int) -> tuple[int, int, int] | None:
         """Experts, rows and length of a tensor; None if the model has none of that key."""
-        model, view = self._model, self._model.view_layer(layer)
+        model, own = self._model, find_attention(self._model, layer)
         hidden, ffn = model.shape.hidden, model.shape.ffn
-        query, keys = view.shape.query, view.shape.kv_heads * view.shape.head_dim
+        query, keys = own.query, own.keys
         attention, tensors = model.attention, model.tensors
         is_qkv, is_both = tensors.fused_qkv is not None, tensors.fused_gate_up is not None
         norms = attention.head_norm_of == "all"
@@ -334,13 +335,13 @@ class RandomWeights:
             "query_bias": (1, query),
             "key_bias": (1, keys),
             "value_bias": (1, keys),
-            "query_norm": (1, query if norms else view.shape.head_dim),
-            "key_norm": (1, keys if norms else view.shape.head_dim),
+            "query_norm": (1, query if norms else own.head_dim),
+            "key_norm": (1, keys if norms else own.head_dim),
             "output": (hidden, query),
             "output_bias": (1, hidden),
             "attention_sub_norm": (1, query),
             "ffn_sub_norm": (1, ffn),
-            "sinks": (1, view.shape.heads),
+            "sinks": (1, own.heads),
             "fused_gate_up": (2 * ffn, hidden) if is_both else None,
             "gate": (ffn, hidden),
             "up": (ffn, hidden),

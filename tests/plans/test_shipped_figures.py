@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pi2.backends.hexagon import backend as hexagon
 from pi2.fitting.check import check_file, load_plan
 from pi2.fitting.sizes import count_chunks, describe_unit, find_needs
+from pi2.model.blocks import list_attention
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER, count_ffn_bytes
@@ -228,8 +229,8 @@ class TestModels:
         """Both are published to 0.1e9; keys that are values are stored twice, and count once."""
         model = read_model(f"gemma-4-{name}")
         hidden, twice = model.shape.hidden, 0
-        for view, layers in model.list_views()[1:]:
-            twice += layers * view.shape.kv_heads * view.shape.head_dim * hidden
+        for own, layers in list_attention(model)[1:]:
+            twice += layers * own.keys * hidden
         dense = sum(tensor.rows * tensor.length for tensor in list_tensors(model, None))
         neurons = model.shape.layers * model.layer_neurons * 3 * hidden
         assert dense - twice + neurons == pytest.approx(weights, abs=0.05e9)
@@ -238,12 +239,9 @@ class TestModels:
     def test_embeddings_of_layers_count_as_well(self, name: str, weights: float) -> None:
         """Published to 0.1e9, with 0.15e9 that read pictures and 0.3e9 that read sound."""
         model = read_model(f"gemma-4-{name}")
-        moe, shape, layers = model.moe, model.shape, range(model.shape.layers)
-        neurons = sum(
-            shape.ffn if moe is None else moe.find_dense_width(layer, shape.ffn) for layer in layers
-        )
+        neurons = model.token_neurons
         found = {tensor.name: tensor.rows * tensor.length for tensor in list_tensors(model, None)}
-        total = sum(found.values()) + neurons * 3 * shape.hidden
+        total = sum(found.values()) + neurons * 3 * model.shape.hidden
         assert total + 0.45e9 == pytest.approx(weights, abs=0.1e9)
 
     @pytest.mark.parametrize(

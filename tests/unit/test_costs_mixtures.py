@@ -34,7 +34,7 @@ def test_a_token_computes_each_layers_own_neurons() -> None:
     # One dense FFN of 10240, then 46 layers of four experts and a shared one, 1536 each.
     model = read_model("glm-4.7-flash")
     assert model.token_neurons == 10240 + 46 * 5 * 1536
-    assert [model.count_active(layer) for layer in (0, 1)] == [7, 5]
+    assert [block.ffn.active for block in model.blocks[:2]] == [7, 5]
     assert model.most_active == 7, "memory is for the layer with most"
     used = sum(layer.used for layer in describe_activity(model, "router")[0])
     assert used == pytest.approx(model.token_neurons)
@@ -49,7 +49,7 @@ def test_a_shared_expert_that_is_smaller_counts_as_it_is() -> None:
 def test_layers_without_an_ffn_compute_no_neurons() -> None:
     ffn = {"activation": "silu", "absent_layers": [1]}
     model = make_model({"ffn": ffn, "predictor": None})
-    assert [model.count_token_neurons(layer) for layer in range(3)] == [96, 0, 96]
+    assert [block.ffn.neurons for block in model.blocks] == [96, 0, 96]
 
 
 def test_fewer_active_experts_are_predicted_to_be_faster() -> None:

@@ -18,6 +18,7 @@ from pi2.importing.config import Config
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.families import BASES, describe_family
 from pi2.importing.new_model import describe_checkpoint
+from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model
 from tests.helpers.goldens import copy_checkpoint, make_small_tokenizer
 
@@ -86,7 +87,8 @@ def describe(kind: str, **options: Any) -> Model:
 )
 def test_windows_of_layers(kind: str, options: dict[str, Any], expected: list[int | None]) -> None:
     model = describe(kind, **options)
-    assert [model.find_window(layer) for layer in range(len(expected))] == expected
+    attention = [block.attention for block in model.blocks[: len(expected)]]
+    assert [own and own.window for own in attention] == expected
 
 
 @pytest.mark.parametrize(
@@ -108,12 +110,12 @@ def test_windows_of_layers(kind: str, options: dict[str, Any], expected: list[in
 )
 def test_layers_without_positions(kind: str, options: dict[str, Any], expected: list[str]) -> None:
     model = describe(kind, **options)
-    assert [model.find_rope(layer).kind for layer in range(4)] == expected
+    assert [find_attention(model, layer).rope.kind for layer in range(4)] == expected
 
 
 def test_layers_have_two_bases() -> None:
     model = describe("granite_swa", layer_rope_theta=[90.0, 5000, 90.0, 5000])
-    assert [model.find_rope(layer).theta for layer in range(4)] == [90.0, 5000.0] * 2
+    assert [find_attention(model, layer).rope.theta for layer in range(4)] == [90.0, 5000.0] * 2
     with pytest.raises(UserError, match="3 bases"):
         describe("granite_swa", layer_rope_theta=[90.0, 5000, 90.0, 7])
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from pi2.diagnostics import UserError
 from pi2.importing.gguf_checkpoint import open_gguf
 from pi2.importing.gguf_tokenizer import make_tokenizer
+from pi2.model.blocks import find_attention
 from tests.helpers.gguf_files import make_sentence_piece
 from tests.helpers.gguf_gemma import write_gemma4
 from tests.helpers.gguf_goldens import convert, expect_same_weights, forget_names
@@ -29,7 +30,7 @@ def test_a_file_gives_the_store_of_its_checkpoint(tmp_path: Path, name: str) -> 
     found = convert(file, tmp_path / "b", tokenizer, EXACT)
     one, other = forget_names(found), forget_names(expected)
     # A file states whole pairs that turn, and no share of a head.
-    width, shares = expected.view_layer(1).shape.head_dim, []
+    width, shares = find_attention(expected, 1).head_dim, []
     for values in (one, other):
         rope = values.get("other_rope") or values["rope"]
         shares.append(int(rope.pop("share") * width / 2 + 1e-6))

@@ -17,6 +17,7 @@ from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.importing.new_model import describe_checkpoint
+from pi2.model.blocks import find_attention
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from tests.helpers.goldens import (
@@ -44,10 +45,10 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_layers_read_keys_and_values_of_the_last_one_that_is_like_them(plan: Path) -> None:
     model = load_plan(plan).model
-    assert [model.find_key_layer(layer) for layer in range(6)] == [0, 1, 2, 1, 2, 1]
+    attention = [find_attention(model, layer) for layer in range(6)]
+    assert [own.key_layer for own in attention] == [None, None, None, 1, 2, 1]
     # Queries alone: 4 heads of 20 or of 36 elements; else a key and a value as well.
-    rows = [model.view_layer(layer).qkv_rows for layer in range(6)]
-    assert rows == [6 * 20, 6 * 36, 6 * 20, 4 * 36, 4 * 20, 4 * 36]
+    assert [own.projected for own in attention] == [6 * 20, 6 * 36, 6 * 20, 4 * 36, 4 * 20, 4 * 36]
 
 
 def test_a_plan_counts_keys_and_values_once(plan: Path) -> None:

@@ -20,6 +20,7 @@ from pi2.fitting.sizes import find_needs
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
+from pi2.model.blocks import find_attention
 from pi2.plan.documents.model_mixing import Rope
 from tests.helpers.goldens import (
     CPU,
@@ -47,11 +48,12 @@ def describe(**options: Any) -> dict[str, Any]:
 
 def test_layers_have_chunks_and_norms_or_growing_queries(plan: Path) -> None:
     model = load_plan(plan).model
-    layers = range(5)
-    assert [model.find_window(layer) for layer in layers] == [7, 7, None, 7, None]
-    assert [model.has_head_norm(layer) for layer in layers] == [True, True, False, True, False]
-    assert [model.find_rope(layer).kind == "none" for layer in layers] == [0, 0, 1, 0, 1]
-    assert [model.has_router(layer) for layer in layers] == [False, True, False, True, False]
+    attention = [find_attention(model, layer) for layer in range(5)]
+    assert [own.window for own in attention] == [7, 7, None, 7, None]
+    assert [own.head_norm for own in attention] == [True, True, False, True, False]
+    assert [own.rope.kind == "none" for own in attention] == [0, 0, 1, 0, 1]
+    kinds = [block.ffn.kind for block in model.blocks]
+    assert kinds == ["dense", "experts", "dense", "experts", "dense"]
     assert compute_growth(model, 0, 0, 64).tolist() == [1.0] * 64
     grown = compute_growth(model, 2, 0, 64)
     assert np.flatnonzero(np.diff(grown)).tolist() == list(range(3, 63, 5))

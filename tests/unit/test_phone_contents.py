@@ -35,7 +35,7 @@ found = read_resolved(Path(sys.argv[1]))
 print(repr(find_needs(found)), found.layers, found.bundle, found.dense_units, found.digest)
 def unfold(value):
     if hasattr(value, "model_fields_set"):
-        value = dict(value)
+        value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, dict):
         return {key: unfold(item) for key, item in value.items()}
     return [unfold(item) for item in value] if isinstance(value, tuple) else value

@@ -94,9 +94,9 @@ def measure_store(
                     predicted &= routed[:, experts]
             counts[layer, original] = active.sum(axis=0)
         active_neurons += active.sum(axis=1)
-        layers.append(_summarise(active, gates, predicted, model.count_token_neurons(layer), loads))
+        layers.append(_summarise(active, gates, predicted, model.blocks[layer].ffn.neurons, loads))
         progress("measuring", (layer + 1) / measured)
-    shares = active_neurons / sum(model.count_token_neurons(layer) for layer in range(measured))
+    shares = active_neurons / sum(block.ffn.neurons for block in model.blocks[:measured])
     return Measurement(
         tokens=tokens,
         layers=tuple(layers),

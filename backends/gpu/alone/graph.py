@@ -16,6 +16,7 @@ from pi2.backends.gpu.alone.weights import Work, WorkList
 from pi2.backends.gpu.kernels.specification import Number
 from pi2.backends.gpu.launchers.interface import DeviceArray
 from pi2.backends.gpu.sizes import choose_kernel_tokens, choose_parts, count_busy_groups
+from pi2.model.blocks import find_attention
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD_BIAS, POSITIONS, name_layer_tensor
 from pi2.plan.arithmetic.units import count_qkv_rows, name_head
 from pi2.plan.documents.model_parts import Moe
@@ -27,7 +28,8 @@ def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans
     rows = count_qkv_rows(model)
     qkv, bias = name_layer_tensor(layer, "qkv"), name_layer_tensor(layer, "qkv_bias")
     work.multiply(use.products["qkv"], qkv, rows, tokens, state["u"], state["qkv"], bias)
-    rope = 0 if model.find_rope(layer) is not model.other_rope else 1
+    own = find_attention(model, layer)
+    rope = 0 if own.rope is not model.other_rope else 1
     arrays = {
         **work.arrays.kept[layer],
         "qkv": state["qkv"],
@@ -38,12 +40,10 @@ def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans
         "tops": state["span_tops"],
         "mixed": state["mixed"],
     }
-    if model.has_head_norm(layer):
+    if own.head_norm:
         arrays["norms"] = state[f"head_norms_{layer}"]
-    growing = model.attention.growth_layers
     if use.attention.growth:
-        grows = growing is None or layer in growing
-        arrays["growth"] = state["growth" if grows else "no_growth"]
+        arrays["growth"] = state["growth" if own.growth else "no_growth"]
     if model.attention.sinks:
         arrays["sinks"] = work.find_vector(name_layer_tensor(layer, "sinks"))
     numbers = {"context": use.context, "tokens": tokens, "spans": spans}
@@ -51,9 +51,9 @@ def list_attention(work: WorkList, use: ModelUse, layer: int, tokens: int, spans
         _list_latent_queries(work, use, layer, tokens, arrays)
         arrays["mixed"] = state["mixed_latent"]
     else:
-        is_plain = use.attention.head_norm and not model.has_head_norm(layer)
+        is_plain = use.attention.head_norm and not own.head_norm
         work.add("keep_plain" if is_plain else "keep", arrays, numbers)
-    sees_all = model.find_window(layer) is None and use.attention.window is not None
+    sees_all = own.window is None and use.attention.window is not None
     for name in ("attend_all" if sees_all else "attend", "mix"):
         work.add(name, arrays, numbers)
     if model.attention.latent is not None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.sizes import PACKING_COPIES, TILE, count_tile_bytes
 from pi2.backends.limits import list_unknown_weights
-from pi2.model.blocks import list_attention
+from pi2.model.blocks import list_attention, list_turns
+from pi2.model.states import describe_state
 from pi2.model.tensor import (
     POSITIONS,
     DenseTensor,
@@ -147,7 +148,7 @@ def list_state(use: ModelUse) -> dict[str, int]:
     if model.norm.bias and model.norm.outputs:
         floats["zeros"] = hidden
     for number in range(count_ropes(use)):
-        size = use.context * (model.turned_width // 2)
+        size = use.context * (list_attention(model)[0][0].turned_width // 2)
         floats |= {f"cosines_{number}": size, f"sines_{number}": size}
     return {name: _round(4 * count) for name, count in floats.items() if count}
 
@@ -181,7 +182,8 @@ def count_host_bytes(use: ModelUse) -> int:
     tiles = -(-stretch // TILE)
     moving = (PACKING_COPIES + 1) * tiles * sum(count_tile_bytes(use.layout).values())
     logits = 4 * count_logit_rows(use) * shape.vocab
-    ropes = 8 * count_ropes(use) * use.context * use.model.turned_width
+    turned = list_attention(use.model)[0][0].turned_width
+    ropes = 8 * count_ropes(use) * use.context * turned
     growth = 8 * use.context if use.attention.growth else 0
     return logits + ropes + growth + moving
 
@@ -232,7 +234,7 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
     limits += list_unknown_weights(model)
     if not limits and resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
-    if model.uneven_layers:
+    if any(len(block.mixers) != 1 for block in model.blocks):
         limits.append("computes one mixer for each layer, not two and not none")
     if model.ffn.absent_layers:
         limits.append("computes an FFN in every layer")
@@ -244,7 +246,7 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
 
 
 def _list_unknown_layers(model: Model) -> list[str]:
-    attention, moe = model.attention, model.moe
+    attention, moe, state = model.attention, model.moe, describe_state(model)
     named = {
         "norm.inputs = false": not model.norm.inputs,
         "norm.embedding": model.norm.embedding,
@@ -259,7 +261,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "attention.value_scale": attention.value_scale != 1.0,
         "attention.sub_norm": attention.sub_norm,
         "other_heads": model.other_heads is not None,
-        "layers of the kind mamba1": model.state_kind == "mamba1",
+        "layers of the kind mamba1": state is not None and state.kind == "mamba1",
         "recurrence.decay_of": model.recurrence is not None and model.recurrence.decay_of == "key",
         "recurrence.gate": model.recurrence is not None and model.recurrence.gate != "silu",
         "layer_scale": model.layer_scale,
@@ -267,7 +269,7 @@ def _list_unknown_layers(model: Model) -> list[str]:
         "altup": model.altup is not None,
         "attention.kv_shared_layers": attention.kv_shared_layers > 0,
         'rope.kind = "proportional"': any(
-            rope.kind == "proportional" for rope in model.list_turns().values()
+            rope.kind == "proportional" for rope, _ in list_turns(model)
         ),
     }
     if moe is not None:

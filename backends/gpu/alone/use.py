@@ -137,7 +137,8 @@ class ModelUse:
         shape, attention = self.model.shape, self.model.attention
         latent = attention.latent
         _, kv_heads, size = list_attention(self.model)[0][0].kept
-        windows = {self.model.find_window(layer) for layer in self.model.attention_layers}
+        attended = [block.attention for block in self.model.blocks if block.attention is not None]
+        windows = {own.window for own in attended}
         return AttentionKernels(
             heads=shape.heads,
             kv_heads=kv_heads,

@@ -32,6 +32,7 @@ from pi2.backends.gpu.packing import (
 from pi2.backends.gpu.sizes import TILE, choose_kernel_tokens, count_tile_bytes
 from pi2.backends.protocol import Tensor
 from pi2.formats import find_packing
+from pi2.model.blocks import list_attention
 
 
 class ModelArrays:
@@ -70,11 +71,10 @@ class ModelArrays:
 
     def _send_growth(self) -> None:
         model, context = self._use.model, self._use.context
-        growing = model.attention.growth_layers
         for name, is_wanted in (("growth", True), ("no_growth", False)):
             if name in self.state:
-                layers = range(model.shape.layers)
-                found = (n for n in layers if (growing is None or n in growing) is is_wanted)
+                blocks = enumerate(block.attention for block in model.blocks)
+                found = (n for n, own in blocks if own and (own.growth > 0.0) is is_wanted)
                 layer = next(found, None)
                 if layer is not None:
                     self._send(self.state[name], compute_growth(model, layer, 0, context))
@@ -150,7 +150,7 @@ class ModelArrays:
             if is_long == self._is_long[number]:
                 continue
             self._is_long[number] = is_long
-            width, context = self._use.model.turned_width, self._use.context
+            width, context = list_attention(self._use.model)[0][0].turned_width, self._use.context
             tables = compute_rope_tables(rope, width, context, is_long=is_long)
             for name, table in zip(("cosines", "sines"), tables, strict=True):
                 self._send(self.state[f"{name}_{number}"], np.ascontiguousarray(table, np.float32))

@@ -84,8 +84,8 @@ def find_active_share(resolved: ResolvedPlan) -> float | None:
     if plan.decode.predictor == "router":
         return 1.0
     if resolved.names_by_cutoff:
-        layers = resolved.named_layers
-        return 1.0 - sum(map(model.find_closed_share, layers)) / len(layers)
+        closed = [model.blocks[layer].ffn.closed for layer in resolved.named_layers]
+        return 1.0 - sum(closed) / len(closed)
     if plan.decode.predictor == "low-rank" and model.predictor is not None:
         if model.predictor.active is not None:
             return model.predictor.active
@@ -113,7 +113,7 @@ def count_absent(resolved: ResolvedPlan, number: int) -> float | None:
     if active is None:
         return None
     model, layer = resolved.model, resolved.layers[number]
-    computed = model.shape.ffn * model.count_active(number)
+    computed = model.shape.ffn * model.blocks[number].ffn.active
     if resolved.plan.decode.predictor == "router":
         # Which neurons of an expert are used often does not matter: it takes them all, or those
         # that thresholds leave of it.

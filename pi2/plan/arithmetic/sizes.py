@@ -211,7 +211,7 @@ def _expect_active(resolved: ResolvedPlan) -> float:
     if plan.decode.predictor == "gate" and resolved.thresholds is not None:
         return max(layer.computed for layer in resolved.thresholds.layers)
     if resolved.names_by_cutoff:
-        return max(1.0 - model.find_closed_share(layer) for layer in resolved.named_layers)
+        return max(1.0 - model.blocks[layer].ffn.closed for layer in resolved.named_layers)
     predictor = model.predictor if plan.decode.predictor == "low-rank" else None
     if predictor is not None and predictor.active is not None:
         return predictor.active

@@ -190,10 +190,6 @@ class Attention(Table):
     """Last layers that have no keys and values of their own: they read those of the last layer
     before them with the same window and the same heads (Gemma 4 E2B)."""
 
-    def has_sinks(self, layer: int) -> bool:
-        """Whether a layer's heads have scores of their own."""
-        return self.sinks and (self.sink_layers is None or layer in self.sink_layers)
-
     @property
     def has_bias(self) -> bool:
         """Whether the projection of what attention reads has a bias."""

@@ -142,24 +142,9 @@ class Moe(Table):
     projection makes it of the FFN's input, and another one brings what they give back (Nemotron
     3).  What is shared is a ``side_ffn`` then."""
 
-    def has_router(self, layer: int) -> bool:
-        """Whether a router chooses among the experts of ``layer``."""
-        return self.router != "none" and layer not in self.dense_layers
-
-    def find_dense_width(self, layer: int, ffn: int) -> int:
-        """Neurons of the FFN of a ``layer`` without router, whose experts have ``ffn`` each."""
-        if layer in self.dense_layers:
-            assert self.dense_ffn is not None
-            return self.dense_ffn
-        return self.experts * ffn
-
     def count_shared(self, ffn: int) -> int:
         """Neurons of the shared experts, of ``ffn`` neurons each unless stated otherwise."""
         return self.shared_experts * ffn if self.shared_ffn is None else self.shared_ffn
-
-    def count_unrouted(self, layer: int, ffn: int) -> int:
-        """Experts of ``ffn`` neurons that compute every token in a ``layer`` without router."""
-        return -(-self.find_dense_width(layer, ffn) // ffn)
 
     def count_dense(self, ffn: int) -> int:
         """Experts of ``ffn`` neurons that it takes to hold the FFN of a dense layer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from pi2.model.blocks import Attention, Block
 from pi2.model.states import describe_state, list_state_tensors
 from pi2.model.tensor import Place
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
@@ -47,8 +48,8 @@ def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
             f"{len(kinds)} kinds are stated, but the model has {model.shape.layers} layers",
             "state one kind for each layer",
         )
-    mixers = (mixer for layer in range(len(kinds)) for mixer in model.list_mixers(layer))
-    states = list(dict.fromkeys(mixer for mixer in mixers if mixer != "attention"))
+    mixers = (mixer for kind in kinds for mixer in kind.split("+"))
+    states = list(dict.fromkeys(n for n in mixers if n not in ("attention", "none")))
     if len(states) > 1:
         yield _find_kind(
             ("layers", "kinds"),
@@ -67,10 +68,14 @@ def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
     yield from _check_recurrence(model, states)
 
 
+def _count_attention(block: Block) -> int:
+    return sum(isinstance(mixer, Attention) for mixer in block.mixers)
+
+
 def _check_double(model: Model) -> Iterator[Finding]:
-    if not model.uneven_layers:
+    if all(len(block.mixers) == 1 for block in model.blocks):
         return
-    twice = [n for n in model.uneven_layers if model.list_mixers(n).count("attention") > 1]
+    twice = [n for n, block in enumerate(model.blocks) if _count_attention(block) > 1]
     if twice:
         yield _find_kind(
             ("layers", "kinds"),

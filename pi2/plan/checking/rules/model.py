@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pi2.model.blocks import list_turns
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.toml.text import KeyPath
@@ -78,7 +79,9 @@ def check_head_is_even(facts: Facts) -> Iterator[Finding]:
     Fix: take the number from the checkpoint's configuration.
     """
     model, other = facts.model, facts.model.other_heads
-    heads = {"shape": (model.turned_width, model.shape.head_dim)}
+    latent = model.attention.latent
+    turned = model.shape.head_dim if latent is None else latent.rotated
+    heads = {"shape": (turned, model.shape.head_dim)}
     if other is not None:
         heads["other_heads"] = (other.head_dim, other.head_dim)
     for table, (turned, width) in heads.items():
@@ -131,8 +134,9 @@ def check_rope_scaling(facts: Facts) -> Iterator[Finding]:
 
     Fix: take kind and factors from the checkpoint's configuration.
     """
-    for (is_other, width), rope in facts.model.list_turns().items():
-        yield from _check_rope("other_rope" if is_other else "rope", rope, width)
+    model = facts.model
+    for rope, width in list_turns(model):
+        yield from _check_rope("other_rope" if rope is model.other_rope else "rope", rope, width)
 
 
 def _check_rope(table: str, rope: Rope, head_dim: int) -> Iterator[Finding]:

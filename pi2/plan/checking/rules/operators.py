@@ -158,7 +158,7 @@ def _check_shared_keys(model: Model) -> Iterator[Finding]:
         "latent attention": attention.latent is not None,
         "gates": attention.output_gate,
         "one tensor of all": model.tensors.fused_qkv is not None,
-        "layers that keep a state": model.state_kind is not None,
+        "layers that keep a state": bool(model.state_layers),
     }
     for reason in (reason for reason, is_there in reasons.items() if is_there):
         yield Finding(
@@ -170,7 +170,7 @@ def _check_shared_keys(model: Model) -> Iterator[Finding]:
     alone = [
         layer
         for layer in range(max(0, layers - attention.kv_shared_layers), layers)
-        if model.find_key_layer(layer) == layer
+        if (own := model.blocks[layer].attention) is None or own.has_keys
     ]
     if alone:
         yield Finding(
@@ -202,7 +202,7 @@ def _check_altup(model: Model) -> Iterator[Finding]:
         return
     reasons = {
         "embeddings of layers, a table [layer_embedding]": model.layer_embedding is not None,
-        "attention in every layer": model.state_kind is None and model.attention.latent is None,
+        "attention in every layer": not model.state_layers and model.attention.latent is None,
         "no learned positions": model.positions is None,
         "no layer_scale": not model.layer_scale,
         "no FFN beside experts": model.side_ffn is None,
@@ -394,7 +394,8 @@ def _check_values(model: Model) -> Iterator[Finding]:
         "sub_norm": attention.sub_norm,
         "tensors.fused_qkv": model.tensors.fused_qkv is not None,
         "other_heads.keys_are_values": any(
-            model.shares_key_rows(layer) for layer in range(model.shape.layers)
+            block.attention is not None and block.attention.keys_are_values
+            for block in model.blocks
         ),
     }
     for name in (name for name, holds in reasons.items() if holds):
