@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 GROUP = 32
 """Weights that share a scale."""
+ALIGNMENT = 64
+"""Alignment in bytes: every allocation begins at a multiple of it."""
 Use = Literal["tables", "projections", "neurons", "vectors"]
 """Tensors of a store: tables are embeddings, heads and predictors; vectors are norms and biases."""
 _CHUNK_WEIGHTS = 2**18
@@ -41,6 +43,21 @@ def split_lanes(length: int) -> list[int]:
     rest = groups % 16
     lanes += [size for size in (8, 4, 2, 1) if rest & size]
     return lanes
+
+
+def fill_groups(width: int) -> int:
+    """Length of the packed vector that holds ``width`` elements: zeros fill its last group."""
+    return round_up(width, GROUP)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def align_bytes(size: int) -> int:
+    """Round up to a cache line, where every tensor begins."""
+    return round_up(size, ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from pi2.formats.packing import fill_groups
 from pi2.model.ffn import Ffn
 from pi2.model.tensor import DenseTensor, Place, Source, fill
-from pi2.plan.weights.layout import fill_groups
 
 
 def list_router_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:

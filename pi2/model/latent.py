@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pi2.formats.packing import fill_groups
 from pi2.model.tensor import DenseTensor, Order, Place, Source, fill, list_head_rows
-from pi2.plan.weights.layout import fill_groups
 
 if TYPE_CHECKING:
     from pi2.model.attention import Attention

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from pi2.formats.packing import fill_groups
 from pi2.model.tensor import DenseTensor, Place, Source
-from pi2.plan.weights.layout import fill_groups
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model

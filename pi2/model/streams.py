@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from pi2.formats.packing import fill_groups
 from pi2.model.tensor import (
     EMBEDDING,
     FINAL_NORM,
@@ -21,7 +22,6 @@ from pi2.model.tensor import (
     Order,
     Place,
 )
-from pi2.plan.weights.layout import fill_groups
 
 
 def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import Packing, find_packing, name_packings
-from pi2.plan.weights.layout import align_bytes
+from pi2.formats.packing import align_bytes
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model

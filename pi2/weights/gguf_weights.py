@@ -21,6 +21,7 @@ from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.new_model import describe_checkpoint
 from pi2.model.tensor import fill_name
+from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
 
 
@@ -163,18 +164,12 @@ class GgufWeights:
         return found
 
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
-        """Every matrix by the key of ``model.tensors`` that names it and its layer."""
-        seen = set()
-        for key in type(self.model.tensors).model_fields:
-            pattern = getattr(self.model.tensors, key)
-            if not isinstance(pattern, str):
-                continue
-            layers = range(self.model.shape.layers) if "{layer}" in pattern else range(1)
-            for layer in layers:
-                found = self.find(key, layer)
-                if found is not None and found.rows > 1 and found.name not in seen:
-                    seen.add(found.name)
-                    yield key, layer, found
+        """Every matrix of the model by the key of ``model.tensors`` that names it and its layer."""
+        places = dict.fromkeys((own.key, own.layer) for own in list_sources(self.model))
+        for key, layer in places:
+            found = self.find(key, layer)
+            if found is not None and found.rows > 1:
+                yield key, layer, found
 
     def list_experts(self) -> dict[int, list[FileTensor]]:
         """The matrices of the experts that routers choose, by layer: inputs, then the output."""

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pi2.formats import find_packing
+from pi2.formats.packing import ALIGNMENT as ALIGNMENT
 from pi2.formats.packing import GROUP as GROUP
+from pi2.formats.packing import align_bytes as align_bytes
+from pi2.formats.packing import fill_groups as fill_groups
+from pi2.formats.packing import round_up as round_up
 from pi2.formats.packing import split_lanes as split_lanes
-
-ALIGNMENT = 64
-"""Alignment in bytes: every allocation begins at a multiple of it."""
 
 PartName = Literal["gate", "up", "down"]
 Precision = str
@@ -55,21 +56,6 @@ def vector_bytes(length: int, precision: Precision) -> int:
 def matrix_bytes(rows: int, length: int, precision: Precision) -> int:
     """Bytes of ``rows`` packed vectors of ``length``."""
     return rows * vector_bytes(length, precision)
-
-
-def fill_groups(width: int) -> int:
-    """Length of the packed vector that holds ``width`` elements: zeros fill its last group."""
-    return round_up(width, GROUP)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
-
-
-def align_bytes(size: int) -> int:
-    """Round up to a cache line, where every tensor begins."""
-    return round_up(size, ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
