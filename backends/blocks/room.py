@@ -281,8 +281,8 @@ def count_workspace_bytes(
         + (context + CONTEXT_BLOCK) * turns
         + threads * scratch
         + max(
-            count_partial_bytes(view.shape.heads, view.shape.head_dim, sequences)
-            for view, _ in model.list_views()
+            count_partial_bytes(own.heads, own.head_dim, sequences)
+            for own, _ in list_attention(model)
         )
         + _VECTORS * 4 * model.shape.layers * (model.shape.hidden + model.shape.query)
     )
