@@ -109,7 +109,7 @@ def build_parts(
         layers=len(resolved.layers),
         decode=resolved.plan.decode,
         token_neurons=[
-            resolved.model.shape.ffn * resolved.model.count_active(layer)
+            resolved.model.shape.ffn * resolved.model.blocks[layer].ffn.active
             for layer in range(len(resolved.layers))
         ],
         separate_scales=request.scales is not None,
