@@ -59,6 +59,8 @@ def open_stream(path: Path) -> FileIO:
 
 def is_gguf(path: Path) -> bool:
     """Whether a file is a GGUF file, whatever its name is, or is called one."""
+    if path.name.endswith(".toml"):
+        return False
     try:
         with open_stream(path) as file:
             return has_gguf_suffix(path) or file.read(4) in GGUF_MAGICS

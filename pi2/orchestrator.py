@@ -23,12 +23,13 @@ from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.plan.reading.thresholds import GivenThresholds
+    from pi2.refit import FittedPlan
 
 __all__ = ["MakeObserver", "build", "load"]
 
 
 def load(
-    path: str | Path,
+    path: str | Path | FittedPlan,
     *,
     set: Mapping[str, object] | None = None,
     locked: bool = False,
@@ -37,21 +38,23 @@ def load(
     make_observer: MakeObserver | None = None,
     thresholds: GivenThresholds = None,
 ) -> LoadedModel:
-    """Load the model of the plan at ``path``; the rest is `pi2.load`'s."""
+    """Load the model of the plan at ``path``, or of one that was read; the rest is `pi2.load`'s."""
     # A bundle has none of these: its plan was resolved where it was built.
     from pi2.plan.documents.quantities import parse_size
     from pi2.refit import read_plan
     from pi2.sharing.resolver import LockedReferences
 
     start = time.perf_counter()
-    resolver = LockedReferences(Path(path).parent, locked=locked)
-    found = read_plan(
-        Path(path),
-        overrides=set,
-        memory_bytes=None if memory is None else parse_size(memory),
-        resolver=resolver,
-        thresholds=thresholds,
-    )
+    if isinstance(path, str | Path):
+        found = read_plan(
+            Path(path),
+            overrides=set,
+            memory_bytes=None if memory is None else parse_size(memory),
+            resolver=LockedReferences(Path(path).parent, locked=locked),
+            thresholds=thresholds,
+        )
+    else:
+        found = path
     if found.changes:
         get_logger().info("plan fitted", changes=found.changes)
     report = progress or ignore_progress

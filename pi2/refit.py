@@ -68,6 +68,11 @@ class FittedPlan:
     """The overrides that followed."""
 
     @property
+    def origin(self) -> tuple[Path, dict[str, object]]:
+        """The plan's file, and values to load it with again."""
+        return self.resolved.path, dict(self.overrides)
+
+    @property
     def resolved(self) -> ResolvedPlan:
         """The plan; `UserError` with all findings if it has errors."""
         if self.report.resolved is None:
@@ -96,7 +101,7 @@ def read_plan(
         name=name,
         resolver=resolver,
         thresholds=thresholds,
-        reuse=Reuse(),
+        reuse=Reuse(composed={}),
         values=describe_bare(path),
         fill=FileFiller(),
     )

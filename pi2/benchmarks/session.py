@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -24,8 +24,7 @@ from pi2.benchmarks.samples import (
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import UserError
 from pi2.progress import Progress, ignore_progress
-from pi2.refit import read_plan
-from pi2.sharing.resolver import LockedReferences
+from pi2.refit import FittedPlan
 
 
 class Measured(Protocol):
@@ -155,8 +154,7 @@ _ENDS = ("P640", "P652")
 
 
 def measure_plan(
-    path: Path,
-    overrides: Mapping[str, object],
+    found: FittedPlan,
     workloads: Sequence[Workload],
     *,
     repetitions: int,
@@ -168,7 +166,7 @@ def measure_plan(
     note_file: Callable[[Path], None] = lambda path: None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Outcome]:
-    """Measure ``workloads`` with the plan at ``path``.
+    """Measure ``workloads`` with a plan that was read.
 
     ``against`` names an engine (``llama.cpp``) that does the same in turns with the plan, on the
     same file where the plan runs a GGUF file, else on one with random weights; ``text``
@@ -177,12 +175,11 @@ def measure_plan(
     it fails (P652) or crashes (P640): the plan is measured without it.  ``note_file`` is told the
     file that the other engine reads, before it is written.
     """
-    found = read_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
     resolved = found.resolved
     if against is not None:
         check_installed()
     with ExitStack() as stack:
-        recipe = PlanRecipe(path=path, overrides=dict(overrides), text=text)
+        recipe = PlanRecipe(path=resolved.path, overrides=dict(found.overrides), text=text)
         contestants = [stack.enter_context(RemoteContestant(recipe, progress))]
         threads = contestants[0].description.threads
         if against is not None:

@@ -60,9 +60,8 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
 
     with ProgressBar() as progress:
         evaluation = evaluate_plan(
-            plan.path,
+            plan.fitted,
             given.read_texts(),
-            overrides=plan.overrides,
             context=given.context,
             stride=given.stride,
             windows=given.windows,
@@ -200,8 +199,7 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
         for plan in chosen:
             with ProgressBar() as progress:
                 outcomes += measure_plan(
-                    plan.path,
-                    plan.overrides,
+                    plan.fitted,
                     workloads,
                     repetitions=given.repetitions,
                     with_profile=given.with_profile,

@@ -17,6 +17,7 @@ from pi2.engine.observation import DenseObserver
 from pi2.orchestrator import load
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.progress import Progress, ignore_progress
+from pi2.refit import FittedPlan
 from pi2.sandbox.tokenizer import encode_text
 from pi2.statistics.prediction import LayerRecall, RecallCounter, can_compare
 from pi2.statistics.texts import Window, encode_windows
@@ -156,7 +157,7 @@ class _Text:
 
 
 def evaluate_plan(
-    plan: Path,
+    plan: Path | FittedPlan,
     texts: Sequence[str],
     *,
     overrides: Mapping[str, object] | None = None,
@@ -167,7 +168,8 @@ def evaluate_plan(
     with_layers: bool = True,
     progress: Progress = ignore_progress,
 ) -> Evaluation:
-    """Run ``plan`` densely, and with its predictor if it has one, over ``texts``.
+    """Run ``plan`` densely, and with its predictor if it has one, over ``texts``; ``overrides`` are
+    for one that is still to be read.
 
     ``against`` adds runs: ``reference`` (dense, the reference backend), ``gate`` or ``low-rank``
     (the plan with that predictor), ``llama.cpp`` (on the same GGUF file), or the path of another
@@ -175,7 +177,7 @@ def evaluate_plan(
     also compares low-rank predictors with what neurons do.  Raises `UserError` as loading does,
     P660 and P661 for the text, P663 for a plan that cannot be compared.
     """
-    settings = dict(overrides or {})
+    path, settings = (plan, dict(overrides or {})) if isinstance(plan, Path) else plan.origin
     counter: RecallCounter | None = None
 
     def observe(executor: Executor, request: BuildRequest) -> DenseObserver | None:
@@ -205,9 +207,9 @@ def evaluate_plan(
     for item in against:
         if item == PEER:
             continue
-        runs += _compare(plan, settings, kinds, item, text, progress)
+        runs += _compare(path, settings, kinds, item, text, progress)
     return Evaluation(
-        plan=str(plan),
+        plan=str(path),
         model=model_id,
         digest=digest,
         tokens=len(dense.losses),

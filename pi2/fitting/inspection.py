@@ -72,6 +72,11 @@ class Reuse:
     findings: dict[tuple[str, int], tuple[Diagnostic, ...]] = field(default_factory=dict)
     """Findings by the rule's code and the identity of the document, which ``documents`` keeps
     alive."""
+    composed: (
+        dict[tuple[Kind, Path, str], tuple[Inspection, tuple[SourceFile, bool] | None]] | None
+    ) = None
+    """What a run has read and put together, for which no file is read twice; None where files may
+    change meanwhile."""
 
 
 def make_key(located: Located, kind: Kind) -> FileKey | None:
@@ -189,29 +194,52 @@ class Inspection:
 
     def read(self, located: Located, kind: Kind, text: str | None = None) -> None:
         """Read the file of a document, or take its ``text``, and validate it against its schema."""
+        known = None if self.reuse is None or text is not None else self.reuse.composed
+        place = (kind, located.path, located.name)
+        if known is None or place not in known:
+            other = Inspection(self.resolver)
+            found = (other, other.put_together(located, kind, text))
+            if known is not None:
+                known[place] = found
+        else:
+            found = known[place]
+        other, composed = found
+        self.diagnostics += other.diagnostics
+        self.sources.update(other.sources)
+        self.removed += other.removed
+        for name, chain in other.chains.items():
+            self.chains.setdefault(name, chain)
+        if composed is not None:
+            source, whole = composed
+            self.accept(replace(source, values=dict(source.values)), kind, located, whole)
+
+    def put_together(
+        self, located: Located, kind: Kind, text: str | None
+    ) -> tuple[SourceFile, bool] | None:
+        """A document with what it extends, and whether all of that is there; None of what is no
+        document."""
         path, name = located.path, located.name
         wrong = check_suffix(located.file_name, name, kind)
         if wrong is not None and os.path.exists(path):
             self.diagnostics.append(wrong)
-            return
+            return None
         source = read_source(path, name) if text is None else parse_source(path, name, text)
         if isinstance(source, list):
             self.diagnostics += source
-            return
+            return None
         self.sources[name] = source.text
         other = guess_kind(source.values, kind)
         if other is not None:
             self.diagnostics.append(report_kind(source.spans.find_key(()), kind, other))
-            return
+            return None
         source, warnings = modernise(source, kind)
         self.diagnostics += warnings
         source, faults = spread_blocks(source) if kind == "model" else (source, [])
         self.diagnostics += faults
-        whole = not faults
         if any(key in source.values for key in COMPOSITION):
             source, composes = self.compose(source, kind, located.reference)
-            whole = whole and composes
-        self.accept(source, kind, located, whole)
+            return source, composes and not faults
+        return source, not faults
 
     def take(self, located: Located, values: Mapping[str, Any]) -> None:
         """Take ``values`` for those of a plan: the file is none itself."""
