@@ -11,9 +11,8 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from pi2.importing.families import FAMILIES
+from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import ARCHITECTURES
-from pi2.importing.text_parts import TEXT_PARTS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/reference/models.md"
 TEXT = """\
@@ -59,8 +58,8 @@ def write_list(names: Iterable[str]) -> str:
 def make_page() -> str:
     """The text of the page."""
     return TEXT.format(
-        families=write_list(FAMILIES),
-        parts=write_list(TEXT_PARTS),
+        families=write_list(list_families().families),
+        parts=write_list(list_families().wrappers),
         architectures=write_list(ARCHITECTURES),
     )
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pi2.authoring.explanation import FieldDoc, describe_field, find_table, list_keys
 from pi2.plan.documents.common import Document, Origin, find_type
 from pi2.plan.documents.device import Device
+from pi2.plan.documents.family import Family
 from pi2.plan.documents.model import WrittenModel
 from pi2.plan.documents.plan import Plan
 from pi2.plan.toml.text import KeyPath, format_path
@@ -25,6 +26,7 @@ PAGES: dict[str, tuple[str, type[BaseModel]]] = {
     "reference/plan-keys.md": ("Plan keys", Plan),
     "reference/device-keys.md": ("Device keys", Device),
     "develop/model-keys.md": ("Model keys", WrittenModel),
+    "develop/family-keys.md": ("Family keys", Family),
 }
 COMMON_PAGE = "reference/plan-keys.md"
 """The page that explains the keys of every document."""

@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pi2.diagnostics import UserError
-
-_STREAMS = "several residual streams that layers mix (hyper-connections)"
-_SHARED = "attention whose weights several layers share"
-_ALIBI = "scores that fall with the distance of tokens (ALiBi)"
-
-UNSTATED = {
-    "apertus": "an activation of which every layer states the shape (xIELU)",
-    "axk1": "norms of what experts give, and none of what attention gives",
-    "bloom": _ALIBI,
-    "diffllama": "attention that is the difference of two",
-    "doge": "keys that values choose for a query",
-    **dict.fromkeys(("glm5_next", "glm5_next_text"), _STREAMS),
-    "falcon_h1": "Mamba-2 and attention beside each other, with factors of their parts",
-    "jetmoe": "experts of attention",
-    "longcat_flash": "two times attention in a layer, and experts that compute nothing",
-    "minimax": "lightning attention, whose state decays by a number of each head",
-    "mpt": _ALIBI,
-    "olmo_hybrid": "layers that have norms before what mixes tokens, and others after it",
-    "recurrent_gemma": "a recurrence of single numbers with gates (RG-LRU)",
-    "zamba": _SHARED,
-    "zamba2": _SHARED,
-}
-
 
 Value = TypeVar("Value", int, float, bool, str)
 
@@ -156,14 +133,6 @@ class Config:
 
 
 _DESCRIBED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-
-
-def read_activation(config: Config, *keys: str) -> str:
-    """The activation, by its name in the model document."""
-    name = config.read_first(keys, str)
-    if name not in ACTIVATIONS:
-        raise config.refuse(f"the activation {name!r} is unknown")
-    return ACTIVATIONS[name]
 
 
 ROTATED_SHARE = "gguf_rotated_share"
@@ -297,35 +266,3 @@ def _read_yarn(scaling: Config, original: int, context: int) -> dict[str, Any]:
             )
         yarn["attention_factor"] = over / under
     return yarn
-
-
-def read_whole_window(config: Config) -> dict[str, Any]:
-    """Sliding window of all layers, for the ``[attention]`` table: of families whose code looks
-    for nothing but its width."""
-    if not config.has("sliding_window"):
-        return {}
-    return {"sliding_window": config.read("sliding_window", int)}
-
-
-_KINDS = ("sliding_attention", "full_attention")
-
-
-def read_window(
-    config: Config, layers: int, has_window: Callable[[int], bool], width: int | None = None
-) -> dict[str, Any]:
-    """Sliding window and its layers: those of ``layer_types``, else those of ``has_window``.
-
-    ``width`` is the family's where none is stated.
-    """
-    if not config.has("sliding_window") and width is None:
-        return {}
-    window: dict[str, Any] = {"sliding_window": config.read("sliding_window", int, width)}
-    kinds = config.read_list("layer_types")
-    if not kinds:
-        kinds = ["sliding_attention" if has_window(n) else "full_attention" for n in range(layers)]
-    if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
-        raise config.refuse(f"layer_types is not a list of {layers} kinds of attention")
-    chosen = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-    if not chosen:
-        return {}
-    return window if len(chosen) == layers else window | {"window_layers": chosen}

@@ -18,9 +18,8 @@ from pi2.caches import VARIABLE
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import PICKLED, Checkpoint, open_checkpoint, open_folder, read_json
 from pi2.importing.config import Config
-from pi2.importing.families import describe_family
+from pi2.importing.families import describe_family, unwrap_config
 from pi2.importing.safetensors_file import measure_header
-from pi2.importing.text_parts import unwrap_config
 from pi2.progress import Progress, ignore_progress
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,11 +12,18 @@ from safetensors.numpy import load_file, save_file
 
 import pi2
 from pi2.cli.main import run
+from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
-from pi2.importing import families
-from pi2.importing.families import FAMILIES
+from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from tests.helpers.goldens import FOLDER, make_small_tokenizer, measure_error, read_golden
+from pi2.plan.reading.references import find_shipped_folder
+from tests.helpers.goldens import (
+    FOLDER,
+    copy_checkpoint,
+    make_small_tokenizer,
+    measure_error,
+    read_golden,
+)
 
 TEXT = (Path(__file__).parents[2] / "docs/howto/add-a-model.md").read_text("utf-8")
 ACORN = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)[0]
@@ -84,12 +92,45 @@ def test_acorn_is_sound(tmp_path: Path) -> None:
     assert check_file(file).diagnostics == ()
 
 
-def test_a_known_family_is_added_by_a_module_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "acorns.py").write_text(
-        "from pi2.importing.families.llama import describe_llama\n"
-        'FAMILIES = {"acorn": describe_llama}\n'
+def test_a_family_of_known_operators_is_one_document(tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint("stablelm-parallel", tmp_path / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "acorn", "eps": config.pop("layer_norm_eps")}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"P544.*'acorn'"):
+        describe_checkpoint(checkpoint)
+    family = checkpoint / "acorn.family.toml"
+    family.write_text(
+        'schema_version = 2\nextends = ["stablelm"]\nread.norm.epsilon = ["eps", 1e-3]\n'
     )
-    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
-    assert families.load_families().keys() - FAMILIES.keys() == {"acorn"}
+    assert check_file(family).diagnostics == ()
+    expected = describe_checkpoint(FOLDER / "stablelm-parallel", name="acorn").model
+    found = describe_checkpoint(checkpoint, name="acorn").model
+    assert found.model_copy(update={"name": expected.name}) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "place"),
+    [
+        ('read.norm.epsilom = ["eps", 1e-3]', "P290", (3, 11)),
+        ('names.quary = ".q.weight"', "P290", (3, 7)),
+        ('set.shape.ffn = "= 4 *"', "P291", (3, 17)),
+        ('require.bias = "open(bias, mode=1)"', "P291", (3, 16)),
+        ('read.norm.epsilon = "eps"', "P291", (3, 21)),
+        ('wndow.layers = "true"', "P101", (3, 1)),
+    ],
+)
+def test_mistakes_in_a_family_are_findings_at_their_places(
+    tmp_path: Path, line: str, code: str, place: tuple[int, int]
+) -> None:
+    family = tmp_path / "acorn.family.toml"
+    family.write_text(f'schema_version = 2\nextends = ["llama"]\n{line}\n')
+    found = check_file(family).diagnostics
+    assert [item.code for item in found] == [code]
+    span = found[0].span
+    assert span is not None
+    assert (span.line, span.column) == place
+
+
+def test_shipped_families_are_sound() -> None:
+    assert run(["validate", str(find_shipped_folder() / "families")]) == 0

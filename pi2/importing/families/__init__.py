@@ -1,47 +1,78 @@
-"""Model documents of the families that `pi2 model new` knows, from their ``config.json``."""
+"""Model documents of the families that `pi2 model new` knows, from their ``config.json``.
+
+A family is a document, ``MODEL_TYPE.family.toml``, of the checkpoint's folder or among those that
+come with pi2; names that begin with ``_`` are of what several share.
+"""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import itertools
-import pkgutil
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tomli
 
 from pi2.diagnostics import UserError
-from pi2.importing.config import UNSTATED, Config
-from pi2.importing.families.decoders import Tables
+from pi2.fitting.check import check_file
+from pi2.importing.config import Config
+from pi2.importing.families import functions
+from pi2.importing.families.interpreter import Description, Tables
+from pi2.plan.documents.family import Family
+from pi2.plan.reading.references import list_shipped
 
-_LAYERS = ("num_hidden_layers", "n_layer")
+SUFFIX = ".family.toml"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LIMITS = {
-    **dict.fromkeys(_LAYERS, 1024),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1024),
     "hidden_size": 2**20,
     "max_position_embeddings": 2**40,
 }
 """No model document states more; families may count through layers, and take roots of sizes."""
-
 _SAME_LETTERS = 4
 """Letters with which similar names begin: a version or a kind of FFN comes after a family's."""
 _SIMILAR = 0.7
 """Likeness of similar names that begin otherwise."""
-
-Describe = Callable[[Config], Tables]
-"""Describes a family: raises `UserError` P544 for options that no model document can state."""
-
-
-def load_families() -> dict[str, Describe]:
-    """Descriptions by ``model_type``, of all modules of this folder."""
-    found: dict[str, Describe] = {}
-    for entry in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{entry.name}")
-        own: Mapping[str, Describe] = getattr(module, "FAMILIES", {})
-        assert not found.keys() & own.keys(), f"{entry.name} describes a family a second time"
-        found |= own
-    return dict(sorted(found.items()))
+_FLAT = ("qwen2_5_vl", "qwen2_vl")
+"""Families whose configurations have no ``text_config`` where older transformers wrote them: what
+they say of the text stands beside ``vision_config``."""
+_OUTER = ("bos_token_id", "eos_token_id", "_name_or_path")
+"""Keys of the whole model that count where the text's configuration does not state them."""
 
 
-FAMILIES: Mapping[str, Describe] = load_families()
-"""Descriptions of families by ``model_type``."""
+@dataclass(frozen=True)
+class Listing:
+    """What the shipped documents are called, and call themselves."""
+
+    families: dict[str, Path] = field(default_factory=dict)
+    """Documents by ``model_type``, aliases among them."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """What no model document states of a family."""
+    wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Families of models that read pictures, sound or video too, with what their configurations
+    leave out of the text's: its family at least."""
+
+
+@cache
+def list_families() -> Listing:
+    """The shipped families."""
+    found = Listing()
+    for name, file in list_shipped("family").items():
+        if not _NAME.fullmatch(name):
+            continue
+        values = tomli.loads(file.read_text("utf-8"))
+        names = (name, *values.get("aliases", ()))
+        if "refused" in values:
+            found.refused.update(dict.fromkeys(names, values["refused"]))
+        else:
+            found.families.update(dict.fromkeys(names, file))
+        for wrapper, defaults in values.get("wrappers", {}).items():
+            found.wrappers[wrapper] = {"model_type": name, **defaults}
+    return Listing(*(dict(sorted(part.items())) for part in vars(found).values()))
 
 
 def find_nearest(kind: str) -> str:
@@ -53,52 +84,63 @@ def find_nearest(kind: str) -> str:
         same = sum(1 for _ in itertools.takewhile(bool, equal))
         return same, difflib.SequenceMatcher(None, kind, name).ratio()
 
-    nearest = max(FAMILIES, key=rate)
+    nearest = max(list_families().families, key=rate)
     same, ratio = rate(nearest)
     if same < _SAME_LETTERS and ratio < _SIMILAR:
         return ""
     return (
-        f"; the nearest known one is {nearest!r}: where the code differs in names and sizes alone, "
-        f"`pi2 model new` of a copy whose config.json says {nearest!r} is a document to begin with"
+        f"; the nearest known one is {nearest!r}: {kind}{SUFFIX} in that folder with "
+        f'`extends = ["{nearest}"]` and what differs describes it'
     )
 
 
-BASES = {
-    "bitnet": 500_000.0,
-    "cohere": 500_000.0,
-    "cwm": 1_000_000.0,
-    "ernie4_5": 500_000.0,
-    "ernie4_5_moe": 500_000.0,
-    "flex_olmo": 500_000.0,
-    "gpt_oss": 150_000.0,
-    "helium": 100_000.0,
-    "hy_v3": 11_158_840.0,
-    "minimax_m2": 5_000_000.0,
-    "minimax_m3_vl_text": 5_000_000.0,
-    "mixtral": 1_000_000.0,
-    "phimoe": 1_000_000.0,
-    "smollm3": 2_000_000.0,
-    "solar_open": 1_000_000.0,
-}
-"""Base of rotary positions where a configuration states none, of families that have not 10,000 (or
-say it where they are described)."""
+def _find_documents(kind: str, folder: Path) -> Iterator[Path]:
+    if _NAME.fullmatch(kind):
+        yield folder / f"{kind}{SUFFIX}"
+    if kind in list_families().families:
+        yield list_families().families[kind]
 
 
 def describe_family(config: Config) -> Tables:
-    """Tables of the model document; `UserError` P544 if the family or an option is unknown."""
+    """Tables of the model document.
+
+    Raises `UserError`: P544 if the family or an option is unknown, what is wrong with the family's
+    document.
+    """
     kind = config.read("model_type", str)
-    family = FAMILIES.get(kind)
-    if kind in UNSTATED:
+    file = next(
+        (file for file in _find_documents(kind, config.file.parent) if file.is_file()), None
+    )
+    refused = list_families().refused.get(kind)
+    if file is None and refused is not None:
         raise UserError.of(
             "P544",
             f"{config.file} is of the family {kind!r}, which has what no model document states: "
-            f"{UNSTATED[kind]}",
-            help="docs/howto/add-a-model.md lists the families that are known",
+            f"{refused}",
+            help="docs/reference/models.md lists the families that are known",
             file=str(config.file),
         )
-    if family is None:
+    if file is None:
         raise config.refuse(f"the family {kind!r} (model_type) is unknown{find_nearest(kind)}")
     for key, most in _LIMITS.items():
         if config.has(key) and not 1 <= config.read(key, int) <= most:
             raise config.refuse(f"{key} is {config.read(key, int)}, not in 1..{most}")
-    return family(config.set_default("rope_theta", BASES[kind]) if kind in BASES else config)
+    report = check_file(file)
+    if not report.is_sound:
+        raise report.make_error()
+    assert isinstance(report.document, Family)
+    return Description(config, report.document, functions).describe()
+
+
+def unwrap_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the part that reads text; ``config`` itself for models of text alone."""
+    kind, text = config.get("model_type"), config.get("text_config")
+    if not isinstance(kind, str) or kind not in list_families().wrappers:
+        return config
+    own = list_families().wrappers[kind]
+    if isinstance(text, dict):
+        shared = {key: config[key] for key in _OUTER if key in config}
+        # The head is the whole model's: what the text's part says of it, transformers leaves alone.
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        return {**own, **shared, **text, **tied}
+    return {**config, **own} if kind in _FLAT else config

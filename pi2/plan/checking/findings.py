@@ -10,6 +10,7 @@ from typing import Literal
 
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
+from pi2.plan.documents.family import Family
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.plan_units import BatchSplit
@@ -62,7 +63,7 @@ def _list_batches(
         )
 
 
-Fact = Literal["plan", "device", "model", "resolved"]
+Fact = Literal["plan", "device", "model", "family", "resolved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,12 @@ class Facts:
     def model(self) -> Model:
         value = self.known["model"]
         assert isinstance(value, Model)
+        return value
+
+    @property
+    def family(self) -> Family:
+        value = self.known["family"]
+        assert isinstance(value, Family)
         return value
 
     @property

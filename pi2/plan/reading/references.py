@@ -19,6 +19,7 @@ import pi2
 from pi2.diagnostics import Diagnostic, Span
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.device import Device
+from pi2.plan.documents.family import Family
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.plan import Plan
 from pi2.plan.toml.source import Kind, detect_kind, display_path
@@ -44,9 +45,21 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names if detect_kind(name) is not None)
 
 
-DOCUMENTS: Mapping[Kind, type[Document]] = {"plan": Plan, "device": Device, "model": Model}
+DOCUMENTS: Mapping[Kind, type[Document]] = {
+    "plan": Plan,
+    "device": Device,
+    "model": Model,
+    "family": Family,
+}
 WRITTEN: Mapping[Kind, type[Document]] = {**DOCUMENTS, "model": WrittenModel}
 """Classes with every key that may be written."""
+_FOLDERS: Mapping[Kind, str] = {
+    "plan": "",
+    "device": "devices",
+    "model": "models",
+    "family": "families",
+}
+"""Folders of shipped documents, in that of all."""
 
 
 def check_suffix(file_name: str, name: str, kind: Kind) -> Diagnostic | None:
@@ -89,7 +102,7 @@ def guess_kind(values: Mapping[str, Any], kind: Kind) -> Kind | None:
     scores: dict[Kind, float] = {}
     for other in DOCUMENTS:
         own = set(_list_own_keys(other))
-        scores[other] = len(keys & own) / len(own)
+        scores[other] = len(keys & own) / max(1, len(own))
     best = max(scores, key=lambda item: scores[item])
     unknown = keys - set(WRITTEN[kind].model_fields)
     if best != kind and scores[best] > 0.6 and scores[kind] < 0.4 and unknown:
@@ -156,7 +169,7 @@ def list_shipped(kind: Kind) -> dict[str, Path]:
         return {
             path.relative_to(folder).as_posix().removesuffix(suffix): path for path in sorted(files)
         }
-    folder = folder / f"{kind}s"
+    folder = folder / _FOLDERS[kind]
     return {path.name.removesuffix(suffix): path for path in sorted(folder.glob(f"*{suffix}"))}
 
 
@@ -205,7 +218,7 @@ def locate_document(
 
 
 def _find_name(reference: str, kind: Kind, base: Path, resolver: Resolver | None) -> Located:
-    folder = find_shipped_folder() / ("" if kind == "plan" else f"{kind}s")
+    folder = find_shipped_folder() / _FOLDERS[kind]
     file = folder / f"{reference}.{kind}.toml"
     if _is_short_name(reference) and os.path.isfile(file):
         return Located(path=file, file_name=file.name, name=display_path(file))

@@ -22,8 +22,8 @@ from pi2.plan.toml.text import KeyPath
 if TYPE_CHECKING:
     from pi2.plan.toml.spans import SpanIndex
 
-Kind = Literal["plan", "device", "model"]
-KINDS: tuple[Kind, ...] = ("plan", "device", "model")
+Kind = Literal["plan", "device", "model", "family"]
+KINDS: tuple[Kind, ...] = ("plan", "device", "model", "family")
 
 MAX_BYTES = 1 << 20
 """Largest file that is read: documents are written by people."""

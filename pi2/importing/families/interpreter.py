@@ -1,0 +1,253 @@
+"""Computes a model document's tables from a configuration and its family's document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from pi2.diagnostics import UserError
+from pi2.importing.config import Config, read_rope
+from pi2.plan.documents.common import find_type
+from pi2.plan.documents.family import Family, Sections, Window
+from pi2.plan.documents.model import Model
+from pi2.plan.toml.expressions import MARK, evaluate, is_expression, list_names, parse_expression
+
+Tables = dict[str, Any]
+_LAYERS = ("num_hidden_layers", "n_layer")
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
+_SHOWN = 60
+"""Characters of a value in a message."""
+_PARTS = ("gate", "up", "down")
+_WINDOW_KINDS = ("sliding_attention", "full_attention")
+
+
+def flatten(tables: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by their dotted keys."""
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{start}{key}.")
+        else:
+            yield start + key, value
+
+
+def list_tensor_names(names: Mapping[str, str], layer: str) -> Iterator[tuple[str, str]]:
+    """The names that a document's ``names`` stand for."""
+    for key, name in names.items():
+        name = layer + name if name.startswith(".") else name
+        for part in _PARTS if "{part}" in key else ("",):
+            own, pattern = (text.replace("{part}", part) for text in (key, name))
+            if not pattern.endswith(".*"):
+                yield own, pattern
+                continue
+            yield own, f"{pattern[:-1]}weight"
+            yield f"{own}_bias", f"{pattern[:-1]}bias"
+
+
+def show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+class Completed:
+    """A configuration with what its family assumes and fixes; a key's value is computed when it is
+    asked for."""
+
+    def __init__(self, config: Config, sections: Sections, functions: ModuleType) -> None:
+        self.config = self.raw = config
+        self.functions = functions
+        self.assume, self.fix = sections.assume, sections.fix
+        self.known: dict[str, Any] = {}
+        self.open = set[str]()
+
+    @property
+    def layers(self) -> int:
+        layers: int = self.config.read_first(_LAYERS, int)
+        return layers
+
+    def find(self, name: str) -> Any:
+        if name in self.known:
+            return self.known[name]
+        value = self.config.values.get(name)
+        if name in self.fix and name not in self.open:
+            self.open.add(name)
+            value = self.resolve(self.fix[name])
+            self.open.remove(name)
+        elif value is None and name in self.assume:
+            value = self.resolve(self.assume[name])
+        if name not in self.open:
+            self.known[name] = value
+        return value
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        return getattr(self.functions, name)(self, *arguments)
+
+    def resolve(self, value: Any) -> Any:
+        return self.compute(value) if is_expression(value) else value
+
+    def compute(self, text: str) -> Any:
+        """The value of an expression; `UserError` P544 where there is none."""
+        tree = parse_expression(text)
+        try:
+            value = evaluate(tree, self)
+        except _FAILURES as error:
+            raise self.refuse_values(text, f"cannot be computed: {error}") from None
+        if isinstance(value, complex):
+            raise self.refuse_values(text, "is no number")
+        return value
+
+    def judge(self, text: str) -> bool:
+        """Whether a condition holds; one of a key that is not stated does not."""
+        value = self.compute(text)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse_values(text, "is neither true nor false")
+        return bool(value)
+
+    def refuse_values(self, text: str, problem: str) -> UserError:
+        """The refusal of values that an expression has: ``problem`` says what is wrong with it."""
+        names = dict.fromkeys(list_names(parse_expression(text)))
+        stated = [f"{name} is {show(self.find(name))}" for name in names]
+        expression = text.removeprefix(MARK).strip()
+        return self.config.refuse(f"{', '.join([*stated, f'`{expression}`'])} {problem}")
+
+    def complete(self) -> Config:
+        keys = [*self.fix, *(key for key in self.assume if not self.config.has(key))]
+        return self.config.change({key: self.find(key) for key in keys})
+
+
+class Description(Completed):
+    """What functions of families work with: the completed configuration, and the tables so far."""
+
+    def __init__(self, config: Config, family: Family, functions: ModuleType) -> None:
+        plain = Completed(config, family, functions)
+        sections: Sections = family
+        for when in family.when.values():
+            if plain.judge(when.test):
+                sections = _overlay(sections, when)
+        completed = Completed(config, sections, functions).complete()
+        super().__init__(completed, Sections(), functions)
+        self.raw, self.sections, self.family = config, sections, family
+        self.stated = {
+            **dict(flatten(sections.read)),
+            **dict(flatten(sections.set)),
+            **{f"tensors.{k}": v for k, v in list_tensor_names(sections.names, family.layer)},
+        }
+        self.reads = dict(flatten(sections.read)).keys() - dict(flatten(sections.set)).keys()
+        self.tables: dict[str, Any] = {}
+        self.windowed: list[int] = []
+
+    @property
+    def layers(self) -> int:
+        layers: int = self.find("shape.layers")
+        return layers
+
+    def find(self, name: str) -> Any:
+        """A key of the configuration, or, with dots, of the model document."""
+        return self.value(name) if "." in name else super().find(name)
+
+    def value(self, name: str) -> Any:
+        """The value of a key of the model document; None where there is none."""
+        if name not in self.tables and name in self.stated:
+            value = self.stated[name]
+            self.tables[name] = self.read(name) if name in self.reads else self.resolve(value)
+        return self.tables.get(name)
+
+    def read(self, name: str) -> Any:
+        stated = self.stated[name]
+        keys = [key for key in stated if isinstance(key, str)]
+        default = stated[-1] if len(keys) < len(stated) else None
+        if keys[-1].endswith("?"):
+            keys[-1] = keys[-1][:-1]
+            if not any(self.config.has(key) for key in keys):
+                return None
+        kind = find_type(Model, name.split("."))
+        kind = kind if kind in (int, float, bool) else str
+        key = next((key for key in keys if self.config.has(key)), keys[0])
+        return self.config.read(key, kind, default)
+
+    def put(self, name: str, value: Any) -> None:
+        """State a key of the model document, unless the family's document does; a table as a
+        whole."""
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                self.put(f"{name}.{key}", item)
+        elif name not in self.stated:
+            self.tables[name] = value
+
+    def replace(self, name: str, table: Mapping[str, Any]) -> None:
+        """Put a table in the place of what there is of it."""
+        for key in [key for key in self.tables if key.startswith(f"{name}.")]:
+            del self.tables[key]
+        self.put(name, table)
+
+    def describe(self) -> Tables:
+        """The tables; `UserError` P544 for what no model document can state."""
+        for key, wanted in self.sections.only.items():
+            self.config.demand(key, wanted, wanted)
+        for text in self.sections.require.values():
+            if not self.compute(text):
+                raise self.refuse_values(text, "does not hold, and pi2 computes no other")
+        if self.sections.window is not None:
+            self.put_window(self.sections.window)
+        if self.find("rope.kind") is None:
+            context = self.find("shape.context")
+            self.put("rope", read_rope(self.config, context, self.family.rotated))
+        for name in self.sections.functions:
+            self.call(name, [])
+        for name in self.stated:
+            self.value(name)
+        return _nest(self.tables)
+
+    def put_window(self, window: Window) -> None:
+        config, layers, width = self.config, self.layers, window.width
+        if not config.has("sliding_window"):
+            if width is None or (window.needs_width and "sliding_window" in config.values):
+                return
+        width = config.read("sliding_window", int, width)
+        kinds = config.read_list("layer_types")
+        if not kinds:
+            flags = self.compute(f"each({window.layers})")
+            kinds = [_WINDOW_KINDS[not flag] for flag in flags]
+        if len(kinds) != layers or not all(kind in _WINDOW_KINDS for kind in kinds):
+            raise config.refuse(f"layer_types is not a list of {layers} kinds of attention")
+        self.windowed = [n for n, kind in enumerate(kinds) if kind == _WINDOW_KINDS[0]]
+        if self.windowed:
+            self.put("attention.sliding_window", width)
+        if 0 < len(self.windowed) < layers:
+            self.put("attention.window_layers", self.windowed)
+        still = [layer for layer in range(layers) if layer not in self.windowed]
+        if window.still and still:
+            self.put("other_rope", {"kind": "none", "layers": still})
+
+
+def _overlay(base: Sections, other: Sections) -> Sections:
+    """``base`` with what ``other`` states."""
+    changes: dict[str, Any] = {}
+    for name in other.model_fields_set & Sections.model_fields.keys():
+        value = getattr(other, name)
+        changes[name] = _merge(getattr(base, name), value) if isinstance(value, dict) else value
+    return base.model_copy(update=changes)
+
+
+def _merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in other.items():
+        own = merged.get(key)
+        if isinstance(own, Mapping) and isinstance(value, Mapping):
+            value = _merge(own, value)
+        merged[key] = value
+    return merged
+
+
+def _nest(tables: Mapping[str, Any]) -> Tables:
+    """Tables of dotted keys, without those that have no value."""
+    nested: Tables = {"attention": {}, "tensors": {}}
+    for name, value in tables.items():
+        if value is None or (isinstance(value, list) and not value):
+            continue
+        *way, key = name.split(".")
+        table = nested
+        for part in way:
+            table = table.setdefault(part, {})
+        table[key] = value
+    return nested

@@ -1,0 +1,82 @@
+"""What a family document states: how keys of ``config.json`` become keys of a model document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from pi2.plan.documents.common import Document, Table
+
+
+class Window(Table):
+    """A sliding window of some layers: of those of ``layer_types``, else of ``layers``."""
+
+    width: int | None = Field(default=None, ge=1, examples=[4096])
+    """Tokens, if the configuration states no `sliding_window`; absent means that there is no window
+    then."""
+    layers: str = Field(default="true", max_length=300, examples=["layer % 4 != 0"])
+    """Expression that says whether `layer` has a window."""
+    needs_width: bool = False
+    """Whether a `sliding_window` that is null means that there is none."""
+    still: bool = False
+    """Whether layers without a window have no rotary positions."""
+
+
+class Sections(Table):
+    """What a family states of its models, or under a condition."""
+
+    assume: dict[str, Any] = Field(default={}, examples=[{"rms_norm_eps": 1e-5}])
+    """Values of keys that the configuration leaves out, or states as null."""
+    fix: dict[str, Any] = Field(default={}, examples=[{"mlp_bias": False}])
+    """Values of keys of the configuration, whatever it states."""
+    only: dict[str, Any] = Field(default={}, examples=[{"alibi": False}])
+    """The one value of a key that pi2 computes; any other is refused (`P544`)."""
+    require: dict[str, str] = Field(default={}, examples=[{"swiglu_limit": "swiglu_limit > 0"}])
+    """Expressions that must hold, by any name; the model is refused (`P544`) otherwise."""
+    read: dict[str, Any] = Field(default={}, examples=[{"norm": {"epsilon": ["eps", 1e-5]}}])
+    """Keys of the model document, each with the keys of the configuration of which the first that
+    is stated counts, and perhaps a default, which is no text."""
+    set: dict[str, Any] = Field(default={}, examples=[{"rope": {"pairs": "neighbours"}}])
+    """Values of keys of the model document, which count before `read`; a text that begins with `=`
+    is an expression, and a key without a value is left out."""
+    names: dict[str, str] = Field(default={}, examples=[{"up": ".mlp.fc1.*"}])
+    """Names of tensors by keys of the table `tensors`. A name that begins with a dot follows
+    `layer`, `.*` stands for `.weight` and, of the key with `_bias`, for `.bias`; `{part}` in key
+    and name for `gate`, `up` and `down`."""
+    window: Window | None = None
+    """Sliding window."""
+    functions: tuple[str, ...] = Field(default=(), examples=[["gemma4"]])
+    """Functions of `pi2.importing.families.functions` that describe what no key here can."""
+
+
+class When(Sections):
+    """What counts where a condition holds; it replaces what the family states."""
+
+    test: str = Field(max_length=300, examples=["use_parallel_residual"])
+    """Expression of keys of the configuration."""
+
+
+class Family(Document, Sections):
+    """A family of models (``*.family.toml``): its name is that of the file, ``model_type``.
+
+    Expressions have numbers, texts, ``true``, ``false`` and ``none``, keys of the configuration by
+    their names, keys of the model document with their dots (``shape.hidden``), and Python's
+    operators; ``each(...)`` is a list of values, one for every ``layer``, ``where(...)`` one of the
+    layers for which it holds.
+    """
+
+    aliases: tuple[str, ...] = Field(default=(), examples=[["sparsellama"]])
+    """Other names of the same family."""
+    wrappers: dict[str, dict[str, Any]] = Field(default={}, examples=[{"llava": {}}])
+    """Families of models that read pictures, sound or video too and whose text is of this one, with
+    values that their configurations leave out of the text's."""
+    refused: str = Field(default="", max_length=500, examples=["two attentions in a layer"])
+    """What models of this family have that no model document states; nothing else counts then."""
+    layer: str = Field(default="model.layers.{layer}", examples=["model.layers.{layer}"])
+    """How names of a layer's tensors begin."""
+    rotated: float | None = Field(default=None, gt=0.0, le=1.0, examples=[0.5])
+    """Part of a head that turns where the configuration states none; absent means the whole head,
+    whatever the configuration states."""
+    when: dict[str, When] = Field(default={})
+    """Conditions, by any name."""
