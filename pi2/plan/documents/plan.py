@@ -66,19 +66,17 @@ class Memory(Table):
     units: Annotated[
         dict[Identifier, UnitMemory], Field(examples=[{"gpu": {"budget": "8 GiB"}}])
     ] = {}
-    """Memory of each unit that keeps neurons beside the sparse one, by the unit's name.  A unit
-    that uses main memory need not have an entry: what it keeps is part of ``segments.hot`` then."""
+    """Memory of each dense unit, by the unit's name. A unit without an entry that uses main memory
+    counts in ``segments.hot``."""
     embedding: Literal["resident", "flash"] = "resident"
     """Where embedding rows come from: ``flash`` reads a few KiB for each token and leaves the
     memory to neurons. A tied embedding (shared with the head) is always resident, because every
     token needs all of it."""
     lock: Literal["none", "locked", "re-read"] = "none"
-    """What happens when the system wants memory back, as phones do: ``none`` leaves it to the
-    system, which compresses or swaps what is not in use; ``locked`` locks all segments as they are
-    touched, where the limit of locked memory (``ulimit -l``) allows it, and says so where not;
-    ``re-read`` maps the dense weights from the store instead of copying them, so that pages which
-    the system takes are read again, never swapped (neurons stay in ordinary memory; the store must
-    not be changed meanwhile)."""
+    """Reaction to memory pressure, as on phones: ``none`` lets the system compress or swap idle
+    pages; ``locked`` locks all segments within ``ulimit -l`` and reports a refusal; ``re-read``
+    maps dense weights from the store, and the system drops their pages instead of swapping them.
+    The store must not change meanwhile."""
 
 
 class Bundle(Table):
@@ -87,10 +85,9 @@ class Bundle(Table):
     stride: Bytes
     """Distance between two neurons in a layer's file; a multiple of the device's block size."""
     scales: Literal["inline", "resident"] = "inline"
-    """Where the scales of quantised weights are stored: ``inline`` in the bundles, read with the
-    weights; ``resident`` in a separate file for each layer, loaded at start into the segment
-    ``attention``, so that bundles are smaller and less is read for each missing neuron. Must
-    match the store; ``pi2 store repack`` changes it."""
+    """Place of the scales of quantised weights: ``inline`` in the bundles, read with the weights;
+    ``resident`` in a separate file for each layer, loaded into the segment ``attention``: smaller
+    bundles, fewer bytes per read. Must match the store; ``pi2 store repack`` changes it."""
 
 
 class Cache(Table):
@@ -135,16 +132,15 @@ class Io(Table):
     the drive (on Linux often 256, shared with other programs), the computing thread waits for
     room."""
     merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
-    """Number of unneeded neurons that may be read and discarded between two needed ones, so that
-    both are one request. Adjacent neurons are always one request."""
+    """Number of unneeded neurons that may be read and discarded between two needed ones, to make
+    one request of both. Adjacent neurons are always one request."""
     request: Annotated[Bytes, Field(ge=4096, le=64 << 20, examples=["512 KiB"])] | None = None
-    """Bytes of one request where a mixture's experts are read in whole stretches; at most 8 MiB
-    are in flight then, so that the first expert arrives soon. Absent means the smallest size
-    from 128 KiB to 1 MiB at which the device's storage is nearly at its fastest, or 512 KiB."""
+    """Bytes of one request for experts, which are read whole; at most 8 MiB are in flight. Absent
+    means the smallest size from 128 KiB to 1 MiB at which the device's storage is nearly at its
+    fastest, or 512 KiB."""
     verify: Literal["never", "first-read"] = "first-read"
-    """``first-read`` verifies each neuron's checksum when it is first read, and the hashes of
-    the other files at loading. ``never`` computes with whatever the files contain: a damaged byte
-    changes the text without notice."""
+    """``first-read`` verifies each neuron's checksum at its first read, and the hashes of other
+    files at loading. ``never`` verifies nothing: a damaged byte changes the text without notice."""
 
 
 ActivationType = Literal["int8", "int16", "fp32"]
@@ -154,8 +150,8 @@ class Prefill(Table):
     """How a prompt is processed: dense, in chunks."""
 
     unit: Annotated[Identifier, Field(examples=["npu"])] | None = None
-    """Unit that computes prompts: the FFN's neurons beyond those that it keeps are sent to it as
-    they are in memory or come from flash.  Absent leaves them to the sparse unit."""
+    """Unit that computes prompts. FFN neurons outside its memory are sent to it from memory or
+    flash. Absent leaves them to the sparse unit."""
 
     chunk: Annotated[int, Field(ge=1, le=1024)] = 128
     """Number of prompt tokens that go through a layer together."""
@@ -177,68 +173,62 @@ class Speculation(Table):
     """
 
     drafts: Literal["prompt", "resident", "plan"] = "prompt"
-    """Who guesses: ``prompt`` takes what came after the last tokens where they stood before, in the
-    prompt or in the answer; ``resident`` the model itself, with the neurons that are in memory
-    alone, so that nothing is read; ``plan`` a smaller model with the same tokens."""
+    """Source of drafts: ``prompt`` copies the continuation of an earlier occurrence of the last
+    tokens; ``resident`` uses the model itself with the neurons in memory, without reads; ``plan``
+    uses a smaller model with the same tokens."""
     plan: Annotated[Reference, Field(examples=["./draft.plan.toml"])] | None = None
     """Plan of the smaller model, with ``drafts = "plan"``: a path relative to this file, or a short
-    name.  Its segments but ``runtime`` take what ``memory.budget`` leaves beside this plan's."""
+    name. Its segments except ``runtime`` use the part of ``memory.budget`` that this plan
+    leaves."""
     tokens: Annotated[int, Field(ge=1, le=32)] = 4
-    """Maximum number of tokens that are guessed at once.  A step has at most one more, or as many
-    as ``decode.batch``: with more sequences under way less is guessed."""
+    """Maximum number of drafts in a step. A step has at most one token more, or ``decode.batch``:
+    more sequences leave less room for drafts."""
     match: Annotated[int, Field(ge=1, le=16)] = 3
     """Number of last tokens that must have come before, in this order, with ``prompt``."""
     when: Literal["pays", "always"] = "pays"
-    """``pays`` speculates as long as steps with guesses touch fewer bytes for each token that is
-    kept, and take less time for it, than steps without, and tries again now and then;
-    ``always`` whenever there is a guess."""
+    """``pays`` drafts as long as this saves bytes and time per accepted token, and tries again
+    later if it does not; ``always`` drafts at every step."""
 
 
 class Decode(Table):
     """How tokens are generated."""
 
     predictor: PredictorMode = "low-rank"
-    """``none`` computes every neuron; ``gate`` computes all gates first and is lossless for the
-    ReLU family, and for layers whose gates have a cutoff (Gemma 3n), beside which the others
-    compute all of theirs; other models need ``[sparsity]``; ``low-rank`` uses trained predictors;
-    ``router``, for mixtures of experts, computes the neurons of the experts that the router
-    chooses, all of them and no others, so that nothing is lost, and keeps them in the cache.  In a
-    mixture ``none`` computes the chosen experts, too, but keeps nothing of what it reads."""
+    """``none`` computes every neuron. ``gate`` computes all gates first; it is lossless for the
+    ReLU family and for layers with a cutoff (Gemma 3n), and other models need ``[sparsity]``.
+    ``low-rank`` uses trained predictors. ``router``, for MoE models, computes exactly the chosen
+    experts and caches them; ``none`` computes them as well, but caches nothing."""
     threshold: float = 0.0
     """Predictor score from which a neuron counts as active; higher is faster and less accurate."""
     missing_threshold: Annotated[float, Field(examples=[1.0])] | None = None
-    """Predictor score from which a neuron that is not in memory is read, if higher than
-    ``threshold``: fewer reads, at the cost of leaving out some neurons that fire rarely.
-    Default: ``threshold``."""
+    """Predictor score from which a missing neuron is read, if higher than ``threshold``: fewer
+    reads, but rarely firing neurons are skipped. Default: ``threshold``."""
     leave_out: Annotated[float, Field(gt=0.0, le=0.5, examples=[0.02])] | None = None
-    """Share of the predictor's scores above ``threshold``, summed over named neurons, that may be
-    left out because these are not in memory: instead of ``missing_threshold``, which is found while
-    the model runs. Absent reads all that is named."""
+    """Fraction of the total predictor score above ``threshold`` that may be skipped instead of read
+    from flash, such as 0.02. Replaces ``missing_threshold``. Absent reads all predicted neurons."""
     passes: Annotated[Literal[1, 2], Field(examples=[2])] | None = None
-    """Passes over the neurons in memory: 1 takes gate, up and down of a few neurons at a time, 2
-    the gates of all, then ups where gates are open, then downs where neurons fire.  Both give the
-    same bits.  Absent means 2 with ``predictor = "gate"``, where gates are known beforehand, and
-    else 1, which was quicker with ReLU, dReLU and SiLU.  Neurons with biases
-    or without gates are computed one by one in either case."""
+    """Passes over the neurons in memory: 1 takes gate, up and down of a few neurons at a time; 2
+    takes all gates, then open ups, then downs. Both give the same bits. Absent means 2 with
+    ``predictor = "gate"`` and 1 otherwise. Neurons with biases or without gates are computed one by
+    one."""
     activations: Literal["int16", "fp32"] = "int16"
     """Precision of matrix inputs in the cpu backend, as in ``prefill``: ``int16`` changes logits
     by a few parts in 10,000 of the largest, ``fp32`` rounds nothing."""
     batch_activations: Literal["int8"] | None = None
-    """Precision of matrix inputs in the cpu backend in steps of several tokens, of sequences or of
-    guesses that are verified: ``int8`` takes the upper 8 bits of ``int16``, which is quicker from
-    three tokens on; a token's logits then depend on whether others are computed with it. Absent
-    means the precision of ``activations``, and so does ``int8`` if these are ``fp32``."""
+    """Precision of matrix inputs in the cpu backend in steps of several tokens (sequences or
+    drafts). ``int8`` takes the upper 8 bits of ``int16``, and is quicker from three tokens on; a
+    token's logits then depend on its batch. Absent means the precision of ``activations``; with
+    ``fp32`` there, ``int8`` has no effect."""
     batch: Annotated[int, Field(ge=1, le=64, examples=[4])] = 1
     """Maximum number of sequences that generate at the same time, each with its own KV cache in
     ``memory.segments.kv``. Weights and neurons are read once for all of them."""
     look_ahead: Literal["none", "attention", "layer"] = "none"
-    """When a layer's neurons are predicted: ``none`` after its attention; ``attention`` before
-    its attention, which then hides the reads; ``layer`` before the FFN of the previous layer, so
-    that storage is never idle. Earlier predictions find slightly fewer active neurons; with
-    ``router`` only reads begin early, two layers early while storage is idle, and what they
-    miss is read in time."""
+    """Time at which a layer's neurons are predicted: ``none`` after its attention; ``attention``
+    before it, which hides reads behind attention; ``layer`` before the previous layer's FFN, which
+    keeps storage busy. Earlier predictions find slightly fewer active neurons. With ``router`` only
+    reads begin early, and missed experts are read in time."""
     speculation: Annotated[Speculation, Field(examples=[{"drafts": "prompt"}])] | None = None
-    """Tokens that are guessed and verified together; absent generates them one by one."""
+    """Draft tokens that are verified together; absent generates tokens one by one."""
 
     @property
     def leaves_out(self) -> bool:
@@ -256,35 +246,30 @@ class Serve(Table):
     """How `pi2 serve` and `pi2 chat` go on from prompts that were read before."""
 
     prefixes: Literal["answers", "prompts", "none"] = "answers"
-    """What of earlier prompts is not read again when another one begins with the same tokens:
-    ``prompts`` goes on from whole chunks of prompts alone, which are bit for bit what reading them
-    again would give; ``answers`` also from tokens that were generated, so that the next turn of a
-    conversation reads only what is new: their keys and values are those of generation, which
-    leaves out what predictors leave out; ``none`` reads every prompt from its beginning."""
+    """Cached prefixes that a new prompt may reuse. ``prompts``: whole chunks of prompts, bit-equal
+    to reading them again. ``answers``: also generated tokens, as computed by the plan's predictors;
+    the next turn of a conversation then reads new tokens only. ``none`` reads every prompt from its
+    beginning."""
     prefix_cache: Annotated[Bytes, Field(examples=["4 GiB"])] | None = None
-    """Most bytes of files in which keys and values of prompts are kept, also when the server ends;
-    those that were not used for longest go first.  Absent keeps them in ``memory.segments.kv``
-    alone, as long as no other sequence needs the room."""
+    """Maximum bytes of files with KV caches of prompts, which outlive the server; the least
+    recently used go first. Absent keeps them in ``memory.segments.kv`` only, until another sequence
+    needs the room."""
 
 
 class Pipeline(Table):
     """How reading and computing go together while a token is generated."""
 
     phases: Literal[1, 2] = 1
-    """Reads for a missing neuron: the whole bundle in 1, or gate first and, only where the gate is
-    open, up and down (2); the others do not stay in the cache.  Neighbours in the store, which
-    share a request, are read whole in either case, and so are neurons whose gates are known, with
-    ``predictor = "gate"``, and those that ``io.verify`` has not compared yet.  2 reads fewer bytes
-    in more requests."""
+    """Reads for a missing neuron: 1 reads the whole bundle; 2 reads the gate first, and up and down
+    only of an open gate. 2 reads fewer bytes in more requests. Neighbours in one request, neurons
+    with known gates, and neurons that ``io.verify`` has not compared yet are read whole."""
     cluster: Count = 64
-    """Minimum number of neurons that are read and computed together; all that a layer misses are
-    where ``decode.look_ahead = "layer"``, ``io.engine = "io_uring"`` and ``phases = 1``: the drive
-    reads the next layer's meanwhile."""
+    """Minimum batch of neurons that are read, then computed, together. Ignored with
+    ``decode.look_ahead = "layer"``, ``io.engine = "io_uring"`` and ``phases = 1``."""
     prefill: Literal["chunks-first", "layers-first"] = "chunks-first"
     """``chunks-first`` computes one chunk of the prompt through all layers, then the next, and
-    reads what is not in memory again for every chunk; ``layers-first`` reads every layer once,
-    sequentially, and computes up to 512 tokens with it before the next layer, as many as fit
-    into the segment ``workspace``."""
+    reads missing weights for each chunk. ``layers-first`` reads every layer once and computes up to
+    512 tokens with it, as many as fit into the segment ``workspace``."""
 
 
 class Plan(Document):
@@ -301,8 +286,8 @@ class Plan(Document):
     one, or ``package:NAME/FILE``, a file of an installed Python package. Then the model, the store
     and the bundle are derived, and need not be stated."""
     tokenizer: Annotated[Reference, Field(examples=["tokenizer.json"])] | None = None
-    """Tokenizer instead of that of the GGUF file `weights`, relative to the plan file: a
-    ``tokenizer.json``, a ``tokenizer.model``, or a folder that has one."""
+    """Tokenizer that replaces the one of the GGUF file ``weights``, relative to the plan file: a
+    ``tokenizer.json``, a ``tokenizer.model``, or a folder with one."""
     backends: dict[Literal["cpu", "gpu", "npu"], BackendName] = {"cpu": "cpu"}
     """Backend for each kind of unit."""
     units: Annotated[dict[Identifier, UnitSettings], Field(examples=[{"npu": {}}])] = {}
@@ -326,7 +311,7 @@ class Plan(Document):
     decode: Decode = Decode.default()
     """Token generation."""
     experts: Experts = Experts.default()
-    """Deviations from a mixture's routing."""
+    """Deviations from an MoE model's routing."""
     sparsity: Sparsity | None = None
     """Sparsity of models whose neurons are never zero."""
     sampling: Sampling = Sampling.default()
