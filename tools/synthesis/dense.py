@@ -60,6 +60,10 @@ _PROJECTIONS = {
 """Numbers of projections' random streams; 2 are biases, 3 gates, and 20 more are those of a layer's
 second state."""
 _INNER_STREAMS = 20
+_ONES = ("shared_router", "layer_scale", "expert_scale", "state_skip")
+"""Tensors that are ones as norms are."""
+_ZEROS = ("sinks", "state_step")
+"""Tensors that are zeros as biases are."""
 
 
 def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
@@ -78,23 +82,11 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
     _, number, kind = tensor.name.split(".")
     layer = int(number)
     kind, inner = split_mixer_kind(kind)
+    if kind.endswith("_norm") and kind != "router_norm" or kind in _ONES:
+        return [(np.ones((1, tensor.length), np.float32), None)]
+    if kind.endswith("_bias") and kind not in ("qkv_bias", "predictor_bias") or kind in _ZEROS:
+        return [(np.zeros((tensor.rows, tensor.length), np.float32), None)]
     match kind:
-        case (
-            "attention_norm"
-            | "ffn_norm"
-            | "inner_norm"
-            | "attention_sub_norm"
-            | "query_norm"
-            | "key_norm"
-            | "shared_router"
-        ):
-            return [(np.ones((1, tensor.length), np.float32), None)]
-        case "attention_output_norm" | "ffn_output_norm":
-            return [(np.ones((1, tensor.length), np.float32), None)]
-        case "latent_query_norm" | "latent_norm" | "layer_scale" | "expert_scale":
-            return [(np.ones((1, tensor.length), np.float32), None)]
-        case "side_norm" | "side_output_norm" | "experts_output_norm":
-            return [(np.ones((1, tensor.length), np.float32), None)]
         case "router_norm":
             # Routers are drawn for inputs of magnitude 1.
             moe = blueprint.model.moe
@@ -105,10 +97,6 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
         case "qkv_bias":
             normals = draw_normals((1, tensor.length), *blueprint.key(ATTENTION, layer, 2))
             return [(normals * np.float32(_BIAS_DEVIATION), None)]
-        case "attention_norm_bias" | "ffn_norm_bias" | "output_bias" | "down_bias":
-            return [(np.zeros((tensor.rows, tensor.length), np.float32), None)]
-        case "sinks" | "router_bias" | "choice_bias":
-            return [(np.zeros((1, tensor.length), np.float32), None)]
         case "state_parts" | "state_steps" | "state_decays" | "state_output_gates":
             return _draw_projection(blueprint, tensor, layer, kind, inner * _INNER_STREAMS)
         case "state_in" | "state_output" | "side_in" | "side_down" | "experts_in" | "experts_out":
@@ -122,10 +110,6 @@ def make_tensor(blueprint: Blueprint, tensor: DenseTensor) -> TensorPieces:
             # States forget half of what they keep within one to a hundred tokens.
             rates = -np.geomspace(1.0, 0.01, tensor.length, dtype=np.float32)
             return [(np.tile(rates, (tensor.rows, 1)), None)]
-        case "state_norm" | "state_skip" | "state_part_norm":
-            return [(np.ones((1, tensor.length), np.float32), None)]
-        case "state_step" | "state_convolution_bias" | "state_in_bias" | "state_output_bias":
-            return [(np.zeros((1, tensor.length), np.float32), None)]
         case "predictor_in":
             experts = blueprint.model.expert_count
             rows = make_predictor_in(blueprint, layer, tensor.rows // experts)

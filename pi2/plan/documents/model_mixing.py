@@ -196,10 +196,6 @@ class Attention(Table):
         return self.qkv_bias or (self.latent is not None and self.latent.bias)
 
 
-Mixer = Literal["attention", "delta", "mamba", "mamba1", "convolution"]
-"""What mixes tokens: softmax attention, a gated delta rule (Gated DeltaNet), Mamba-2, the first
-Mamba, or a short gated convolution."""
-
 _MIXER = "(attention|delta|mamba|mamba1|convolution)"
 
 LayerKind = Annotated[
