@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,12 @@ class Threads:
 
     def __init__(self, library: Path, count: int, cores: Sequence[int] = ()) -> None:
         """Run on ``count`` threads, the caller's included; ``cores``: one for each."""
-        self._library = open_library(library)
+        # Opened by one path twice, it would be shared, and so would its counters of threads.
+        folder = library.parent if os.access(library.parent, os.W_OK) else None
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so") as own:
+            own.write(library.read_bytes())
+            own.flush()
+            self._library = open_library(Path(own.name))
         self._run = self._library.pi2_blocks_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         self._run.restype = None

@@ -44,14 +44,18 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         plan, is_mapped = resolved.plan, resolved.plan.memory.weights == "mapped"
         division = divide(resolved, weights, tensors)
         addresses, loaded = place_resident(tensors, division, weights, files, budget, is_mapped)
-        ring = np.zeros(0, np.uint8)
-        if plan.memory.segments.cold:
-            ring = budget.allocate("cold", plan.memory.segments.cold // BLOCK * BLOCK)
-        slots = None
+        slots, ring_bytes = None, plan.memory.segments.cold - resolved.file.slot_bytes
         if resolved.file.expert_bytes:
-            size = resolved.file.slot_bytes // BLOCK * BLOCK
-            slots = open_slots(resolved, weights, files, ring[:size], machine, progress)
-            ring = ring[size:]
+            # Also what is left where the next matrix is too large to be resident.
+            sizes = {
+                "cold": resolved.file.slot_bytes,
+                "hot": max(0, plan.memory.segments.hot - loaded),
+            }
+            region = budget.allocate_spanning(sizes)
+            slots = open_slots(resolved, weights, files, region, machine, progress)
+        ring = np.zeros(0, np.uint8)
+        if ring_bytes:
+            ring = budget.allocate("cold", ring_bytes // BLOCK * BLOCK)
         model = FileModel(
             weights,
             files,

@@ -130,6 +130,8 @@ class FileModel:
         self._row_reads = 0
         streamed: dict[int, tuple[tuple[int, Piece], ...]] = {}
         for number, matrix in enumerate(model.matrices):
+            if matrix.weight.data is not None:
+                continue
             tensor = weights.find(self._name_key(matrix.key), matrix.layer or 0)
             assert tensor is not None, matrix.key
             if tensor.name in addresses:
@@ -161,7 +163,7 @@ class FileModel:
         return "embedding" if key == "head" and self._weights.model.tied_head else key
 
     def _find(self, key: str, layer: int) -> Weight | None:
-        tensor = self._weights.find(key, layer)
+        tensor = None if key.endswith("_bias") else self._weights.find(key, layer)
         if tensor is not None and tensor.rows > 1:
             return Weight(
                 format=tensor.format,

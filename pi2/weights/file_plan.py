@@ -213,6 +213,8 @@ def count_vectors(model: Model) -> int:
     """Bytes of norms and biases, in float32."""
     shape = model.shape
     layer = 8 * shape.hidden + 4 * (shape.query + 2 * shape.kv_heads * shape.head_dim)
+    if model.moe is not None and model.ffn.bias:
+        layer += model.moe.experts * (2 * shape.ffn + shape.hidden + 1)
     return 4 * (shape.layers * layer + 2 * shape.hidden + shape.head_dim)
 
 

@@ -131,18 +131,22 @@ class GgufWeights:
                 return 0
         return self.model.moe.experts
 
-    def read_vector(self, key: str, layer: int = 0, expert: int = 0) -> F32 | None:
-        """The numbers of a small tensor, as the model's original has them; None if there is none.
+    def read_vector(self, key: str, layer: int = 0) -> F32 | None:
+        """The numbers of a small tensor, as the model's original has them, those of all experts one
+        after the other; None if there is none.
 
         Raises `UserError` P532 or P535 as `SourceTensor.read`.
         """
         pattern = getattr(self.model.tensors, key)
-        tensor = (
-            None
-            if pattern is None
-            else self.checkpoint.tensors.get(fill_name(pattern, layer, expert))
-        )
-        return None if tensor is None else np.ascontiguousarray(tensor.read(), np.float32)
+        if pattern is None:
+            return None
+        count = self.model.expert_count if "{expert}" in pattern else 1
+        found = [
+            self.checkpoint.tensors.get(fill_name(pattern, layer, expert))
+            for expert in range(count)
+        ]
+        read = [tensor.read().reshape(-1) for tensor in found if tensor is not None]
+        return np.concatenate(read).astype(np.float32) if read else None
 
     def find_obstacles(self) -> list[str]:
         """Why the file cannot be run as it is; empty if it can."""
@@ -167,7 +171,7 @@ class GgufWeights:
         """Every matrix of the model by the key of ``model.tensors`` that names it and its layer."""
         places = dict.fromkeys((own.key, own.layer) for own in list_sources(self.model))
         for key, layer in places:
-            found = self.find(key, layer)
+            found = None if key.endswith("_bias") else self.find(key, layer)
             if found is not None and found.rows > 1:
                 yield key, layer, found
 

@@ -347,3 +347,15 @@ def test_a_second_plane_of_activations_rounds_almost_nothing(name: str) -> None:
     finally:
         own.close()
     assert measure_divergence(np.concatenate(found), expected) < 5e-3
+
+
+def test_several_models_at_once_have_threads_of_their_own() -> None:
+    model, token = make_model(), np.array([5], np.int32)
+    opened = [open_model(model, RandomWeights(model, ("q8_0",), seed)) for seed in (0, 1, 0)]
+    try:
+        found = [[own.step(token, [0], [place]).copy() for own in opened] for place in range(3)]
+    finally:
+        for own in opened:
+            own.close()
+    for first, second, third in found:
+        assert np.array_equal(first, third) and not np.array_equal(first, second)

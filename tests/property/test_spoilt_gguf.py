@@ -1,0 +1,110 @@
+"""A GGUF file with flipped bytes or cut short is refused with a finding, or is sound: never a
+traceback."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pi2.diagnostics import UserError
+from pi2.weights.file_reading import check_document, runs_as_it_is
+from pi2.weights.gguf_weights import GgufWeights
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.gguf_files import make_sentence_piece, write_gguf
+from tests.helpers.gguf_tensors import translate
+from tests.helpers.models import MIXTURE, draw_weights, make_model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound file of a tiny mixture."""
+    folder = tmp_path_factory.mktemp("whole")
+    metadata = make_sentence_piece()
+    shape = {"vocab": len(metadata["tokenizer.ggml.tokens"]), "layers": 2}
+    changes = {"shape": shape, "predictor": None, "ffn": {"activation": "silu"}}
+    model = make_model({**MIXTURE, **changes})
+    weights = draw_weights(model)
+    checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    config |= {"max_position_embeddings": 64}
+    further: dict[str, Any] = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in metadata.items()
+    }
+    file = folder / "whole.gguf"
+    write_gguf(file, config, translate(weights, config), kind="Q8_0", changes=further)
+    assert runs_as_it_is(file)
+    return file
+
+
+def find_header(content: bytes | bytearray) -> int:
+    """Bytes of metadata and of the list of tensors."""
+    return content.rindex(b".weight") + 100
+
+
+def check(file: Path) -> list[str]:
+    """Codes of the errors of a file; also what can be read of it as weights is."""
+    errors = [item.code for item in check_document(file).diagnostics if item.severity == "error"]
+    if runs_as_it_is(file):
+        with GgufWeights.open(file, has_texts=False) as weights:
+            size = file.stat().st_size
+            for _, _, tensor in weights.list_matrices():
+                assert 0 < tensor.offset <= tensor.offset + tensor.size_bytes <= size
+            weights.read_vector("final_norm")
+    return errors
+
+
+@settings(
+    max_examples=120,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(random=st.randoms(use_true_random=False))
+def test_spoilt_headers_are_findings(whole: Path, tmp_path: Path, random: Random) -> None:
+    content = bytearray(whole.read_bytes())
+    header = find_header(content)
+    for _ in range(random.choice((1, 1, 2, 8))):
+        width = random.choice((1, 1, 4, 8))
+        place = random.choice((random.randrange(64), random.randrange(header)))
+        values = (random.randbytes(width), b"\xff" * width, bytes(width - 1) + b"\x80")
+        content[place : place + width] = random.choice(values)
+    file = tmp_path / "spoilt.gguf"
+    file.write_bytes(content)
+    check(file)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(share=st.floats(0, 1), in_header=st.booleans())
+def test_cut_files_are_refused(whole: Path, tmp_path: Path, share: float, in_header: bool) -> None:
+    content = whole.read_bytes()
+    end = find_header(content) if in_header else len(content)
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(content[: min(int(share * end), len(content) - 64)])
+    assert check(file) == ["P532"]
+
+
+def test_tensors_that_overlap_are_refused(whole: Path, tmp_path: Path) -> None:
+    name = b"blk.1.ffn_down_exps.weight"
+    content = bytearray(whole.read_bytes())
+    entry = content.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    (dimensions,) = struct.unpack_from("<I", content, entry)
+    struct.pack_into("<Q", content, entry + 8 + 8 * dimensions, 0)
+    file = tmp_path / "overlap.gguf"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="overlap") as caught:
+        GgufWeights.open(file)
+    assert [item.code for item in caught.value.diagnostics] == ["P532"]
+    assert check(file) == ["P532"]

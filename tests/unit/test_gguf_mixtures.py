@@ -1,0 +1,91 @@
+"""GGUF files of mixtures run as they are, and give the logits of the reference implementation."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pi2
+from pi2.backends.blocks.instructions import Weight
+from pi2.weights.file_reading import runs_as_it_is
+from pi2.weights.gguf_weights import GgufWeights
+from tests.helpers.block_model import PlainBlockModel
+from tests.helpers.gguf_files import make_sentence_piece, write_gguf
+from tests.helpers.gguf_tensors import read_checkpoint, translate
+from tests.helpers.goldens import copy_checkpoint, read_golden
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ernie4-5-moe",
+        "glm4-moe",  # sigmoids, groups, biases of choices, shared experts
+        "granite-moe",
+        "granite-moe-shared",
+        "hunyuan-moe",
+        "minimax-m2",
+        "mixtral",
+        "qwen2-moe",  # a gate of shared experts
+        "qwen3-moe",
+    ],
+)
+def test_mixtures_give_the_logits_of_the_reference(name: str, tmp_path: Path) -> None:
+    config, weights = read_checkpoint(copy_checkpoint(name, tmp_path / "checkpoint"))
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, config, translate(weights, config), changes=make_tokens(config["vocab_size"]))
+    golden = read_golden(name)
+    assert runs_as_it_is(file)
+    with pi2.load(file, set={"kv.context": 64}) as model:
+        together = model.logits(golden.prompt).copy()
+        one_by_one = model.logits(golden.prompt, mode="decode").copy()
+    for found in (together, one_by_one):
+        assert_near(found, golden.logits)
+
+
+def test_biases_of_experts_and_routers_and_sinks(tmp_path: Path) -> None:
+    """Files of gpt-oss do not say the limit of its activation: numpy takes the usual one, too."""
+    config, weights = read_checkpoint(copy_checkpoint("gpt-oss", tmp_path / "checkpoint"))
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, config, translate(weights, config), changes=make_tokens(config["vocab_size"]))
+    prompt = read_golden("gpt-oss").prompt
+    assert runs_as_it_is(file)
+    with GgufWeights.open(file, has_texts=False) as source:
+        expected = PlainBlockModel(source.model, partial(read_weight, source)).compute(prompt)
+    with pi2.load(file, set={"kv.context": 64}) as model:
+        assert_near(model.logits(prompt), expected)
+
+
+def assert_near(found: npt.NDArray[np.floating], expected: npt.NDArray[np.floating]) -> None:
+    """Weights are floats, so activations are not rounded; keys and values have 16 bits."""
+    assert np.abs(found - expected).max() <= 4e-3 * np.abs(expected).max()
+
+
+def read_weight(source: GgufWeights, key: str, layer: int) -> Weight | None:
+    found = None if key.endswith("_bias") else source.find(key, layer)
+    if found is None or found.rows == 1:
+        values = source.read_vector(key, layer)
+        if values is None:
+            return None
+        return Weight(format="f32", rows=1, length=values.size, data=values.view(np.uint8))
+    return Weight(
+        format=found.format,
+        rows=found.rows // found.experts,
+        length=found.length,
+        experts=found.experts,
+        neighbours=found.has_neighbours,
+        data=source.map_rows(found).reshape(-1),
+    )
+
+
+def make_tokens(count: int) -> dict[str, object]:
+    """Metadata of a tokenizer with so many tokens."""
+    metadata = make_sentence_piece()
+    names = [*metadata["tokenizer.ggml.tokens"], *(f"w{n}" for n in range(count))][:count]
+    kinds = [*metadata["tokenizer.ggml.token_type"].tolist(), *[1] * count][:count]
+    scores = [*metadata["tokenizer.ggml.scores"].tolist(), *[-1e3] * count][:count]
+    metadata |= {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
+    return metadata | {"tokenizer.ggml.scores": scores}
