@@ -187,7 +187,7 @@ _COMPILING_S = 3600
 PULLED, CONVERTED = "models", "stores"
 KINDS: dict[str, str] = {
     "kernels": "compiled kernels; compiled again in seconds to a minute",
-    "peers": "GGUF files of comparisons; written again by `pi2 bench --against llama.cpp`",
+    "peers": "GGUF files of comparisons with llama.cpp; written again by their tools",
     "prefixes": "keys and values of prompts; computed again",
     "tokenizers": "what is known of tokenizers; found again",
     "downloads": "pulls that are not finished; fetched again",

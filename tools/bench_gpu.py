@@ -6,7 +6,7 @@
 Prints a Markdown page: the device with its driver and clocks, the suite's result, and in one run
 the rate at which the device reads its memory, tokens of dense and sparse models as shares of it,
 what handing a token over costs, and prompts.  Weights are random and are made on the device: their
-times are those of the shape.  --plans adds what `pi2 bench --against llama.cpp` says of plans,
+times are those of the shape.  --plans adds what `pi2 bench --against` says of plans,
 such as of one that gives the GPU a third of the weights.
 
 Where the processor plays the GPU, every table says so: its times are nobody's.
@@ -20,11 +20,13 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gpu_rows.random_model import RandomModel, describe_random_use, shape_model
 from gpu_rows.read_rate import measure_read_rate
+from limited.random_gguf import write_gguf
 from pi2.backends.gpu.devices import APIS, open_device
 from pi2.backends.gpu.kernels.specification import GpuSpec, Target
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
@@ -32,6 +34,7 @@ from pi2.backends.gpu.packing import load_image
 from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts
 from pi2.plan.documents.model import Model
+from pi2.plan.resolve import load_plan
 from pi2.planning.wish import read_document
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -217,9 +220,12 @@ def measure_row(
 def bench_plan(plan: Path) -> Iterator[str]:
     """What `pi2 bench` says of a plan, beside llama.cpp."""
     command: Sequence[str] = [sys.executable, "-m", "pi2", "bench", str(plan), "-p", "512"]
-    done = subprocess.run(
-        [*command, "--against", "llama.cpp"], capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "random.gguf"
+        write_gguf(load_plan(plan).model, file)
+        done = subprocess.run(
+            [*command, "--against", str(file)], capture_output=True, text=True, check=False
+        )
     yield f"## {plan.name}"
     yield ""
     yield done.stdout.strip() or done.stderr.strip()

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from pi2.benchmarks.contestant import Profile, watch_parts
-from pi2.benchmarks.gguf_file import INSTALL_HELP, find_gguf, write_gguf
 from pi2.benchmarks.samples import (
     Description,
     Sample,
@@ -202,56 +201,42 @@ class PlanContestant:
 
 
 def check_installed() -> None:
-    """`UserError` P653 if llama-cpp-python or gguf is missing."""
-    missing = [
-        package
-        for package, module in (("llama-cpp-python", "llama_cpp"), ("gguf", "gguf"))
-        if importlib.util.find_spec(module) is None
-    ]
-    if missing:
+    """`UserError` P653 if llama-cpp-python is missing."""
+    if importlib.util.find_spec("llama_cpp") is None:
         raise UserError.of(
             "P653",
-            f"comparing with llama.cpp needs {' and '.join(missing)}",
-            help=INSTALL_HELP,
+            "comparing with llama.cpp needs llama-cpp-python",
+            help="CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python "
+            "'pi2[bench]' compiles it: nine minutes and more on two cores (-v shows progress)",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaRecipe:
-    """Loads a random model of the same shape in llama.cpp with its default settings."""
+    """Loads a GGUF file of the same shape in llama.cpp with its default settings."""
 
     model: Model
     context: int
     threads: int
-    folder: Path
+    file: Path
     repack: bool = True
     """Repack weights at loading, as llama.cpp does by default; without, they stay mapped."""
-    like: NeuronStore | None = None
-    """A store whose words and routers the file has; see `write_gguf`."""
-    given: Path | None = None
-    """A file of real weights that it reads instead."""
+    synthetic: bool = False
+    """Whether the file is another one than the plan's, such as one of random weights."""
 
     @property
     def subject(self) -> str:
         return "llama.cpp"
 
-    @property
-    def file(self) -> Path:
-        """The file that it reads, and writes if it is not there."""
-        return self.given or find_gguf(self.model, self.folder, self.like)
-
     def __call__(self, progress: Progress) -> LlamaContestant:
         check_installed()
-        path = self.file
-        if not path.exists():
-            write_gguf(self.model, path, progress, self.like)
-        return LlamaContestant(self, path)
+        return LlamaContestant(self)
 
 
 class LlamaContestant:
     """A model in llama.cpp; the low-level interface, as llama-bench uses it."""
 
-    def __init__(self, recipe: LlamaRecipe, path: Path) -> None:
+    def __init__(self, recipe: LlamaRecipe) -> None:
         import llama_cpp
 
         self._recipe = recipe
@@ -262,13 +247,9 @@ class LlamaContestant:
         start = time.perf_counter()
         settings = llama_cpp.llama_model_default_params()
         settings.use_extra_bufts = recipe.repack
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
+        self._model = llama_cpp.llama_model_load_from_file(str(recipe.file).encode(), settings)
         if not self._model:
-            raise UserError.of(
-                "P652",
-                f"llama.cpp cannot load {path}",
-                help="remove the file; it is written again",
-            )
+            raise UserError.of("P652", f"llama.cpp cannot load {recipe.file}")
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = recipe.context
         parameters.n_threads = recipe.threads
@@ -290,11 +271,11 @@ class LlamaContestant:
             model=self._recipe.model.id,
             backend="cpu",
             threads=self._recipe.threads,
-            synthetic=self._recipe.given is None,
+            synthetic=self._recipe.synthetic,
             load_s=self._load_s,
             notes=(
                 "default settings" if self._recipe.repack else "mapped, not repacked",
-                "dense, SiLU" if self._recipe.given is None else "the same file",
+                "another file" if self._recipe.synthetic else "the same file",
             ),
         )
 
@@ -326,10 +307,8 @@ class LlamaContestant:
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
         """Everything is read for every token."""
-        if workload.kind == "pp":
-            return None
-        if self._recipe.given is not None:
-            return None  # pi2 says what the file's tokens read
+        if workload.kind == "pp" or not self._recipe.synthetic:
+            return None  # of the plan's own file pi2 says what tokens read
         return count_dense_bytes(self._recipe.model, position=workload.mean_position)
 
     def close(self) -> None:

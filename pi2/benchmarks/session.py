@@ -21,8 +21,9 @@ from pi2.benchmarks.samples import (
     Workload,
     add_counters,
 )
-from pi2.caches import find_cache_folder
+from pi2.caches import is_gguf
 from pi2.diagnostics import UserError
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 
@@ -153,6 +154,26 @@ _ENDS = ("P640", "P652")
 """Findings of an engine that has failed, not of what it was asked for."""
 
 
+LLAMA = "llama.cpp"
+
+
+def _find_file(against: str, resolved: ResolvedPlan, plan: Path) -> Path:
+    """The GGUF file that llama.cpp reads; UserError P653 or P654."""
+    check_installed()
+    if against != LLAMA:
+        if not is_gguf(Path(against)):
+            raise UserError.of("P654", f"--against {against}: no GGUF file has this name")
+        return Path(against)
+    if resolved.file is None:
+        raise UserError.of(
+            "P654",
+            f"{plan} runs a neuron store, which llama.cpp cannot read",
+            help="name a GGUF file of the same shape: --against FILE.gguf "
+            "(tools/write_gguf.py writes one of random weights)",
+        )
+    return resolved.file.path
+
+
 def measure_plan(
     found: FittedPlan,
     workloads: Sequence[Workload],
@@ -163,35 +184,30 @@ def measure_plan(
     text: str | None = None,
     progress: Progress = ignore_progress,
     note_lost: NoteLost = lambda error: None,
-    note_file: Callable[[Path], None] = lambda path: None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Outcome]:
     """Measure ``workloads`` with a plan that was read.
 
-    ``against`` names an engine (``llama.cpp``) that does the same in turns with the plan, on the
-    same file where the plan runs a GGUF file, else on one with random weights; ``text``
-    is what tokens are taken from.  Raises `UserError` as loading does, P641 and P642 for what
-    cannot be measured, P653 and P654 if the other engine is not there.  ``note_lost`` is told where
-    it fails (P652) or crashes (P640): the plan is measured without it.  ``note_file`` is told the
-    file that the other engine reads, before it is written.
+    ``against``: ``llama.cpp`` does the same work in turns with the plan, on the GGUF file that the
+    plan runs; or the path of another file for it.  ``text`` is what tokens are taken from.  Raises
+    `UserError` as loading does, P641 and P642 for what cannot be measured, P653 without llama.cpp,
+    P654 without a file for it.  ``note_lost`` is told if llama.cpp fails (P652) or crashes (P640):
+    the plan is measured without it.
     """
     resolved = found.resolved
-    if against is not None:
-        check_installed()
+    file = None if against is None else _find_file(against, resolved, resolved.path)
     with ExitStack() as stack:
         recipe = PlanRecipe(path=resolved.path, overrides=dict(found.overrides), text=text)
         contestants = [stack.enter_context(RemoteContestant(recipe, progress))]
         threads = contestants[0].description.threads
-        if against is not None:
+        if file is not None:
             other = LlamaRecipe(
                 model=resolved.model,
                 context=resolved.plan.kv.context,
                 threads=threads,
-                folder=find_cache_folder("peers"),
-                given=None if resolved.file is None else resolved.file.path,
+                file=file,
+                synthetic=against != LLAMA,
             )
-            if not other.file.exists():
-                note_file(other.file)
             try:
                 contestants.append(stack.enter_context(RemoteContestant(other, progress)))
             except UserError as error:

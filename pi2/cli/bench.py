@@ -86,9 +86,6 @@ def name_other(name: str) -> str:
         raise UserError.of("P663", f"cannot compare with {name!r}", help=help_text) from None
 
 
-AGAINST = ("llama.cpp",)
-
-
 def parse_lengths(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
     """``"128,512"`` becomes (128, 512)."""
     parts = [part.strip() for part in text.split(",")]
@@ -135,10 +132,8 @@ class BenchOptions:
     """Add a run of each test that shows where the time goes."""
     only_load: bool = option("--load")
     """Measure loading instead, beside the disk and the memory."""
-    against: str | None = option(type=click.Choice(AGAINST))
-    """Alternate runs with another engine."""
-    keep: bool = False
-    """Keep the other engine's files for the next comparison (`pi2 cache` lists them)."""
+    against: str | None = option(metavar="llama.cpp|FILE")
+    """Alternate runs with llama.cpp, on the plan's GGUF file or on FILE."""
     text: Path | None = None
     """Take tokens from this text file instead of the vocabulary in order."""
     memory: str | None = MEMORY()
@@ -194,31 +189,20 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     conditions = describe_conditions(None if given.text is None else given.text.name)
     outcomes: list[Outcome] = []
     lost: list[UserError] = []
-    written: list[Path] = []
-    try:
-        for plan in chosen:
-            with ProgressBar() as progress:
-                outcomes += measure_plan(
-                    plan.fitted,
-                    workloads,
-                    repetitions=given.repetitions,
-                    with_profile=given.with_profile,
-                    against=given.against,
-                    text=content,
-                    progress=progress,
-                    note_lost=lost.append,
-                    note_file=written.append,
-                )
-    finally:
-        for file in () if given.keep else written:
-            # It is as large as the model, and written again for the next comparison.
-            file.unlink(missing_ok=True)
-    write = {
-        "md": report.write_markdown,
-        "json": report.write_json,
-        "csv": report.write_csv,
-    }[form]
-    write_results(write(conditions, outcomes), output)
+    for plan in chosen:
+        with ProgressBar() as progress:
+            outcomes += measure_plan(
+                plan.fitted,
+                workloads,
+                repetitions=given.repetitions,
+                with_profile=given.with_profile,
+                against=given.against,
+                text=content,
+                progress=progress,
+                note_lost=lost.append,
+            )
+    write = {"md": report.write_markdown, "json": report.write_json, "csv": report.write_csv}
+    write_results(write[form](conditions, outcomes), output)
     if lost:
         # What was measured has been written.
         raise lost[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.benchmarks.gguf_file import find_gguf, list_gguf_tensors, write_gguf
+from limited.random_gguf import find_gguf, list_gguf_tensors, write_gguf
 from pi2.benchmarks.samples import Workload
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
@@ -147,7 +147,9 @@ def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path, moe: dict[str, int] 
     from pi2.benchmarks.contestants import LlamaRecipe
 
     model = make_model({"shape": SHAPE} | ({} if moe is None else {"moe": moe}))
-    recipe = LlamaRecipe(model=model, context=64, threads=1, folder=tmp_path)
+    file = tmp_path / "random.gguf"
+    write_gguf(model, file)
+    recipe = LlamaRecipe(model=model, context=64, threads=1, file=file, synthetic=True)
     contestant = recipe(ignore_progress)
     assert "llama-cpp-python" in contestant.describe().engine
     prompt = contestant.run(Workload("pp", 20, 8))

@@ -191,11 +191,31 @@ def test_what_cannot_be_measured_is_explained(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("against", "message"),
+    [
+        ("llama.cpp", "runs a neuron store, which llama.cpp"),
+        ("no.gguf", "no GGUF file has this name"),
+    ],
+)
+def test_llama_cpp_needs_a_file(
+    plan: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    against: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert main.run(["bench", str(plan), "--against", against]) == 2
+    error = capsys.readouterr().err
+    assert "error[P654]" in error and message in error
+
+
 def test_a_missing_engine_is_named_with_how_to_install_it(
     plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main.run(["bench", str(plan), "--against", "llama.cpp"]) == 2
     error = capsys.readouterr().err
-    assert "error[P653]: comparing with llama.cpp needs llama-cpp-python and gguf" in error
+    assert "error[P653]: comparing with llama.cpp needs llama-cpp-python" in error
     assert "pip install" in error

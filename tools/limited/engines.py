@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from limited.plans import CONTEXT
+from limited.random_gguf import find_gguf
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.progress import ignore_progress
@@ -116,9 +117,9 @@ def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
             model=resolved.model,
             context=CONTEXT,
             threads=2,
-            folder=Path(job["folder"]),
+            file=find_gguf(resolved.model, Path(job["folder"]), open_likeness(resolved, closing)),
             repack=bool(job.get("repack")),
-            like=open_likeness(resolved, closing),
+            synthetic=True,
         )
         peer = recipe(ignore_progress)
     if job["prefill"]:

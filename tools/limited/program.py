@@ -12,7 +12,7 @@ from typing import Any
 
 from limited.engines import open_likeness
 from limited.memory_group import GroupUnavailable, MemoryGroup
-from pi2.benchmarks.gguf_file import find_gguf, write_gguf
+from limited.random_gguf import find_gguf, write_gguf
 from pi2.caches import find_cache_folder
 from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts

@@ -36,11 +36,6 @@ FORMAT = 3
 OUTPUT_SHARE = 0.08
 """Deviation of what a layer adds to the residual stream, where words are a store's: synthetic
 stores have a stream of 8, to which each layer adds a hundredth (tools/synthesis/blueprint.py)."""
-INSTALL_HELP = (
-    "pip install gguf, and CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary "
-    "llama-cpp-python llama-cpp-python; or all of it by pip install 'pi2[bench]'. It compiles "
-    "llama.cpp: nine minutes and more on two cores, without a word from pip (-v shows them)"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +162,7 @@ def write_gguf(
 
     Words, norms and routers are those of ``like``, a store of ``model``.  int4 becomes Q4_0, int8
     Q8_0, fp16 F16, mxfp4 MXFP4: the same bits per weight as a neuron store.  Raises `UserError`
-    P654 for what GGUF's plain LLaMA cannot express, P653 without the `gguf` package.
+    P654 for what GGUF's plain LLaMA cannot express.
     """
     moe = model.moe
     if moe is not None and (moe.shared_experts or moe.router != "softmax"):
@@ -183,12 +178,8 @@ def write_gguf(
             f"GGUF packs weights in groups of {GROUP}: widths of {shape.hidden} and {shape.query} "
             "cannot be compared",
         )
-    try:
-        import gguf
-    except ImportError:
-        raise UserError.of(
-            "P653", "comparing with llama.cpp needs the package gguf", help=INSTALL_HELP
-        ) from None
+    import gguf
+
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     architecture = "qwen2" if model.attention.qkv_bias else "llama"
