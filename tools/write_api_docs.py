@@ -11,27 +11,35 @@ import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, is_typeddict
 
 import pi2
 from pi2.authoring.explanation import list_field_docs
 from pi2.diagnostics import Diagnostic, Span
-from pi2.engine.answer import SequenceResult
+from pi2.engine.answer import GenerationOptions, SequenceResult
 from pi2.engine.generation import AsyncGeneration, BatchGeneration, BatchResult
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "python-api.md"
 BEGIN = "<!-- Written by tools/write_api_docs.py: change the docstrings instead. -->\n"
 FIRST = ("load", "LoadedModel")
 """Names that come first; the others follow in their order."""
-RETURNED = (AsyncGeneration, BatchGeneration, BatchResult, SequenceResult, Diagnostic, Span)
-"""Types that are not names of `pi2`, and that its functions return or raise."""
+RETURNED = (
+    GenerationOptions,
+    AsyncGeneration,
+    BatchGeneration,
+    BatchResult,
+    SequenceResult,
+    Diagnostic,
+    Span,
+)
+"""Types that are not names of `pi2`, and that its functions take, return or raise."""
 COLUMNS = 88
 
 
 def write_reference() -> str:
     """Everything from `BEGIN` on."""
     names = [*FIRST, *(name for name in pi2.__all__ if name not in (*FIRST, "__version__"))]
-    parts = ["Everything here is found in `pi2`; types without `pi2.` are returned.\n"]
+    parts = ["Everything here is found in `pi2`; types without `pi2.` are taken or returned.\n"]
     for name in names:
         parts.append(write_object(f"pi2.{name}", getattr(pi2, name)))
     parts += [write_object(kind.__name__, kind) for kind in RETURNED]
@@ -60,10 +68,10 @@ def write_object(name: str, value: Any) -> str:
 
 def list_fields(kind: type) -> Iterator[tuple[str, str, str]]:
     """Fields of a dataclass with their types and docstrings, inherited ones first."""
-    if not is_dataclass(kind):
+    if not is_dataclass(kind) and not is_typeddict(kind):
         return
     for base in reversed(kind.__mro__):
-        if not is_dataclass(base):
+        if not is_dataclass(base) and not is_typeddict(base):
             continue
         texts = dict(list_field_docs(base))
         for name, annotation in inspect.get_annotations(base).items():
@@ -87,7 +95,8 @@ def write_signature(name: str, function: Any) -> str:
             continue
         if item.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in arguments:
             arguments.append("*")
-        arguments.append(write_argument(item))
+        stars = "**" if item.kind is inspect.Parameter.VAR_KEYWORD else ""
+        arguments.append(stars + write_argument(item))
     result = signature.return_annotation
     tail = "" if result is inspect.Signature.empty else f" -> {result}"
     line = f"{name}({', '.join(arguments)}){tail}"

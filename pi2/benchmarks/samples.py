@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -138,17 +138,7 @@ def summarise_speed(samples: Sequence[Sample]) -> Speed:
 def add_counters(samples: Sequence[Sample]) -> RunStatistics | None:
     """Counters of all repetitions together; None where nothing is counted."""
     counted = [sample.counters for sample in samples if sample.counters is not None]
-    if not counted:
-        return None
-    names = RunStatistics.__dataclass_fields__
-    values: dict[str, list[Any]] = {
-        name: [getattr(item, name) for item in counted] for name in names
-    }
-    together: dict[str, Any] = {
-        name: None if None in found else reduce(add, found)  # None: nobody counts it
-        for name, found in values.items()
-    }
-    return RunStatistics(**together)
+    return reduce(add, counted) if counted else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,24 @@ class SamplingOptions:
         for name, (fine, expected) in checks.items():
             if not fine:
                 raise UserError.of("P604", f"{name} must be {expected}, not {getattr(self, name)}")
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Keyword arguments of `LoadedModel.generate`; what is None, or not given, the plan says."""
+
+    max_tokens: int
+    """128 if it is not given."""
+    stop: str | Sequence[str]
+    """Texts that end the answer."""
+    ignore_eos: bool
+    """Go on after an end token."""
+    temperature: float | None
+    """As `SamplingOptions` says, as are those that follow."""
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
 
 
 class Sampler:

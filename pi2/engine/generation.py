@@ -18,7 +18,6 @@ from pi2.engine.parts import Parts
 from pi2.engine.scheduler import Rounds, Scheduler, Ticket, tell_nobody
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import RunStatistics, SpeculationCounters, UnitUse, divide
-from pi2.engine.waves import NeuronCounters
 from pi2.engine.whole_forward import WholeForward
 
 _PATIENCE_S = 60.0
@@ -276,14 +275,27 @@ def embed_tokens(
 
 def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
     """Counters since loading; those of guessed tokens are in ``speculation``, if there is one."""
-    if isinstance(parts.forward, WholeForward):
-        return _count_whole(parts, parts.forward.counters, speculation)
     reader = parts.reader
+    guesses = SpeculationCounters() if speculation is None else speculation.counters
+    if isinstance(parts.forward, WholeForward):
+        # A model that is computed as a whole does not say which neurons were active; the cache of a
+        # GGUF file is one of experts.
+        hits, misses, evictions = getattr(reader, "experts", (0, 0, 0))
+        return RunStatistics(
+            predicted_neurons=parts.forward.counters.predicted,
+            active_neurons=None,
+            possible_neurons=parts.forward.counters.possible,
+            cache_hits=hits,
+            cache_misses=misses,
+            cache_evictions=evictions,
+            flash_read_bytes=reader.read_bytes,
+            waited_s=getattr(parts.whole, "waited_s", 0.0),
+            speculation=guesses,
+        )
     counters, size = parts.cache.counters, parts.cache.granule
     feed_forward = parts.feed_forward
-    neurons = feed_forward.counters
+    neurons, weights = feed_forward.counters, feed_forward.dial_counters
     sieve = feed_forward.sieve
-    weights = feed_forward.dial_counters
     return RunStatistics(
         predicted_neurons=neurons.predicted,
         active_neurons=neurons.active,
@@ -305,27 +317,7 @@ def count_run(parts: Parts, speculation: Speculation | None) -> RunStatistics:
         left_out_mass=0.0 if sieve is None else sieve.left_out,
         gate_reads=reader.gate_reads,
         flash_saved_bytes=reader.saved_bytes,
-        speculation=SpeculationCounters() if speculation is None else speculation.counters,
-    )
-
-
-def _count_whole(
-    parts: Parts, neurons: NeuronCounters, speculation: Speculation | None
-) -> RunStatistics:
-    """Counters of a model that is computed as a whole, which does not say what neurons were
-    active; of a GGUF file, the cache is one of experts."""
-    hits, misses, evictions = getattr(parts.reader, "experts", (0, 0, 0))
-    return RunStatistics(
-        predicted_neurons=neurons.predicted,
-        active_neurons=None,
-        possible_neurons=neurons.possible,
-        cache_hits=hits,
-        cache_misses=misses,
-        cache_skips=0,
-        cache_evictions=evictions,
-        flash_read_bytes=parts.reader.read_bytes,
-        waited_s=getattr(parts.whole, "waited_s", 0.0),
-        speculation=SpeculationCounters() if speculation is None else speculation.counters,
+        speculation=guesses,
     )
 
 

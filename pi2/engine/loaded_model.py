@@ -7,13 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.engine.answer import Constraint, GenerationRequest, SamplingOptions
+from pi2.engine.answer import (
+    Constraint,
+    GenerationOptions,
+    GenerationRequest,
+    SamplingOptions,
+)
 from pi2.engine.generation import (
     AsyncGeneration,
     BatchGeneration,
@@ -260,16 +265,8 @@ class LoadedModel:
         self,
         prompt: str | Sequence[int],
         *,
-        max_tokens: int = 128,
-        stop: str | Sequence[str] = (),
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        ignore_eos: bool = False,
         progress: Callable[[float], None] = lambda share: None,
+        **options: Unpack[GenerationOptions],
     ) -> Generation:
         """Generate text after ``prompt`` (text, or token ids).
 
@@ -279,49 +276,22 @@ class LoadedModel:
         UserError P601 for a prompt that leaves no room in the context, P603 for an empty one,
         P604 for an option out of range.
         """
-        sampling = self._choose_sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        )
         return Generation(
-            self._describe_request(prompt, sampling, max_tokens, stop, ignore_eos),
+            self._make_request(prompt, **options),
             scheduler=self._scheduler,
             read_statistics=lambda: self.stats,
             progress=progress,
         )
 
     def generate_async(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int = 128,
-        stop: str | Sequence[str] = (),
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        ignore_eos: bool = False,
+        self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]
     ) -> AsyncGeneration:
         """Generate text after ``prompt`` for ``async for``: a thread of the model computes.
 
         Options and errors are those of ``generate``.  Whoever stops iterating, or is cancelled,
         gives the generation up before its next token.
         """
-        sampling = self._choose_sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        )
-        ticket = Ticket(self._describe_request(prompt, sampling, max_tokens, stop, ignore_eos))
+        ticket = Ticket(self._make_request(prompt, **options))
 
         async def give_texts() -> AsyncIterator[str]:
             async for piece in stream_pieces(self._get_driver(), ticket):
@@ -342,17 +312,9 @@ class LoadedModel:
         self,
         prompts: Sequence[str | Sequence[int]],
         *,
-        max_tokens: int = 128,
-        stop: str | Sequence[str] = (),
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        ignore_eos: bool = False,
         scores: bool = False,
         progress: Callable[[float], None] = lambda share: None,
+        **options: Unpack[GenerationOptions],
     ) -> BatchGeneration:
         """Generate text after each of ``prompts``, as many at the same time as the plan's
         ``decode.batch`` says; others wait until one of those has ended.
@@ -366,20 +328,12 @@ class LoadedModel:
         """
         if not prompts:
             raise UserError.of("P603", "there is no prompt", help="give at least one")
-        sampling = self._choose_sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        )
         requests = []
         for number, prompt in enumerate(prompts):
-            own = sampling
-            if sampling.seed is not None:
-                own = replace(sampling, seed=sampling.seed + number)
-            request = self._describe_request(prompt, own, max_tokens, stop, ignore_eos)
+            request = self._make_request(prompt, **options)
+            if (seed := request.sampling.seed) is not None:
+                own = replace(request.sampling, seed=seed + number)
+                request = replace(request, sampling=own)
             requests.append(replace(request, alternatives=0) if scores else request)
         return BatchGeneration(
             requests,
@@ -388,24 +342,21 @@ class LoadedModel:
             progress=progress,
         )
 
-    def _choose_sampling(self, **given: Any) -> SamplingOptions:
-        planned = dict(self.plan.plan.sampling)
-        return SamplingOptions(
-            **planned | {name: value for name, value in given.items() if value is not None}
-        )
-
-    def _describe_request(
+    def _make_request(
         self,
         prompt: str | Sequence[int],
-        sampling: SamplingOptions,
-        max_tokens: int,
-        stop: str | Sequence[str],
-        ignore_eos: bool,
+        *,
+        max_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
         least: int = 1,
+        **sampling: Any,
     ) -> GenerationRequest:
         self._scheduler.check_open()
         if max_tokens < least:
             raise UserError.of("P604", f"max_tokens must be {least} or more, not {max_tokens}")
+        given = {name: value for name, value in sampling.items() if value is not None}
+        drawn = SamplingOptions(**{**dict(self.plan.plan.sampling), **given})
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_ids(ids, answer=min(max_tokens, 1))
         return GenerationRequest(
@@ -413,7 +364,7 @@ class LoadedModel:
             max_tokens=max_tokens,
             stop=[stop] if isinstance(stop, str) else list(stop),
             stop_ids=frozenset(() if ignore_eos else self.plan.model.tokenizer.eos),
-            sampling=sampling,
+            sampling=drawn,
         )
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -454,28 +405,22 @@ class LoadedModel:
         prompt_ids: Sequence[int],
         *,
         max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
         alternatives: int | None = None,
         make_constraint: Callable[[], Constraint] | None = None,
         shown_ids: frozenset[int] = frozenset(),
         scores_prompt: bool = False,
-        least: int = 1,
-        **sampling: Any,
+        **options: Any,
     ) -> GenerationRequest:
-        """A request for the scheduler; what is not given of ``sampling`` is the plan's.
+        """A request for the scheduler; what is not given of how tokens are drawn is the plan's.
 
-        ``least``: the smallest ``max_tokens``; 0 reads the prompt and generates nothing.
+        ``options``: those of `generate`, and ``least``, the smallest ``max_tokens``: 0 reads the
+        prompt and generates nothing.  Without ``max_tokens`` there may be as many as fit.
 
         Raises UserError P601, P603, P604, P606 and P615 as `generate` does.
         """
-        context = self.plan.plan.kv.context
-        most = context if max_tokens is None else max_tokens
-        found = self._describe_request(
-            prompt_ids, self._choose_sampling(**sampling), most, stop, ignore_eos, least
-        )
+        most = self.plan.plan.kv.context if max_tokens is None else max_tokens
         return replace(
-            found,
+            self._make_request(prompt_ids, max_tokens=most, **options),
             alternatives=alternatives,
             make_constraint=make_constraint,
             shown_ids=shown_ids,

@@ -16,8 +16,6 @@ from pi2.plan.documents.quantities import approximate_bytes
 def describe_units(model: LoadedModel) -> dict[str, dict[str, Any]]:
     """What the sparse unit, which is the first, and those beside it have done since loading; empty
     where there is one unit."""
-    from pi2.engine.statistics import divide
-
     units, predicted = model.units, model.stats.predicted_neurons
     if not units:
         return {}
@@ -27,7 +25,7 @@ def describe_units(model: LoadedModel) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         model.plan.sparse_unit: {
             "owned_share": round(1.0 - owned, 4),
-            "computed_share": _round(divide(predicted, counted)),
+            "computed_share": _rounded(divide(predicted, counted)),
             "busy_s": None,
             "lost": None,
             "padding": None,
@@ -37,10 +35,10 @@ def describe_units(model: LoadedModel) -> dict[str, dict[str, Any]]:
     for unit in units:
         found[unit.name] = {
             "owned_share": round(unit.owned_share, 4),
-            "computed_share": _round(divide(unit.computed_neurons, counted)),
+            "computed_share": _rounded(divide(unit.computed_neurons, counted)),
             "busy_s": round(unit.busy_s, 4),
             "lost": unit.lost,
-            "padding": _round(unit.padding),
+            "padding": _rounded(unit.padding),
             "emulated": unit.emulated,
         }
     return found
@@ -70,10 +68,6 @@ def summarise_units(units: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def name_unit(name: str, *, emulated: bool) -> str:
     """A unit's name as summaries show it."""
     return f"{name} (emulated)" if emulated else name
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
 
 
 def describe_speculation(

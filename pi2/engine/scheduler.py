@@ -32,6 +32,7 @@ from pi2.engine.answer import (
 from pi2.engine.forward import Sequences
 from pi2.engine.prefixes import NoPrefixes, Prefixes
 from pi2.engine.speculation import Speculation
+from pi2.engine.statistics import Counters
 from pi2.engine.text import TokenDecoder
 
 
@@ -72,18 +73,13 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(Counters):
     """Steps of as many sequences."""
 
     steps: int = 0
     tokens: int = 0
     """Tokens that they made."""
     seconds: float = 0.0
-
-    def __sub__(self, other: Phase) -> Phase:
-        return Phase(
-            self.steps - other.steps, self.tokens - other.tokens, self.seconds - other.seconds
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any, ClassVar, Self
+
+
+class Counters:
+    """Dataclasses of counters are added and subtracted field by field.  None stands for what is not
+    counted; tuples may be of different lengths."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __add__(self, other: Self) -> Self:
+        return self._combine(other, operator.add)
+
+    def __sub__(self, other: Self) -> Self:
+        return self._combine(other, operator.sub)
+
+    def _combine(self, other: Self, combine: Callable[[Any, Any], Any]) -> Self:
+        found: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, tuple):
+                pairs = zip_longest(mine, theirs, fillvalue=0)
+                found[name] = tuple(combine(*pair) for pair in pairs)
+            else:
+                found[name] = None if mine is None or theirs is None else combine(mine, theirs)
+        return type(self)(**found)
 
 
 @dataclass(slots=True, kw_only=True)
-class SpeculationCounters:
+class SpeculationCounters(Counters):
     """What speculation has done since loading."""
 
     drafts: int = 0
@@ -32,40 +60,26 @@ class SpeculationCounters:
     """Bytes that these have touched in memory and on flash."""
     plain_flash_bytes: int = 0
 
-    def __add__(self, other: SpeculationCounters) -> SpeculationCounters:
-        return self._combine(other, 1)
-
-    def __sub__(self, other: SpeculationCounters) -> SpeculationCounters:
-        return self._combine(other, -1)
-
-    def _combine(self, other: SpeculationCounters, sign: int) -> SpeculationCounters:
-        names = [name for name in self.__dataclass_fields__ if name != "accepted_by_position"]
-        pairs = zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0)
-        return SpeculationCounters(
-            accepted_by_position=tuple(mine + sign * theirs for mine, theirs in pairs),
-            **{name: getattr(self, name) + sign * getattr(other, name) for name in names},
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStatistics:
+class RunStatistics(Counters):
     """Counters of a loaded model, from loading on; differences of two give a generation's."""
 
-    predicted_neurons: int
+    predicted_neurons: int = 0
     """Neurons that the predictor named, over layers and tokens."""
-    active_neurons: int | None
+    active_neurons: int | None = 0
     """Neurons of these with a non-zero activation; None where nobody counts them."""
-    possible_neurons: int
+    possible_neurons: int = 0
     """Neurons of the layers that were computed sparsely, in a mixture of the tokens' experts."""
-    cache_hits: int
+    cache_hits: int = 0
     """Named neurons that were in memory."""
-    cache_misses: int
+    cache_misses: int = 0
     """Named neurons that were read from flash."""
-    cache_skips: int
+    cache_skips: int = 0
     """Named neurons that were not in memory, and not worth a read to the plan."""
-    cache_evictions: int
+    cache_evictions: int = 0
     """Neurons that made room."""
-    flash_read_bytes: int
+    flash_read_bytes: int = 0
     """Bytes of neurons read from flash, prefill and loading included."""
     waited_s: float = 0.0
     """Seconds that computing waited for these reads."""
@@ -94,31 +108,6 @@ class RunStatistics:
     """Bytes of up and down that were not read, because gates were closed."""
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
     """What guessing tokens has brought, where the plan says `decode.speculation`."""
-
-    def __sub__(self, other: RunStatistics) -> RunStatistics:
-        return RunStatistics(
-            predicted_neurons=self.predicted_neurons - other.predicted_neurons,
-            active_neurons=_subtract(self.active_neurons, other.active_neurons),
-            possible_neurons=self.possible_neurons - other.possible_neurons,
-            dense_neurons=self.dense_neurons - other.dense_neurons,
-            cache_hits=self.cache_hits - other.cache_hits,
-            cache_misses=self.cache_misses - other.cache_misses,
-            cache_skips=self.cache_skips - other.cache_skips,
-            cache_evictions=self.cache_evictions - other.cache_evictions,
-            flash_read_bytes=self.flash_read_bytes - other.flash_read_bytes,
-            waited_s=self.waited_s - other.waited_s,
-            routed_experts=self.routed_experts - other.routed_experts,
-            foreseen_experts=self.foreseen_experts - other.foreseen_experts,
-            tokens_without_ahead=self.tokens_without_ahead - other.tokens_without_ahead,
-            expert_weight=self.expert_weight - other.expert_weight,
-            replaced_weight=self.replaced_weight - other.replaced_weight,
-            left_out_weight=self.left_out_weight - other.left_out_weight,
-            score_mass=self.score_mass - other.score_mass,
-            left_out_mass=self.left_out_mass - other.left_out_mass,
-            gate_reads=self.gate_reads - other.gate_reads,
-            flash_saved_bytes=self.flash_saved_bytes - other.flash_saved_bytes,
-            speculation=self.speculation - other.speculation,
-        )
 
     @property
     def predicted_share(self) -> float | None:
@@ -178,11 +167,6 @@ class UnitUse:
     """Part of what it computed that nobody had asked for, where its programs have fixed shapes."""
     emulated: bool = False
     """Whether it is played by the processor, so that its seconds mean nothing."""
-
-
-def _subtract(later: int | None, earlier: int | None) -> int | None:
-    """The difference of two counters, None if one is not counted."""
-    return None if later is None or earlier is None else later - earlier
 
 
 def divide(part: float, whole: float) -> float | None:
