@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import in_help
+from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     FILE,
     JSON,
@@ -17,6 +17,7 @@ from pi2.cli.options import (
     TextOptions,
     find_form,
     option,
+    print_found,
     take_options,
     take_plan,
     write_file,
@@ -72,10 +73,8 @@ def replay_command(trace: Path, given: ReplayOptions) -> None:
     ]
     if given.plot is not None:
         write_hits_plot(given.plot, rows)
-    if given.as_json:
-        click.echo(json.dumps([asdict(item) for row in rows for item in row], indent=2))
-    else:
-        click.echo(write_hits(found, rows, slots))
+    values = [asdict(item) for row in rows for item in row]
+    print_found(values, write_hits(found, rows, slots), given.as_json)
 
 
 def count_slots(size: str, trace: RoutingTrace) -> int:
@@ -179,7 +178,6 @@ def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
     of how long units worked at the same time, is printed.
     """
     from pi2.benchmarks.recording import record_run
-    from pi2.cli.commands import ProgressBar
     from pi2.sharing.fetching import write_report
     from pi2.tracing import make_chrome_trace
 
@@ -227,7 +225,6 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     statistics.json.  After Ctrl-C the same command resumes.  With --routing STATS gets
     routing.parquet alone: the experts of each token, with their weights.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.statistics.prediction import draw_activations
     from pi2.statistics.recording import RecordingOptions, record_activations
     from pi2.tracing import check_form
@@ -257,15 +254,12 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     if given.plot is not None:
         picture = draw_activations(given.output, statistics, find_form(given.plot))
         write_file(given.plot, picture)
-    click.echo(
-        json.dumps(asdict(statistics), indent=2) if given.as_json else write_table(statistics)
-    )
+    print_found(asdict(statistics), write_table(statistics), given.as_json)
 
 
 def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
     """Record routing and say how it repeats itself; UserError P664 if there is a recording that may
     not be replaced, P666 if it cannot be written."""
-    from pi2.cli.commands import ProgressBar
     from pi2.statistics.routing import ROUTING, encode_trace, record_routing
 
     path = given.output / ROUTING

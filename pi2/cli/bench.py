@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import in_help
+from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     FILE,
     JSON,
@@ -19,6 +19,7 @@ from pi2.cli.options import (
     TextOptions,
     choose_plan,
     option,
+    print_found,
     suggest_plans,
     take_options,
     take_plan,
@@ -55,7 +56,6 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
     predictors is counted layer by layer.  Each token is scored once, with at least CONTEXT - STRIDE
     tokens before it.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.evaluation import describe_evaluation, evaluate_plan, write_markdown
 
     with ProgressBar() as progress:
@@ -68,10 +68,7 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
             against=[item if item in WORDS else name_other(item) for item in given.against],
             progress=progress,
         )
-    if given.as_json:
-        click.echo(json.dumps(describe_evaluation(evaluation), indent=2))
-    else:
-        click.echo(write_markdown(evaluation))
+    print_found(describe_evaluation(evaluation), write_markdown(evaluation), given.as_json)
 
 
 def name_other(name: str) -> str:
@@ -162,7 +159,6 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     from pi2.benchmarks.report import describe_conditions
     from pi2.benchmarks.samples import list_workloads
     from pi2.benchmarks.session import measure_plan
-    from pi2.cli.commands import ProgressBar
 
     form: str = given.form
     output = given.output
@@ -210,12 +206,10 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
 
 def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str:
     """Measure how long each plan takes to load; return the figures as ``output`` says."""
-    import json
     from dataclasses import asdict
 
     from pi2.benchmarks.loading import describe_load, measure_load, write_loads
     from pi2.benchmarks.report import describe_conditions
-    from pi2.cli.commands import ProgressBar
 
     if output == "csv":
         raise click.UsageError("--load writes md or json")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import in_help
+from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     FILE,
     MIB,
@@ -80,7 +80,6 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
     two operations per weight and token each time, with one layer in memory.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.new_model import describe_checkpoint, name_origin
@@ -137,7 +136,6 @@ def measure_cost(
     """Perplexity before and after; None without texts."""
     if not texts:
         return None
-    from pi2.cli.commands import ProgressBar
     from pi2.evaluation.conversion import measure_conversion
 
     with ProgressBar() as progress:

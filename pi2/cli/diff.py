@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 
 from pi2.cli.commands import in_help
 from pi2.cli.named_plans import find_document_path
-from pi2.cli.options import add_json_option, suggest_plans
+from pi2.cli.options import add_json_option, print_found, read_sound, suggest_plans
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
     if kinds[0] != kinds[1]:
         message = f"{before} is a {kinds[0]} and {after} is a {kinds[1]}"
         raise UserError.of("P014", message, help="compare documents of the same kind")
-    reports = [_check(path) for path in paths]
+    reports = [read_sound(path) for path in paths]
     documents = [report.document for report in reports]
     assert documents[0] is not None
     assert documents[1] is not None
@@ -77,11 +76,9 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
         segments = compare_segments(plans[0], plans[1])
         same = not changes and not layers
         speeds = [_simulate(plan) for plan in plans if plan] if simulate and not same else []
-    if as_json:
-        click.echo(json.dumps(_describe(reports, changes, layers, segments, speeds), indent=2))
-    else:
-        lines = _write(before, after, changes, layers, segments, speeds)
-        click.echo("".join(f"{line}\n" for line in lines), nl=False)
+    found = _describe(reports, changes, layers, segments, speeds)
+    lines = _write(before, after, changes, layers, segments, speeds)
+    print_found(found, "\n".join(lines), as_json)
     return 1 if exit_code and (changes or layers) else 0
 
 
@@ -93,20 +90,6 @@ def _read_kind(path: Path) -> Kind:
         message = "expected a file name that ends in .plan.toml, .device.toml or .model.toml"
         raise UserError.of("P009", message, file=str(path))
     return kind
-
-
-def _check(file: Path) -> Report:
-    from pi2.cli.main import print_diagnostics
-    from pi2.plan.toml.source import display_path
-    from pi2.sharing.resolver import LockedReferences
-    from pi2.weights.file_reading import check_document
-
-    resolver = LockedReferences(file.parent)
-    report = check_document(file, name=display_path(file), resolver=resolver)
-    if not report.is_sound or report.document is None:
-        raise report.make_error()
-    print_diagnostics(report.diagnostics, report.sources)
-    return report
 
 
 def _simulate(plan: ResolvedPlan) -> Speed:

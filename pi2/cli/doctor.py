@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import sys
 import textwrap
@@ -14,7 +13,7 @@ import click
 
 from pi2.cli.commands import in_help
 from pi2.cli.main import wants_colour
-from pi2.cli.options import add_json_option
+from pi2.cli.options import add_json_option, print_found
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,10 +40,12 @@ def doctor_command(as_json: bool) -> int:
     from pi2.checkup import examine_machine
 
     checkup = examine_machine()
-    if as_json:
-        click.echo(json.dumps(describe_checkup(checkup), indent=2))
-    else:
-        click.echo("\n".join(write_checkup(checkup)), color=wants_colour(sys.stdout))
+    text = "\n".join(write_checkup(checkup))
+    print_found(
+        describe_checkup(checkup),
+        text if wants_colour(sys.stdout) else click.unstyle(text),
+        as_json,
+    )
     return 0 if any(plan.verdict == "runs" for plan in checkup.plans) else 1
 
 

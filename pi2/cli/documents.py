@@ -23,6 +23,7 @@ from pi2.cli.options import (
     check_output,
     option,
     parse_changes,
+    read_sound,
     suggest_files,
     suggest_plans,
     take_options,
@@ -42,8 +43,6 @@ def migrate_command(files: tuple[str, ...], check: bool) -> int:
     FILE is a plan, device or model, or a folder of them.  Versions are raised and renamed keys
     replaced; comments, order and layout are kept.  Files that are up to date are not touched.
     """
-    from pi2.authoring.difference import migrate_text
-    from pi2.cli.main import print_diagnostics
     from pi2.diagnostics import Diagnostic, Span
     from pi2.plan.reading.references import list_documents
     from pi2.plan.toml.source import CANNOT_READ, detect_kind, display_path, read_text
@@ -97,7 +96,6 @@ def schema_command(output: Path, check: bool) -> int:
     `#:schema ../schemas/plan.schema.json`.
     """
     from pi2.authoring.explanation import make_schemas
-    from pi2.diagnostics import UserError
 
     code = 0
     for name, text in make_schemas().items():
@@ -145,10 +143,7 @@ def show_command(plan: str, given: ShowOptions) -> None:
     resolves to the same digest.
     """
     from pi2.authoring.writing import write_document, write_plan
-    from pi2.diagnostics import UserError
-    from pi2.fitting.check import check_file
-    from pi2.plan.toml.source import detect_kind, display_path
-    from pi2.sharing.resolver import LockedReferences
+    from pi2.plan.toml.source import detect_kind
 
     path = find_document_path(Path(plan))
     kind = detect_kind(path.name) or "plan"
@@ -156,14 +151,10 @@ def show_command(plan: str, given: ShowOptions) -> None:
         if given.settings or given.memory or given.document not in ("plan", kind):
             options = "--set, --memory and --document"
             raise UserError.of("P016", f"{options} are for plans, this is a {kind}")
-        resolver = LockedReferences(path.parent)
-        report = check_file(path, name=display_path(path), resolver=resolver)
-        if report.document is None or not report.is_sound:
-            raise report.make_error()
-        print_diagnostics(report.diagnostics, report.sources)
-        sys.stdout.write(
-            write_document(report.document, report.files[kind] if given.origins else None)
-        )
+        report = read_sound(path)
+        assert report.document is not None
+        origins = report.files[kind] if given.origins else None
+        sys.stdout.write(write_document(report.document, origins))
         return
     chosen = ChosenPlan(Path(plan), path, *parse_changes(given.settings, given.memory))
     found, report = chosen.resolved, chosen.fitted.report

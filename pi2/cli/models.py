@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import Subcommands, in_help
+from pi2.cli.commands import ProgressBar, Subcommands, in_help
 from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
 from pi2.formats import name_packings
@@ -84,7 +84,6 @@ def fetch_model(
     from huggingface_hub import is_offline_mode
 
     from pi2.caches import find_cache_folder
-    from pi2.cli.commands import ProgressBar
     from pi2.cli.named_plans import describe_titled, make_model
     from pi2.importing.hub import find_repository, hold_folder, open_repository, parse_reference
     from pi2.pulled_models import NAME, find_model, find_models_folder

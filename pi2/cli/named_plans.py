@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.caches import VARIABLE, has_gguf_suffix, is_gguf, show_path
+from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
 from pi2.plan.reading.references import list_shipped
@@ -133,7 +134,6 @@ def choose_name(path: Path, source: LocalSource) -> str:
 
 def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -> None:
     """Convert the checkpoint at ``path``, and say so."""
-    from pi2.cli.commands import ProgressBar
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
 
     given = None if source.tokenizer is None else Path(source.tokenizer)

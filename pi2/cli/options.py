@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import sys
@@ -126,6 +127,26 @@ def check_output(path: Path, kind: Kind | None, force: bool) -> str:
         help_text = "use --force to overwrite it"
         raise UserError.of("P027", "the file exists already", file=str(path), help=help_text)
     return name
+
+
+def print_found(found: object, text: str, as_json: bool) -> None:
+    """Print what was found: as JSON for programs, or as ``text``."""
+    click.echo(json.dumps(found, indent=2) if as_json else text)
+
+
+def read_sound(path: Path) -> Report:
+    """A plan, device or model without errors; what else was found is shown."""
+    from pi2.cli.main import print_diagnostics
+    from pi2.plan.toml.source import display_path
+    from pi2.sharing.resolver import LockedReferences
+    from pi2.weights.file_reading import check_document
+
+    resolver = LockedReferences(path.parent)
+    report = check_document(path, name=display_path(path), resolver=resolver)
+    if report.document is None or not report.is_sound:
+        raise report.make_error()
+    print_diagnostics(report.diagnostics, report.sources)
+    return report
 
 
 def find_form(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import in_help
+from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     FORCE,
     ChosenPlan,
@@ -57,7 +57,6 @@ def build_command(plan: ChosenPlan, given: BuildOptions) -> None:
     It runs on machines without TVM, such as phones with Termux: copy the folder there, then
     `./run.sh --prompt TEXT`.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.phone.building import build_bundle
     from pi2.phone.contents import Wish, parse_features
     from pi2.plan.documents.quantities import approximate_bytes
@@ -119,7 +118,6 @@ def probe_command(given: ProbeOptions) -> None:
     With --rpc, kernels of another machine are timed instead, such as a phone's; its flash is
     measured there, by a bundle's `python -m pi2_phone --probe`.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.probing.document import (
         NOISY,
         compare_devices,
@@ -168,7 +166,6 @@ def probe_command(given: ProbeOptions) -> None:
 
 
 def _probe_remote(name: str, output: Path, given: ProbeOptions) -> None:
-    from pi2.cli.commands import ProgressBar
     from pi2.phone.contents import ARCHITECTURES, USUAL_FEATURES, parse_features
     from pi2.probing.document import write_device
     from pi2.probing.remote import RemoteMachine, make_remote_device, measure_remote

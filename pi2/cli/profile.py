@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.cli.commands import Subcommands, in_help
-from pi2.cli.options import add_json_option, suggest_devices
+from pi2.cli.main import print_diagnostics
+from pi2.cli.options import add_json_option, print_found, suggest_devices
 
 if TYPE_CHECKING:
     from pi2.sharing.lock import Source
@@ -107,8 +108,6 @@ def verify(offline: bool, as_json: bool) -> int:
     --offline): that tags point to the same commit and web files have the same bytes.  Exits with 1
     if a check fails.
     """
-    from pi2.cli.main import print_diagnostics
-
     project = _open_project(offline=offline)
     found = project.verify()
     for _, error in found:
@@ -139,7 +138,7 @@ def show(profile: str, as_json: bool) -> None:
     from pi2.sharing.description import describe_profile, write_description
 
     found = describe_profile(_open_project(), profile)
-    click.echo(json.dumps(found, indent=2) if as_json else write_description(found), nl=as_json)
+    print_found(found, write_description(found).rstrip("\n"), as_json)
 
 
 @profile_command.command("search")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.commands import in_help, write_text
+from pi2.cli.commands import ProgressBar, in_help, write_text
 from pi2.cli.hints import find_hint
 from pi2.cli.options import JSON, ChosenPlan, SamplingOptions, option, take_options, take_plan
 from pi2.diagnostics import UserError
@@ -155,7 +155,6 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
     --best-of draws several texts after one prompt, which is read once for those that have a place,
     and prints the one whose tokens have the highest mean log probability.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.engine.run_report import describe_run, summarise_run
 
     messages = list_messages(given)
@@ -216,7 +215,6 @@ def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
 
 def run_batch(plan: ChosenPlan, texts: list[str], given: RunOptions) -> None:
     """Continue several prompts."""
-    from pi2.cli.commands import ProgressBar
     from pi2.engine.run_report import describe_batch, summarise_batch
 
     with ProgressBar() as progress:
@@ -242,7 +240,6 @@ def run_batch(plan: ChosenPlan, texts: list[str], given: RunOptions) -> None:
 def run_best_of(plan: ChosenPlan, prompt: str | list[dict[str, str]], given: RunOptions) -> None:
     """Draw several texts after one prompt, and print the best; UserError P604 where all of them
     would be the same."""
-    from pi2.cli.commands import ProgressBar
     from pi2.engine.run_report import describe_batch, summarise_batch
 
     with ProgressBar() as progress:

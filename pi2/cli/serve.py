@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import click
 
 from pi2.caches import show_path
-from pi2.cli.commands import in_help, show_controls
+from pi2.cli.commands import ProgressBar, in_help, show_controls
 from pi2.cli.garbage import collect_as_usual
 from pi2.cli.named_plans import find_retokenized, find_title
 from pi2.cli.options import (
@@ -65,7 +65,6 @@ def chat_command(plan: ChosenPlan, given: ChatOptions) -> None:
     commands.  What is not read from a terminal is taken line by line.
     """
     from pi2.chatting import Session
-    from pi2.cli.commands import ProgressBar
 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     read = make_prompt() if is_terminal else read_line

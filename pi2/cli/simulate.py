@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import in_help
+from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     COUNT,
     FILE,
@@ -21,6 +21,7 @@ from pi2.cli.options import (
     ChosenPlan,
     find_form,
     option,
+    print_found,
     read_device,
     read_model,
     suggest_devices,
@@ -75,7 +76,6 @@ def sweep_command(given: SweepOptions) -> None:
     recorded as results. --on ray uses the cluster that RAY_ADDRESS names, or starts one on this
     machine; cells of lost workers are run again.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.planning.sweep import (
         draw_matrix,
         draw_summary,
@@ -182,7 +182,6 @@ def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
     and the model come from.
     """
     tokens = given.tokens
-    from pi2.cli.commands import ProgressBar
     from pi2.simulate import draw_run, read_inputs, simulate
 
     tokens = fit_context(given.prompt, tokens, plan.resolved.plan.kv.context)
@@ -199,7 +198,7 @@ def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
         write_trace(given.trace, inputs, given.prompt, given.seed)
     if given.plot is not None:
         write_file(given.plot, draw_run(result, find_form(given.plot)))
-    click.echo(json.dumps(result.describe(), indent=2) if given.as_json else result.summarise())
+    print_found(result.describe(), result.summarise(), given.as_json)
 
 
 def fit_context(prompt: int, tokens: int, context: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pi2.cli.commands import Subcommands, in_help
+from pi2.cli.commands import ProgressBar, Subcommands, in_help
 from pi2.cli.options import (
     FILE,
     FORCE,
@@ -19,6 +19,7 @@ from pi2.cli.options import (
     TextOptions,
     check_output,
     option,
+    print_found,
     take_options,
     take_plan,
 )
@@ -60,7 +61,6 @@ def train(plan: ChosenPlan, given: TrainOptions) -> None:
     document that lists them, and a plan that uses them.  Existing files are not changed.  With
     --rank auto, each layer's rank grows as long as that saves bytes per token.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.predictors.fitting import Recipe
     from pi2.predictors.training import train_predictors
 
@@ -76,10 +76,7 @@ def train(plan: ChosenPlan, given: TrainOptions) -> None:
             windows=given.windows,
             progress=progress,
         )
-    if given.as_json:
-        click.echo(json.dumps(describe_training(training), indent=2))
-    else:
-        click.echo(write_training(training))
+    print_found(describe_training(training), write_training(training), given.as_json)
 
 
 def parse_rank(text: str) -> int | None:
@@ -170,9 +167,8 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     largest share that keeps to it is searched.  Without --target and --loss, PLAN's [sparsity]
     states the target.
     """
-    from pi2.authoring.drafting import refer_from, write_overlay
+    from pi2.authoring.drafting import refer_from, write_overlay, write_tables
     from pi2.authoring.writing import write_document
-    from pi2.cli.commands import ProgressBar
     from pi2.sharing.fetching import write_atomically
     from pi2.sparsity.calibration import calibrate_thresholds, describe_changes, relate
 
@@ -217,9 +213,7 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     if given.new_plan is not None:
         click.echo(f"next: pi2 run {given.new_plan} --prompt 'Hello'")
     elif calibration.resolved.plan.sparsity is None:
-        click.echo(
-            f"\nto use them, write into {plan.path}:\n\n{write_tables_of(changes)}", err=True
-        )
+        click.echo(f"\nto use them, write into {plan.path}:\n\n{write_tables(changes)}", err=True)
 
 
 def find_output(plan: Path, overrides: Mapping[str, object], output: Path | None) -> Path:
@@ -265,13 +259,6 @@ def parse_share(text: str, option: str = "--loss") -> float:
     if not 0 < share < 100:
         raise click.BadParameter(f"{text!r} is no share such as 2% or 0.02", param_hint=option)
     return share
-
-
-def write_tables_of(changes: dict[str, object]) -> str:
-    """The lines that a plan needs."""
-    from pi2.authoring.drafting import write_tables
-
-    return write_tables(changes)
 
 
 def describe_calibration(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import Subcommands, in_help
+from pi2.cli.commands import ProgressBar, Subcommands, in_help
 from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
 
@@ -62,7 +62,6 @@ def verify(path: Path, as_json: bool) -> int:
 
     Exits with 0 if all files match, 1 with one finding per damaged file, 2 if there is no store.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.cli.main import wants_colour
     from pi2.diagnostics import texts
     from pi2.store.manifest import read_manifest
@@ -114,7 +113,6 @@ def reorder(path: Path, given: ReorderOptions) -> None:
     Results do not change.  Disk space for a second store is needed; the old store is kept until the
     new one is complete.  After Ctrl-C the same command resumes.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.statistics.ordering import choose_orders
     from pi2.store.reordering import reorder_store
 
@@ -151,7 +149,6 @@ def repack(path: Path, given: RepackOptions) -> None:
     do not change.  Disk space for a second store is needed; the old store is kept until the new one
     is complete.  After Ctrl-C the same command resumes.
     """
-    from pi2.cli.commands import ProgressBar
     from pi2.store.reordering import repack_store
 
     if given.stride is None and given.scales is None:
