@@ -25,7 +25,7 @@ from pi2.benchmarks.samples import TokenSource
 from pi2.memory import flash
 from pi2.memory.io_engine import make_batch
 from pi2.plan.composing.trees import parse_assignments
-from pi2.statistics.texts import encode_windows, read_texts
+from pi2.statistics.texts import Passages, read_texts
 
 
 @dataclass(slots=True)
@@ -93,9 +93,7 @@ def list_windows(
     document = model.plan.model
     if texts:
         yield []
-        for window in encode_windows(
-            model, texts, context=arguments.context, stride=None, count=arguments.windows
-        ):
+        for window in Passages(texts, arguments.context, arguments.windows).cut(model):
             yield list(window.tokens)
         return
     source = TokenSource.walk_vocabulary(document.shape.vocab, document.tokenizer.eos)

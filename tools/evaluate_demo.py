@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from pi2.evaluation import evaluate_plan, write_markdown
-from pi2.statistics.texts import read_texts
+from pi2.statistics.texts import Passages, read_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = ROOT / "plans" / "demo.plan.toml"
@@ -35,9 +35,7 @@ def main() -> int:
     arguments = parser.parse_args()
     evaluation = evaluate_plan(
         PLAN,
-        read_texts([HELDOUT]),
-        context=CONTEXT,
-        windows=WINDOWS,
+        Passages(read_texts([HELDOUT]), context=CONTEXT, count=WINDOWS),
         against=["reference", "gate"],
     )
     # The plan's digest changes with every new key of the plan language, the figures do not.

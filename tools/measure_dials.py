@@ -22,7 +22,7 @@ import numpy as np
 import pi2
 from pi2.evaluation import score_windows
 from pi2.fitting.check import load_plan
-from pi2.statistics.texts import encode_windows
+from pi2.statistics.texts import Passages
 from pi2.tracing import add_legend, make_figure, pick_styles, save_figure
 
 DIALS: Mapping[str, list[Mapping[str, Any]]] = {
@@ -93,7 +93,7 @@ def measure(
         own = {f"experts.{name}": value for name, value in some.items()}
         own["memory.segments.cold"] = f"{cold} B"
         with pi2.load(plan, set={**base, **own}) as loaded:
-            chosen = encode_windows(loaded, texts, context=context, stride=None, count=windows)
+            chosen = Passages(texts, context, windows).cut(loaded)
             before = loaded.stats
             losses = score_windows(loaded, chosen, "decode").losses
             done = loaded.stats - before

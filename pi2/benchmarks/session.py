@@ -157,7 +157,7 @@ _ENDS = ("P640", "P652")
 LLAMA = "llama.cpp"
 
 
-def _find_file(against: str, resolved: ResolvedPlan, plan: Path) -> Path:
+def _find_file(against: str, resolved: ResolvedPlan) -> Path:
     """The GGUF file that llama.cpp reads; UserError P653 or P654."""
     check_installed()
     if against != LLAMA:
@@ -167,37 +167,48 @@ def _find_file(against: str, resolved: ResolvedPlan, plan: Path) -> Path:
     if resolved.file is None:
         raise UserError.of(
             "P654",
-            f"{plan} runs a neuron store, which llama.cpp cannot read",
+            f"{resolved.path} runs a neuron store, which llama.cpp cannot read",
             help="name a GGUF file of the same shape: --against FILE.gguf "
             "(tools/write_gguf.py writes one of random weights)",
         )
     return resolved.file.path
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Workloads and settings of a measurement."""
+
+    workloads: Sequence[Workload]
+    repetitions: int
+    with_profile: bool = False
+    against: str | None = None
+    """``llama.cpp`` does the same work in turns with the plan, on the GGUF file that the plan runs;
+    or the path of another file for it."""
+    text: str | None = None
+    """Tokens are taken from it; without, from the vocabulary in order."""
+
+
 def measure_plan(
     found: FittedPlan,
-    workloads: Sequence[Workload],
+    course: Course,
     *,
-    repetitions: int,
-    with_profile: bool = False,
-    against: str | None = None,
-    text: str | None = None,
     progress: Progress = ignore_progress,
     note_lost: NoteLost = lambda error: None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Outcome]:
-    """Measure ``workloads`` with a plan that was read.
+    """Measure the workloads of ``course`` with a plan that was read.
 
-    ``against``: ``llama.cpp`` does the same work in turns with the plan, on the GGUF file that the
-    plan runs; or the path of another file for it.  ``text`` is what tokens are taken from.  Raises
-    `UserError` as loading does, P641 and P642 for what cannot be measured, P653 without llama.cpp,
-    P654 without a file for it.  ``note_lost`` is told if llama.cpp fails (P652) or crashes (P640):
-    the plan is measured without it.
+    Raises `UserError` as loading does, P641 and P642 for what cannot be measured, P653 without
+    llama.cpp, P654 without a file for it.  ``note_lost`` is told if llama.cpp fails (P652) or
+    crashes (P640): the plan is measured without it.
     """
     resolved = found.resolved
-    file = None if against is None else _find_file(against, resolved, resolved.path)
+    against = course.against
+    file = None if against is None else _find_file(against, resolved)
     with ExitStack() as stack:
-        recipe = PlanRecipe(path=resolved.path, overrides=dict(found.overrides), text=text)
+        recipe = PlanRecipe(
+            path=resolved.path, overrides=dict(found.overrides), text=course.text
+        )
         contestants = [stack.enter_context(RemoteContestant(recipe, progress))]
         threads = contestants[0].description.threads
         if file is not None:
@@ -218,10 +229,10 @@ def measure_plan(
         return list(
             run_session(
                 contestants,
-                workloads,
-                repetitions=repetitions,
+                course.workloads,
+                repetitions=course.repetitions,
                 limit=limit,
-                with_profile=with_profile,
+                with_profile=course.with_profile,
                 progress=progress,
                 note_lost=note_lost,
             )

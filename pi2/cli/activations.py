@@ -235,8 +235,6 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     if given.plot is not None:
         check_form(find_form(given.plot))
     options = RecordingOptions(
-        context=given.context,
-        windows=given.windows,
         largest=given.largest,
         samples=given.samples,
         moments=given.moments,
@@ -244,7 +242,7 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     with ProgressBar() as progress:
         statistics = record_activations(
             plan.path,
-            given.read_texts(),
+            given.read_passages(),
             given.output,
             overrides=plan.overrides,
             options=options,
@@ -270,10 +268,8 @@ def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
     with ProgressBar() as progress:
         trace, notes = record_routing(
             plan.path,
-            given.read_texts(),
+            given.read_passages(),
             overrides=plan.overrides,
-            context=given.context,
-            windows=given.windows,
             progress=progress,
         )
     try:

@@ -61,10 +61,7 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
     with ProgressBar() as progress:
         evaluation = evaluate_plan(
             plan.fitted,
-            given.read_texts(),
-            context=given.context,
-            stride=given.stride,
-            windows=given.windows,
+            given.read_passages(stride=given.stride),
             against=[item if item in WORDS else name_other(item) for item in given.against],
             progress=progress,
         )
@@ -158,7 +155,7 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     from pi2.benchmarks import report
     from pi2.benchmarks.report import describe_conditions
     from pi2.benchmarks.samples import list_workloads
-    from pi2.benchmarks.session import measure_plan
+    from pi2.benchmarks.session import Course, measure_plan
 
     form: str = given.form
     output = given.output
@@ -181,21 +178,20 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
         raise click.UsageError("--against measures one sequence: leave --sequences out")
     if given.sequences is not None:
         chosen = [plan.change({"decode.batch": max(given.sequences)}) for plan in chosen]
-    content = None if given.text is None else read_text(given.text)
     conditions = describe_conditions(None if given.text is None else given.text.name)
     outcomes: list[Outcome] = []
     lost: list[UserError] = []
+    course = Course(
+        workloads=workloads,
+        repetitions=given.repetitions,
+        with_profile=given.with_profile,
+        against=given.against,
+        text=None if given.text is None else read_text(given.text),
+    )
     for plan in chosen:
         with ProgressBar() as progress:
             outcomes += measure_plan(
-                plan.fitted,
-                workloads,
-                repetitions=given.repetitions,
-                with_profile=given.with_profile,
-                against=given.against,
-                text=content,
-                progress=progress,
-                note_lost=lost.append,
+                plan.fitted, course, progress=progress, note_lost=lost.append
             )
     write = {"md": report.write_markdown, "json": report.write_json, "csv": report.write_csv}
     write_results(write[form](conditions, outcomes), output)

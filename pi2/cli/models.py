@@ -126,7 +126,6 @@ def fetch_model(
             progress,
             document=describe_titled(checkpoint, repository.name.partition("/")[2]),
             origin=source.name,
-            quantization=quantization,
             replace=replace,
         )
         shutil.rmtree(work, ignore_errors=True)

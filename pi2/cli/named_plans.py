@@ -182,7 +182,6 @@ def make_model(
     *,
     document: Model,
     origin: str,
-    quantization: str | None = None,
     replace: bool,
 ) -> Path:
     """Make the store ``output``, with a model ``document`` and a plan for this machine; returns the
@@ -193,7 +192,7 @@ def make_model(
     from pi2.importing.requirements import describe_other_parts
     from pi2.pulled_models import PLAN, RECORD
 
-    precision = quantization
+    precision = source.quantization
     if precision is None and not find_packing(document.quantization.ffn).is_published:
         precision = find_precision(checkpoint)
     if precision is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pi2.plan.toml.source import Kind
     from pi2.progress import Progress
     from pi2.refit import FittedPlan
+    from pi2.statistics.texts import Passages
 
 
 def suggest_files(
@@ -339,11 +340,13 @@ class TextOptions:
     windows: int | None = option(type=click.IntRange(min=1))
     """Number of windows, spread over the text; default: all."""
 
-    def read_texts(self) -> list[str]:
-        """The texts; UserError as `pi2.statistics.texts.read_texts`."""
-        from pi2.statistics.texts import read_texts
+    def read_passages(self, *, stride: int | None = None, held_out: int | None = None) -> Passages:
+        """The texts, to be cut as the options say; UserError P660."""
+        from pi2.statistics.texts import Passages, read_texts
 
-        return read_texts(self.files)
+        return Passages(
+            read_texts(self.files), self.context, self.windows, stride=stride, held_out=held_out
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

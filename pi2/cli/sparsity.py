@@ -67,13 +67,11 @@ def train(plan: ChosenPlan, given: TrainOptions) -> None:
     with ProgressBar() as progress:
         training = train_predictors(
             plan.path,
-            given.read_texts(),
+            given.read_passages(),
             given.output,
             overrides=plan.overrides,
             recipe=Recipe(recall=given.recall, passes=given.passes),
             rank=parse_rank(given.rank),
-            context=given.context,
-            windows=given.windows,
             progress=progress,
         )
     print_found(describe_training(training), write_training(training), given.as_json)
@@ -182,12 +180,9 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
         with ProgressBar() as progress:
             calibration = calibrate_thresholds(
                 plan.path,
-                given.read_texts(),
+                given.read_passages(held_out=given.evaluated),
                 goal=goal,
                 overrides=plan.settings,
-                context=given.context,
-                windows=given.windows,
-                evaluated=given.evaluated,
                 max_error=None if given.error is None else parse_share(given.error, "--error"),
                 partial=partial,
                 progress=progress,

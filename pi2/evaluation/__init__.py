@@ -20,7 +20,7 @@ from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 from pi2.sandbox.tokenizer import encode_text
 from pi2.statistics.prediction import LayerRecall, RecallCounter, can_compare
-from pi2.statistics.texts import Window, encode_windows
+from pi2.statistics.texts import Passages, Window
 
 Mode = Literal["prefill", "decode"]
 
@@ -158,18 +158,15 @@ class _Text:
 
 def evaluate_plan(
     plan: Path | FittedPlan,
-    texts: Sequence[str],
+    passages: Passages,
     *,
     overrides: Mapping[str, object] | None = None,
-    context: int | None = None,
-    stride: int | None = None,
-    windows: int | None = None,
     against: Sequence[str] = (),
     with_layers: bool = True,
     progress: Progress = ignore_progress,
 ) -> Evaluation:
-    """Run ``plan`` densely, and with its predictor if it has one, over ``texts``; ``overrides`` are
-    for one that is still to be read.
+    """Run ``plan`` densely, and with its predictor if it has one, over ``passages``;
+    ``overrides`` are for one that is still to be read.
 
     ``against`` adds runs: ``reference`` (dense, the reference backend), ``gate`` or ``low-rank``
     (the plan with that predictor), ``llama.cpp`` (on the same GGUF file), or the path of another
@@ -188,7 +185,7 @@ def evaluate_plan(
         return DenseObserver(executor, request, counter)
 
     with load(plan, set=settings, progress=progress, make_observer=observe) as model:
-        cut = encode_windows(model, texts, context=context, stride=stride, count=windows)
+        texts, cut = passages.texts, passages.cut(model)
         if counter is not None:
             counter.threshold = model.plan.plan.decode.threshold
         dense = score_windows(model, cut, "prefill", lambda share: progress("dense", share))

@@ -38,7 +38,7 @@ from pi2.predictors.fitting import (
 )
 from pi2.progress import Progress, ignore_progress
 from pi2.statistics.recording import measure_skew
-from pi2.statistics.texts import encode_windows
+from pi2.statistics.texts import Passages
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
 from pi2.store.writer import StoreWriter, TensorPieces
@@ -300,8 +300,6 @@ def _write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-HELD_OUT = 0.1
-"""Share of every text, its end, that nothing is learned from."""
 _SMALL_WEIGHTS = 1 << 22
 
 
@@ -318,31 +316,27 @@ class Training:
 
 def train_predictors(
     plan: Path,
-    texts: Sequence[str],
+    passages: Passages,
     output: Path,
     *,
     overrides: Mapping[str, object] | None = None,
     recipe: Recipe | None = None,
     rank: int | None = None,
-    context: int | None = None,
-    windows: int | None = None,
-    evaluated: int = 8,
     progress: Progress = ignore_progress,
 ) -> Training:
-    """Train predictors for the model of ``plan`` on what its neurons do in ``texts``.
+    """Train predictors for the model of ``plan`` on what its neurons do in ``passages``.
 
     ``rank`` is that of every layer; None chooses it for each.  ``output`` is a new folder with a
-    store (its neurons shared with the old one), a model document and a plan; ``evaluated`` is the
-    number of windows that they are judged on.  Raises `UserError` as loading does, P660-P662 for
-    text and backend, P665 for a model whose neurons never rest, P667 if ``output`` exists.
+    store (its neurons shared with the old one), a model document and a plan; 8 windows of the ends
+    of the texts judge them, unless ``passages`` says otherwise.  Raises `UserError` as loading
+    does, P660-P662 for text and backend, P665 for a model whose neurons never rest, P667 if
+    ``output`` exists.
     """
     chosen = recipe or Recipe()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError.of(
             "P667", f"{output} exists already", help="choose a new folder, or remove it"
         )
-    learned = [text[: round(len(text) * (1 - HELD_OUT))] for text in texts]
-    held_out = [text[round(len(text) * (1 - HELD_OUT)) :] for text in texts]
     parent = output.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".pi2-predictors-", dir=parent) as folder:
@@ -360,7 +354,7 @@ def train_predictors(
 
         with load(plan, set=overrides, progress=progress, make_observer=observe) as model:
             resolved = model.plan
-            cut = encode_windows(model, learned, context=context, stride=None, count=windows)
+            cut = passages.learned.cut(model)
             samples = recorder.record(model, cut, lambda share: progress("recording", share))
         fits = []
         with ThreadPoolExecutor(count_workers(resolved)) as pool:
@@ -369,9 +363,7 @@ def train_predictors(
                 fits.append(fit)
                 progress("training", len(fits) / len(samples))
     new_plan = publish_predictors(resolved, fits, output)
-    evaluation = evaluate_plan(
-        new_plan, held_out, context=context, windows=evaluated, progress=progress
-    )
+    evaluation = evaluate_plan(new_plan, passages.hold_out(8), progress=progress)
     return Training(plan=new_plan, fits=tuple(fits), evaluation=evaluation)
 
 

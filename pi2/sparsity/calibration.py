@@ -40,7 +40,7 @@ from pi2.sparsity.magnitudes import (
     MagnitudeObserver,
     compute_magnitudes,
 )
-from pi2.statistics.texts import Window, encode_windows
+from pi2.statistics.texts import Passages, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +225,6 @@ TIMED, WARM = 32, 8
 """Tokens that are generated to see how fast a plan is, and those of them that do not count."""
 FEWEST_SCORED = 1024
 """Tokens that a perplexity is computed over, if there are as many: an error of fewer is a guess."""
-HELD_OUT = 0.1
-"""Share of every text, its end, that thresholds are judged on and not made from."""
 TRIALS = 6
 """Targets that are tried where the loss is given: the last two are 1/64 apart."""
 
@@ -288,23 +286,20 @@ class _Observed:
 
 def calibrate_thresholds(
     plan: Path,
-    texts: Sequence[str],
+    passages: Passages,
     *,
     goal: Goal | None = None,
     overrides: Mapping[str, object] | None = None,
-    context: int | None = None,
-    windows: int | None = None,
-    evaluated: int = 16,
     max_error: float | None = None,
     partial: Path | None = None,
     progress: Progress = ignore_progress,
 ) -> Calibration:
-    """Calibrate thresholds for the model of ``plan`` on ``texts``; nothing is written.
+    """Calibrate thresholds for the model of ``plan`` on ``passages``; nothing is written.
 
     Without ``goal``, the plan's ``[sparsity]`` says what is wanted.  Histograms come from the dense
-    model over the first nine tenths of every text (``windows`` of them), perplexities from
-    generating over windows of the rest, token by token, as a run would: as many as make the error
-    small (`Goal.max_error`), at most ``evaluated``.  ``partial``: a file that keeps what was found
+    model over the first nine tenths of every text, perplexities from generating over windows of the
+    rest, token by token, as a run would: as many as make the error small (`Goal.max_error`), at
+    most 16 unless ``passages`` says otherwise.  ``partial``: a file that keeps what was found
     until the end, so that the same call goes on after an interrupt.
 
     Raises `UserError` as loading does, P257 for a model that needs no thresholds, P660-P662 for
@@ -312,26 +307,14 @@ def calibrate_thresholds(
     is too short for what would be stated.
     """
     settings = dict(overrides or {})
-    learned = [text[: round(len(text) * (1 - HELD_OUT))] for text in texts]
-    held_out = [text[round(len(text) * (1 - HELD_OUT)) :] for text in texts]
     dense_settings = {**settings, "decode.predictor": "none", "decode.look_ahead": "none"}
     chosen_goal = choose_goal(plan, dense_settings, goal, max_error)
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    kept = KeptFindings(
-        partial, (digest, chosen_goal.method, context, windows, evaluated, max_error)
-    )
-    found = _observe(
-        plan,
-        learned,
-        held_out,
-        dense_settings,
-        chosen_goal,
-        context,
-        windows,
-        evaluated,
-        kept,
-        progress,
-    )
+    digest = hashlib.sha256("\0".join(passages.texts).encode()).hexdigest()
+    judged = passages.hold_out(16)
+    asked = (digest, chosen_goal.method, passages.context, passages.count, judged.count, max_error)
+    kept = KeptFindings(partial, asked)
+    job = _Job(plan, settings, chosen_goal, kept, progress)
+    found = job.observe(dense_settings, passages.learned, judged)
     numbers = itertools.count(1)
     total = TRIALS if chosen_goal.target is None else 1
 
@@ -339,7 +322,7 @@ def calibrate_thresholds(
         made = make_thresholds(found.resolved.model, found.layers, chosen_goal, target)
         thresholds = made.model_copy(update={"tokens": found.tokens, "text": digest})
         label = f"trial {next(numbers)} of {total} ({target:.1%} left out)"
-        return _measure(plan, settings, chosen_goal, thresholds, found, kept, label, progress)
+        return job.measure(thresholds, found, label)
 
     trials = search_target(chosen_goal, attempt)
     within = [trial for trial in trials if _keeps(trial, chosen_goal)]
@@ -388,44 +371,83 @@ def _check_error(chosen: Trial, goal: Goal) -> None:
     )
 
 
-def _observe(
-    plan: Path,
-    learned: Sequence[str],
-    held_out: Sequence[str],
-    settings: Mapping[str, object],
-    goal: Goal,
-    context: int | None,
-    windows: int | None,
-    evaluated: int,
-    kept: KeptFindings,
-    progress: Progress,
-) -> _Observed:
-    """Run the dense model over both parts of the texts.  It is gone before the next is loaded."""
-    observer = MagnitudeObserver(goal.method)
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A calibration under way."""
 
-    def observe(executor: Executor, request: BuildRequest) -> DenseObserver:
-        _check_model(request.model, goal)
-        return DenseObserver(executor, request, observer, compute_magnitudes)
+    plan: Path
+    settings: Mapping[str, object]
+    goal: Goal
+    kept: KeptFindings
+    progress: Progress
 
-    with load(
-        plan, set=settings, thresholds="none", progress=progress, make_observer=observe
-    ) as model:
-        cut = encode_windows(model, learned, context=context, stride=None, count=windows)
-        done = kept.restore(model.plan.digest, observer.layers)
-        for number, window in enumerate(cut):
-            if number >= done:
-                for _ in model.iterate_logits(window.tokens):
-                    pass
-                kept.note_windows(number + 1, observer.layers, is_last=number + 1 == len(cut))
-            progress("counting", (number + 1) / len(cut))
-        model._parts.executor.observe(None)
-        judged = encode_windows(model, held_out, context=context, stride=None, count=evaluated)
-        dense = kept.find_scores("dense")
-        if dense is None:
-            dense = score_windows(model, judged, "prefill", lambda share: progress("dense", share))
-            kept.note_scores("dense", dense)
-        tokens = sum(len(window.tokens) for window in cut)
-        return _Observed(model.plan, observer.list_layers(), tokens, judged, dense)
+    def observe(
+        self, settings: Mapping[str, object], learned: Passages, judged: Passages
+    ) -> _Observed:
+        """Run the dense model, with ``settings``, over both parts of the texts."""
+        observer = MagnitudeObserver(self.goal.method)
+
+        def observe(executor: Executor, request: BuildRequest) -> DenseObserver:
+            _check_model(request.model, self.goal)
+            return DenseObserver(executor, request, observer, compute_magnitudes)
+
+        with load(
+            self.plan,
+            set=settings,
+            thresholds="none",
+            progress=self.progress,
+            make_observer=observe,
+        ) as model:
+            cut = learned.cut(model)
+            done = self.kept.restore(model.plan.digest, observer.layers)
+            for number, window in enumerate(cut):
+                if number >= done:
+                    for _ in model.iterate_logits(window.tokens):
+                        pass
+                    self.kept.note_windows(
+                        number + 1, observer.layers, is_last=number + 1 == len(cut)
+                    )
+                self.progress("counting", (number + 1) / len(cut))
+            model._parts.executor.observe(None)
+            windows = judged.cut(model)
+            dense = self.kept.find_scores("dense")
+            if dense is None:
+                dense = score_windows(
+                    model, windows, "prefill", lambda share: self.progress("dense", share)
+                )
+                self.kept.note_scores("dense", dense)
+            tokens = sum(len(window.tokens) for window in cut)
+            return _Observed(model.plan, observer.list_layers(), tokens, windows, dense)
+
+    def measure(self, thresholds: Thresholds, found: _Observed, label: str) -> Trial:
+        """Generate over held-out windows with ``thresholds``, until the error is small."""
+        name = f"{thresholds.target:.6g}@{self.goal.max_error or self.goal.max_increase or 0:.6g}"
+        scores = self.kept.find_scores(name)
+        if scores is not None:
+            return _describe(thresholds, scores, found.dense, self.kept.find_figures(name))
+        changes = describe_changes(found.resolved, thresholds, self.goal, "not-yet.thresholds.toml")
+        pieces: list[Scores] = []
+        with load(
+            self.plan,
+            set={**self.settings, **changes},
+            thresholds=thresholds,
+            progress=self.progress,
+        ) as model:
+            speed = _time_tokens(model, found.held_out[0])
+            before = model.stats
+            for number, window in enumerate(found.held_out):
+                pieces.append(score_windows(model, [window], "decode"))
+                self.progress(label, (number + 1) / len(found.held_out))
+                joined = join_scores(pieces)
+                counted = model.stats - before
+                figures = (counted.predicted_share or 0.0, counted.active_share or 0.0, speed)
+                trial = _describe(thresholds, joined, found.dense, figures)
+                if trial.scored >= FEWEST_SCORED and trial.error <= trial.find_needed_error(
+                    self.goal
+                ):
+                    break
+        self.kept.note_scores(name, joined, figures)
+        return trial
 
 
 def search_target(goal: Goal, attempt: Callable[[float], Trial]) -> list[Trial]:
@@ -467,39 +489,6 @@ def make_thresholds(
         text="",
         layers=tuple(layer.choose(target) for layer in layers),
     )
-
-
-def _measure(
-    plan: Path,
-    settings: Mapping[str, object],
-    goal: Goal,
-    thresholds: Thresholds,
-    found: _Observed,
-    kept: KeptFindings,
-    label: str,
-    progress: Progress,
-) -> Trial:
-    """Generate over held-out windows with ``thresholds``, until the error is small."""
-    name = f"{thresholds.target:.6g}@{goal.max_error or goal.max_increase or 0:.6g}"
-    scores = kept.find_scores(name)
-    if scores is not None:
-        return _describe(thresholds, scores, found.dense, kept.find_figures(name))
-    changes = describe_changes(found.resolved, thresholds, goal, "not-yet.thresholds.toml")
-    pieces: list[Scores] = []
-    with load(plan, set={**settings, **changes}, thresholds=thresholds, progress=progress) as model:
-        speed = _time_tokens(model, found.held_out[0])
-        before = model.stats
-        for number, window in enumerate(found.held_out):
-            pieces.append(score_windows(model, [window], "decode"))
-            progress(label, (number + 1) / len(found.held_out))
-            joined = join_scores(pieces)
-            counted = model.stats - before
-            figures = (counted.predicted_share or 0.0, counted.active_share or 0.0, speed)
-            trial = _describe(thresholds, joined, found.dense, figures)
-            if trial.scored >= FEWEST_SCORED and trial.error <= trial.find_needed_error(goal):
-                break
-    kept.note_scores(name, joined, figures)
-    return trial
 
 
 def _describe(

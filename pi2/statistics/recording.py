@@ -20,7 +20,7 @@ import json
 import os
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from pi2.importing.quantizers import MOMENTS, name_moments
 from pi2.orchestrator import load
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
-from pi2.statistics.texts import encode_windows
+from pi2.statistics.texts import Passages
 
 BATCHES = (1, 2, 3, 4)
 """Sizes of batches whose unions of active neurons are counted."""
@@ -170,8 +170,6 @@ class Statistics:
 class RecordingOptions:
     """What is run, and how it is counted."""
 
-    context: int | None = None
-    windows: int | None = None
     largest: float | None = None
     """Share of a token's neurons that counts as active; None counts what is not zero."""
     samples: int = 256
@@ -182,7 +180,7 @@ class RecordingOptions:
 
 def record_activations(
     plan: Path,
-    texts: Sequence[str],
+    passages: Passages,
     folder: Path,
     *,
     overrides: Mapping[str, object] | None = None,
@@ -190,7 +188,7 @@ def record_activations(
     replace: bool = False,
     progress: Progress = ignore_progress,
 ) -> Statistics:
-    """Run ``plan`` over ``texts`` and write the statistics into ``folder``.
+    """Run ``plan`` over ``passages`` and write the statistics into ``folder``.
 
     Raises `UserError` as loading does, P660-P662 for text and backend, P664 if the folder has other
     statistics and ``replace`` is not said, P665 for a model whose neurons never rest, P666 if the
@@ -218,10 +216,8 @@ def record_activations(
 
     with load(plan, set=overrides, progress=progress, make_observer=observe) as model:
         assert counter is not None
-        windows = encode_windows(
-            model, texts, context=chosen.context, stride=None, count=chosen.windows
-        )
-        job = _describe_job(model.plan.digest, texts, chosen)
+        windows = passages.cut(model)
+        job = _describe_job(model.plan.digest, passages, chosen)
         known = _prepare_folder(folder, job, replace=replace)
         if known is not None:
             return known
@@ -342,8 +338,10 @@ def _encode(table: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _describe_job(digest: str, texts: Sequence[str], options: RecordingOptions) -> str:
-    parts = [digest, asdict(options), [hashlib.sha256(text.encode()).hexdigest() for text in texts]]
+def _describe_job(digest: str, passages: Passages, options: RecordingOptions) -> str:
+    texts = [hashlib.sha256(text.encode()).hexdigest() for text in passages.texts]
+    counted = {"context": passages.context, "windows": passages.count, **asdict(options)}
+    parts = [digest, counted, texts]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

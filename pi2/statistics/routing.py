@@ -27,7 +27,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import PolicyName
 from pi2.orchestrator import load
 from pi2.progress import Progress, ignore_progress
-from pi2.statistics.texts import encode_windows
+from pi2.statistics.texts import Passages
 
 ROUTING = "routing.parquet"
 DISTANCES = (1, 4, 16)
@@ -81,22 +81,20 @@ class _RouteObserver(ExecutorObserver):
 
 def record_routing(
     plan: Path,
-    texts: Sequence[str],
+    passages: Passages,
     *,
     overrides: Mapping[str, object] | None = None,
-    context: int | None = None,
-    windows: int | None = None,
     progress: Progress = ignore_progress,
 ) -> tuple[RoutingTrace, dict[str, str]]:
-    """Run ``plan`` over ``texts`` and note the routing of every token; return it, and what tells
+    """Run ``plan`` over ``passages`` and note the routing of every token; return it, and what tells
     the weights from others'.
 
     Raises `UserError` as loading does, P660 and P661 for the text, P662 where the backend does not
     show its routing, P524 for a model without experts.
     """
     with load(plan, set=overrides, progress=progress) as model:
-        found = encode_windows(model, texts, context=context, stride=None, count=windows)
-        trace = observe_routing(model, [window.tokens for window in found], progress)
+        sequences = [window.tokens for window in passages.cut(model)]
+        trace = observe_routing(model, sequences, progress)
         return trace, note_identity(model.store)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,43 +43,67 @@ def read_texts(files: Sequence[Path]) -> list[str]:
     return texts
 
 
-def encode_windows(
-    model: LoadedModel,
-    texts: Sequence[str],
-    *,
-    context: int | None,
-    stride: int | None,
-    count: int | None,
-) -> list[Window]:
-    """Cut ``texts`` into windows of at most ``context`` tokens, ``stride`` apart.
+HELD_OUT = 0.1
+"""Share of every text, its end, that nothing is learned from."""
 
-    ``context`` defaults to what the plan holds, at most 512, ``stride`` to ``context``; ``count``
-    keeps that many windows, spread evenly.  Raises `UserError` P660 if no token could be scored,
-    P661 if context and stride do not go together.
-    """
-    room = model.plan.plan.kv.context
-    size = min(512, room) if context is None else context
-    step = size if stride is None else stride
-    if not 2 <= size <= room or not 1 <= step <= size:
-        raise UserError.of(
-            "P661",
-            f"a context of {size} tokens and a stride of {step} do not fit kv.context = {room}",
-            help="the context is at most kv.context, the stride at most the context",
-        )
-    settings = model.plan.model.tokenizer
-    begin = settings.bos if settings.add_bos else None
-    windows: list[Window] = []
-    for text in texts:
-        ids = encode_text(model.tokenizer, text)
-        windows += cut_windows(ids, begin=begin, context=size, stride=step)
-    if not windows:
-        raise UserError.of(
-            "P660", "the text has fewer than two tokens", help="give a few pages of text"
-        )
-    if count is None or count >= len(windows):
-        return windows
-    chosen = np.linspace(0, len(windows) - 1, count).round().astype(int)
-    return [windows[index] for index in chosen]
+
+@dataclass(frozen=True, slots=True)
+class Passages:
+    """Texts, and how they are cut into windows."""
+
+    texts: Sequence[str]
+    context: int | None = None
+    """Most tokens of a window; None: what the plan holds, at most 512."""
+    count: int | None = None
+    """Number of windows, spread evenly; None: all."""
+    stride: int | None = None
+    """Tokens from the start of a window to that of the next; None: the whole window."""
+    held_out: int | None = None
+    """Windows of the texts' ends that something learned is judged on."""
+
+    @property
+    def learned(self) -> Passages:
+        """The texts without their ends."""
+        return replace(self, texts=[text[: _find_end(text)] for text in self.texts])
+
+    def hold_out(self, count: int) -> Passages:
+        """The ends of the texts: so many windows where `held_out` is None."""
+        texts = [text[_find_end(text) :] for text in self.texts]
+        return replace(self, texts=texts, count=self.held_out or count)
+
+    def cut(self, model: LoadedModel) -> list[Window]:
+        """The windows.
+
+        Raises `UserError` P660 if no token could be scored, P661 if context and stride do not go
+        together.
+        """
+        room = model.plan.plan.kv.context
+        size = min(512, room) if self.context is None else self.context
+        step = size if self.stride is None else self.stride
+        if not 2 <= size <= room or not 1 <= step <= size:
+            raise UserError.of(
+                "P661",
+                f"a context of {size} tokens and a stride of {step} do not fit kv.context = {room}",
+                help="the context is at most kv.context, the stride at most the context",
+            )
+        settings = model.plan.model.tokenizer
+        begin = settings.bos if settings.add_bos else None
+        windows: list[Window] = []
+        for text in self.texts:
+            ids = encode_text(model.tokenizer, text)
+            windows += cut_windows(ids, begin=begin, context=size, stride=step)
+        if not windows:
+            raise UserError.of(
+                "P660", "the text has fewer than two tokens", help="give a few pages of text"
+            )
+        if self.count is None or self.count >= len(windows):
+            return windows
+        chosen = np.linspace(0, len(windows) - 1, self.count).round().astype(int)
+        return [windows[index] for index in chosen]
+
+
+def _find_end(text: str) -> int:
+    return round(len(text) * (1 - HELD_OUT))
 
 
 def cut_windows(

@@ -14,7 +14,7 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.evaluation import evaluate_plan, write_markdown
 from pi2.statistics.prediction import compute_scores
-from pi2.statistics.texts import cut_windows
+from pi2.statistics.texts import Passages, cut_windows
 from pi2.store.reader import NeuronStore
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -64,7 +64,7 @@ def test_a_short_text_is_one_window() -> None:
 
 
 def test_perplexity_is_that_of_the_models_logits(plan: Path) -> None:
-    found = evaluate_plan(plan, [TEXT], context=32, stride=16)
+    found = evaluate_plan(plan, Passages([TEXT], context=32, stride=16))
     with pi2.load(plan) as model:
         ids = [256, *model.tokenizer.encode(TEXT, add_special_tokens=False).ids]
         windows = cut_windows(ids[1:], begin=256, context=32, stride=16)
@@ -86,7 +86,9 @@ def test_perplexity_is_that_of_the_models_logits(plan: Path) -> None:
 
 
 def test_gate_prediction_loses_nothing(plan: Path) -> None:
-    found = evaluate_plan(plan, [TEXT], context=32, windows=2, against=["gate", "reference"])
+    found = evaluate_plan(
+        plan, Passages([TEXT], context=32, count=2), against=["gate", "reference"]
+    )
     dense, _, gate, reference = found.runs
     assert (gate.name, gate.predictor) == ("gate", "gate")
     assert gate.agreement == reference.agreement == 1.0
@@ -95,7 +97,7 @@ def test_gate_prediction_loses_nothing(plan: Path) -> None:
 
 
 def test_recall_is_counted_layer_by_layer(plan: Path) -> None:
-    found = evaluate_plan(plan, [TEXT], context=32, windows=1)
+    found = evaluate_plan(plan, Passages([TEXT], context=32, count=1))
     counts = np.zeros((3, 3))
     with pi2.load(plan) as model:
         parts = model._parts
@@ -121,7 +123,7 @@ def test_recall_is_counted_layer_by_layer(plan: Path) -> None:
 def test_another_plan_is_compared_token_by_token(plan: Path, tmp_path: Path) -> None:
     halves = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "fp16")
     other = write_plan(tmp_path, make_tiny(tmp_path, {"quantization": halves}))
-    found = evaluate_plan(plan, [TEXT], context=32, windows=2, against=[str(other)])
+    found = evaluate_plan(plan, Passages([TEXT], context=32, count=2), against=[str(other)])
     assert [item.name for item in found.runs[2:]] == ["tiny.plan.toml", "tiny.plan.toml, low-rank"]
     assert found.runs[2].digest != found.digest
     assert 0.3 < found.runs[2].agreement < 1  # int4 against fp16 of the same weights
@@ -131,14 +133,14 @@ def test_another_plan_is_compared_token_by_token(plan: Path, tmp_path: Path) -> 
     ("arguments", "code"),
     [
         ({"against": ["nothing.plan.toml"]}, "P663"),
-        ({"context": 65}, "P661"),
-        ({"context": 8, "stride": 9}, "P661"),
+        ({"passages": Passages([TEXT], context=65)}, "P661"),
+        ({"passages": Passages([TEXT], context=8, stride=9)}, "P661"),
         ({"overrides": {"backends.cpu": "null"}}, "P605"),
     ],
 )
 def test_what_cannot_be_measured_is_said(plan: Path, arguments: Any, code: str) -> None:
     with pytest.raises(UserError) as caught:
-        evaluate_plan(plan, [TEXT], **arguments)
+        evaluate_plan(plan, **{"passages": Passages([TEXT]), **arguments})
     assert [item.code for item in caught.value.diagnostics] == [code]
 
 
@@ -173,7 +175,7 @@ def test_a_text_that_cannot_be_read_is_one_finding(
 def test_a_dense_plan_has_one_run(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path, {"predictor": None, "ffn": {"activation": "silu"}})
     plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "none"}})
-    found = evaluate_plan(plan, [TEXT], context=16, windows=1)
+    found = evaluate_plan(plan, Passages([TEXT], context=16, count=1))
     assert [item.name for item in found.runs] == ["dense"]
     assert found.layers == ()
     assert write_markdown(found).count("\n") == 4

@@ -29,6 +29,7 @@ from pi2.predictors.fitting import (
     start_rank,
 )
 from pi2.predictors.training import count_token_bytes, fit_experts, name_all, train_predictors
+from pi2.statistics.texts import Passages
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.mixtures import SHAPE, make_mixture_plan
@@ -124,7 +125,7 @@ def test_a_store_without_predictors_gets_them(tmp_path: Path) -> None:
     before = (tiny.store / "manifest.json").read_bytes()
     recipe = Recipe(recall=0.9, passes=10, batch=64)
     found = train_predictors(
-        plan, [TEXT], tmp_path / "new", recipe=recipe, rank=32, context=48, evaluated=1
+        plan, Passages([TEXT], context=48, held_out=1), tmp_path / "new", recipe=recipe, rank=32
     )
     assert found.plan == tmp_path / "new/default.plan.toml"
     # Random weights fire half of the time; what was learned is still more than chance.
@@ -155,13 +156,11 @@ def test_every_expert_of_a_mixture_gets_a_predictor(tmp_path: Path) -> None:
     plan = make_mixture_plan(tmp_path / "mixture", "drelu", changes)
     found = train_predictors(
         plan,
-        [TEXT],
+        Passages([TEXT], context=40, held_out=1),
         tmp_path / "new",
         overrides={"backends.cpu": "reference"},
         recipe=Recipe(recall=0.9, passes=2),
         rank=32,
-        context=40,
-        evaluated=1,
     )
     with NeuronStore.open(plan.parent / "store") as store:
         for fit in found.fits:
@@ -212,7 +211,7 @@ def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path)
     plan = write_plan(tmp_path, tiny)
     with pytest.raises(UserError) as caught:
-        train_predictors(plan, [TEXT], tmp_path)
+        train_predictors(plan, Passages([TEXT]), tmp_path)
     assert caught.value.diagnostics[0].code == "P667"
 
 
@@ -220,7 +219,7 @@ def test_models_whose_neurons_never_rest_are_refused(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path, {"predictor": None, "ffn": {"activation": "silu"}})
     plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "none"}})
     with pytest.raises(UserError) as caught:
-        train_predictors(plan, [TEXT], tmp_path / "new")
+        train_predictors(plan, Passages([TEXT]), tmp_path / "new")
     assert caught.value.diagnostics[0].code == "P665"
     assert not (tmp_path / "new").exists()
 

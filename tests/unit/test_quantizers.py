@@ -21,6 +21,7 @@ from pi2.importing.quantizers import (
     quantize_with_compensation,
 )
 from pi2.statistics.recording import RecordingOptions, record_activations
+from pi2.statistics.texts import Passages
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
@@ -124,8 +125,13 @@ TEXT = "The quick brown fox jumps over the lazy dog.\n" * 4
 
 def test_a_store_is_quantised_by_what_its_model_was_seen_to_do(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path)
-    options = RecordingOptions(context=32, samples=4, moments=True)
-    record_activations(write_plan(tmp_path, tiny), [TEXT], tmp_path / "stats", options=options)
+    options = RecordingOptions(samples=4, moments=True)
+    record_activations(
+        write_plan(tmp_path, tiny),
+        Passages([TEXT], context=32),
+        tmp_path / "stats",
+        options=options,
+    )
     moments = np.load(tmp_path / "stats" / name_moments(2))
     assert moments.shape == (64, 64)
     assert np.trace(moments) / 64 == pytest.approx(1.0, rel=0.3)  # an RMS norm's output

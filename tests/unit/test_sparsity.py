@@ -25,6 +25,7 @@ from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.weights.bundles import unpack_part
 from pi2.sparsity.calibration import Goal, calibrate_thresholds
 from pi2.sparsity.magnitudes import Histogram, LayerMagnitudes
+from pi2.statistics.texts import Passages
 from pi2.store.reader import NeuronStore
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
@@ -145,7 +146,7 @@ def test_what_decodes_is_the_model_with_small_gates_cut(plan: Path, sparse: Path
 def test_the_file_states_the_perplexity_that_evaluate_measures(sparse: Path) -> None:
     thresholds = read_thresholds(sparse.with_name("half.thresholds.toml"))
     held_out = TEXT[round(len(TEXT) * 0.9) :]
-    found = evaluate_plan(sparse, [held_out], context=32, windows=8)
+    found = evaluate_plan(sparse, Passages([held_out], context=32, count=8))
     dense, cut = found.runs
     assert (cut.name, cut.predictor) == ("cats", "gate")
     assert dense.perplexity == pytest.approx(thresholds.perplexity_before, rel=1e-5)
@@ -163,7 +164,9 @@ def test_equal_texts_give_equal_files(plan: Path, sparse: Path, text: Path, tmp_
 
 def test_a_loss_is_kept_by_the_largest_share_that_keeps_it(plan: Path) -> None:
     goal = Goal(method="cats-teal", max_increase=0.002)
-    found = calibrate_thresholds(plan, [TEXT], goal=goal, context=32, evaluated=1, max_error=9.0)
+    found = calibrate_thresholds(
+        plan, Passages([TEXT], context=32, held_out=1), goal=goal, max_error=9.0
+    )
     targets = [trial.thresholds.target for trial in found.trials]
     assert targets[0] == 0.5 and len(targets) == 6
     assert found.chosen.increase <= 0.002
@@ -179,7 +182,7 @@ def test_a_loss_that_cannot_be_kept_is_a_finding(plan: Path, monkeypatch: Any) -
     monkeypatch.setattr("pi2.sparsity.calibration._keeps", lambda trial, goal: False)
     goal = Goal(method="cats", max_increase=1e-3)
     with pytest.raises(UserError) as caught:
-        calibrate_thresholds(plan, [TEXT], goal=goal, context=32, evaluated=1)
+        calibrate_thresholds(plan, Passages([TEXT], context=32, held_out=1), goal=goal)
     assert caught.value.diagnostics[0].code == "P669"
 
 
@@ -225,11 +228,8 @@ def test_more_tokens_make_the_error_smaller(plan: Path) -> None:
     found = {
         windows: calibrate_thresholds(
             plan,
-            [TEXT * windows],
+            Passages([TEXT * windows], context=32, count=2, held_out=windows),
             goal=Goal(method="cats", target=0.5),
-            context=32,
-            windows=2,
-            evaluated=windows,
             max_error=9.0,
         ).chosen
         for windows in (1, 16)
@@ -274,9 +274,8 @@ def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -
     def calibrate(text: str, partial: Path | None) -> list[float]:
         found = calibrate_thresholds(
             plan,
-            [text],
+            Passages([text], context=32),
             goal=Goal(method="cats", target=0.5),
-            context=32,
             max_error=9.0,
             partial=partial,
         )
@@ -294,7 +293,7 @@ def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -
 
 def test_a_plan_that_thresholds_make_slower_is_said_to_be(plan: Path) -> None:
     found = calibrate_thresholds(
-        plan, [TEXT], goal=Goal(method="cats", target=0.5), context=32, max_error=9.0
+        plan, Passages([TEXT], context=32), goal=Goal(method="cats", target=0.5), max_error=9.0
     )
     chosen = replace(found.chosen, tokens_per_s=1.0)
     slow = replace(found, chosen=chosen, trials=(chosen,), dense_tokens_per_s=2.4)
@@ -370,14 +369,14 @@ def test_second_thresholds_are_not_for_mixtures(mixture: Path) -> None:
     assert "P257" in {diagnostic.code for diagnostic in caught.value.diagnostics}
     goal = Goal(method="cats-teal", target=0.5)
     with pytest.raises(UserError) as caught:
-        calibrate_thresholds(mixture, [TEXT], goal=goal)
+        calibrate_thresholds(mixture, Passages([TEXT]), goal=goal)
     assert caught.value.diagnostics[0].code == "P257"
 
 
 def test_neurons_that_rest_by_themselves_need_no_thresholds(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, make_tiny(tmp_path))
     with pytest.raises(UserError) as caught:
-        calibrate_thresholds(plan, [TEXT], goal=Goal(method="cats", target=0.5))
+        calibrate_thresholds(plan, Passages([TEXT]), goal=Goal(method="cats", target=0.5))
     assert caught.value.diagnostics[0].code == "P257"
 
 

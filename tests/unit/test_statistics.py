@@ -16,12 +16,13 @@ from pi2.diagnostics import UserError
 from pi2.importing.conversion_job import read_counts
 from pi2.statistics import recording
 from pi2.statistics.recording import RecordingOptions, find_active, measure_skew, record_activations
+from pi2.statistics.texts import Passages
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 3
-OPTIONS = RecordingOptions(context=32, samples=5)
+OPTIONS = RecordingOptions(samples=5)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,9 @@ def test_counts_are_those_of_the_checkpoints_neurons(
 ) -> None:
     model, plan = tiny
     text = TEXT[:31]
-    found = record_activations(plan, [text], tmp_path / "stats", options=OPTIONS)
+    found = record_activations(
+        plan, Passages([text], context=32), tmp_path / "stats", options=OPTIONS
+    )
     assert found.tokens == 32
     fired = observe_plainly(plan, [256, *_encode(plan, text)])
     counts = read_counts(tmp_path / "stats/activations.parquet", 3, 96)
@@ -77,7 +80,9 @@ def test_counts_are_those_of_the_checkpoints_neurons(
 def test_in_a_mixture_only_the_experts_of_a_token_count(tmp_path: Path) -> None:
     plan = make_mixture_plan(tmp_path, "drelu", {"predictor": None})
     plan.write_text(plan.read_text().replace('cpu = "cpu"', 'cpu = "reference"'))
-    found = record_activations(plan, [TEXT[:40]], tmp_path / "stats", options=OPTIONS)
+    found = record_activations(
+        plan, Passages([TEXT[:40]], context=32), tmp_path / "stats", options=OPTIONS
+    )
     fired = observe_plainly(plan, _encode(plan, TEXT[:32]))
     for layer, shares in enumerate(found.layers):
         # Two of four experts compute a token.
@@ -88,7 +93,7 @@ def test_in_a_mixture_only_the_experts_of_a_token_count(tmp_path: Path) -> None:
 def test_pairs_are_counted_together(tiny: tuple[TinyModel, Path], tmp_path: Path) -> None:
     model, plan = tiny
     text = TEXT[:31]
-    record_activations(plan, [text], tmp_path / "stats", options=OPTIONS)
+    record_activations(plan, Passages([text], context=32), tmp_path / "stats", options=OPTIONS)
     fired = observe_plainly(plan, [256, *_encode(plan, text)])
     pairs = read(tmp_path / "stats/coactivations.parquet")
     assert len(pairs["count"]) == 3 * 10  # 5 neurons
@@ -103,7 +108,9 @@ def test_an_interrupted_recording_goes_on(
     tiny: tuple[TinyModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, plan = tiny
-    whole = record_activations(plan, [TEXT], tmp_path / "whole", options=OPTIONS)
+    whole = record_activations(
+        plan, Passages([TEXT], context=32), tmp_path / "whole", options=OPTIONS
+    )
     monkeypatch.setattr(recording, "SAVE_S", -1.0)
 
     def interrupt(label: str, share: float) -> None:
@@ -111,7 +118,13 @@ def test_an_interrupted_recording_goes_on(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        record_activations(plan, [TEXT], tmp_path / "half", options=OPTIONS, progress=interrupt)
+        record_activations(
+            plan,
+            Passages([TEXT], context=32),
+            tmp_path / "half",
+            options=OPTIONS,
+            progress=interrupt,
+        )
     assert [path.name for path in (tmp_path / "half").iterdir()] == ["unfinished.npz"]
     shares: list[float] = []
 
@@ -119,7 +132,9 @@ def test_an_interrupted_recording_goes_on(
         if label == "recording":
             shares.append(share)
 
-    half = record_activations(plan, [TEXT], tmp_path / "half", options=OPTIONS, progress=watch)
+    half = record_activations(
+        plan, Passages([TEXT], context=32), tmp_path / "half", options=OPTIONS, progress=watch
+    )
     assert 0 < len(shares) < 7  # not from the beginning
     assert half == whole
     for name in ("activations.parquet", "coactivations.parquet"):
@@ -131,16 +146,22 @@ def test_what_is_finished_is_neither_run_again_nor_lost(
     tiny: tuple[TinyModel, Path], tmp_path: Path
 ) -> None:
     _, plan = tiny
-    first = record_activations(plan, [TEXT[:20]], tmp_path, options=OPTIONS)
+    first = record_activations(plan, Passages([TEXT[:20]], context=32), tmp_path, options=OPTIONS)
     labels: set[str] = set()
     again = record_activations(
-        plan, [TEXT[:20]], tmp_path, options=OPTIONS, progress=lambda label, _: labels.add(label)
+        plan,
+        Passages([TEXT[:20]], context=32),
+        tmp_path,
+        options=OPTIONS,
+        progress=lambda label, _: labels.add(label),
     )
     assert again == first and "recording" not in labels
     with pytest.raises(UserError) as caught:
-        record_activations(plan, [TEXT[:30]], tmp_path, options=OPTIONS)
+        record_activations(plan, Passages([TEXT[:30]], context=32), tmp_path, options=OPTIONS)
     assert caught.value.diagnostics[0].code == "P664"
-    other = record_activations(plan, [TEXT[:30]], tmp_path, options=OPTIONS, replace=True)
+    other = record_activations(
+        plan, Passages([TEXT[:30]], context=32), tmp_path, options=OPTIONS, replace=True
+    )
     assert other.tokens > first.tokens
 
 
@@ -149,7 +170,7 @@ def test_a_folder_with_other_files_is_left_alone(
 ) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(UserError) as caught:
-        record_activations(tiny[1], [TEXT], tmp_path, options=OPTIONS)
+        record_activations(tiny[1], Passages([TEXT], context=32), tmp_path, options=OPTIONS)
     assert caught.value.diagnostics[0].code == "P664"
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
@@ -158,11 +179,13 @@ def test_smooth_models_count_their_largest_neurons(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path, {"predictor": None, "ffn": {"activation": "silu"}})
     plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "none"}})
     with pytest.raises(UserError) as caught:
-        record_activations(plan, [TEXT], tmp_path / "stats", options=OPTIONS)
+        record_activations(plan, Passages([TEXT], context=32), tmp_path / "stats", options=OPTIONS)
     assert caught.value.diagnostics[0].code == "P665"
     assert "routing" not in str(caught.value)
-    half = RecordingOptions(context=32, windows=1, largest=0.25)
-    found = record_activations(plan, [TEXT], tmp_path / "stats", options=half)
+    half = RecordingOptions(largest=0.25)
+    found = record_activations(
+        plan, Passages([TEXT], context=32, count=1), tmp_path / "stats", options=half
+    )
     assert all(layer.active == pytest.approx(0.25) for layer in found.layers)
 
 
