@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pi2.serving.answer_reader import Fragment
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
-from pi2.serving.completions import describe_chat_scores
+from pi2.serving.completions import ChunkWriter, describe_chat_scores
 from pi2.serving.conversation import (
     Conversation,
     join_text,
@@ -19,16 +18,10 @@ from pi2.serving.conversation import (
     set_effort,
 )
 from pi2.serving.dialects import Operation, Writer, answer_with
-from pi2.serving.errors import DONE, ApiError, write_event
-from pi2.serving.host import Host, describe_fingerprint
+from pi2.serving.errors import ApiError
+from pi2.serving.host import Host
 from pi2.serving.openai_schema import ChatMessage, ChatRequest
-from pi2.serving.requests import (
-    choose_sampling,
-    describe_usage,
-    limit_tokens,
-    list_stops,
-    make_id,
-)
+from pi2.serving.requests import describe_ask, describe_usage, list_stops, make_id
 
 
 def read_message(message: ChatMessage) -> dict[str, Any]:
@@ -81,32 +74,22 @@ def read_conversation(body: ChatRequest) -> Conversation:
 async def prepare(host: Host, body: ChatRequest, client: str) -> Writer:
     """What is to be asked for a chat."""
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    ask = await prepare_chat(
-        host,
-        read_conversation(body),
-        {
-            "count": body.n or 1,
-            "client": client,
-            "max_tokens": limit_tokens(most),
-            "stop": list_stops(body.stop),
-            "alternatives": (body.top_logprobs or 0) if body.logprobs else None,
-            "sampling": choose_sampling(body, host.model.plan.model.shape.vocab),
-        },
-    )
+    stated = {
+        **describe_ask(host, body, client, most),
+        "count": body.n or 1,
+        "stop": list_stops(body.stop),
+        "alternatives": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    ask = await prepare_chat(host, read_conversation(body), stated)
     return _ChatWriter(host, body, ask)
 
 
-class _ChatWriter(Writer):
+class _ChatWriter(ChunkWriter):
+    kind = "chat.completion.chunk"
+
     def __init__(self, host: Host, body: ChatRequest, ask: Ask) -> None:
-        super().__init__(host, [ask])
+        super().__init__(host, [ask], body, "chatcmpl-")
         self._scored = bool(body.logprobs)
-        self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._head = {
-            "id": make_id("chatcmpl-"),
-            "created": int(time.time()),
-            "model": host.plan.name,
-            "system_fingerprint": describe_fingerprint(host.model),
-        }
         self._begun: set[int] = set()
         self._calls = [0] * ask.count
 
@@ -144,29 +127,29 @@ class _ChatWriter(Writer):
             **self._head,
             "object": "chat.completion",
             "choices": choices,
-            "usage": self._describe_usage(),
+            "usage": self.describe_usage(),
         }
 
     def write_event(self, event: Delta | Finished) -> bytes:
         """The chunks that an event makes."""
-        return b"".join(map(write_event, self._write_chunks(event)))
+        return b"".join(self._write_chunks(event))
 
-    def _write_chunks(self, event: Delta | Finished) -> list[dict[str, Any]]:
+    def _write_chunks(self, event: Delta | Finished) -> list[bytes]:
         chunks = []
         index = event.index
         if index not in self._begun:
             self._begun.add(index)
-            chunks.append(self._write_chunk(index, {"role": "assistant", "content": ""}))
+            chunks.append(self._write_delta(index, {"role": "assistant", "content": ""}))
         if isinstance(event, Finished):
-            chunks.append(self._write_chunk(index, {}, reason=event.reason))
+            chunks.append(self._write_delta(index, {}, reason=event.reason))
             return chunks
         deltas = [delta for item in event.items for delta in self._write_deltas(index, item)]
         if self._scored and event.scores:
             deltas = deltas or [{"content": ""}]
             scores = describe_chat_scores(self.host.model, event.scores)
-            chunks.append(self._write_chunk(index, deltas[0], scores=scores))
+            chunks.append(self._write_delta(index, deltas[0], scores=scores))
             deltas = deltas[1:]
-        return chunks + [self._write_chunk(index, delta) for delta in deltas]
+        return chunks + [self._write_delta(index, delta) for delta in deltas]
 
     def _write_deltas(self, index: int, item: Fragment | ToolCall) -> list[dict[str, Any]]:
         if isinstance(item, Fragment):
@@ -181,26 +164,19 @@ class _ChatWriter(Writer):
             {"tool_calls": [{"index": number, "function": {"arguments": item.arguments}}]},
         ]
 
-    def _write_chunk(
+    def _write_delta(
         self,
         index: int,
         delta: Mapping[str, Any],
         *,
         scores: Mapping[str, Any] | None = None,
         reason: str | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": reason}
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        return {**chunk, "usage": None} if self._includes_usage else chunk
+    ) -> bytes:
+        parts = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": reason}
+        return self.write_chunk(parts)
 
-    def write_end(self) -> bytes:
-        """The last chunk, if it is asked for, and the mark of the end."""
-        if not self._includes_usage:
-            return DONE
-        last = {**self._head, "object": "chat.completion.chunk", "choices": []}
-        return write_event({**last, "usage": self._describe_usage()}) + DONE
-
-    def _describe_usage(self) -> Mapping[str, Any]:
+    def describe_usage(self) -> Mapping[str, Any]:
+        """Of the sequences, one has read the prompt; the others begin where it has ended."""
         return describe_usage(
             self.prompt_tokens,
             self.tokens,

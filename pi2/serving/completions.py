@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pi2.diagnostics import UserError
 from pi2.engine.answer import TokenScore
@@ -16,8 +16,8 @@ from pi2.serving.calls import Ask, Collected, Delta, Finished
 from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.errors import DONE, ApiError, explain_user_error, write_event
 from pi2.serving.host import Host, describe_fingerprint
-from pi2.serving.openai_schema import CompletionRequest
-from pi2.serving.requests import choose_sampling, describe_usage, limit_tokens, list_stops, make_id
+from pi2.serving.openai_schema import ChatRequest, CompletionRequest
+from pi2.serving.requests import describe_ask, describe_usage, list_stops, make_id
 
 LEAST = -9999.0
 """Stands for what cannot be written: the logarithm of nothing."""
@@ -216,36 +216,65 @@ async def prepare(host: Host, body: CompletionRequest, client: str) -> Writer:
         prompts = list_prompts(host, body.prompt)
     # Tokens themselves are needed for these two.
     needs_tokens = body.best_of is not None or body.return_token_ids
-    most = _DEFAULT_TOKENS if body.max_tokens is None else limit_tokens(body.max_tokens)
+    most = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    stated = describe_ask(host, body, client, most)
     asks = [
         Ask(
             prompt_ids=ids,
             count=body.best_of or body.n or 1,
-            client=client,
-            max_tokens=most,
             stop=list_stops(body.stop),
             alternatives=0 if body.logprobs is None and needs_tokens else body.logprobs,
             scores_prompt=bool(body.echo) and body.logprobs is not None,
             ignore_eos=bool(body.ignore_eos),
-            sampling=choose_sampling(body, host.model.plan.model.shape.vocab),
+            **stated,
         )
         for ids in prompts
     ]
     return _CompletionWriter(host, body, asks)
 
 
-class _CompletionWriter(Writer):
-    def __init__(self, host: Host, body: CompletionRequest, asks: Sequence[Ask]) -> None:
+class ChunkWriter(Writer):
+    """Writes chunks of choices, as OpenAI's clients expect them."""
+
+    kind: ClassVar[str]
+    """The object that a chunk is."""
+
+    def __init__(
+        self, host: Host, asks: Sequence[Ask], body: ChatRequest | CompletionRequest, prefix: str
+    ) -> None:
+        """``prefix``: what the answer's id begins with."""
         super().__init__(host, asks)
-        self._body = body
         self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._head = {
-            "id": make_id("cmpl-"),
-            "object": "text_completion",
+            "id": make_id(prefix),
             "created": int(time.time()),
             "model": host.plan.name,
             "system_fingerprint": describe_fingerprint(host.model),
         }
+
+    def write_chunk(self, choice: Mapping[str, Any]) -> bytes:
+        """A chunk of one choice."""
+        chunk = {**self._head, "object": self.kind, "choices": [choice]}
+        return write_event({**chunk, "usage": None} if self._includes_usage else chunk)
+
+    def write_end(self) -> bytes:
+        """The last chunk, if it is asked for, and the mark of the end."""
+        if not self._includes_usage:
+            return DONE
+        last = {**self._head, "object": self.kind, "choices": [], "usage": self.describe_usage()}
+        return write_event(last) + DONE
+
+    def describe_usage(self) -> Mapping[str, Any]:
+        """Tokens that were read, reused and made."""
+        raise NotImplementedError
+
+
+class _CompletionWriter(ChunkWriter):
+    kind = "text_completion"
+
+    def __init__(self, host: Host, body: CompletionRequest, asks: Sequence[Ask]) -> None:
+        super().__init__(host, asks, body, "cmpl-")
+        self._body = body
         self._scores: dict[int, CompletionScores] = {}
 
     def _begin(self, index: int, prompt_scores: Sequence[TokenScore]) -> dict[str, Any]:
@@ -291,7 +320,8 @@ class _CompletionWriter(Writer):
                         "finish_reason": _describe_end(item.end),
                     }
                 )
-        return {**self._head, "choices": choices, "usage": self._describe_usage()}
+        answer = {**self._head, "object": self.kind, "choices": choices}
+        return {**answer, "usage": self.describe_usage()}
 
     def write_event(self, event: Delta | Finished) -> bytes:
         """The chunks that an event makes."""
@@ -309,17 +339,10 @@ class _CompletionWriter(Writer):
         return b"".join(chunks)
 
     def _write_chunk(self, index: int, parts: dict[str, Any], reason: str | None = None) -> bytes:
-        choice = {"index": index, **parts, "finish_reason": reason}
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        return write_event({**chunk, "usage": None} if self._includes_usage else chunk)
+        return self.write_chunk({"index": index, **parts, "finish_reason": reason})
 
-    def write_end(self) -> bytes:
-        """The last chunk, if it is asked for, and the mark of the end."""
-        if not self._includes_usage:
-            return DONE
-        return write_event({**self._head, "choices": [], "usage": self._describe_usage()}) + DONE
-
-    def _describe_usage(self) -> Any:
+    def describe_usage(self) -> Mapping[str, Any]:
+        """A prompt is counted once, however many texts follow it."""
         each = self.asks[0].count
         reused = sum(end.reused_tokens for end in self.ends if end.index % each == 0)
         return describe_usage(self.prompt_tokens, self.tokens, reused, 0)

@@ -152,6 +152,12 @@ def read_arguments(arguments: Any) -> Any:
         return arguments
 
 
+def read_object(arguments: str) -> dict[str, Any]:
+    """Arguments of a call as an object, which is empty where they are none."""
+    found = read_arguments(arguments)
+    return found if isinstance(found, dict) else {}
+
+
 def make_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
     """A call of an earlier answer, as templates read it."""
     return {

@@ -20,6 +20,7 @@ from pi2.serving.conversation import (
     join_text,
     make_call,
     read_format,
+    read_object,
     set_effort,
 )
 from pi2.serving.dialects import Operation, Writer, answer_with
@@ -29,8 +30,7 @@ from pi2.serving.openai_schema import Body, Count, Fields, Text, Tolerant, TopK,
 from pi2.serving.requests import (
     JsonResponse,
     Service,
-    choose_sampling,
-    limit_tokens,
+    describe_ask,
     make_id,
     use_model,
 )
@@ -193,16 +193,9 @@ async def count_tokens(request: Request, service: Service, body: CountRequest) -
 
 async def prepare(host: Host, body: MessagesRequest, client: str) -> Writer:
     """What is to be asked for a conversation."""
-    ask = await prepare_chat(
-        host,
-        read_conversation(body),
-        {
-            "client": client,
-            "max_tokens": limit_tokens(body.max_tokens),
-            "stop": body.stop_sequences or (),
-            "sampling": choose_sampling(body, host.model.plan.model.shape.vocab),
-        },
-    )
+    stated = describe_ask(host, body, client, body.max_tokens)
+    stated["stop"] = body.stop_sequences or ()
+    ask = await prepare_chat(host, read_conversation(body), stated)
     return _MessageWriter(host, ask)
 
 
@@ -231,14 +224,6 @@ def _describe_usage(prompt: int, end: Finished | None) -> dict[str, Any]:
     }
 
 
-def _read_input(call: ToolCall) -> Any:
-    try:
-        value = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {}
-
-
 def _make_tool_use(call: ToolCall) -> dict[str, Any]:
     identity = make_id("toolu_")
     return {"type": "tool_use", "id": identity, "name": call.name, "caller": {"type": "direct"}}
@@ -260,7 +245,7 @@ class _MessageWriter(Writer):
         if one.content or not (one.calls or one.reasoning):
             content.append({"type": "text", "text": one.content, "citations": None})
         for call in one.calls:
-            content.append({**_make_tool_use(call), "input": _read_input(call)})
+            content.append({**_make_tool_use(call), "input": read_object(call.arguments)})
         return self._make_message(content, one.end)
 
     def _make_message(
@@ -309,7 +294,7 @@ class _MessageWriter(Writer):
         if isinstance(item, ToolCall):
             self._close(found)
             self._open(found, "tool_use", {**_make_tool_use(item), "input": {}})
-            text = json.dumps(_read_input(item), ensure_ascii=False)
+            text = json.dumps(read_object(item.arguments), ensure_ascii=False)
             self._write_delta(found, {"type": "input_json_delta", "partial_json": text})
             self._close(found)
         elif item.part == "reasoning":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +13,7 @@ from starlette.responses import Response
 from pi2.serving import openai_schema
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
 from pi2.serving.completions import describe_chat_scores, fill_gap, list_prompts
-from pi2.serving.conversation import ANY_OBJECT, Conversation, make_call, set_effort
+from pi2.serving.conversation import ANY_OBJECT, Conversation, make_call, read_object, set_effort
 from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.embeddings import embed
 from pi2.serving.errors import ApiError, dump_json
@@ -24,8 +23,7 @@ from pi2.serving.openai_schema import Fields, Seed, Text, Tolerant, Tool, TopK, 
 from pi2.serving.requests import (
     JsonResponse,
     Service,
-    choose_sampling,
-    limit_tokens,
+    describe_ask,
     list_stops,
     use_model,
 )
@@ -136,11 +134,9 @@ def _describe_ask(host: Host, body: AskingRequest, client: str) -> dict[str, Any
     options = body.options or Options()
     most = options.num_predict
     return {
-        "client": client,
-        "max_tokens": limit_tokens(None if most == 0 else most),
+        **describe_ask(host, options, client, most or None),
         "stop": list_stops(options.stop),
         "alternatives": (body.top_logprobs or 0) if body.logprobs else None,
-        "sampling": choose_sampling(options, host.model.plan.model.shape.vocab),
     }
 
 
@@ -236,7 +232,7 @@ class _OllamaWriter(Writer):
         message: dict[str, Any] = {"role": "assistant", "content": piece.content, **thinking}
         if piece.calls:
             message["tool_calls"] = [
-                {"function": {"name": call.name, "arguments": _read(call.arguments)}}
+                {"function": {"name": call.name, "arguments": read_object(call.arguments)}}
                 for call in piece.calls
             ]
         return {**found, "message": message, **scores}
@@ -254,13 +250,6 @@ class _OllamaWriter(Writer):
             "eval_count": end.tokens,
             "eval_duration": int(end.decode_s * 1e9),
         }
-
-
-def _read(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
 
 
 async def answer_embed(request: Request, service: Service, body: EmbedRequest) -> Response:

@@ -180,6 +180,15 @@ def choose_sampling(body: BaseModel, vocab: int) -> dict[str, Any]:
     return {**found, "logit_bias": bias} if bias else found
 
 
+def describe_ask(host: Host, body: BaseModel, client: str, most: int | None) -> dict[str, Any]:
+    """What an `Ask` has of every interface; ``most``: tokens that the body lets an answer have."""
+    return {
+        "client": client,
+        "max_tokens": limit_tokens(most),
+        "sampling": choose_sampling(body, host.model.plan.model.shape.vocab),
+    }
+
+
 _LEAST_TOP_P = 1e-9
 """Keeps the likeliest token alone, which is what 0 asks for."""
 

@@ -33,7 +33,7 @@ from pi2.serving.openai_schema import (
     Tolerant,
     keep_tools,
 )
-from pi2.serving.requests import choose_sampling, limit_tokens, make_id
+from pi2.serving.requests import describe_ask, make_id
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
@@ -136,15 +136,8 @@ def read_conversation(body: ResponsesRequest) -> Conversation:
 
 async def prepare(host: Host, body: ResponsesRequest, client: str) -> Writer:
     """What is to be asked for a conversation."""
-    ask = await prepare_chat(
-        host,
-        read_conversation(body),
-        {
-            "client": client,
-            "max_tokens": limit_tokens(body.max_output_tokens),
-            "sampling": choose_sampling(body, host.model.plan.model.shape.vocab),
-        },
-    )
+    stated = describe_ask(host, body, client, body.max_output_tokens)
+    ask = await prepare_chat(host, read_conversation(body), stated)
     return _ResponseWriter(host, body, ask)
 
 
