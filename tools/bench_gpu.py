@@ -33,8 +33,8 @@ from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.backends.gpu.packing import load_image
 from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts
+from pi2.fitting.check import load_plan
 from pi2.plan.documents.model import Model
-from pi2.plan.resolve import load_plan
 from pi2.planning.wish import read_document
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -43,6 +43,7 @@ def migrate_command(files: tuple[str, ...], check: bool) -> int:
     FILE is a plan, device or model, or a folder of them.  Versions are raised and renamed keys
     replaced; comments, order and layout are kept.  Files that are up to date are not touched.
     """
+    from pi2.authoring.difference import migrate_text
     from pi2.diagnostics import Diagnostic, Span
     from pi2.plan.reading.references import list_documents
     from pi2.plan.toml.source import CANNOT_READ, detect_kind, display_path, read_text
