@@ -42,11 +42,11 @@ from limited.program import (
 from limited.read_ahead import DENSE_KIB, MIXTURE_KIB, set_read_ahead
 from limited.rows import ROWS
 from limited.table import report
-from pi2.benchmarks.bandwidth import BandwidthLimit
-from pi2.benchmarks.contestants import check_installed
 from pi2.caches import find_cache_folder
 from pi2.fitting.check import load_plan
 from pi2.machine import detect_machine
+from pi2.measuring.bandwidth import BandwidthLimit
+from pi2.measuring.contestants import check_installed
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes
 

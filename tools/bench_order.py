@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 import pi2
-from pi2.benchmarks.samples import TokenSource
+from pi2.measuring.samples import TokenSource
+from pi2.measuring.texts import Passages, read_texts
 from pi2.memory import flash
 from pi2.memory.io_engine import make_batch
 from pi2.plan.composing.trees import parse_assignments
-from pi2.statistics.texts import Passages, read_texts
 
 
 @dataclass(slots=True)

@@ -42,9 +42,9 @@ from limited.program import (
     was_killed,
 )
 from limited.rows import FEWEST, LEND, Row
-from pi2.benchmarks.bandwidth import BandwidthLimit
 from pi2.caches import find_cache_folder
 from pi2.fitting.check import load_plan
+from pi2.measuring.bandwidth import BandwidthLimit
 from pi2.plan.documents.quantities import approximate_bytes
 
 CHUNK = 64

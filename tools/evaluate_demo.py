@@ -15,8 +15,8 @@ import re
 import sys
 from pathlib import Path
 
-from pi2.evaluation import evaluate_plan, write_markdown
-from pi2.statistics.texts import Passages, read_texts
+from pi2.measuring.evaluation import evaluate_plan, write_markdown
+from pi2.measuring.texts import Passages, read_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = ROOT / "plans" / "demo.plan.toml"

@@ -19,15 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pi2.benchmarks.bandwidth import MeterRecipe
-from pi2.benchmarks.contestant import Worker
-from pi2.benchmarks.contestants import PlanContestant, PlanRecipe
-from pi2.benchmarks.samples import Workload
 from pi2.costs.constants import FlashPoint
 from pi2.costs.rates import Rates
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.fitting.check import load_plan
 from pi2.machine import list_allowed_cores
+from pi2.measuring.bandwidth import MeterRecipe
+from pi2.measuring.contestant import Worker
+from pi2.measuring.contestants import PlanContestant, PlanRecipe
+from pi2.measuring.samples import Workload
 from pi2.plan.documents.device import Device
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench

@@ -25,8 +25,8 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.statistics.recording import Statistics
-    from pi2.statistics.routing import Replay, RoutingTrace
+    from pi2.measuring.activations import Statistics
+    from pi2.measuring.routing import Replay, RoutingTrace
 
 
 SHARES = ("5%", "10%", "20%", "30%", "50%", "70%")
@@ -57,7 +57,7 @@ def replay_command(trace: Path, given: ReplayOptions) -> None:
 
     belady knows what comes: no policy can be better.
     """
-    from pi2.statistics.routing import POLICIES, ROUTING, read_trace, replay_trace
+    from pi2.measuring.routing import POLICIES, ROUTING, read_trace, replay_trace
     from pi2.tracing import check_form
 
     if given.plot is not None:
@@ -177,7 +177,7 @@ def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
     cache.  Open it at ui.perfetto.dev or chrome://tracing.  A summary of where the time went, and
     of how long units worked at the same time, is printed.
     """
-    from pi2.benchmarks.recording import record_run
+    from pi2.measuring.timeline import record_run
     from pi2.sharing.fetching import write_report
     from pi2.tracing import make_chrome_trace
 
@@ -225,8 +225,8 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     statistics.json.  After Ctrl-C the same command resumes.  With --routing STATS gets
     routing.parquet alone: the experts of each token, with their weights.
     """
-    from pi2.statistics.prediction import draw_activations
-    from pi2.statistics.recording import RecordingOptions, record_activations
+    from pi2.measuring.activations import RecordingOptions, record_activations
+    from pi2.measuring.prediction import draw_activations
     from pi2.tracing import check_form
 
     if given.routing:
@@ -258,7 +258,7 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
 def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
     """Record routing and say how it repeats itself; UserError P664 if there is a recording that may
     not be replaced, P666 if it cannot be written."""
-    from pi2.statistics.routing import ROUTING, encode_trace, record_routing
+    from pi2.measuring.routing import ROUTING, encode_trace, record_routing
 
     path = given.output / ROUTING
     if path.exists() and not given.replace:
@@ -284,7 +284,7 @@ def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
 
 def describe_routing(trace: RoutingTrace) -> str:
     """How routing repeats itself, as Markdown."""
-    from pi2.statistics.routing import DISTANCES, measure_locality
+    from pi2.measuring.routing import DISTANCES, measure_locality
 
     tokens, layers, chosen = trace.chosen.shape
     titles = " | ".join(f"chosen again within {distance}" for distance in DISTANCES)

@@ -27,7 +27,7 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.benchmarks.session import Outcome
+    from pi2.measuring.session import Outcome
 
 
 WORDS = ("reference", "gate", "low-rank", "llama.cpp")
@@ -56,7 +56,7 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
     predictors is counted layer by layer.  Each token is scored once, with at least CONTEXT - STRIDE
     tokens before it.
     """
-    from pi2.evaluation import describe_evaluation, evaluate_plan, write_markdown
+    from pi2.measuring.evaluation import describe_evaluation, evaluate_plan, write_markdown
 
     with ProgressBar() as progress:
         evaluation = evaluate_plan(
@@ -152,10 +152,10 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     read bandwidth is measured in the same run, and the bytes that a token must read are counted, so
     that the results show how far they are from that limit.
     """
-    from pi2.benchmarks import report
-    from pi2.benchmarks.report import describe_conditions
-    from pi2.benchmarks.samples import list_workloads
-    from pi2.benchmarks.session import Course, measure_plan
+    from pi2.measuring import report
+    from pi2.measuring.report import describe_conditions
+    from pi2.measuring.samples import list_workloads
+    from pi2.measuring.session import Course, measure_plan
 
     form: str = given.form
     output = given.output
@@ -204,8 +204,8 @@ def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str
     """Measure how long each plan takes to load; return the figures as ``output`` says."""
     from dataclasses import asdict
 
-    from pi2.benchmarks.loading import describe_load, measure_load, write_loads
-    from pi2.benchmarks.report import describe_conditions
+    from pi2.measuring.loading import describe_load, measure_load, write_loads
+    from pi2.measuring.report import describe_conditions
 
     if output == "csv":
         raise click.UsageError("--load writes md or json")

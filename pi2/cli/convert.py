@@ -27,9 +27,9 @@ from pi2.formats import find_packing, name_packings
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
-    from pi2.evaluation.conversion import ConversionCost
     from pi2.importing.checkpoint import Checkpoint
     from pi2.importing.quantizers import TensorError
+    from pi2.measuring.conversion import ConversionCost
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.model_parts import FfnPrecision
     from pi2.plan.weights.layout import ScalesPlace
@@ -86,7 +86,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_other_parts
-    from pi2.statistics.texts import read_texts
+    from pi2.measuring.texts import read_texts
 
     opened = use_tokenizer(open_checkpoint(checkpoint), given.tokenizer)
     if given.model is None:
@@ -136,7 +136,7 @@ def measure_cost(
     """Perplexity before and after; None without texts."""
     if not texts:
         return None
-    from pi2.evaluation.conversion import measure_conversion
+    from pi2.measuring.conversion import measure_conversion
 
     with ProgressBar() as progress:
         return measure_conversion(checkpoint, model, output, texts, progress=progress)

@@ -22,13 +22,13 @@ from pi2.diagnostics import UserError
 if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
     from pi2.fitting.check import Report
+    from pi2.measuring.texts import Passages
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.documents.device import Device
     from pi2.plan.documents.model import Model
     from pi2.plan.toml.source import Kind
     from pi2.progress import Progress
     from pi2.refit import FittedPlan
-    from pi2.statistics.texts import Passages
 
 
 def suggest_files(
@@ -342,7 +342,7 @@ class TextOptions:
 
     def read_passages(self, *, stride: int | None = None, held_out: int | None = None) -> Passages:
         """The texts, to be cut as the options say; UserError P660."""
-        from pi2.statistics.texts import Passages, read_texts
+        from pi2.measuring.texts import Passages, read_texts
 
         return Passages(
             read_texts(self.files), self.context, self.windows, stride=stride, held_out=held_out

@@ -26,8 +26,8 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.predictors.training import Training
-    from pi2.sparsity.calibration import Calibration, Goal, Trial
+    from pi2.measuring.calibration import Calibration, Goal, Trial
+    from pi2.measuring.training import Training
 
 
 @in_help("More commands", "Train a model's activation predictors.")
@@ -61,8 +61,8 @@ def train(plan: ChosenPlan, given: TrainOptions) -> None:
     document that lists them, and a plan that uses them.  Existing files are not changed.  With
     --rank auto, each layer's rank grows as long as that saves bytes per token.
     """
-    from pi2.predictors.fitting import Recipe
-    from pi2.predictors.training import train_predictors
+    from pi2.measuring.fitting import Recipe
+    from pi2.measuring.training import train_predictors
 
     with ProgressBar() as progress:
         training = train_predictors(
@@ -88,7 +88,7 @@ def parse_rank(text: str) -> int | None:
 
 def describe_training(training: Training) -> dict[str, Any]:
     """Everything about a training, for programs."""
-    from pi2.evaluation import describe_evaluation
+    from pi2.measuring.evaluation import describe_evaluation
 
     return {
         "plan": str(training.plan),
@@ -108,7 +108,7 @@ def describe_training(training: Training) -> dict[str, Any]:
 
 def write_training(training: Training) -> str:
     """What was trained, and what it costs, for people."""
-    from pi2.evaluation import write_markdown
+    from pi2.measuring.evaluation import write_markdown
 
     ranks = ", ".join(str(fit.rank) for fit in training.fits)
     curves = [dict(fit.curve) for fit in training.fits if fit.curve]
@@ -167,8 +167,8 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     """
     from pi2.authoring.drafting import refer_from, write_overlay, write_tables
     from pi2.authoring.writing import write_document
+    from pi2.measuring.calibration import calibrate_thresholds, describe_changes, relate
     from pi2.sharing.fetching import write_atomically
-    from pi2.sparsity.calibration import calibrate_thresholds, describe_changes, relate
 
     goal = parse_goal(given.target, given.loss, given.method)
     named = find_output(plan.path, plan.settings, given.output)
@@ -232,7 +232,7 @@ def find_output(plan: Path, overrides: Mapping[str, object], output: Path | None
 
 def parse_goal(target: float | None, loss: str | None, method: str | None) -> Goal | None:
     """What the options ask for; None if nothing."""
-    from pi2.sparsity.calibration import Goal
+    from pi2.measuring.calibration import Goal
 
     if target is not None and loss is not None:
         raise click.UsageError("--target and --loss are two goals: give one")

@@ -113,7 +113,7 @@ def reorder(path: Path, given: ReorderOptions) -> None:
     Results do not change.  Disk space for a second store is needed; the old store is kept until the
     new one is complete.  After Ctrl-C the same command resumes.
     """
-    from pi2.statistics.ordering import choose_orders
+    from pi2.measuring.ordering import choose_orders
     from pi2.store.reordering import reorder_store
 
     if given.statistics is None and given.kind != "expert":

@@ -48,7 +48,7 @@ LEFT_OUT = frozenset(
         "pi2.fitting.check",
         "pi2.plan.reading.schema_check",
         "pi2.plan.toml.source",
-        "pi2.benchmarks.read_kernel",  # compiled by TVM: numpy does it, too
+        "pi2.measuring.read_kernel",  # compiled by TVM: numpy does it, too
         "pi2.probing.gpus",
         "pi2.refit",
         "pi2.sharing.resolver",

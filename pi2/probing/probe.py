@@ -18,8 +18,6 @@ from pi2.backends.gpu.launchers.interface import DeviceFacts
 from pi2.backends.host import load_host_loops
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import Executor
-from pi2.benchmarks.bandwidth import MeterRecipe
-from pi2.benchmarks.contestant import Worker
 from pi2.diagnostics import UserError
 from pi2.fitting import find_executor_backend
 from pi2.machine import (
@@ -30,6 +28,8 @@ from pi2.machine import (
     inspect_storage,
     list_allowed_cores,
 )
+from pi2.measuring.bandwidth import MeterRecipe
+from pi2.measuring.contestant import Worker
 from pi2.probing import tokens
 from pi2.probing.steps import EXACT, GATES, USUAL, VARIANTS, Steps, TokenSteps, Variety
 from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample

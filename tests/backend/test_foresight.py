@@ -14,8 +14,8 @@ import pytest
 from pi2.arrays import F32, I32
 from pi2.backends.cpu import backend as cpu
 from pi2.backends.protocol import Executor, Foreseer
-from pi2.benchmarks.contestant import KernelTimes, ReadWaits, observe_parts
 from pi2.engine.waves import Foresight
+from pi2.measuring.contestant import KernelTimes, ReadWaits, observe_parts
 from pi2.orchestrator import load
 from tests.helpers.kernels import DEMO_LIKE, RandomModel
 from tests.helpers.models import make_tiny

@@ -18,12 +18,12 @@ from pi2.arrays import F32
 from pi2.backends.cpu.neurons import complete_pairs
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.backends.reference.executor import ReferenceExecutor
-from pi2.benchmarks.contestant import KernelTimes, ReadWaits, observe_parts
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
 from pi2.fitting.check import load_plan
+from pi2.measuring.contestant import KernelTimes, ReadWaits, observe_parts
+from pi2.measuring.prediction import RecallCounter
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
-from pi2.statistics.prediction import RecallCounter
 from pi2.store.reordering import repack_store
 from tests.helpers.kernels import measure_error
 from tests.helpers.mixtures import make_mixture_plan

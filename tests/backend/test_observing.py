@@ -11,9 +11,9 @@ import pytest
 
 from pi2.arrays import F32, I32
 from pi2.backends.executor import ExecutorObserver
-from pi2.benchmarks.contestant import KernelTimes, ReadWaits, observe_parts
-from pi2.benchmarks.recording import DRIVER, _KernelRecorder, _Tape
 from pi2.engine.observation import DenseObserver, Routing
+from pi2.measuring.contestant import KernelTimes, ReadWaits, observe_parts
+from pi2.measuring.timeline import DRIVER, _KernelRecorder, _Tape
 from pi2.memory.bundle_files import ReadObserver
 from pi2.orchestrator import load
 from pi2.tracing import Recorder

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pi2.benchmarks.samples import TokenSource, count_dense_bytes, count_token_bytes, list_workloads
 from pi2.fitting.check import load_plan
+from pi2.measuring.samples import TokenSource, count_dense_bytes, count_token_bytes, list_workloads
 from pi2.store.reader import NeuronStore
 from tests.helpers.models import make_model, make_tiny
 from tests.helpers.plans import write_plan

@@ -10,9 +10,9 @@ import pytest
 
 import pi2
 from limited.random_gguf import find_gguf, list_gguf_tensors, write_gguf
-from pi2.benchmarks.samples import Workload
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
+from pi2.measuring.samples import Workload
 from pi2.plan.weights.layout import vector_bytes
 from pi2.progress import ignore_progress
 from tests.helpers.mixtures import make_mixture_plan
@@ -144,7 +144,7 @@ def test_what_plain_llama_has_not_got_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moe", [None, {"experts": 4, "active_experts": 2}])
 def test_llama_cpp_runs_prompts_and_answers(tmp_path: Path, moe: dict[str, int] | None) -> None:
     pytest.importorskip("llama_cpp")
-    from pi2.benchmarks.contestants import LlamaRecipe
+    from pi2.measuring.contestants import LlamaRecipe
 
     model = make_model({"shape": SHAPE} | ({} if moe is None else {"moe": moe}))
     file = tmp_path / "random.gguf"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32, I32
-from pi2.benchmarks.bandwidth import BandwidthMeter
-from pi2.benchmarks.contestants import PlanContestant, PlanRecipe
-from pi2.benchmarks.samples import Workload
 from pi2.cli import main
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
+from pi2.measuring.bandwidth import BandwidthMeter
+from pi2.measuring.contestants import PlanContestant, PlanRecipe
+from pi2.measuring.samples import Workload
 from pi2.progress import ignore_progress
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -121,7 +121,7 @@ def test_waiting_for_long_reads_of_a_prompt_is_counted(plan: Path) -> None:
 
 def test_bandwidth_is_measured_with_a_compiled_loop_that_reads_every_number() -> None:
     pytest.importorskip("tvm")
-    from pi2.benchmarks.read_kernel import CompiledReader
+    from pi2.measuring.read_kernel import CompiledReader
 
     buffer = np.arange(64 * 1000, dtype=np.uint64)
     reader = CompiledReader(buffer, threads=2)
@@ -130,7 +130,7 @@ def test_bandwidth_is_measured_with_a_compiled_loop_that_reads_every_number() ->
 
 
 def test_bandwidth_falls_back_to_numpy_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pi2.benchmarks.read_kernel", None)
+    monkeypatch.setitem(__import__("sys").modules, "pi2.measuring.read_kernel", None)
     meter = BandwidthMeter(2, 2**24)
     assert meter.get_method() == "numpy maximum"
     assert all(speed > 1e7 for speed in meter.measure())
@@ -144,7 +144,7 @@ def test_bandwidth_falls_back_to_numpy_and_says_so(monkeypatch: pytest.MonkeyPat
 def test_the_command_prints_rows_of_a_real_run(
     plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pi2.benchmarks.session.BUFFER_BYTES", 2**24)
+    monkeypatch.setattr("pi2.measuring.session.BUFFER_BYTES", 2**24)
     code = main.run(
         ["bench", str(plan), "-p", "8", "-n", "4", "-r", "2", "-d", "0,3", "--format", "json"]
     )

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.benchmarks.contestant import Profile
-from pi2.benchmarks.report import (
+from pi2.engine.statistics import RunStatistics
+from pi2.measuring.contestant import Profile
+from pi2.measuring.report import (
     Conditions,
     describe_row,
     write_csv,
     write_json,
     write_markdown,
 )
-from pi2.benchmarks.samples import (
+from pi2.measuring.samples import (
     Bandwidth,
     Description,
     Row,
@@ -29,8 +30,7 @@ from pi2.benchmarks.samples import (
     add_counters,
     summarise_speed,
 )
-from pi2.benchmarks.session import Outcome
-from pi2.engine.statistics import RunStatistics
+from pi2.measuring.session import Outcome
 
 
 def count(**changes: int) -> RunStatistics:

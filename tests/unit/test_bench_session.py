@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.benchmarks.contestant import Profile, Worker
-from pi2.benchmarks.samples import (
+from pi2.diagnostics import UserError
+from pi2.measuring.contestant import Profile, Worker
+from pi2.measuring.samples import (
     Bandwidth,
     Description,
     Sample,
     TokenBytes,
     Workload,
 )
-from pi2.benchmarks.session import run_session
-from pi2.diagnostics import UserError
+from pi2.measuring.session import run_session
 from pi2.progress import Progress
 
 # The course of a session
@@ -250,7 +250,7 @@ def test_a_process_that_the_system_kills_is_explained() -> None:
 
 _KILLED_CALLER = """
 import sys, time
-from pi2.benchmarks.contestant import Worker
+from pi2.measuring.contestant import Worker
 from tests.unit.test_bench_session import Echo
 
 if __name__ == "__main__":

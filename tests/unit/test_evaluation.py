@@ -12,9 +12,9 @@ import pytest
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.evaluation import evaluate_plan, write_markdown
-from pi2.statistics.prediction import compute_scores
-from pi2.statistics.texts import Passages, cut_windows
+from pi2.measuring.evaluation import evaluate_plan, write_markdown
+from pi2.measuring.prediction import compute_scores
+from pi2.measuring.texts import Passages, cut_windows
 from pi2.store.reader import NeuronStore
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan

@@ -10,16 +10,16 @@ import pytest
 import tomlkit
 
 from pi2.cli.main import run
-from pi2.evaluation import compute_losses
-from pi2.evaluation.conversion import (
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.new_model import describe_checkpoint
+from pi2.measuring.conversion import (
     CheckpointWeights,
     StoreWeights,
     measure_conversion,
     score_layerwise,
 )
-from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.new_model import describe_checkpoint
-from pi2.statistics.texts import Window
+from pi2.measuring.evaluation import compute_losses
+from pi2.measuring.texts import Window
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, list_goldens, read_golden

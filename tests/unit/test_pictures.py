@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pi2.cli.main import run
+from pi2.measuring import prediction
+from pi2.measuring.activations import LayerStatistics, Statistics
 from pi2.planning import sweep
 from pi2.planning.sweep import Outcome
-from pi2.statistics import prediction
-from pi2.statistics.recording import LayerStatistics, Statistics
 from pi2.tracing import pick_styles
 
 figure_module = pytest.importorskip("matplotlib.figure")

@@ -14,8 +14,7 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
-from pi2.plan.arithmetic.sizes import count_ffn_bytes
-from pi2.predictors.fitting import (
+from pi2.measuring.fitting import (
     FEWEST_PASSES,
     MOST_PASSES,
     STEPS,
@@ -28,8 +27,9 @@ from pi2.predictors.fitting import (
     guess_weights,
     start_rank,
 )
-from pi2.predictors.training import count_token_bytes, fit_experts, name_all, train_predictors
-from pi2.statistics.texts import Passages
+from pi2.measuring.texts import Passages
+from pi2.measuring.training import count_token_bytes, fit_experts, name_all, train_predictors
+from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.mixtures import SHAPE, make_mixture_plan

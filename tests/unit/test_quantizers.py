@@ -20,8 +20,8 @@ from pi2.importing.quantizers import (
     quantize_by_search,
     quantize_with_compensation,
 )
-from pi2.statistics.recording import RecordingOptions, record_activations
-from pi2.statistics.texts import Passages
+from pi2.measuring.activations import RecordingOptions, record_activations
+from pi2.measuring.texts import Passages
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint

@@ -22,8 +22,8 @@ from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.conversion_job import read_counts
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.statistics import recording
-from pi2.statistics.prediction import count_rows
+from pi2.measuring import activations
+from pi2.measuring.prediction import count_rows
 from pi2.store.reordering import repack_store
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
@@ -125,7 +125,7 @@ def test_counts_and_statistics_that_are_no_files_are_none(
     for name in ("statistics.json", "activations.parquet"):
         put(tmp_path / name)
     assert activity.read_statistics(tmp_path, 2) is None
-    assert recording.read_statistics(tmp_path) is None
+    assert activations.read_statistics(tmp_path) is None
     with pytest.raises(UserError, match="P540"):
         read_counts(tmp_path / "activations.parquet", 2, 96)
     with pytest.raises(UserError, match="P540"):

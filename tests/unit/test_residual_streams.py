@@ -13,13 +13,13 @@ import pi2
 from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.limits import list_unknown_weights
 from pi2.diagnostics import UserError
-from pi2.evaluation.conversion import CheckpointWeights, StoreWeights, score_layerwise
 from pi2.fitting.check import load_plan
 from pi2.importing.checkpoint import list_tensors, open_checkpoint
 from pi2.importing.dense_rows import CutoffMaker
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.rows import Rows
-from pi2.statistics.texts import Window
+from pi2.measuring.conversion import CheckpointWeights, StoreWeights, score_layerwise
+from pi2.measuring.texts import Window
 from pi2.store.reader import NeuronStore
 from tests.helpers.goldens import (
     CPU,

@@ -15,9 +15,7 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
-from pi2.plan.documents.device import Device
-from pi2.plan.reading.references import find_document
-from pi2.statistics.routing import (
+from pi2.measuring.routing import (
     POLICIES,
     RoutingTrace,
     encode_trace,
@@ -26,6 +24,8 @@ from pi2.statistics.routing import (
     read_trace,
     replay_trace,
 )
+from pi2.plan.documents.device import Device
+from pi2.plan.reading.references import find_document
 from pi2.store.manifest import read_manifest
 from synthesis.blueprint import draw_blueprint
 from synthesis.generation import write_synthetic_store

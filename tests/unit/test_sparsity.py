@@ -17,15 +17,15 @@ from pi2.cli.main import run
 from pi2.cli.sparsity import write_report
 from pi2.costs.activity import describe_cut_activity
 from pi2.diagnostics import UserError
-from pi2.evaluation import evaluate_plan
 from pi2.fitting.check import load_plan
+from pi2.measuring.calibration import Goal, calibrate_thresholds
+from pi2.measuring.evaluation import evaluate_plan
+from pi2.measuring.magnitudes import Histogram, LayerMagnitudes
+from pi2.measuring.texts import Passages
 from pi2.orchestrator import load
 from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.weights.bundles import unpack_part
-from pi2.sparsity.calibration import Goal, calibrate_thresholds
-from pi2.sparsity.magnitudes import Histogram, LayerMagnitudes
-from pi2.statistics.texts import Passages
 from pi2.store.reader import NeuronStore
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
@@ -178,8 +178,8 @@ def test_a_loss_is_kept_by_the_largest_share_that_keeps_it(plan: Path) -> None:
 
 
 def test_a_loss_that_cannot_be_kept_is_a_finding(plan: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("pi2.sparsity.calibration.TRIALS", 1)
-    monkeypatch.setattr("pi2.sparsity.calibration._keeps", lambda trial, goal: False)
+    monkeypatch.setattr("pi2.measuring.calibration.TRIALS", 1)
+    monkeypatch.setattr("pi2.measuring.calibration._keeps", lambda trial, goal: False)
     goal = Goal(method="cats", max_increase=1e-3)
     with pytest.raises(UserError) as caught:
         calibrate_thresholds(plan, Passages([TEXT], context=32, held_out=1), goal=goal)
@@ -254,7 +254,7 @@ def test_what_was_found_survives_an_interrupt(
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pi2.sparsity.calibration._time_tokens", interrupt)
+        patch.setattr("pi2.measuring.calibration._time_tokens", interrupt)
         assert run(command) == 130
     partial = file.with_name(f"{file.name}.partial")
     assert partial.exists() and not file.exists()
@@ -264,7 +264,7 @@ def test_what_was_found_survives_an_interrupt(
         raise AssertionError("counted again")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pi2.sparsity.magnitudes.MagnitudeObserver.__call__", forbid)
+        patch.setattr("pi2.measuring.magnitudes.MagnitudeObserver.__call__", forbid)
         assert run(command) == 0
     assert not partial.exists()
     assert file.read_bytes() == sparse.with_name("half.thresholds.toml").read_bytes()
@@ -283,7 +283,7 @@ def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -
 
     partial = tmp_path / "partial"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pi2.sparsity.calibration.KeptFindings.drop", lambda self: None)
+        patch.setattr("pi2.measuring.calibration.KeptFindings.drop", lambda self: None)
         calibrate(TEXT, partial)
     other = TEXT.upper()
     assert calibrate(other, partial) == calibrate(other, None)

@@ -14,9 +14,14 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.conversion_job import read_counts
-from pi2.statistics import recording
-from pi2.statistics.recording import RecordingOptions, find_active, measure_skew, record_activations
-from pi2.statistics.texts import Passages
+from pi2.measuring import activations
+from pi2.measuring.activations import (
+    RecordingOptions,
+    find_active,
+    measure_skew,
+    record_activations,
+)
+from pi2.measuring.texts import Passages
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
@@ -111,7 +116,7 @@ def test_an_interrupted_recording_goes_on(
     whole = record_activations(
         plan, Passages([TEXT], context=32), tmp_path / "whole", options=OPTIONS
     )
-    monkeypatch.setattr(recording, "SAVE_S", -1.0)
+    monkeypatch.setattr(activations, "SAVE_S", -1.0)
 
     def interrupt(label: str, share: float) -> None:
         if label == "recording" and share > 0.5:

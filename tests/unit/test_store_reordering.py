@@ -15,7 +15,7 @@ import pi2
 from pi2.arrays import F32, I32, I64
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.statistics.ordering import BANDS, chain_neurons, order_by_coactivation, order_by_hotness
+from pi2.measuring.ordering import BANDS, chain_neurons, order_by_coactivation, order_by_hotness
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store, repack_store

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pi2.backends.reference.dense_unit import add_neurons
-from pi2.benchmarks.recording import measure_overlap, record_run
 from pi2.cli.main import run
+from pi2.measuring.timeline import measure_overlap, record_run
 from pi2.orchestrator import load
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan

@@ -31,8 +31,8 @@ def run_child(job: Mapping[str, Any]) -> int:
 def run_pi2(job: Mapping[str, Any]) -> dict[str, Any]:
     """Prompt, then tokens one by one."""
     import pi2.orchestrator
-    from pi2.benchmarks.samples import TokenSource
     from pi2.engine.statistics import read_peak_rss_bytes
+    from pi2.measuring.samples import TokenSource
 
     model = pi2.orchestrator.load(job["plan"], set=job["set"])
     parts, shape = model._parts, model.plan.model.shape
@@ -107,9 +107,9 @@ def open_likeness(resolved: ResolvedPlan, closing: ExitStack) -> NeuronStore | N
 
 def run_peer(job: Mapping[str, Any]) -> dict[str, Any]:
     """Run llama.cpp; it has its own count of tokens, which may be smaller."""
-    from pi2.benchmarks.contestants import LlamaRecipe
-    from pi2.benchmarks.samples import Workload
     from pi2.engine.statistics import read_peak_rss_bytes
+    from pi2.measuring.contestants import LlamaRecipe
+    from pi2.measuring.samples import Workload
 
     resolved = load_plan(job["plan"])
     with ExitStack() as closing:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from limited.rows import Row
-from pi2.benchmarks.samples import count_token_bytes
+from pi2.measuring.samples import count_token_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.store.manifest import read_manifest

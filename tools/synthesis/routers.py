@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.statistics.routing import RoutingTrace, measure_locality
+from pi2.measuring.routing import RoutingTrace, measure_locality
 from synthesis.hotness import bisect
 from synthesis.randomness import draw_normals, draw_permutation
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi2.diagnostics import UserError
-from pi2.statistics.routing import measure_locality, read_trace
+from pi2.measuring.routing import measure_locality, read_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from typing import Any
 
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.host import load_host_loops
-from pi2.benchmarks.bandwidth import BandwidthMeter
 from pi2.diagnostics import UserError
 from pi2.machine import detect_machine, inspect_storage
+from pi2.measuring.bandwidth import BandwidthMeter
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.probing.document import describe_device
 from pi2.probing.probe import KernelRecipe, Measurements

@@ -21,7 +21,7 @@ from pi2.importing.conversion_job import (
     order_neurons,
     read_counts,
 )
-from pi2.statistics.recording import ACTIVATIONS, COACTIVATIONS, read_statistics
+from pi2.measuring.activations import ACTIVATIONS, COACTIVATIONS, read_statistics
 from pi2.store.identity import identify_weights
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import recover_replaced

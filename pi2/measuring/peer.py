@@ -13,8 +13,8 @@ import numpy as np
 from pi2.arrays import F32, F64
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.evaluation import Scores, compute_losses
-from pi2.statistics.texts import Window
+from pi2.measuring.evaluation import Scores, compute_losses
+from pi2.measuring.texts import Window
 
 
 def score_beside(

@@ -35,10 +35,10 @@ from pi2.diagnostics import UserError
 from pi2.engine.observation import DenseObserver, Routing
 from pi2.importing.conversion_job import note_identity
 from pi2.importing.quantizers import MOMENTS, name_moments
+from pi2.measuring.texts import Passages
 from pi2.orchestrator import load
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
-from pi2.statistics.texts import Passages
 
 BATCHES = (1, 2, 3, 4)
 """Sizes of batches whose unions of active neurons are counted."""

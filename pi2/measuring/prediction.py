@@ -15,8 +15,8 @@ from pi2.diagnostics import UserError
 from pi2.engine.observation import Routing
 from pi2.formats import find_packing
 from pi2.importing.conversion_job import read_counts
+from pi2.measuring.activations import ACTIVATIONS, Statistics
 from pi2.model.tensor import name_layer_tensor
-from pi2.statistics.recording import ACTIVATIONS, Statistics
 from pi2.tracing import add_legend, make_figure, pick_colours, pick_styles, save_figure
 
 

@@ -23,11 +23,11 @@ from pi2.caches import check_regular
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.importing.conversion_job import note_identity
+from pi2.measuring.texts import Passages
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import PolicyName
 from pi2.orchestrator import load
 from pi2.progress import Progress, ignore_progress
-from pi2.statistics.texts import Passages
 
 ROUTING = "routing.parquet"
 DISTANCES = (1, 4, 16)

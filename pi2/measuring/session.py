@@ -9,10 +9,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from pi2.benchmarks.bandwidth import BUFFER_BYTES, BandwidthLimit
-from pi2.benchmarks.contestant import Profile, RemoteContestant
-from pi2.benchmarks.contestants import LlamaRecipe, PlanRecipe, check_installed
-from pi2.benchmarks.samples import (
+from pi2.caches import is_gguf
+from pi2.diagnostics import UserError
+from pi2.measuring.bandwidth import BUFFER_BYTES, BandwidthLimit
+from pi2.measuring.contestant import Profile, RemoteContestant
+from pi2.measuring.contestants import LlamaRecipe, PlanRecipe, check_installed
+from pi2.measuring.samples import (
     Bandwidth,
     Description,
     Row,
@@ -21,15 +23,13 @@ from pi2.benchmarks.samples import (
     Workload,
     add_counters,
 )
-from pi2.caches import is_gguf
-from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 
 
 class Measured(Protocol):
-    """What a session needs of a contestant (`pi2.benchmarks.contestant`)."""
+    """What a session needs of a contestant (`pi2.measuring.contestant`)."""
 
     description: Description
 
@@ -43,7 +43,7 @@ class Measured(Protocol):
 
 
 class Limit(Protocol):
-    """What a session needs of `pi2.benchmarks.bandwidth`."""
+    """What a session needs of `pi2.measuring.bandwidth`."""
 
     def measure(self) -> list[float]: ...
 

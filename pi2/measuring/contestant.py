@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from pi2.backends.executor import ExecutorObserver
-from pi2.benchmarks.samples import Description, Sample, TokenBytes, Workload
 from pi2.diagnostics import UserError
 from pi2.engine.observation import ShareObserver
 from pi2.engine.statistics import read_peak_rss_bytes
+from pi2.measuring.samples import Description, Sample, TokenBytes, Workload
 from pi2.memory.bundle_files import ReadObserver, WatchedRun
 from pi2.progress import Progress, ignore_progress
 

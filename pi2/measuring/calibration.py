@@ -21,9 +21,16 @@ from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
-from pi2.evaluation import Scores, join_scores, score_windows
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
+from pi2.measuring.evaluation import Scores, join_scores, score_windows
+from pi2.measuring.magnitudes import (
+    Histogram,
+    LayerMagnitudes,
+    MagnitudeObserver,
+    compute_magnitudes,
+)
+from pi2.measuring.texts import Passages, Window
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.rules.sparsity import explain_method
@@ -34,13 +41,6 @@ from pi2.plan.reading.thresholds import Thresholds
 from pi2.progress import Progress, ignore_progress
 from pi2.sharing.fetching import write_atomically
 from pi2.sharing.resolver import LockedReferences
-from pi2.sparsity.magnitudes import (
-    Histogram,
-    LayerMagnitudes,
-    MagnitudeObserver,
-    compute_magnitudes,
-)
-from pi2.statistics.texts import Passages, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pi2.benchmarks.contestant import Profile
-from pi2.benchmarks.samples import Row
-from pi2.benchmarks.session import Outcome
 from pi2.machine import Machine, detect_machine
+from pi2.measuring.contestant import Profile
+from pi2.measuring.samples import Row
+from pi2.measuring.session import Outcome
 from pi2.plan.documents.quantities import approximate_bytes
 
 UNKNOWN = "-"

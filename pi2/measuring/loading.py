@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from pi2.benchmarks.contestant import Worker
 from pi2.caches import open_regular
 from pi2.fitting.check import load_plan
+from pi2.measuring.contestant import Worker
 from pi2.memory.bulk_load import PIECE_BYTES, READERS, touch_memory
 from pi2.memory.io_engine import make_readers
 from pi2.progress import Progress, ignore_progress

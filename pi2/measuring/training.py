@@ -18,16 +18,10 @@ from pi2.authoring.writing import write_document
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.observation import DenseObserver
-from pi2.evaluation import Evaluation, evaluate_plan
 from pi2.fitting.sizes import find_needs
-from pi2.model.tensor import DenseTensor
-from pi2.orchestrator import load
-from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_ffn_bytes
-from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_parts import Predictor
-from pi2.plan.weights.layout import GROUP, Precision, matrix_bytes, round_up
-from pi2.predictors.fitting import (
+from pi2.measuring.activations import measure_skew
+from pi2.measuring.evaluation import Evaluation, evaluate_plan
+from pi2.measuring.fitting import (
     Fit,
     LayerSamples,
     Recipe,
@@ -36,9 +30,15 @@ from pi2.predictors.fitting import (
     fit_layer,
     start_rank,
 )
+from pi2.measuring.texts import Passages
+from pi2.model.tensor import DenseTensor
+from pi2.orchestrator import load
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.sizes import count_ffn_bytes
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_parts import Predictor
+from pi2.plan.weights.layout import GROUP, Precision, matrix_bytes, round_up
 from pi2.progress import Progress, ignore_progress
-from pi2.statistics.recording import measure_skew
-from pi2.statistics.texts import Passages
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
 from pi2.store.writer import StoreWriter, TensorPieces

@@ -1,6 +1,6 @@
 """Fits a layer's predictor: score = outer relu(inner u) + bias, active where score >= 0.
 
-It begins with the best linear guess of that rank (`pi2.predictors.fitting`).  The loss is a
+It begins with the best linear guess of that rank (`pi2.measuring.fitting`).  The loss is a
 cross-entropy in which an active neuron weighs more, by the square root of how rare it is: whole
 balance would name far too many.  Adam with a rate that falls to zero, in small batches: what counts
 is the number of steps, a few thousand, far more than the number of tokens.  Weights are then
@@ -26,9 +26,9 @@ from pi2.arrays import F16, F32, I64, U8, Bits
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import Routing
 from pi2.formats import find_packing
+from pi2.measuring.texts import Window
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import GROUP, Precision, round_up
-from pi2.statistics.texts import Window
 
 
 @dataclass(frozen=True, slots=True)

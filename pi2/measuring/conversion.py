@@ -23,19 +23,19 @@ from pi2.backends.reference.operators import activate, cap, enter_layers, weigh_
 from pi2.backends.reference.states import ChunkState, begin_chunk
 from pi2.diagnostics import UserError
 from pi2.engine.loading import read_tokenizer
-from pi2.evaluation import Scores
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
 from pi2.importing.convert import pad_columns
 from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
 from pi2.importing.rows import Rows
+from pi2.measuring.evaluation import Scores
+from pi2.measuring.texts import Window, cut_windows
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, LAYER_EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
 from pi2.progress import Progress, ignore_progress
 from pi2.sandbox.tokenizer import encode_text
-from pi2.statistics.texts import Window, cut_windows
 from pi2.store.reader import NeuronStore
 
 PIECE_NEURONS = 4096
@@ -371,7 +371,7 @@ def measure_conversion(
 ) -> ConversionCost:
     """Score ``texts`` by both weights, every neuron computed, activations in float32.
 
-    Memory does not grow with the model's layers (`pi2.evaluation.conversion`).  Raises `UserError`
+    Memory does not grow with the model's layers (`pi2.measuring.conversion`).  Raises `UserError`
     P660 if the text has fewer than two tokens, and as opening checkpoint and store does.
     """
     with NeuronStore.open(store, model=model) as opened:

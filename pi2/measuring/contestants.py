@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from pi2.benchmarks.contestant import Profile, watch_parts
-from pi2.benchmarks.samples import (
+from pi2.diagnostics import UserError
+from pi2.engine.loaded_model import LoadedModel
+from pi2.measuring.contestant import Profile, watch_parts
+from pi2.measuring.samples import (
     Description,
     Sample,
     TokenBytes,
@@ -24,8 +26,6 @@ from pi2.benchmarks.samples import (
     count_dense_bytes,
     count_token_bytes,
 )
-from pi2.diagnostics import UserError
-from pi2.engine.loaded_model import LoadedModel
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.documents.model import Model

@@ -14,13 +14,13 @@ from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
+from pi2.measuring.prediction import LayerRecall, RecallCounter, can_compare
+from pi2.measuring.texts import Passages, Window
 from pi2.orchestrator import load
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 from pi2.sandbox.tokenizer import encode_text
-from pi2.statistics.prediction import LayerRecall, RecallCounter, can_compare
-from pi2.statistics.texts import Passages, Window
 
 Mode = Literal["prefill", "decode"]
 
@@ -219,7 +219,7 @@ def evaluate_plan(
 
 
 def _run_peer(model: LoadedModel, text: _Text, progress: Progress) -> Run:
-    from pi2.evaluation.peer import score_beside
+    from pi2.measuring.peer import score_beside
 
     scores, divergence = score_beside(model, text.windows, lambda share: progress(PEER, share))
     found = _describe(model, PEER, "none", scores, text)

@@ -13,8 +13,8 @@ from typing import Self
 import numpy as np
 
 from pi2.arrays import U64
-from pi2.benchmarks.contestant import Worker
-from pi2.benchmarks.samples import Bandwidth
+from pi2.measuring.contestant import Worker
+from pi2.measuring.samples import Bandwidth
 from pi2.progress import Progress
 
 BUFFER_BYTES = 512 * 2**20
@@ -66,7 +66,7 @@ class BandwidthMeter:
 
     def _choose_reader(self) -> tuple[Reader, str]:
         try:
-            from pi2.benchmarks.read_kernel import CompiledReader
+            from pi2.measuring.read_kernel import CompiledReader
 
             return CompiledReader(self._buffer, threads=self._threads), "compiled sum"
         except ImportError:

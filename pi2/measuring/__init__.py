@@ -1,0 +1,1 @@
+"""A model is run and learned from: speed, perplexity, activations, predictors, thresholds."""

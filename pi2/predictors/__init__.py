@@ -1,1 +1,0 @@
-"""Trains activation predictors from what a model's own neurons do on text."""

@@ -1,1 +1,0 @@
-"""Training-free sparsity of SiLU and GELU models: thresholds from what neurons do on text."""
