@@ -17,7 +17,7 @@ from pi2.engine.scheduler import Ticket
 from pi2.serving.answer_reader import Fragment
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.chat_facts import read_chat_facts
-from pi2.serving.host import Replay
+from pi2.serving.hosts import Replay
 
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "temperature": float,

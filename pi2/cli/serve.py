@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from pi2.chatting import Session
     from pi2.engine.loaded_model import LoadedModel
-    from pi2.serving.host import ServedPlan
+    from pi2.serving.hosts import ServedPlan
     from pi2.serving.ray_replicas import Scaling
 
 
@@ -408,7 +408,7 @@ def list_plans(
     """What is served; a plan that is alone, or has more, is fitted to ``memory_bytes``.  UserError
     for a plan that is not sound or cannot be fitted, or a name that two have."""
     from pi2.refit import read_plan
-    from pi2.serving.host import ServedPlan
+    from pi2.serving.hosts import ServedPlan
     from pi2.sharing.resolver import LockedReferences
 
     found: dict[str, ServedPlan] = {}

@@ -300,25 +300,6 @@ def _serve(pipe: Connection, recipe: Recipe) -> None:
             made.close()
 
 
-class Contestant(Protocol):
-    """A program that can be timed; it lives in a process of its own."""
-
-    def describe(self) -> Description:
-        """Describe the engine and the model."""
-
-    def run(self, workload: Workload) -> Sample:
-        """Do ``workload`` once; only its own tokens are timed."""
-
-    def profile(self, workload: Workload) -> Profile | None:
-        """Do it once more with a stopwatch on every call; None if it has no parts to time."""
-
-    def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
-        """Bytes that a token must read, if that is known; ``active`` share of the neurons."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
 class ContestantRecipe(Recipe, Protocol):
     @property
     def subject(self) -> str:

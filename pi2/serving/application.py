@@ -24,11 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.logging import get_logger
-from pi2.serving import ollama_models
+from pi2.serving import ollama
 from pi2.serving.calls import Limits
 from pi2.serving.errors import ApiError, explain_user_error, find_form
-from pi2.serving.host import Host, ServedPlan
-from pi2.serving.hosts import Hosts
+from pi2.serving.hosts import Host, Hosts, ServedPlan
 from pi2.serving.metrics import Metrics
 from pi2.serving.openapi import OPERATIONS, describe_interface
 from pi2.serving.requests import ClientGone, JsonResponse, Service
@@ -230,14 +229,14 @@ def make_application(settings: Settings) -> Starlette:
             route("/v1/models", list_models, "GET"),
             route("/v1/models/{name:path}", show_model, "GET"),
             *(route(operation.path, operation) for operation in OPERATIONS),
-            route("/api/tags", ollama_models.list_tags, "GET"),
-            route("/api/ps", ollama_models.list_running, "GET"),
-            route("/api/version", ollama_models.show_version, "GET"),
+            route("/api/tags", ollama.list_tags, "GET"),
+            route("/api/ps", ollama.list_running, "GET"),
+            route("/api/version", ollama.show_version, "GET"),
             *(
-                route(f"/api/{change}", ollama_models.refuse_change)
+                route(f"/api/{change}", ollama.refuse_change)
                 for change in ("pull", "push", "create", "copy")
             ),
-            route("/api/delete", ollama_models.refuse_change, "DELETE"),
+            route("/api/delete", ollama.refuse_change, "DELETE"),
             route("/api/state", show_state, "GET"),
         ],
         middleware=list_middleware(settings),

@@ -23,7 +23,7 @@ from pi2.serving.conversation import (
     render_prompt,
 )
 from pi2.serving.errors import ApiError, explain_user_error
-from pi2.serving.host import Host
+from pi2.serving.hosts import Host
 from pi2.serving.metrics import Metrics
 
 End = Literal["stop", "length", "tool_calls"]

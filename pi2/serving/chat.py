@@ -17,11 +17,18 @@ from pi2.serving.conversation import (
     read_format,
     set_effort,
 )
-from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.errors import ApiError
-from pi2.serving.host import Host
+from pi2.serving.hosts import Host
 from pi2.serving.openai_schema import ChatMessage, ChatRequest
-from pi2.serving.requests import describe_ask, describe_usage, list_stops, make_id
+from pi2.serving.requests import (
+    Operation,
+    Writer,
+    answer_with,
+    describe_ask,
+    describe_usage,
+    list_stops,
+    make_id,
+)
 
 
 def read_message(message: ChatMessage) -> dict[str, Any]:

@@ -13,11 +13,18 @@ from pi2.engine.answer import TokenScore
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.text import TokenDecoder
 from pi2.serving.calls import Ask, Collected, Delta, Finished
-from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.errors import DONE, ApiError, explain_user_error, write_event
-from pi2.serving.host import Host, describe_fingerprint
+from pi2.serving.hosts import Host, describe_fingerprint
 from pi2.serving.openai_schema import ChatRequest, CompletionRequest
-from pi2.serving.requests import describe_ask, describe_usage, list_stops, make_id
+from pi2.serving.requests import (
+    Operation,
+    Writer,
+    answer_with,
+    describe_ask,
+    describe_usage,
+    list_stops,
+    make_id,
+)
 
 LEAST = -9999.0
 """Stands for what cannot be written: the logarithm of nothing."""

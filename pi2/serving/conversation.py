@@ -12,7 +12,7 @@ from pi2.diagnostics import UserError
 from pi2.serving.answer_reader import describe_tools
 from pi2.serving.call_patterns import CallForm
 from pi2.serving.errors import ApiError
-from pi2.serving.host import Host
+from pi2.serving.hosts import Host
 
 ToolChoice = Literal["auto", "none", "required"]
 

@@ -17,11 +17,17 @@ from pi2.serving.calls import Limits, prepare_chat
 from pi2.serving.chat import read_message
 from pi2.serving.completions import list_prompts
 from pi2.serving.conversation import Conversation
-from pi2.serving.dialects import Operation
 from pi2.serving.errors import ApiError, explain_user_error
-from pi2.serving.host import Host
+from pi2.serving.hosts import Host
 from pi2.serving.openai_schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from pi2.serving.requests import JsonResponse, Service, note_use, use_model, wait_for_client
+from pi2.serving.requests import (
+    JsonResponse,
+    Operation,
+    Service,
+    note_use,
+    use_model,
+    wait_for_client,
+)
 
 
 def _choose(service: Service, model: str | None) -> str:

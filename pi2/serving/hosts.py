@@ -1,14 +1,273 @@
-"""All served plans within one memory budget, and the line of those who wait for one of them."""
+"""Served plans, their loaded models, and turns in the memory that they share.
+
+A served plan: its model, loaded when somebody wants it, and the thread that computes.
+
+Conversations that go on are read as they were sampled.
+
+A client sends an answer back as text, and the tokens of that text need not be those that the model
+has drawn.  What was drawn is remembered for a while: where the prompt of the next turn begins with
+the same text, it begins with the same tokens, whose keys and values are known.
+
+Calls of tools come back as names and objects, and templates write these in their own way: with
+other spaces, and without what was thought before.  What the model wrote is remembered by what it
+called.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import time
-from collections.abc import Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any
 
+from pi2.diagnostics import UserError
+from pi2.engine.answer import SequenceResult
+from pi2.engine.generation import Driver
+from pi2.fitting.check import load_plan
+from pi2.logging import get_logger
+from pi2.orchestrator import load
+from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.serving.errors import ApiError
-from pi2.serving.host import Host, ServedPlan
+from pi2.sharing.resolver import LockedReferences
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from pi2.engine.loaded_model import LoadedModel
+
+
+_MOST_CONVERSATIONS = 64
+_MOST_CHARACTERS = 8 << 20
+_MOST_CALLS = 1024
+_MOST_TIMES = 8
+
+
+class Replay:
+    """Remembers what was sampled.  Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[str, array[int]] = OrderedDict()
+        """Tokens by the text of prompt and answer, those that were used longest ago first."""
+        self._characters = 0
+        self._calls: OrderedDict[str, list[str]] = OrderedDict()
+        """What the model wrote, by what it said and called: each time, the latest last."""
+        self._lock = Lock()
+
+    def note(self, text: str, ids: Sequence[int]) -> None:
+        """Remember that ``text``, a prompt and its answer, was ``ids``, no end token among them."""
+        with self._lock:
+            if text in self._turns or len(text) > _MOST_CHARACTERS:
+                return
+            self._turns[text] = array("i", ids)
+            self._characters += len(text)
+            while len(self._turns) > _MOST_CONVERSATIONS or self._characters > _MOST_CHARACTERS:
+                self._characters -= len(self._turns.popitem(last=False)[0])
+
+    def note_answer(self, prompt: str, prompt_ids: Sequence[int], result: SequenceResult) -> None:
+        """Remember what was sampled after ``prompt``, if the model ended its answer itself: a turn
+        that was cut goes on otherwise than its tokens did."""
+        if result.finish_reason == "eos":
+            self.note(prompt + result.text, [*prompt_ids, *result.token_ids[:-1]])
+
+    def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Tokens of a prompt: those that are remembered of its longest beginning, and what
+        ``encode`` makes of the rest."""
+        with self._lock:
+            found = self._find(text)
+            if not found:
+                return encode(text)
+            self._turns.move_to_end(found)
+            ids = list(self._turns[found])
+        rest = text[len(found) :]
+        return ids + (encode(rest) if rest else [])
+
+    def _find(self, text: str) -> str:
+        """The longest beginning of ``text`` that is remembered."""
+        return max((turn for turn in self._turns if text.startswith(turn)), key=len, default="")
+
+    def measure(self, text: str) -> int:
+        """Characters of the longest beginning that is remembered."""
+        with self._lock:
+            return len(self._find(text))
+
+    def note_calls(self, content: str, calls: Sequence[tuple[str, Any]], written: str) -> None:
+        """Remember how the model wrote ``content`` and ``calls``: names, and arguments as JSON
+        values."""
+        if len(written) > _MOST_CHARACTERS // _MOST_CALLS:
+            return
+        with self._lock:
+            key = _describe_answer(content, calls)
+            self._calls[key] = [*self._calls.get(key, ()), written][-_MOST_TIMES:]
+            self._calls.move_to_end(key)
+            while len(self._calls) > _MOST_CALLS:
+                self._calls.popitem(last=False)
+
+    def recall(self, answers: Sequence[tuple[str, Sequence[tuple[str, Any]]]]) -> list[str | None]:
+        """What the model wrote when it said and called each of these, one after the other; None for
+        what is not known.  If it did the same several times, the last times count."""
+        keys = [_describe_answer(content, calls) for content, calls in answers]
+        with self._lock:
+            known = {key: list(self._calls.get(key, ())) for key in keys}
+        found = [known[key].pop() if known[key] else None for key in reversed(keys)]
+        return found[::-1]
+
+
+def _describe_answer(content: str, calls: Sequence[tuple[str, Any]]) -> str:
+    return json.dumps([content.strip(), list(calls)], sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPlan:
+    """A plan that clients may name."""
+
+    name: str
+    path: Path
+    budget_bytes: int
+    """Memory that the plan promises to stay within."""
+    places: int = 1
+    """Sequences that go on at the same time."""
+    description: str = ""
+    overrides: Mapping[str, object] = field(default_factory=dict)
+
+
+class Host:
+    """A served plan's model."""
+
+    def __init__(self, plan: ServedPlan) -> None:
+        self.plan = plan
+        self.created = int(time.time())
+        """When the server began to offer it, in seconds since 1970."""
+        self.users = 0
+        """Requests that use it."""
+        self.waiting = 0
+        """Requests that are in line for it."""
+        self.used_at = 0.0
+        """When somebody used it last, by the monotonic clock."""
+        self._model: LoadedModel | None = None
+        self._driver: Driver | None = None
+        self._thread: Thread | None = None
+        self.replay = Replay()
+        """What was sampled in conversations."""
+        self.embedding_turn = asyncio.Lock()
+        """Held by the request whose text is embedded: generations go on beside one of them."""
+        self.embedding_clients = 0
+        """Requests for embeddings that are under way or wait."""
+        self._vocabulary: LLTokenizer | None = None
+        self._facts: ChatFacts | UserError | None = None
+        self._resolved: ResolvedPlan | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is in memory."""
+        return self._model is not None
+
+    @property
+    def model(self) -> LoadedModel:
+        """The model, which somebody has loaded."""
+        assert self._model is not None, "it is not loaded"
+        return self._model
+
+    @property
+    def driver(self) -> Driver:
+        """What computes."""
+        assert self._driver is not None, "it is not loaded"
+        return self._driver
+
+    async def start(self) -> None:
+        """Load the model in the thread that will compute: the plan may bind it to a core."""
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[LoadedModel] = loop.create_future()
+
+        def work() -> None:
+            try:
+                plan = self.plan
+                model = load(plan.path, set=plan.overrides)
+                model.keep_prefixes()
+                model.keep_template_process()
+            except BaseException as error:
+                loop.call_soon_threadsafe(loaded.set_exception, error)
+                return
+            driver = Driver(model.scheduler)
+            self._driver = driver
+            loop.call_soon_threadsafe(loaded.set_result, model)
+            try:
+                driver.run()
+            finally:
+                model.close()
+
+        self._thread = Thread(target=work, name=f"pi2-{self.plan.name}", daemon=True)
+        self._thread.start()
+        self._model = await loaded
+        get_logger().info("model served", model=self.plan.name, load_s=round(self.model.load_s, 2))
+
+    async def stop(self) -> None:
+        """Give the model's memory back; what is under way ends."""
+        if self._driver is None or self._thread is None:
+            return
+        driver, thread = self._driver, self._thread
+        self._model = self._driver = self._thread = self._vocabulary = None
+        await asyncio.to_thread(driver.end)
+        await asyncio.to_thread(thread.join)
+        gc.collect()
+        get_logger().info("model given back", model=self.plan.name)
+
+    def read_plan(self) -> ResolvedPlan:
+        """The plan, which need not be loaded."""
+        if self._model is not None:
+            return self._model.plan
+        if self._resolved is None:
+            resolver = LockedReferences(self.plan.path.parent, locked=False)
+            self._resolved = load_plan(
+                self.plan.path, resolver=resolver, overrides=self.plan.overrides
+            )
+        return self._resolved
+
+    def read_template(self) -> str:
+        """The chat template of the loaded model; UserError P608 or P609 if there is none."""
+        if self.model.is_dry:
+            return ""
+        return self.model.read_chat_template().source
+
+    def find_vocabulary(self) -> LLTokenizer:
+        """What grammars know of its tokens; takes a second the first time."""
+        from pi2.serving.call_grammars import load_vocabulary
+
+        if self._vocabulary is None:
+            model = self.model
+            settings = model.plan.model.tokenizer
+            self._vocabulary = load_vocabulary(
+                model.tokenizer, model.plan.model.shape.vocab, settings.eos
+            )
+        return self._vocabulary
+
+    def find_chat_facts(self) -> ChatFacts:
+        """What its chat template says; UserError P608 or P609 if it has none that works."""
+        if self._facts is None:
+            try:
+                self._facts = read_chat_facts(self.model)
+            except UserError as error:
+                self._facts = error
+        if isinstance(self._facts, UserError):
+            raise self._facts
+        return self._facts
+
+
+def describe_fingerprint(model: LoadedModel) -> str:
+    """What changes when answers may change: the plan's digest, in short."""
+    return f"fp_{model.plan.digest[:12]}"
+
+
+def list_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``values`` that are given."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 @dataclass(slots=True, eq=False)

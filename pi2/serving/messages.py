@@ -23,13 +23,15 @@ from pi2.serving.conversation import (
     read_object,
     set_effort,
 )
-from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.errors import write_typed_events
-from pi2.serving.host import Host, list_arguments
+from pi2.serving.hosts import Host, list_arguments
 from pi2.serving.openai_schema import Body, Count, Fields, Text, Tolerant, TopK, keep_tools
 from pi2.serving.requests import (
     JsonResponse,
+    Operation,
     Service,
+    Writer,
+    answer_with,
     describe_ask,
     make_id,
     use_model,

@@ -12,7 +12,7 @@ from pi2.engine.answer import SequenceResult
 from pi2.engine.scheduler import Ticket
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.logging import get_logger
-from pi2.serving.host import Host
+from pi2.serving.hosts import Host
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)

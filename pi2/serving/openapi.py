@@ -14,10 +14,10 @@ from pi2.diagnostics import UserError
 from pi2.serving import ollama
 from pi2.serving.chat import CHAT
 from pi2.serving.completions import COMPLETIONS
-from pi2.serving.dialects import Operation
 from pi2.serving.embeddings import DETOKENIZE, EMBEDDINGS, TOKENIZE
 from pi2.serving.messages import COUNT_TOKENS, MESSAGES
-from pi2.serving.ollama_models import SHOW
+from pi2.serving.ollama import SHOW
+from pi2.serving.requests import Operation
 from pi2.serving.responses import RESPONSES
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from pi2.ray_cluster import import_ray, start_ray
 from pi2.serving.application import Settings, make_application
 from pi2.serving.errors import ApiError
 from pi2.serving.front import USE, ReplicaLost
-from pi2.serving.host import ServedPlan
+from pi2.serving.hosts import ServedPlan
 from pi2.serving.requests import make_id
 
 NAME = "pi2"

@@ -20,9 +20,8 @@ from pi2.serving.conversation import (
     read_format,
     set_effort,
 )
-from pi2.serving.dialects import Operation, Writer, answer_with
 from pi2.serving.errors import ApiError, write_typed_events
-from pi2.serving.host import Host
+from pi2.serving.hosts import Host
 from pi2.serving.openai_schema import (
     Body,
     Count,
@@ -33,7 +32,7 @@ from pi2.serving.openai_schema import (
     Tolerant,
     keep_tools,
 )
-from pi2.serving.requests import describe_ask, make_id
+from pi2.serving.requests import Operation, Writer, answer_with, describe_ask, make_id
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 

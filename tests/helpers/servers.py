@@ -18,7 +18,7 @@ import uvicorn
 from pi2.fitting.check import load_plan
 from pi2.serving.application import Settings, make_application
 from pi2.serving.front import TimedConnection
-from pi2.serving.host import ServedPlan
+from pi2.serving.hosts import ServedPlan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pi2.cli.hints import hint_reads
 from pi2.cli.main import run
+from pi2.cli.run import hint_reads
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan

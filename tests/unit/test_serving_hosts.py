@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from pi2.serving.errors import ApiError
-from pi2.serving.host import Host, ServedPlan
-from pi2.serving.hosts import Hosts, Turn
+from pi2.serving.hosts import Host, Hosts, ServedPlan, Turn
 
 GIB = 1 << 30
 

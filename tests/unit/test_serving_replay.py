@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pi2.serving.host import Replay
+from pi2.serving.hosts import Replay
 
 
 def test_a_conversation_that_goes_on_has_the_tokens_that_were_sampled() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import pi2
 from pi2.engine.forward import Forward
-from pi2.serving import dialects
+from pi2.serving import requests
 from tests.helpers.models import make_tokenizer
 from tests.helpers.servers import (
     HELLO,
@@ -176,8 +176,8 @@ def read_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         return prefill(self, tokens, progress=progress, **more)
 
     monkeypatch.setattr(Forward, "prefill", wait)
-    monkeypatch.setattr(dialects, "FIRST_PING_S", 0.02)
-    monkeypatch.setattr(dialects, "PING_S", 0.02)
+    monkeypatch.setattr(requests, "FIRST_PING_S", 0.02)
+    monkeypatch.setattr(requests, "PING_S", 0.02)
     return event
 
 
