@@ -131,12 +131,12 @@ def check_output(path: Path, kind: Kind | None, force: bool) -> str:
 
 
 def print_found(found: object, text: str, as_json: bool) -> None:
-    """Print what was found: as JSON for programs, or as ``text``."""
+    """Print a result: ``found`` as JSON for programs, or ``text`` for people."""
     click.echo(json.dumps(found, indent=2) if as_json else text)
 
 
 def read_sound(path: Path) -> Report:
-    """A plan, device or model without errors; what else was found is shown."""
+    """A plan, device or model without errors; its warnings are printed."""
     from pi2.cli.main import print_diagnostics
     from pi2.plan.toml.source import display_path
     from pi2.sharing.resolver import LockedReferences

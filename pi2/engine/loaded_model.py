@@ -411,7 +411,7 @@ class LoadedModel:
         scores_prompt: bool = False,
         **options: Any,
     ) -> GenerationRequest:
-        """A request for the scheduler; what is not given of how tokens are drawn is the plan's.
+        """A request for the scheduler; the plan has the sampling options that are not given.
 
         ``options``: those of `generate`, and ``least``, the smallest ``max_tokens``: 0 reads the
         prompt and generates nothing.  Without ``max_tokens`` there may be as many as fit.

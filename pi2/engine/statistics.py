@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 
 
 class Counters:
-    """Dataclasses of counters are added and subtracted field by field.  None stands for what is not
-    counted; tuples may be of different lengths."""
+    """Dataclasses of counters are added and subtracted field by field.  None is not
+    counted; tuples may have different lengths."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]

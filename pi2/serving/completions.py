@@ -249,7 +249,7 @@ class ChunkWriter(Writer):
     def __init__(
         self, host: Host, asks: Sequence[Ask], body: ChatRequest | CompletionRequest, prefix: str
     ) -> None:
-        """``prefix``: what the answer's id begins with."""
+        """``prefix``: the beginning of the answer's id."""
         super().__init__(host, asks)
         self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._head = {
