@@ -61,7 +61,7 @@ class SamplingOptions:
 
 
 class GenerationOptions(TypedDict, total=False):
-    """Keyword arguments of `LoadedModel.generate`; the plan has the values that are None or not given."""
+    """Keyword arguments of `LoadedModel.generate`; the plan has the values that are not given."""
 
     max_tokens: int
     """128 if it is not given."""

@@ -413,7 +413,7 @@ class LoadedModel:
     ) -> GenerationRequest:
         """A request for the scheduler; the plan has the sampling options that are not given.
 
-        ``options``: those of `generate`, and ``least``, the smallest ``max_tokens``: 0 reads the
+        ``options``: as for `generate`, and ``least``, the smallest ``max_tokens``: 0 reads the
         prompt and generates nothing.  Without ``max_tokens`` there may be as many as fit.
 
         Raises UserError P601, P603, P604, P606 and P615 as `generate` does.
