@@ -190,9 +190,7 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     )
     for plan in chosen:
         with ProgressBar() as progress:
-            outcomes += measure_plan(
-                plan.fitted, course, progress=progress, note_lost=lost.append
-            )
+            outcomes += measure_plan(plan.fitted, course, progress=progress, note_lost=lost.append)
     write = {"md": report.write_markdown, "json": report.write_json, "csv": report.write_csv}
     write_results(write[form](conditions, outcomes), output)
     if lost:

@@ -206,9 +206,7 @@ def measure_plan(
     against = course.against
     file = None if against is None else _find_file(against, resolved)
     with ExitStack() as stack:
-        recipe = PlanRecipe(
-            path=resolved.path, overrides=dict(found.overrides), text=course.text
-        )
+        recipe = PlanRecipe(path=resolved.path, overrides=dict(found.overrides), text=course.text)
         contestants = [stack.enter_context(RemoteContestant(recipe, progress))]
         threads = contestants[0].description.threads
         if file is not None:
