@@ -86,7 +86,7 @@ class Completion:
 
 def leaves_out(values: Mapping[str, Any]) -> bool:
     """Whether a plan's values are tables as they should be, and something may be derived."""
-    tables = ("memory", "layers", "bundle", "kv", "prefill", "decode")
+    tables = ("memory", "layers", "bundle", "kv", "prefill", "decode", "backends")
     if any(not isinstance(values.get(key, {}), dict) for key in tables):
         return False
     memory = values.get("memory", {})
@@ -162,8 +162,9 @@ def _choose_units(found: Completion, device: Device) -> None:
     names = {name for split in splits if isinstance(split, Mapping) for name in split}
     names |= {found.read("prefill", "unit")} - {None}
     kinds = {device.units[name].kind for name in names if name in device.units}
-    if kinds - {"cpu"}:
-        found.derive(("backends",), choose_backends(kinds), "what serves these kinds of units")
+    if kinds - {"cpu"} or found.read("backends") is not None:
+        for kind, backend in choose_backends(kinds).items():
+            found.derive(("backends", kind), backend, f"what serves units of the kind {kind}")
 
 
 def _list_overrides(overrides: object) -> Iterator[object]:

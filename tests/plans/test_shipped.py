@@ -63,6 +63,11 @@ def test_what_show_prints_is_the_same_plan(
     assert capsys.readouterr().out.splitlines()[0] == text.splitlines()[0]
 
 
+@pytest.mark.parametrize("path", [p for p in SHIPPED if p.name.endswith(".plan.toml")], ids=_name)
+def test_a_plan_to_copy_is_short(path: Path) -> None:
+    assert len(path.read_text("utf-8").splitlines()) <= 25
+
+
 def test_there_is_something_to_check() -> None:
     kinds = {detect_kind(path.name) for path in SHIPPED}
     assert kinds == {"plan", "device", "model"}

@@ -24,13 +24,14 @@ REPOSITORY = Path(__file__).parents[2]
 PLANS = REPOSITORY / "plans"
 DEVICES = sorted(PLANS.glob("devices/*.device.toml"))
 MODELS = sorted(PLANS.glob("models/*.model.toml"))
-PLAN_FILES = sorted(PLANS.glob("*/*.plan.toml"))
+PAPER = REPOSITORY / "tools" / "paper" / "plans"
+PLAN_FILES = sorted([*PLANS.glob("*/*.plan.toml"), *PAPER.glob("*/*.plan.toml")])
 PHONES = ("oneplus-12", "oneplus-ace-2")
 MIB = 2**20
 
 
 def name_file(path: Path) -> str:
-    return str(path.relative_to(PLANS))
+    return str(path.relative_to(path.parents[1]))
 
 
 def read_device(name: str) -> Device:
@@ -46,7 +47,8 @@ def read_model(name: str) -> Model:
 
 
 def read_plan(name: str) -> ResolvedPlan:
-    return load_plan(PLANS / f"{name}.plan.toml")
+    found = (folder / f"{name}.plan.toml" for folder in (PLANS, PAPER))
+    return load_plan(next(path for path in found if path.exists()))
 
 
 def walk_figures(value: object) -> Iterator[Origin]:
@@ -365,7 +367,7 @@ class TestPlans:
         resolved = load_plan(path)
         assert path.parent.name == resolved.device.id
         assert path.name.startswith(resolved.model.id)
-        assert resolved.store_path.resolve() == PLANS / "stores" / resolved.model.id
+        assert resolved.store_path.resolve() == path.parents[1] / "stores" / resolved.model.id
 
     @pytest.mark.parametrize(
         "path", [p for p in PLAN_FILES if p.name.endswith("-half.plan.toml")], ids=name_file

@@ -19,7 +19,7 @@ from pi2.simulate.decode import simulate_layers
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"
 LARGE = ROOT / "plans/oneplus-12/turbosparse-mixtral-47b.plan.toml"
-SMALL = ROOT / "plans/oneplus-12/turbosparse-mixtral-47b-7gb.plan.toml"
+SMALL = ROOT / "tools/paper/plans/oneplus-12/turbosparse-mixtral-47b-7gb.plan.toml"
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from pi2.fitting.check import load_plan
 from pi2.planning.comparison import describe_promise, find_promise
 
 PLANS = Path(__file__).parents[2] / "plans"
-PROBED = PLANS / "cloud-vm-zen5/bamboo-7b-60.plan.toml"
-PHONE = PLANS / "oneplus-12/bamboo-7b-half.plan.toml"
+PAPER = PLANS.parent / "tools/paper/plans"
+PROBED = PAPER / "cloud-vm-zen5/bamboo-7b-60.plan.toml"
+PHONE = PAPER / "oneplus-12/bamboo-7b-half.plan.toml"
 
 
 def test_only_a_probed_device_promises_anything() -> None:

@@ -18,7 +18,7 @@ from pi2.refit import Refit, refit_plan
 
 TWO_UNITS = find_shipped_folder() / "demo-two-units.plan.toml"
 DEMO = find_shipped_folder() / "demo.plan.toml"
-BAMBOO = find_shipped_folder() / "oneplus-12/bamboo-7b-half.plan.toml"
+BAMBOO = find_shipped_folder().parent / "tools/paper/plans/oneplus-12/bamboo-7b-half.plan.toml"
 MIB = 1 << 20
 
 

@@ -14,7 +14,8 @@ from pi2.fitting.check import load_plan
 from pi2.simulate import read_inputs, simulate
 
 PLANS = Path(__file__).parents[2] / "plans"
-BAMBOO = PLANS / "oneplus-12/bamboo-7b-half.plan.toml"
+PAPER = PLANS.parent / "tools/paper/plans"
+BAMBOO = PAPER / "oneplus-12/bamboo-7b-half.plan.toml"
 
 
 def read(path: Path, **overrides: object) -> Description:
@@ -144,7 +145,7 @@ class TestMissingFigures:
         assert any("storage.reads" in message for message in messages)
 
     def test_a_plan_that_reads_nothing_needs_no_flash_figures(self) -> None:
-        path = PLANS / "x86-laptop/prosparse-llama-2-7b.plan.toml"
+        path = PAPER / "x86-laptop/prosparse-llama-2-7b.plan.toml"
         inputs = read(path)
         assert inputs.settings.reads is None
         assert simulate(inputs, tokens=2).decode.read_bytes.sum() == 0.0
@@ -208,5 +209,5 @@ def test_what_is_taken_to_be_otherwise_than_the_engine_has_it_is_said() -> None:
     assert said == "cpu computes prompts; gpu does in pi2's engine"
     assert said in simulate(named, tokens=2).summarise()
     assert simulate(named, tokens=2).describe()["assumptions"] == [said]
-    alone = read(PLANS / "x86-laptop/prosparse-llama-2-7b.plan.toml")
+    alone = read(PAPER / "x86-laptop/prosparse-llama-2-7b.plan.toml")
     assert alone.assumptions == ()
