@@ -109,11 +109,16 @@ def read_plan(
     report = check(overrides=given)
     if report.runs_file or report.derives:
         # Whatever the plan does not state is derived anew.
+        before = report.candidate
         if memory_bytes is not None:
             given["memory.budget"] = format_bytes(memory_bytes)
             report = check(overrides=given)
-        return FittedPlan(report=report, overrides=given)
+        # What it states gives way where nothing else helps.
+        if report.runs_file or report.is_sound or report.candidate is None:
+            changes = [] if report.runs_file else _compare(before, report.resolved)
+            return FittedPlan(report=report, overrides=given, changes=tuple(changes))
     errors = _list_errors(report)
+    changes = []
     unfit = FittedPlan(report=_leave_out_sizes(report), overrides=given)
     if memory_bytes is None and not (given and errors):
         return unfit
@@ -123,7 +128,6 @@ def read_plan(
     ):
         return unfit
     fitted: dict[str, object] = {}
-    changes: list[str] = []
     while odd := [item for item in errors if item.code not in SIZE_CODES]:
         found = _give_way(report, odd, {**given, **fitted})
         if not found:
@@ -151,6 +155,20 @@ def read_plan(
     )
 
 
+def _compare(before: ResolvedPlan | None, after: ResolvedPlan | None) -> list[str]:
+    """The sizes that are others, in words, and those before."""
+    if before is None or after is None:
+        return []
+    sizes = [
+        {"budget": item.plan.memory.budget, **_list_sizes(item.plan)} for item in (before, after)
+    ]
+    return [
+        _describe(key.removeprefix("memory.segments."), size, sizes[1][key])
+        for key, size in sizes[0].items()
+        if sizes[1].get(key, size) != size
+    ]
+
+
 def _leave_out_sizes(report: Report) -> Report:
     others = [item for item in report.diagnostics if item.code not in SIZE_CODES]
     if all(item.severity != "error" for item in others):
@@ -173,7 +191,8 @@ def _give_way(
         value: object = report.files["plan"].values if "plan" in report.files else {}
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        if value is None or any(_overlap(key, other) for other in given):
+        # A budget that holds nothing says so itself.
+        if item.code == "P026" or value is None or any(_overlap(key, other) for other in given):
             return {}
         found[key] = value
     return found

@@ -251,8 +251,8 @@ def _fit(
         raise UserError.of(
             "P026",
             f"{has} is not enough: this plan needs at least {needs}",
-            help=f"--memory '{write_least(shortage.needed_bytes + spare)}', or a shorter context "
-            "(--set kv.context=1024)",
+            help=f"give it `--memory '{write_least(shortage.needed_bytes + spare)}'`, or a shorter "
+            "context (--set kv.context=1024)",
             notes=[f"{name}: {approximate_bytes(n)}" for name, n in shortage.sizes.items() if n],
         ) from None
 

@@ -65,7 +65,7 @@ def test_sizes_follow_what_is_set(name: str, wish: dict[str, Any]) -> None:
         resolved = found.resolved
     except UserError as error:
         (item,) = error.diagnostics
-        assert item.code in ("P231", "P611")
+        assert item.code in ("P026", "P231", "P611")
         return
     assert resolved.plan.memory.budget == load_plan(list_shipped("plan")[name]).plan.memory.budget
     for segment, need in find_needs(resolved).items():
@@ -74,12 +74,12 @@ def test_sizes_follow_what_is_set(name: str, wish: dict[str, Any]) -> None:
 
 def test_the_least_budget_is_one_that_works() -> None:
     plan = list_shipped("plan")["oneplus-12/bamboo-7b-half"]
-    with pytest.raises(UserError, match="P611") as caught:
-        read(plan, kv__context=4096, decode__batch=8)
+    with pytest.raises(UserError, match=r"P611|P026") as caught:
+        _ = read(plan, kv__context=4096, decode__batch=16).resolved
     least = find_least(caught.value)
-    assert read(plan, least, kv__context=4096, decode__batch=8).report.is_sound
-    with pytest.raises(UserError, match="P611"):
-        read(plan, least - 64 * MIB, kv__context=4096, decode__batch=8)
+    assert read(plan, least, kv__context=4096, decode__batch=16).report.is_sound
+    with pytest.raises(UserError, match=r"P611|P026"):
+        _ = read(plan, least - 64 * MIB, kv__context=4096, decode__batch=16).resolved
 
 
 def test_what_somebody_set_is_kept() -> None:
@@ -126,7 +126,7 @@ def test_every_command_takes_another_budget(
     memory = "5GiB" if "oneplus-12/bamboo-7b" in options else "1GiB"
     code = run([*options, "--memory", memory])
     said = capsys.readouterr()
-    assert f"memory: budget: {'6.08 GiB' if memory == '5GiB' else '128 MiB'} -> " in said.err
+    assert f"memory: budget: {'5.96 GiB' if memory == '5GiB' else '128 MiB'} -> " in said.err
     assert code == 0 or "P351" in said.err  # a device without figures
 
 

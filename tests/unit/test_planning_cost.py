@@ -19,7 +19,7 @@ from pi2.fitting.check import check_file, load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 
-HALF = Path(__file__).parents[2] / "plans/oneplus-12/bamboo-7b-half.plan.toml"
+HALF = Path(__file__).parents[2] / "tools/paper/plans/oneplus-12/bamboo-7b-half.plan.toml"
 
 
 def load_half(**overrides: Any) -> ResolvedPlan:
