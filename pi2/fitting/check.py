@@ -66,6 +66,8 @@ class Report:
     """Texts by name, for showing source lines."""
     files: Mapping[Kind, SourceFile] = field(default_factory=dict)
     """The documents' files, put together with what they extend."""
+    derives: bool = False
+    """Whether a plan was checked that leaves out sizes, which are derived whenever it is read."""
 
     @property
     def is_sound(self) -> bool:
@@ -76,13 +78,6 @@ class Report:
     def runs_file(self) -> bool:
         """Whether a plan was checked that runs a GGUF file as it is."""
         return "plan" in self.files and "weights" in self.files["plan"].values
-
-    @property
-    def derives(self) -> bool:
-        """Whether a plan was checked that leaves out sizes, which are derived anew whenever it is
-        read."""
-        plan = self.resolved or self.candidate
-        return plan is not None and bool(plan.derived)
 
     def make_error(self) -> UserError:
         """The exception for a report with errors."""
@@ -230,6 +225,7 @@ def _report(check: Inspection, *, kind: Kind, resolved: ResolvedPlan | None = No
         document=check.documents.get(kind),
         sources=check.sources,
         files=check.files,
+        derives=check.is_open,
     )
 
 
