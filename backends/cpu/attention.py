@@ -15,9 +15,9 @@ from pi2.backends.cpu.workspace import Scratch, Views, Workspace, count_tokens
 from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
+from pi2.model.attention import LatentShape
 from pi2.model.blocks import Attention as AttentionBlock
 from pi2.model.blocks import list_turns
-from pi2.model.latent import LatentShape
 from pi2.model.states import StateShape, list_state_tensors
 from pi2.model.tensor import Place, name_layer_tensor, name_mixer_norm, name_state_tensor
 from pi2.plan.documents.model_mixing import Rope

@@ -12,9 +12,9 @@ from pi2.backends.kernels.spec import (
     RouterShape,
 )
 from pi2.backends.protocol import BuildRequest
+from pi2.model.attention import describe_latent
 from pi2.model.blocks import Attention, list_attention
 from pi2.model.ffn import count_stored_cutoff_rows
-from pi2.model.latent import describe_latent
 from pi2.model.states import describe_state
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model import Model

@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.kv import Cache, count_lanes, load_scales
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
-from pi2.model.latent import LatentShape
+from pi2.model.attention import LatentShape
 from pi2.plan.documents.plan import KvType
 
 QUERIES_TOGETHER = 4

@@ -32,7 +32,7 @@ from pi2.backends.kernels.matrix import (
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_activations, take_matrix
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
-from pi2.model.latent import LatentShape
+from pi2.model.attention import LatentShape
 from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES
 from pi2.plan.weights.layout import fill_groups, vector_bytes
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.model.latent import LatentShape
+from pi2.model.attention import LatentShape
 from pi2.model.states import StateShape
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan import KvType

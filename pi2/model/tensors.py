@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from pi2.model.attention import list_attention_tensors
 from pi2.model.blocks import Attention, Block
-from pi2.model.experts import list_router_tensors, list_side_tensors
 from pi2.model.ffn import (
     list_cutoff_tensors,
     list_down_biases,
     list_neuron_sources,
     list_predictor_tensors,
+    list_router_tensors,
+    list_side_tensors,
 )
 from pi2.model.states import list_state_tensors
 from pi2.model.streams import (

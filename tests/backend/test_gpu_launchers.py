@@ -23,7 +23,7 @@ from pi2.backends.gpu.kernels.specification import (
 )
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
-from pi2.model.latent import LatentShape
+from pi2.model.attention import LatentShape
 from pi2.model.states import StateShape
 
 FFN = FfnKernels(hidden=64, precision="int4", activation="relu")

@@ -20,8 +20,8 @@ from pi2.backends.gpu.kernels.specification import (
     Target,
 )
 from pi2.backends.gpu.sizes import count_experts, describe_model_ffn
+from pi2.model.attention import describe_latent
 from pi2.model.blocks import list_attention
-from pi2.model.latent import describe_latent
 from pi2.model.states import describe_state
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode

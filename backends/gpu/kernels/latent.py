@@ -27,7 +27,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.code import narrow_half, widen_half
 from pi2.backends.gpu.kernels.specification import AttentionKernels, Axis
-from pi2.model.latent import LatentShape
+from pi2.model.attention import LatentShape
 from pi2.plan.weights.layout import fill_groups
 
 _LARGEST_CODE = 127.0

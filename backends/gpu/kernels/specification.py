@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pi2.model.latent import LatentShape
+from pi2.model.attention import LatentShape
 from pi2.model.states import StateShape
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan import KvType

@@ -1,1 +1,1 @@
-"""How weights lie in bytes, and what tensors are called."""
+"""How neuron bundles lie in bytes."""
