@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pi2.importing.families import list_families
-from pi2.importing.gguf_architectures import ARCHITECTURES
+from pi2.importing.gguf_architectures import list_architectures
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/reference/models.md"
 TEXT = """\
@@ -60,7 +60,7 @@ def make_page() -> str:
     return TEXT.format(
         families=write_list(list_families().families),
         parts=write_list(list_families().wrappers),
-        architectures=write_list(ARCHITECTURES),
+        architectures=write_list(list_architectures()),
     )
 
 

@@ -2,82 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pi2.caches import show_path
-from pi2.importing.config import SPLIT_EXPERTS
-from pi2.importing.gguf_decoders import (
-    Metadata,
-    complete_latent,
-    complete_llama,
-    complete_opt,
-    read_cohere,
-    read_decoder,
-    read_falcon,
-    read_gpt_oss,
-    read_llama,
-    read_mixture,
-    read_olmo2,
-    read_opt,
-)
-from pi2.importing.gguf_families import (
-    complete_gemma3n,
-    complete_gemma4,
-    join_blocks,
-    read_bitnet,
-    read_gemma2,
-    read_gemma3,
-    read_gemma3n,
-    read_gemma4,
-    read_granite,
-    read_granite_hybrid,
-    read_llama4,
-    read_nemotron_hybrid,
-    scale_gemma4,
-)
-from pi2.importing.gguf_names import (
-    BITNET,
-    DECODER,
-    ERNIE_MIXTURE,
-    FALCON,
-    FALCON_40B,
-    GEMMA2,
-    GEMMA3N,
-    GEMMA4,
-    GLM_MIXTURE,
-    GPT_OSS,
-    GRANITE,
-    GRANITE_HYBRID,
-    HUNYUAN,
-    HUNYUAN_MIXTURE,
-    LATENT,
-    LFM2,
-    LFM2_MIXTURE,
-    LLAMA4,
-    MINIMAX,
-    MIXTURE,
-    NEMOTRON_HYBRID,
-    OLMO2,
-    OPT,
-    PHI3,
-    PHI_MIXTURE,
-    QWEN2,
-    QWEN_HYBRID,
-    QWEN_HYBRID_MIXTURE,
-    QWEN_MIXTURE,
-    SEED_OSS,
-    SIGMOID_MIXTURE,
-    STARCODER2,
-    Names,
-)
-from pi2.importing.gguf_states import Scale, list_kinds, read_lfm2, read_qwen_hybrid, scale_llama3
+from pi2.importing import gguf_decoders, gguf_families, gguf_states
+from pi2.importing.families import list_families
+from pi2.importing.gguf_decoders import Metadata
+from pi2.importing.gguf_states import Scale
 from pi2.importing.gguf_tokenizer import find_marks
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.plan.documents.family import Architecture as Stated
 
+Names = dict[str, str]
+"""Name in a Hugging Face checkpoint by name in a GGUF file; ``{layer}`` stands for a number."""
 Read = Callable[[Metadata, dict[str, Any], str], dict[str, Any]]
 """Returns the keys that a family adds to a configuration, which has those of all families; the text
 is the activation of its FFNs.  Raises `UserError` P532 as `Metadata.read`."""
@@ -86,29 +28,69 @@ Complete = Callable[[dict[str, Any], dict[str, SourceTensor]], None]
 original, and may give them others."""
 
 
+_MODULES = (gguf_decoders, gguf_families, gguf_states)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A family as GGUF files know it."""
 
     model_type: str
-    """The family's name in ``config.json``."""
-    names: Names = field(default_factory=lambda: DECODER)
-    activation: str = "silu"
-    """Activation of the models of this family, which their files do not state."""
-    permutes: bool = False
-    """Whether rows of queries and keys are in the order of pairs that follow each other."""
-    norm_offset: float = 0.0
-    """Number that the file has added to the weights of norms."""
-    tiles_values: bool = False
-    """Whether value heads that share a key head are apart (`pi2.importing.gguf_states`)."""
-    settings: dict[str, object] = field(default_factory=dict)
-    """Further keys of the configuration, which files of this family do not state."""
-    read: Read = read_decoder
-    """What reads the configuration of this family."""
-    complete: Complete | None = None
-    """What adds that of it which tensors tell."""
-    scale: Scale = scale_llama3
-    """What says how divisors of frequencies scale positions."""
+    names: Names
+    stated: Stated
+
+    @property
+    def read(self) -> Read:
+        read: Read = _find_function(f"read_{self.stated.read}")
+        return read
+
+    @property
+    def complete(self) -> Complete | None:
+        name = self.stated.complete
+        return _find_function(f"complete_{name}") if name else None
+
+    @property
+    def scale(self) -> Scale:
+        scale: Scale = _find_function(f"scale_{self.stated.scale}")
+        return scale
+
+
+def _find_function(name: str) -> Any:
+    return next(vars(module)[name] for module in _MODULES if name in vars(module))
+
+
+def list_architectures() -> list[str]:
+    """What ``general.architecture`` may be."""
+    return sorted(name for name in list_families().architectures if not name.startswith("_"))
+
+
+def find_architecture(name: str) -> Architecture | None:
+    """The architecture of that name; None where none is known."""
+    if name not in list_families().architectures:
+        return None
+    family, table = list_families().architectures[name]
+    stated = Stated.model_validate_json(json.dumps(table))
+    names = _collect_names(name)
+    return Architecture(model_type=stated.model_type or family, names=names, stated=stated)
+
+
+def _collect_names(name: str) -> Names:
+    _, table = list_families().architectures[name]
+    found: Names = {}
+    for base in table.get("extends", () if name.startswith("_") else ("_decoder",)):
+        found |= _collect_names(base)
+    layer = table.get("layer", "model.layers.{layer}")
+    for own, original in table.get("names", {}).items():
+        own = f"blk.{{layer}}{own}" if own.startswith(".") else own
+        original = f"{layer}{original}" if original.startswith(".") else original
+        for part in ("gate", "up", "down") if "{part}" in own else ("",):
+            for end in ("weight", "bias") if own.endswith(".*") else ("",):
+                key, value = (
+                    text.replace("{part}", part).replace(".*", f".{end}")
+                    for text in (own, original)
+                )
+                found[key] = value
+    return found
 
 
 def make_config(
@@ -135,9 +117,9 @@ def make_config(
         "tie_word_embeddings": tied,
         **_read_tokens(metadata, vocab),
     }
-    activation = "relu" if sparse else architecture.activation
+    activation = "relu" if sparse else architecture.stated.activation
     # A setting of the family says what its files do not.
-    return config | architecture.read(metadata, config, activation) | architecture.settings
+    return config | architecture.read(metadata, config, activation) | architecture.stated.settings
 
 
 def _read_tokens(metadata: Metadata, vocab: int) -> dict[str, Any]:
@@ -146,159 +128,6 @@ def _read_tokens(metadata: Metadata, vocab: int) -> dict[str, Any]:
     return {"eos_token_id": list(marks.ends), **begin}
 
 
-ARCHITECTURES = {
-    "llama": Architecture(
-        model_type="llama", permutes=True, read=read_llama, complete=complete_llama
-    ),
-    "llama4": Architecture(
-        model_type="llama4_text", names=LLAMA4, settings={SPLIT_EXPERTS: True}, read=read_llama4
-    ),
-    "bitnet": Architecture(model_type="bitnet", names=BITNET, read=read_bitnet),
-    "bamboo": Architecture(model_type="bamboo", permutes=True, activation="relu"),
-    "qwen2": Architecture(model_type="qwen2", names=QWEN2),
-    "qwen3": Architecture(model_type="qwen3"),
-    "gemma": Architecture(model_type="gemma", activation="gelu_pytorch_tanh", norm_offset=1.0),
-    "phi3": Architecture(model_type="phi3", names=PHI3),
-    "phimoe": Architecture(model_type="phimoe", names=PHI_MIXTURE),
-    "stablelm": Architecture(model_type="stablelm"),
-    "starcoder2": Architecture(
-        model_type="starcoder2", names=STARCODER2, activation="gelu_pytorch_tanh"
-    ),
-    "gemma2": Architecture(
-        model_type="gemma2",
-        names=GEMMA2,
-        activation="gelu_pytorch_tanh",
-        norm_offset=1.0,
-        read=read_gemma2,
-    ),
-    "gemma3": Architecture(
-        model_type="gemma3_text",
-        names=GEMMA2,
-        activation="gelu_pytorch_tanh",
-        norm_offset=1.0,
-        read=read_gemma3,
-    ),
-    "gemma3n": Architecture(
-        model_type="gemma3n_text",
-        names=GEMMA3N,
-        activation="gelu_pytorch_tanh",
-        read=read_gemma3n,
-        complete=complete_gemma3n,
-    ),
-    "gemma4": Architecture(
-        model_type="gemma4_text",
-        names=GEMMA4,
-        activation="gelu_pytorch_tanh",
-        read=read_gemma4,
-        complete=complete_gemma4,
-        scale=scale_gemma4,
-    ),
-    "qwen2moe": Architecture(
-        model_type="qwen2_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
-    ),
-    "qwen3moe": Architecture(
-        model_type="qwen3_moe", names=QWEN_MIXTURE, settings={"norm_topk_prob": True}
-    ),
-    "qwen35": Architecture(
-        model_type="qwen3_5_text",
-        names=QWEN_HYBRID,
-        norm_offset=1.0,
-        tiles_values=True,
-        read=read_qwen_hybrid,
-        complete=list_kinds,
-    ),
-    "qwen35moe": Architecture(
-        model_type="qwen3_5_moe_text",
-        names=QWEN_HYBRID_MIXTURE,
-        norm_offset=1.0,
-        tiles_values=True,
-        read=read_qwen_hybrid,
-        complete=list_kinds,
-    ),
-    # Its projections are apart in a file, as those of Qwen3.5 are; nothing else differs.
-    "qwen3next": Architecture(
-        model_type="qwen3_5_moe_text",
-        names=QWEN_HYBRID_MIXTURE,
-        norm_offset=1.0,
-        read=read_qwen_hybrid,
-        complete=list_kinds,
-    ),
-    "lfm2": Architecture(
-        model_type="lfm2",
-        names=LFM2,
-        settings={"block_auto_adjust_ff_dim": False},
-        read=read_lfm2,
-        complete=list_kinds,
-    ),
-    "arcee": Architecture(model_type="arcee", permutes=True, activation="relu2"),
-    "seed_oss": Architecture(model_type="seed_oss", names=SEED_OSS),
-    "smollm3": Architecture(model_type="smollm3", permutes=True),
-    "granite": Architecture(model_type="granite", permutes=True, read=read_granite),
-    "granitemoe": Architecture(
-        model_type="granitemoeshared",
-        names=GRANITE,
-        permutes=True,
-        settings={SPLIT_EXPERTS: True},
-        read=read_granite,
-    ),
-    "olmo2": Architecture(model_type="olmo2", names=OLMO2, read=read_olmo2),
-    "deepseek2": Architecture(model_type="deepseek_v2", names=LATENT, complete=complete_latent),
-    "glm4moe": Architecture(model_type="glm4_moe", names=GLM_MIXTURE),
-    "dots1": Architecture(model_type="dots1", names=SIGMOID_MIXTURE),
-    "ernie4_5": Architecture(model_type="ernie4_5"),
-    "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", names=ERNIE_MIXTURE),
-    "minimax-m2": Architecture(model_type="minimax_m2", names=MINIMAX, read=read_mixture),
-    "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", names=HUNYUAN),
-    "hunyuan-moe": Architecture(
-        model_type="hunyuan_v1_moe", names=HUNYUAN_MIXTURE, read=read_mixture
-    ),
-    "command-r": Architecture(model_type="cohere", read=read_cohere),
-    "cohere2": Architecture(model_type="cohere2", read=read_cohere),
-    "nemotron": Architecture(model_type="nemotron", activation="relu2", norm_offset=1.0),
-    "nemotron_h": Architecture(
-        model_type="nemotron_h",
-        names=NEMOTRON_HYBRID,
-        activation="relu2",
-        permutes=True,
-        read=read_nemotron_hybrid,
-        complete=join_blocks,
-    ),
-    "nemotron_h_moe": Architecture(
-        model_type="nemotron_h",
-        names=NEMOTRON_HYBRID,
-        activation="relu2",
-        permutes=True,
-        read=read_nemotron_hybrid,
-        complete=join_blocks,
-    ),
-    "olmoe": Architecture(
-        model_type="olmoe", names=QWEN_MIXTURE, settings={"norm_topk_prob": False}
-    ),
-    "lfm2moe": Architecture(
-        model_type="lfm2_moe",
-        names=LFM2_MIXTURE,
-        settings={"norm_topk_prob": True},
-        read=read_lfm2,
-        complete=list_kinds,
-    ),
-    "gpt-oss": Architecture(
-        model_type="gpt_oss", names=GPT_OSS, settings={SPLIT_EXPERTS: True}, read=read_gpt_oss
-    ),
-    "granitehybrid": Architecture(
-        model_type="granitemoehybrid",
-        names=GRANITE_HYBRID,
-        permutes=True,
-        settings={SPLIT_EXPERTS: True},
-        read=read_granite_hybrid,
-        complete=list_kinds,
-    ),
-    "falcon": Architecture(model_type="falcon", names=FALCON, activation="gelu", read=read_falcon),
-    "opt": Architecture(
-        model_type="opt", names=OPT, activation="relu", read=read_opt, complete=complete_opt
-    ),
-}
-"""Families by ``general.architecture``."""
-
 _NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
 
@@ -306,8 +135,12 @@ _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
 def choose_names(architecture: Architecture, tensors: Container[str], *, mixed: bool) -> Names:
     """Names of a file's family; ``mixed``: it has experts."""
     if architecture.model_type == "falcon" and "blk.0.attn_norm_2.weight" in tensors:
-        return FALCON_40B
-    return MIXTURE if mixed and architecture.model_type == "llama" else architecture.names
+        return _collect_names("_falcon_40b")
+    return (
+        _collect_names("_mixture")
+        if mixed and architecture.model_type == "llama"
+        else (architecture.names)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,12 @@ from pi2.importing.checkpoint import Checkpoint, check_weights
 from pi2.importing.conversion_job import make_generation_config
 from pi2.importing.decoded_tensor import PackedTensor, refuse_shape
 from pi2.importing.gguf_architectures import (
-    ARCHITECTURES,
     Architecture,
+    Names,
     choose_names,
+    find_architecture,
     find_place,
+    list_architectures,
     make_config,
     name_in_file,
 )
@@ -35,7 +37,6 @@ from pi2.importing.gguf_file import (
     read_gguf,
     take_blocks,
 )
-from pi2.importing.gguf_names import Names
 from pi2.importing.gguf_statements import find_unread
 from pi2.importing.gguf_states import (
     POSITIONS,
@@ -155,9 +156,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     files = [read_gguf(part) for part in find_parts(path)]
     _check_split(files)
     metadata = Metadata(files[0].path, files[0].metadata)
-    architecture = ARCHITECTURES.get(metadata.architecture)
+    architecture = find_architecture(metadata.architecture)
     if architecture is None:
-        known = ", ".join(sorted(ARCHITECTURES))
+        known = ", ".join(list_architectures())
         raise UserError.of(
             "P544",
             f"{path} holds a model of the architecture {metadata.architecture!r}, which is unknown "
@@ -282,13 +283,13 @@ def _place_tensor(
         _make_tensor(file, entry),
         shape=shape,
         is_turned=is_turned,
-        added=architecture.norm_offset if norm else 0.0,
+        added=architecture.stated.norm_offset if norm else 0.0,
         order=_restore_order(place.kind, entry, architecture, metadata),
         factors=scale if scale is not None and len(scale) == 1 else None,
     )
     if ".mamba." in place.pattern:
         return {place.pattern: restore_mamba(place.pattern, tensor)}
-    heads = read_delta_heads(metadata, architecture.tiles_values)
+    heads = read_delta_heads(metadata, architecture.stated.tiles_values)
     if heads is not None and ".linear_attn." in place.pattern:
         restored = restore_state(place.pattern, tensor, heads)
         if restored is not None:
@@ -319,7 +320,7 @@ def _restore_order(
 ) -> I64 | None:
     """Stored row at every row of a query or key projection, where the converter moved them."""
     part, _, _ = kind.partition(".")
-    if not architecture.permutes or part not in ("attn_q", "attn_k"):
+    if not architecture.stated.permutes or part not in ("attn_q", "attn_k"):
         return None
     heads = metadata.read("{arch}.attention.head_count", int)
     if part == "attn_k":

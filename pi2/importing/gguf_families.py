@@ -14,13 +14,6 @@ from pi2.importing.gguf_decoders import Metadata, read_decoder
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.importing.text_parts import list_beginnings, rename_tensors
 
-_LAYER = "model.layers.{layer}"
-BITNET_NAMES = {
-    "blk.{layer}.attn_sub_norm.weight": f"{_LAYER}.self_attn.attn_sub_norm.weight",
-    "blk.{layer}.ffn_sub_norm.weight": f"{_LAYER}.mlp.ffn_sub_norm.weight",
-}
-"""Names of norms in checkpoints by those in files, which other decoders have not."""
-
 
 def read_bitnet(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
     """A decoder that states its activation; where it does not, llama.cpp computes ``activation``.
@@ -56,34 +49,6 @@ def read_gemma3(metadata: Metadata, config: dict[str, Any], activation: str) -> 
         "rope_local_base_freq": read("{arch}.rope.freq_base_swa", float, 10_000.0),
         "sliding_window_pattern": read("{arch}.attention.sliding_window_pattern", int, 6),
     }
-
-
-_ALTUP = f"{_LAYER}.altup"
-_LAUREL = f"{_LAYER}.laurel"
-LAYER_EMBEDDING_NAMES = {
-    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
-    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
-    "blk.{layer}.inp_gate.weight": f"{_LAYER}.per_layer_input_gate.weight",
-    "blk.{layer}.proj.weight": f"{_LAYER}.per_layer_projection.weight",
-    "blk.{layer}.post_norm.weight": f"{_LAYER}.post_per_layer_input_norm.weight",
-}
-"""Names of embeddings of layers and their projections, which Gemma 4 has as well."""
-GEMMA3N_NAMES = {
-    **LAYER_EMBEDDING_NAMES,
-    # A matrix for each of the streams but the first, in one tensor as those of experts are.
-    "altup_proj.weight": "model.altup_projections.{expert}.weight",
-    "altup_unembd_proj.weight": "model.altup_unembed_projections.{expert}.weight",
-    "blk.{layer}.altup_router.weight": f"{_ALTUP}.modality_router.weight",
-    "blk.{layer}.altup_router_norm.weight": f"{_ALTUP}.router_norm.weight",
-    "blk.{layer}.altup_predict_coef.weight": f"{_ALTUP}.prediction_coefs.weight",
-    "blk.{layer}.altup_correct_coef.weight": f"{_ALTUP}.correction_coefs.weight",
-    "blk.{layer}.altup_correct_scale.weight": f"{_ALTUP}.correct_output_scale",
-    "blk.{layer}.laurel_l.weight": f"{_LAUREL}.linear_left.weight",
-    "blk.{layer}.laurel_r.weight": f"{_LAUREL}.linear_right.weight",
-    "blk.{layer}.laurel_post_norm.weight": f"{_LAUREL}.post_laurel_norm.weight",
-}
-"""Names of transformers by those of files, beside those that earlier families have."""
 
 
 def read_gemma3n(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
@@ -135,19 +100,6 @@ def complete_gemma3n(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
 
 _STILL = 1e20
 """Divisors of frequencies from here on turn nothing."""
-GEMMA4_NAMES = {
-    **LAYER_EMBEDDING_NAMES,
-    "blk.{layer}.layer_output_scale.weight": f"{_LAYER}.layer_scalar",
-    "blk.{layer}.ffn_gate_inp.weight": f"{_LAYER}.router.proj.weight",
-    "blk.{layer}.ffn_gate_inp.scale": f"{_LAYER}.router.scale",
-    "blk.{layer}.ffn_down_exps.scale": f"{_LAYER}.router.per_expert_scale",
-    "blk.{layer}.pre_ffw_norm_2.weight": f"{_LAYER}.pre_feedforward_layernorm_2.weight",
-    "blk.{layer}.post_ffw_norm_1.weight": f"{_LAYER}.post_feedforward_layernorm_1.weight",
-    "blk.{layer}.post_ffw_norm_2.weight": f"{_LAYER}.post_feedforward_layernorm_2.weight",
-    "blk.{layer}.ffn_gate_up_exps.weight": f"{_LAYER}.experts.gate_up_proj.{{expert}}",
-    "blk.{layer}.ffn_down_exps.weight": f"{_LAYER}.experts.down_proj.{{expert}}",
-}
-"""Names of transformers by those of files, beside those that earlier families have."""
 
 
 def read_gemma4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
@@ -263,18 +215,6 @@ def read_granite_hybrid(
     }
 
 
-_FFN = f"{_LAYER}.feed_forward"
-_PARTS = ("gate", "up", "down")
-LLAMA4_NAMES = {
-    "blk.{layer}.ffn_gate_inp.weight": f"{_FFN}.router.weight",
-    **{
-        f"blk.{{layer}}.ffn_{part}{end}.weight": f"{_FFN}{owner}.{part}_proj.weight"
-        for part in _PARTS
-        for end, owner in (("", ""), ("_exps", ".experts.{expert}"), ("_shexp", ".shared_expert"))
-    },
-}
-"""Names of FFNs in checkpoints by those in files."""
-
 _WITHOUT_NORMS = 128
 """Experts of the model whose heads have no norms: Maverick, as llama.cpp tells it."""
 
@@ -297,46 +237,6 @@ def read_llama4(metadata: Metadata, config: dict[str, Any], activation: str) -> 
         layers = config["num_hidden_layers"]
         found |= {"attention_chunk_size": None, "no_rope_layers": [1] * layers}
     return found
-
-
-_BLOCK = "backbone.layers.{layer}"
-_MIXER, _MAMBA = f"{_BLOCK}.mixer", f"{_BLOCK}.mamba"
-NEMOTRON_HYBRID_NAMES = {
-    "token_embd.weight": "backbone.embeddings.weight",
-    "output_norm.weight": "backbone.norm_f.weight",
-    "output.weight": "lm_head.weight",
-    "blk.{layer}.attn_norm.weight": f"{_BLOCK}.norm.weight",
-    **{
-        f"blk.{{layer}}.{name}.{part}": f"{_MIXER}.{original}.{part}"
-        for part in ("weight", "bias")
-        for name, original in (
-            ("attn_q", "q_proj"),
-            ("attn_k", "k_proj"),
-            ("attn_v", "v_proj"),
-            ("attn_output", "o_proj"),
-            ("ffn_up", "up_proj"),
-            ("ffn_down", "down_proj"),
-        )
-    },
-    **{
-        f"blk.{{layer}}.ssm_{name}.{part}": f"{_MAMBA}.{original}.{part}"
-        for part in ("weight", "bias")
-        for name, original in (("in", "in_proj"), ("out", "out_proj"), ("conv1d", "conv1d"))
-    },
-    "blk.{layer}.ssm_norm.weight": f"{_MAMBA}.norm.weight",
-    "blk.{layer}.ssm_dt.bias": f"{_MAMBA}.dt_bias",
-    "blk.{layer}.ssm_a": f"{_MAMBA}.A_log",
-    "blk.{layer}.ssm_d": f"{_MAMBA}.D",
-    "blk.{layer}.ffn_gate_inp.weight": f"{_MIXER}.gate.weight",
-    "blk.{layer}.exp_probs_b.bias": f"{_MIXER}.gate.e_score_correction_bias",
-    "blk.{layer}.ffn_latent_down.weight": f"{_MIXER}.fc1_latent_proj.weight",
-    "blk.{layer}.ffn_latent_up.weight": f"{_MIXER}.fc2_latent_proj.weight",
-    "blk.{layer}.ffn_up_exps.weight": f"{_MIXER}.experts.{{expert}}.up_proj.weight",
-    "blk.{layer}.ffn_down_exps.weight": f"{_MIXER}.experts.{{expert}}.down_proj.weight",
-    "blk.{layer}.ffn_up_shexp.weight": f"{_MIXER}.shared_experts.up_proj.weight",
-    "blk.{layer}.ffn_down_shexp.weight": f"{_MIXER}.shared_experts.down_proj.weight",
-}
-"""Names of transformers by those of files, but that what belongs to Mamba-2 says so."""
 
 
 _OWN = {
@@ -374,7 +274,7 @@ def read_nemotron_hybrid(
     return found
 
 
-def join_blocks(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
+def complete_blocks(config: dict[str, Any], tensors: dict[str, SourceTensor]) -> None:
     """State the kinds of blocks, as their tensors tell them, and biases; give tensors the names of
     the layers that the blocks are."""
     for key, part in (("use_conv_bias", "conv1d"), ("use_bias", "in_proj")):

@@ -117,37 +117,6 @@ def _refuse(file: Path, name: str) -> UserError:
 
 MOST_CHANNELS = 2**20
 """Most elements of all heads together."""
-_LAYER = "model.layers.{layer}.linear_attn"
-STATE_NAMES = {
-    "blk.{layer}.attn_qkv.weight": f"{_LAYER}.in_proj_qkv.weight",
-    "blk.{layer}.attn_gate.weight": f"{_LAYER}.in_proj_z.weight",
-    "blk.{layer}.ssm_in.weight": f"{_LAYER}.in_proj_qkvz.weight",
-    "blk.{layer}.ssm_beta.weight": f"{_LAYER}.in_proj_b.weight",
-    "blk.{layer}.ssm_alpha.weight": f"{_LAYER}.in_proj_a.weight",
-    "blk.{layer}.ssm_ba.weight": f"{_LAYER}.in_proj_ba.weight",
-    "blk.{layer}.ssm_conv1d.weight": f"{_LAYER}.conv1d.weight",
-    "blk.{layer}.ssm_a": f"{_LAYER}.A_log",
-    "blk.{layer}.ssm_dt.bias": f"{_LAYER}.dt_bias",
-    "blk.{layer}.ssm_norm.weight": f"{_LAYER}.norm.weight",
-    "blk.{layer}.ssm_out.weight": f"{_LAYER}.out_proj.weight",
-}
-"""Names of transformers by those of files."""
-
-
-_MAMBA = "model.layers.{layer}.mamba"
-MAMBA_NAMES = {
-    "blk.{layer}.ssm_in.weight": f"{_MAMBA}.in_proj.weight",
-    "blk.{layer}.ssm_in.bias": f"{_MAMBA}.in_proj.bias",
-    "blk.{layer}.ssm_conv1d.weight": f"{_MAMBA}.conv1d.weight",
-    "blk.{layer}.ssm_conv1d.bias": f"{_MAMBA}.conv1d.bias",
-    "blk.{layer}.ssm_dt.bias": f"{_MAMBA}.dt_bias",
-    "blk.{layer}.ssm_a": f"{_MAMBA}.A_log",
-    "blk.{layer}.ssm_d": f"{_MAMBA}.D",
-    "blk.{layer}.ssm_norm.weight": f"{_MAMBA}.norm.weight",
-    "blk.{layer}.ssm_out.weight": f"{_MAMBA}.out_proj.weight",
-    "blk.{layer}.ssm_out.bias": f"{_MAMBA}.out_proj.bias",
-}
-"""The same of Mamba-2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +199,7 @@ def read_lfm2(metadata: Metadata, config: dict[str, Any], activation: str) -> di
     return found | {"norm_eps": found.get("rms_norm_eps", found.get("norm_eps"))}
 
 
-def list_kinds(config: dict[str, Any], tensors: Container[str]) -> None:
+def complete_kinds(config: dict[str, Any], tensors: Container[str]) -> None:
     """State the kinds of layers, by the tensors that they have."""
     config["layer_types"] = [
         "full_attention"

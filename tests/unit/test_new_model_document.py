@@ -14,6 +14,8 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
+from pi2.importing.families import list_families
+from pi2.importing.gguf_architectures import find_architecture, list_architectures
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.references import find_shipped_folder
@@ -107,6 +109,38 @@ def test_a_family_of_known_operators_is_one_document(tmp_path: Path) -> None:
     expected = describe_checkpoint(FOLDER / "stablelm-parallel", name="acorn").model
     found = describe_checkpoint(checkpoint, name="acorn").model
     assert found.model_copy(update={"name": expected.name}) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'functions = ["acorns"]',
+        'functions = ["divide"]',
+        "set.shape.ffn = \"= open('config.json')\"",
+        'set.shape.ffn = "= hidden_size // 0"',
+        "set.shape.ffn = \"= hidden_act + 'x'\"",
+        'fix.hidden_size = "= intermediate_size"\nfix.intermediate_size = "= hidden_size[0]"',
+    ],
+)
+def test_what_a_family_cannot_compute_is_refused(tmp_path: Path, line: str) -> None:
+    checkpoint = copy_checkpoint("llama", tmp_path / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "acorn"}))
+    family = checkpoint / "acorn.family.toml"
+    family.write_text(f'schema_version = 2\nextends = ["llama"]\n{line}\n')
+    with pytest.raises(UserError, match="P544"):
+        describe_checkpoint(checkpoint)
+
+
+def test_every_architecture_of_gguf_files_names_functions_that_exist() -> None:
+    for name in list_architectures():
+        found = find_architecture(name)
+        assert found is not None
+        assert found.names
+        assert found.model_type in list_families().families
+        assert callable(found.read)
+        assert callable(found.scale)
+        assert found.complete is None or callable(found.complete)
 
 
 @pytest.mark.parametrize(

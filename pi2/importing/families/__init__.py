@@ -55,6 +55,8 @@ class Listing:
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Families of models that read pictures, sound or video too, with what their configurations
     leave out of the text's: its family at least."""
+    architectures: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    """Architectures of GGUF files: the family, and what its document states."""
 
 
 @cache
@@ -62,9 +64,11 @@ def list_families() -> Listing:
     """The shipped families."""
     found = Listing()
     for name, file in list_shipped("family").items():
+        values = tomli.loads(file.read_text("utf-8"))
+        for architecture, table in values.get("gguf", {}).items():
+            found.architectures[architecture] = (name, table)
         if not _NAME.fullmatch(name):
             continue
-        values = tomli.loads(file.read_text("utf-8"))
         names = (name, *values.get("aliases", ()))
         if "refused" in values:
             found.refused.update(dict.fromkeys(names, values["refused"]))

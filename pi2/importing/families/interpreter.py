@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import isfunction, signature
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,9 @@ from pi2.plan.toml.expressions import MARK, evaluate, is_expression, list_names,
 
 Tables = dict[str, Any]
 _LAYERS = ("num_hidden_layers", "n_layer")
-_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
+_FAILURES = (
+    *(TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError),
+)
 _SHOWN = 60
 """Characters of a value in a message."""
 _PARTS = ("gate", "up", "down")
@@ -80,7 +83,14 @@ class Completed:
         return value
 
     def call(self, name: str, arguments: list[Any]) -> Any:
-        return getattr(self.functions, name)(self, *arguments)
+        function = vars(self.functions).get(name)
+        if (
+            not isfunction(function)
+            or name.startswith("_")
+            or (function.__module__ != self.functions.__name__)
+        ):
+            raise self.config.refuse(f"its family calls {name!r}, and pi2 has no such function")
+        return function(self, *arguments)
 
     def resolve(self, value: Any) -> Any:
         return self.compute(value) if is_expression(value) else value
@@ -193,6 +203,9 @@ class Description(Completed):
             context = self.find("shape.context")
             self.put("rope", read_rope(self.config, context, self.family.rotated))
         for name in self.sections.functions:
+            function = vars(self.functions).get(name)
+            if isfunction(function) and len(signature(function).parameters) > 1:
+                raise self.config.refuse(f"its family names {name!r}, a function of expressions")
             self.call(name, [])
         for name in self.stated:
             self.value(name)

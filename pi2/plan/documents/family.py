@@ -57,6 +57,39 @@ class When(Sections):
     """Expression of keys of the configuration."""
 
 
+class Architecture(Table):
+    """Models of the family in GGUF files, by ``general.architecture``.
+
+    A name that begins with ``_`` is that of names of tensors that several share.
+    """
+
+    extends: tuple[str, ...] | None = Field(default=None, examples=[["_attention"]])
+    """Architectures whose names of tensors count too, weakest first; absent means `_decoder`."""
+    names: dict[str, str] = Field(default={}, examples=[{".ffn_up.*": ".fc1.*"}])
+    """Names in a Hugging Face checkpoint by those in the file. A name that begins with a dot
+    follows `blk.{layer}` and `layer`; `{part}` and `.*` as in the family's `names`."""
+    layer: str = Field(default="model.layers.{layer}", examples=["backbone.layers.{layer}"])
+    """How names of a layer's tensors begin in the checkpoint."""
+    model_type: str = Field(default="", examples=["granitemoeshared"])
+    """The family's name in the configuration, if it is not that of the file."""
+    activation: str = Field(default="silu", examples=["relu2"])
+    """Activation of the models, which files do not state."""
+    permutes: bool = False
+    """Whether rows of queries and keys are in the order of pairs that follow each other."""
+    norm_offset: float = Field(default=0.0, examples=[1.0])
+    """Number that the file has added to the weights of norms."""
+    tiles_values: bool = False
+    """Whether value heads that share a key head are apart."""
+    settings: dict[str, Any] = Field(default={}, examples=[{"norm_topk_prob": True}])
+    """Further keys of the configuration, which files do not state."""
+    read: str = Field(default="decoder", examples=["gemma3"])
+    """What reads the configuration: a function `read_NAME` of pi2.importing."""
+    complete: str = Field(default="", examples=["opt"])
+    """What adds to it what tensors tell: a function `complete_NAME`."""
+    scale: str = Field(default="llama3", examples=["gemma4"])
+    """What says how divisors of frequencies scale positions: a function `scale_NAME`."""
+
+
 class Family(Document, Sections):
     """A family of models (``*.family.toml``): its name is that of the file, ``model_type``.
 
@@ -80,3 +113,5 @@ class Family(Document, Sections):
     whatever the configuration states."""
     when: dict[str, When] = Field(default={})
     """Conditions, by any name."""
+    gguf: dict[str, Architecture] = Field(default={})
+    """Architectures of GGUF files; a family does not inherit them."""
