@@ -70,4 +70,4 @@ def test_a_plan_to_copy_is_short(path: Path) -> None:
 
 def test_there_is_something_to_check() -> None:
     kinds = {detect_kind(path.name) for path in SHIPPED}
-    assert kinds >= {"plan", "device", "model"}
+    assert kinds == {"plan", "device", "model", "family"}

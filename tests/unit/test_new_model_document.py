@@ -146,11 +146,11 @@ def test_every_architecture_of_gguf_files_names_functions_that_exist() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "place"),
     [
-        ('read.norm.epsilom = ["eps", 1e-3]', "P290", (3, 11)),
-        ('names.quary = ".q.weight"', "P290", (3, 7)),
-        ('set.shape.ffn = "= 4 *"', "P291", (3, 17)),
-        ('require.bias = "open(bias, mode=1)"', "P291", (3, 16)),
-        ('read.norm.epsilon = "eps"', "P291", (3, 21)),
+        ('read.norm.epsilom = ["eps", 1e-3]', "P295", (3, 11)),
+        ('names.quary = ".q.weight"', "P295", (3, 7)),
+        ('set.shape.ffn = "= 4 *"', "P296", (3, 17)),
+        ('require.bias = "open(bias, mode=1)"', "P296", (3, 16)),
+        ('read.norm.epsilon = "eps"', "P296", (3, 21)),
         ('wndow.layers = "true"', "P101", (3, 1)),
     ],
 )

@@ -21,7 +21,7 @@ def _list_sections(facts: Facts) -> Iterator[tuple[KeyPath, Sections]]:
         yield ("when", name), when
 
 
-@rule("P290", "error", "family")
+@rule("P295", "error", "family")
 def check_model_keys(facts: Facts) -> Iterator[Finding]:
     """Unknown model key in a family.
 
@@ -56,7 +56,7 @@ def _report_key(path: KeyPath, own: KeyPath) -> Finding:
     )
 
 
-@rule("P291", "error", "family")
+@rule("P296", "error", "family")
 def check_expressions(facts: Facts) -> Iterator[Finding]:
     """Unreadable expression in a family.
 
