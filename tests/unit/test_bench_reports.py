@@ -13,13 +13,7 @@ import pytest
 
 from pi2.engine.statistics import RunStatistics
 from pi2.measuring.contestant import Profile
-from pi2.measuring.report import (
-    Conditions,
-    describe_row,
-    write_csv,
-    write_json,
-    write_markdown,
-)
+from pi2.measuring.report import Conditions, describe_row, write_csv, write_json, write_markdown
 from pi2.measuring.samples import (
     Bandwidth,
     Description,
@@ -102,19 +96,13 @@ CONDITIONS = Conditions(
 def list_outcomes() -> Sequence[Outcome]:
     other = Description(engine="llama.cpp", model="tiny", backend="cpu", threads=2, synthetic=True)
     profile = Profile(
-        tokens=10,
-        total_s=2.0,
-        kernels_s=1.9,
-        io_wait_s=0.06,
-        calls={"attend": (30, 1.0)},
+        tokens=10, total_s=2.0, kernels_s=1.9, io_wait_s=0.06, calls={"attend": (30, 1.0)}
     )
     return [
         Outcome(row=make_row(), profile=profile),
         Outcome(
             row=make_row(
-                description=other,
-                samples=(Sample(tokens=10, seconds=4.0),),
-                token_bytes=None,
+                description=other, samples=(Sample(tokens=10, seconds=4.0),), token_bytes=None
             )
         ),
     ]

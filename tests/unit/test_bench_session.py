@@ -17,13 +17,7 @@ import pytest
 
 from pi2.diagnostics import UserError
 from pi2.measuring.contestant import Profile, Worker
-from pi2.measuring.samples import (
-    Bandwidth,
-    Description,
-    Sample,
-    TokenBytes,
-    Workload,
-)
+from pi2.measuring.samples import Bandwidth, Description, Sample, TokenBytes, Workload
 from pi2.measuring.session import run_session
 from pi2.progress import Progress
 
@@ -76,10 +70,7 @@ def test_contestants_take_turns_after_a_warm_up_with_the_limit_in_between() -> N
     b = FakeContestant("b", log, [99.0, 4.0, 8.0])
     outcomes = list(
         run_session(
-            [a, b],
-            [Workload("tg", 8, 0)],
-            repetitions=2,
-            limit=FakeLimit(log, [3e9, 9e9, 5e9]),
+            [a, b], [Workload("tg", 8, 0)], repetitions=2, limit=FakeLimit(log, [3e9, 9e9, 5e9])
         )
     )
     assert log == [
@@ -141,11 +132,7 @@ def test_what_others_are_compared_with_may_crash(runs: int) -> None:
     workloads = [Workload("pp", 8, 0), Workload("tg", 8, 0)]
     lost: list[UserError] = []
     session = run_session(
-        [a, b],
-        workloads,
-        repetitions=2,
-        limit=FakeLimit(log, [1.0] * 6),
-        note_lost=lost.append,
+        [a, b], workloads, repetitions=2, limit=FakeLimit(log, [1.0] * 6), note_lost=lost.append
     )
     rows = [item.row for item in session]
     names = [(row.description.engine, row.workload.name) for row in rows]

@@ -60,9 +60,7 @@ def test_a_conversation_goes_on_and_reads_only_what_is_new(session: Session) -> 
     assert "known" in session.run_command("/stats")
 
 
-def test_an_answer_is_read_as_it_was_drawn_and_not_as_its_text_is_encoded(
-    session: Session,
-) -> None:
+def test_an_answer_is_read_as_it_was_drawn_and_not_as_its_text_is_encoded(session: Session) -> None:
     session.settings |= {"max_tokens": 120, "temperature": 1.0, "seed": 5}
     answer = say(session, "hello")
     first = session.turn

@@ -14,11 +14,7 @@ from pi2.costs.sizes import StoredLayout, find_touched_bytes, read_stored
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.planning.planner import plan
-from pi2.planning.refinement import (
-    LayoutDecision,
-    describe_layout,
-    list_bundles,
-)
+from pi2.planning.refinement import LayoutDecision, describe_layout, list_bundles
 from pi2.planning.text import describe_choices
 from pi2.planning.wish import Wish, read_document
 from tests.helpers.models import make_tiny
@@ -66,8 +62,7 @@ def make_wish(device: Device, **changes: Any) -> Wish:
 
 
 @pytest.mark.parametrize(
-    ("stride", "touched"),
-    [(4096, 4096), (8192, 8192), (7168, 10240), (512, 4096), (6144, 8192)],
+    ("stride", "touched"), [(4096, 4096), (8192, 8192), (7168, 10240), (512, 4096), (6144, 8192)]
 )
 def test_neurons_that_begin_anywhere_touch_more_pages(stride: int, touched: float) -> None:
     assert find_touched_bytes(stride) == touched

@@ -43,12 +43,7 @@ DEVICE: dict[str, Any] = {
             "clusters": [{"id": "cores", "cores": 4}],
             "read_bandwidth": {"value": "20 GB/s", "status": "estimated", "source": "a test"},
             "compute": [
-                {
-                    "giga_ops": 200,
-                    "precision": "int8",
-                    "status": "estimated",
-                    "source": "a test",
-                }
+                {"giga_ops": 200, "precision": "int8", "status": "estimated", "source": "a test"}
             ],
         }
     },

@@ -207,12 +207,7 @@ def test_arithmetic_is_a_second_bound_and_barriers_grow_with_cores() -> None:
     assert few.core_ops_s == few.constants.arm_core_ops_s
     assert many.norm_s > 5 * few.norm_s
     settings = Settings(
-        predictor="none",
-        kv="fp16",
-        threads=8,
-        look_ahead="none",
-        policy="lru",
-        reads=None,
+        predictor="none", kv="fp16", threads=8, look_ahead="none", policy="lru", reads=None
     )
     assert time_weight(few, settings) == pytest.approx(2.0 / (8 * few.constants.arm_core_ops_s))
 

@@ -108,13 +108,7 @@ def test_what_dials_do_not_read_costs_no_reads(planned: PlannedPlan) -> None:
     assert exact.tokens_s < never.tokens_s
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        {"experts": {"read_best": 1}},
-        {"experts": {"most_reads": 0}},
-    ],
-)
+@pytest.mark.parametrize("tables", [{"experts": {"read_best": 1}}, {"experts": {"most_reads": 0}}])
 def test_the_simulator_agrees(planned: PlannedPlan, tables: dict[str, Any]) -> None:
     resolved = change(planned, **tables)
     simulated = simulate(describe_plan(resolved), tokens=64)

@@ -266,10 +266,7 @@ def test_the_schema_decides_the_type_of_a_parameter(
 ) -> None:
     defs = {"Text": {"type": "string"}, "Count": {"type": "integer"}}
     properties = {} if schema is None else {"p": schema}
-    tool = {
-        "name": "f",
-        "parameters": {"type": "object", "properties": properties, "$defs": defs},
-    }
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "$defs": defs}}
     for name in ("qwen_coder", "glm", "minimax", "seed"):
         form = FORMATS[name].calls[0]
         written = form.write([("f", {"p": text})])

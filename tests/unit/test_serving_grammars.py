@@ -128,10 +128,7 @@ def test_forced_json_is_what_is_said(name: str, kind: Kind) -> None:
 def test_a_reasoning_that_the_prompt_began_goes_on(kind: Kind) -> None:
     family = Family("glm", kind)
     family.facts = describe_family(
-        write_template(family.format),
-        family.facts.marks,
-        family.facts.shown_ids,
-        frozenset(),
+        write_template(family.format), family.facts.marks, family.facts.shown_ids, frozenset()
     )
     prompt = "<|assistant|>\n<think>"
     grammar = write_call_grammar(family.facts, [OTHER], prompt=prompt, is_parallel=False)

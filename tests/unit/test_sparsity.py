@@ -239,11 +239,7 @@ def test_more_tokens_make_the_error_smaller(plan: Path) -> None:
 
 
 def test_what_was_found_survives_an_interrupt(
-    plan: Path,
-    sparse: Path,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    plan: Path, sparse: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Windows that were counted are not counted again, and the result is the same."""
     file = tmp_path / "again.thresholds.toml"

@@ -28,6 +28,7 @@ from tests.helpers.plans import write_plan
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 3
 OPTIONS = RecordingOptions(samples=5)
+WHOLE = Passages([TEXT], context=32)
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +114,7 @@ def test_an_interrupted_recording_goes_on(
     tiny: tuple[TinyModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, plan = tiny
-    whole = record_activations(
-        plan, Passages([TEXT], context=32), tmp_path / "whole", options=OPTIONS
-    )
+    whole = record_activations(plan, WHOLE, tmp_path / "whole", options=OPTIONS)
     monkeypatch.setattr(activations, "SAVE_S", -1.0)
 
     def interrupt(label: str, share: float) -> None:
@@ -123,13 +122,7 @@ def test_an_interrupted_recording_goes_on(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        record_activations(
-            plan,
-            Passages([TEXT], context=32),
-            tmp_path / "half",
-            options=OPTIONS,
-            progress=interrupt,
-        )
+        record_activations(plan, WHOLE, tmp_path / "half", options=OPTIONS, progress=interrupt)
     assert [path.name for path in (tmp_path / "half").iterdir()] == ["unfinished.npz"]
     shares: list[float] = []
 
@@ -137,9 +130,7 @@ def test_an_interrupted_recording_goes_on(
         if label == "recording":
             shares.append(share)
 
-    half = record_activations(
-        plan, Passages([TEXT], context=32), tmp_path / "half", options=OPTIONS, progress=watch
-    )
+    half = record_activations(plan, WHOLE, tmp_path / "half", options=OPTIONS, progress=watch)
     assert 0 < len(shares) < 7  # not from the beginning
     assert half == whole
     for name in ("activations.parquet", "coactivations.parquet"):
@@ -175,7 +166,7 @@ def test_a_folder_with_other_files_is_left_alone(
 ) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(UserError) as caught:
-        record_activations(tiny[1], Passages([TEXT], context=32), tmp_path, options=OPTIONS)
+        record_activations(tiny[1], WHOLE, tmp_path, options=OPTIONS)
     assert caught.value.diagnostics[0].code == "P664"
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
@@ -184,7 +175,7 @@ def test_smooth_models_count_their_largest_neurons(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path, {"predictor": None, "ffn": {"activation": "silu"}})
     plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "none"}})
     with pytest.raises(UserError) as caught:
-        record_activations(plan, Passages([TEXT], context=32), tmp_path / "stats", options=OPTIONS)
+        record_activations(plan, WHOLE, tmp_path / "stats", options=OPTIONS)
     assert caught.value.diagnostics[0].code == "P665"
     assert "routing" not in str(caught.value)
     half = RecordingOptions(largest=0.25)

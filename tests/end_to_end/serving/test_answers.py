@@ -121,11 +121,7 @@ def test_messages_and_responses_stream_what_they_answer(client: Any, other: Any)
     counted = other.messages.count_tokens(model="tiny", messages=HELLO, system="Be kind.")
     assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     stopped = other.messages.create(
-        model="tiny",
-        max_tokens=6,
-        messages=HELLO,
-        system="Be kind.",
-        stop_sequences=[text[2:4]],
+        model="tiny", max_tokens=6, messages=HELLO, system="Be kind.", stop_sequences=[text[2:4]]
     )
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[2:4])
     asked = {"model": "tiny", "input": "hello", "max_output_tokens": 6, "temperature": 0}

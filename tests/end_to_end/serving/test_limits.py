@@ -26,15 +26,7 @@ from pi2.serving.errors import ApiError
 from pi2.serving.front import TimedConnection
 from pi2.serving.hosts import Hosts
 from pi2.serving.metrics import Metrics
-from tests.helpers.servers import (
-    HELLO,
-    TOOLS,
-    describe_plan,
-    get,
-    post,
-    serve,
-    wait_until_idle,
-)
+from tests.helpers.servers import HELLO, TOOLS, describe_plan, get, post, serve, wait_until_idle
 
 
 def test_an_answered_request_leaves_nothing_behind(address: str) -> None:

@@ -19,14 +19,7 @@ import pi2
 from pi2.engine.forward import Forward
 from pi2.serving import requests
 from tests.helpers.models import make_tokenizer
-from tests.helpers.servers import (
-    HELLO,
-    describe_plan,
-    make_chat_plan,
-    post,
-    serve,
-    wait_until_idle,
-)
+from tests.helpers.servers import HELLO, describe_plan, make_chat_plan, post, serve, wait_until_idle
 
 TEXTS = ["The capital", "of häh"]
 CONTEXTS = [4, 1]

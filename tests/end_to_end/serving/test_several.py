@@ -16,13 +16,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from pi2.engine.forward import Forward
 from pi2.serving.calls import Limits
-from tests.helpers.servers import (
-    describe_plan,
-    get,
-    make_chat_plan,
-    post,
-    serve,
-)
+from tests.helpers.servers import describe_plan, get, make_chat_plan, post, serve
 
 
 def test_many_clients_get_what_each_would_get_alone(client: Any) -> None:

@@ -11,14 +11,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from tests.helpers.scripted import make_scripted_plan
-from tests.helpers.servers import (
-    HELLO,
-    SCHEMA,
-    TOOLS,
-    describe_plan,
-    make_chat_plan,
-    serve,
-)
+from tests.helpers.servers import HELLO, SCHEMA, TOOLS, describe_plan, make_chat_plan, serve
 
 
 def test_answers_keep_to_a_json_schema(client: Any, openai: Any) -> None:
