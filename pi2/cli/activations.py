@@ -55,7 +55,7 @@ class ReplayOptions:
 def replay_command(trace: Path, given: ReplayOptions) -> None:
     """Take the experts of TRACE (routing.parquet of `pi2 activations --routing`) through caches.
 
-    belady knows what comes: no policy can be better.
+    belady is the optimal policy, as an upper bound.
     """
     from pi2.measuring.routing import POLICIES, ROUTING, read_trace, replay_trace
     from pi2.tracing import check_form
@@ -162,7 +162,7 @@ class TraceOptions:
     tokens: int = option("-n", "--tokens", type=click.IntRange(1, 64), default=4)
     """Tokens to record."""
     warm_up: int = option(type=click.IntRange(min=0), default=8)
-    """Tokens to generate before recording, so that the neuron cache is warm."""
+    """Tokens to generate before recording, to warm the neuron cache."""
 
 
 @in_help("More commands", "Record a timeline of a run, for Perfetto and Chrome.")
@@ -172,8 +172,8 @@ class TraceOptions:
 def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
     """Run PLAN for a few tokens and record a timeline.
 
-    The trace has a lane for each compute thread, each unit beside the CPU, and each thread or queue
-    that reads, arrows from reads to the kernels that waited for them, and counters of the neuron
+    The trace has a lane for each compute thread, each unit next to the CPU, and each reading thread
+    or queue, with arrows from reads to the kernels that waited for them, and counters of the neuron
     cache.  Open it at ui.perfetto.dev or chrome://tracing.  A summary of where the time went, and
     of how long units worked at the same time, is printed.
     """
@@ -199,14 +199,13 @@ class ActivationsOptions(TextOptions):
     output: Path = option("-o", "--output", required=True, metavar="STATS")
     """Output folder of the statistics."""
     largest: float | None = option(type=click.FloatRange(0, 1, min_open=True), metavar="SHARE")
-    """For SiLU and GELU: count this share of a token's neurons, those of largest magnitude, as
-    active."""
+    """For SiLU and GELU: count the largest of a token's neurons, this share of them, as active."""
     samples: int = option(type=click.IntRange(min=0, max=4096), default=256)
     """Neurons per layer whose co-activation is counted; 0 for none."""
     moments: bool = False
     """Also record second moments of the inputs of weights, for `pi2 convert --quantizer`."""
     routing: bool = False
-    """For mixtures: record only which experts compute each token, for `pi2 replay`."""
+    """For MoE models: record only which experts compute each token, for `pi2 replay`."""
     plot: Path | None = option(type=FILE, metavar="FILE")
     """Write a plot (needs the extra `plot`)."""
     replace: bool = option("--force", "--replace")

@@ -125,7 +125,7 @@ class BenchOptions:
     with_profile: bool = option("--profile")
     """Add a run of each test that shows where the time goes."""
     only_load: bool = option("--load")
-    """Measure loading instead, beside the disk and the memory."""
+    """Measure loading instead, together with the disk and the memory."""
     against: str | None = option(metavar="llama.cpp|FILE")
     """Alternate runs with llama.cpp, on the plan's GGUF file or on FILE."""
     text: Path | None = None
@@ -149,8 +149,8 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     """Measure how fast each PLAN processes prompts and generates tokens.
 
     Each test runs once as a warm-up, then repeatedly; results go to standard output.  The memory's
-    read bandwidth is measured in the same run, and the bytes that a token must read are counted, so
-    that the results show how far they are from that limit.
+    read bandwidth is measured in the same run, and the bytes that a token must read are counted.
+    The results show the distance to that limit.
     """
     from pi2.measuring import report
     from pi2.measuring.report import describe_conditions

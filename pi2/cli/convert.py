@@ -52,7 +52,7 @@ class ConvertOptions:
     quantizer: Literal["nearest", "search", "compensated"] = "nearest"
     """Rounding of int4: search and compensated are slower and more accurate."""
     scales: Literal["inline", "resident"] = "inline"
-    """Where the scales of neurons are stored: in the bundles, or in separate files that stay in
+    """Place of the scales of neurons: in the bundles, or in separate files that stay in
     memory."""
     statistics: Path | None = option(metavar="STATS")
     """Folder of `pi2 activations --moments`; needed by search and compensated."""
@@ -72,10 +72,10 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     """Convert CHECKPOINT into the neuron store STORE.
 
     CHECKPOINT is a Hugging Face folder (config.json, tokenizer.json, weights as safetensors or,
-    where torch is installed, PyTorch files), a GGUF file (any part of a split one; PowerInfer's
-    too), or an MLC-LLM folder (mlc-chat-config.json).  The store also gets the model document and a
-    plan for this machine, so that the model can be run at once.  A failed conversion leaves nothing
-    behind; after Ctrl-C the same command resumes.
+    with torch, PyTorch files), a GGUF file (any part of a split one; PowerInfer's too), or an
+    MLC-LLM folder (mlc-chat-config.json).  The store also gets the model document and a plan for
+    this machine, so the model runs at once.  A failed conversion leaves nothing behind; after
+    Ctrl-C the same command resumes.
 
     --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
     two operations per weight and token each time, with one layer in memory.

@@ -46,7 +46,7 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
     """Compare two plans, devices or models, A and B, with everything resolved.
 
     For plans, this includes the memory that each segment needs, what stays in memory layer by layer
-    and, where the device has the figures, the speed: simulated, not measured.
+    and, if the device has the figures, the speed: simulated, not measured.
     """
     from pi2.authoring.difference import (
         compare_documents,

@@ -62,10 +62,10 @@ def pull_command(model: str, given: PullOptions) -> None:
     """Fetch a model from the hub, convert it, and write a plan for this machine.
 
     A safetensors file is fetched when the conversion needs it, and deleted when nothing in it is
-    left to convert, so that a checkpoint in many files never lies whole on the disk.  After Ctrl-C
+    left to convert, so a checkpoint in many files is never whole on the disk.  After Ctrl-C
     or a failure the same command goes on with the first file that is not whole.  HF_ENDPOINT,
-    HF_TOKEN (or `hf auth login`) and HF_HUB_OFFLINE hold; what the hub's own cache has is not
-    fetched again, nor deleted.
+    HF_TOKEN (or `hf auth login`) and HF_HUB_OFFLINE are respected.  Files in the Hugging Face cache
+    are reused and left in place.
     """
     made = fetch_model(model, given.quantization, given.file, given.name, replace=given.replace)
     if made.plan.exists():
@@ -225,7 +225,7 @@ def list_things(kinds: tuple[str, ...]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ClearOptions:
     older_than: int | None = option(callback=parse_age, metavar="AGE")
-    """Keep what was used since; such as 12h, 30d or 8w."""
+    """Keep entries used within this time, such as 12h, 30d or 8w."""
     dry_run: bool = option("-n", "--dry-run")
     """Remove nothing; say what would go."""
 
@@ -236,7 +236,7 @@ class ClearOptions:
 def clear(kinds: tuple[str, ...], given: ClearOptions) -> None:
     """Remove the things of each KIND; without one, all that pi2 makes again by itself.
 
-    Models and what was typed in chats go if `models`, `stores` or `history` is named.
+    Models and chat history are removed only if `models`, `stores` or `history` is named.
     """
     from pi2.pulled_models import KINDS, ONLY_NAMED, list_cached, remove_thing
 

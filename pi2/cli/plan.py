@@ -67,7 +67,7 @@ class PlanOptions:
     """Neuron store that the plan names and whose activation statistics are used.  [default:
     stores/MODEL]"""
     thresholds_file: Path | None = option("--thresholds", metavar="FILE")
-    """Thresholds for a mixture's experts, to be used where that is faster."""
+    """Thresholds for an MoE model's experts, used if that is faster."""
     leave_out: float = option(type=click.FloatRange(0.0, 0.5), metavar="SHARE", default=0.0)
     """Share of the predictor's scores that may be left out instead of read."""
     output: Path | None = option("-o", "--output")

@@ -52,7 +52,7 @@ class BuildOptions:
 @take_options(BuildOptions)
 @take_plan(locked=True)
 def build_command(plan: ChosenPlan, given: BuildOptions) -> None:
-    """Build a bundle of PLAN: kernels, weights, and a runtime for Python and numpy alone.
+    """Build a bundle of PLAN: kernels, weights, and a runtime that needs only Python and numpy.
 
     It runs on machines without TVM, such as phones with Termux: copy the folder there, then
     `./run.sh --prompt TEXT`.
@@ -110,10 +110,10 @@ class ProbeOptions:
 def probe_command(given: ProbeOptions) -> None:
     """Measure this machine: memory, pi2's kernels, disk, noise.
 
-    Takes about two minutes, longer beside other work: run nothing else meanwhile.  Kernels are
+    Takes about two minutes, longer on a busy machine: run nothing else meanwhile.  Kernels are
     compiled first if needed.
     Disk rates are measured on a temporary file of up to 1 GiB, unless --disk names a store.  With
-    --compare, shows for each figure whether it agrees with that of another device file.
+    --compare, shows for each figure whether it agrees with the figure of another device file.
 
     With --rpc, kernels of another machine are timed instead, such as a phone's; its flash is
     measured there, by a bundle's `python -m pi2_phone --probe`.

@@ -24,7 +24,7 @@ def profile_command() -> None:
 
     References look like gh:owner/repo//devices/acme-12.device.toml@v1, git+https:…, git+file:…,
     https:… or file:….  pi2.lock pins the exact bytes of each reference; only these commands fetch,
-    and plans use what is locked.
+    and plans use locked files.
     """
 
 

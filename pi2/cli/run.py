@@ -209,8 +209,8 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
     Several prompts (--prompts, or --prompt repeated) run up to the plan's decode.batch at a time;
     the others are queued.  Each text is printed when it is complete, in the order of the prompts.
 
-    --best-of draws several texts after one prompt, which is read once for those that have a place,
-    and prints the one whose tokens have the highest mean log probability.
+    --best-of N samples N completions of one prompt and prints the most likely: the highest mean log
+    probability of its tokens.
     """
     from pi2.engine.run_report import describe_run, summarise_run
 

@@ -62,7 +62,7 @@ def chat_command(plan: ChosenPlan, given: ChatOptions) -> None:
     """Talk to the model of PLAN.
 
     Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer and Ctrl-D ends. /help lists
-    commands.  What is not read from a terminal is taken line by line.
+    commands.  Without a terminal, input is read line by line.
     """
     from pi2.chatting import Session
 
@@ -236,8 +236,8 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     """Serve PLANS over HTTP.
 
     Clients name a plan by its file's name without `.plan.toml`.  Requests join the sequences under
-    way, up to the plan's decode.batch; `pi2 serve` listens on this machine alone unless --host says
-    otherwise.
+    way, up to the plan's decode.batch; `pi2 serve` listens on this machine only, unless --host
+    names another address.
 
     With --on ray, replicas on the cluster that RAY_ADDRESS names answer, or on one that is started
     on this machine; SIGHUP reads the plans again and replaces the replicas one after the other.

@@ -57,7 +57,7 @@ class SweepOptions:
     jobs: int | None = option(type=click.IntRange(1, 1024))
     """Number of workers.  [default: one per core]"""
     on: Literal["processes", "ray"] = "processes"
-    """Where workers run: processes on this machine, or a Ray cluster (needs the extra `ray`)."""
+    """Place of the workers: processes on this machine, or a Ray cluster (needs the extra `ray`)."""
     output: Path = option("-o", "--output", required=True)
     """Output file, Parquet."""
     plot: Path | None = option(type=FILE)

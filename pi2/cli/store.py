@@ -131,7 +131,7 @@ class RepackOptions:
     stride: str | None = option(metavar="SIZE")
     """Distance from one neuron to the next, such as '8 KiB'."""
     scales: Literal["inline", "resident"] | None = None
-    """Where scales are stored: in the bundles, or in separate files that stay in memory."""
+    """Place of the scales: in the bundles, or in separate files that stay in memory."""
     output: Path | None = option("-o", "--output", metavar="STORE")
     """Output folder of the new store.  [default: replace the old one]"""
     replace: bool = option("--force", "--replace")

@@ -133,7 +133,7 @@ def test_what_a_value_costs(plan: Path) -> None:
 def test_the_command_says_all_of_it(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = explain("memory.segments.hot", str(plan), capsys=capsys)
     assert text.splitlines()[0] == 'memory.segments.hot = "17 MiB"'
-    assert "  Hot neurons: loaded at start and kept.\n" in text
+    assert "  Hot neurons: loaded at start and kept. Derived if it is not stated.\n" in text
     replaced, first = (line for line in text.splitlines() if line.startswith("  from: "))
     assert replaced == '  from: my.plan.toml:4:23: replaces it by "17 MiB"'
     assert first == '  from: base.plan.toml:15:7: sets "16 MiB"'
@@ -156,7 +156,7 @@ def test_without_a_file_it_says_what_the_key_means(capsys: pytest.CaptureFixture
     assert text.startswith(
         "kv.context (of a plan)\n  Context length in tokens, prompt and answer together."
     )
-    assert "  required\n" in text
+    assert "Derived if it is not stated.\n" in text
     both = explain("memory", capsys=capsys)
     assert "memory (of a plan)" in both
     assert "memory (of a device)" in both
