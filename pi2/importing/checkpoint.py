@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from pi2.caches import check_regular, has_gguf_suffix, read_regular
 from pi2.diagnostics import Diagnostic, UserError
+from pi2.importing.config import list_beginnings, rename_tensors
 from pi2.importing.decoded_tensor import MOST_EXPERTS
 from pi2.importing.families import unwrap_config
 from pi2.importing.quantized import decode_weights
@@ -26,7 +27,6 @@ from pi2.importing.safetensors_file import (
     list_safetensors,
     list_streamed,
 )
-from pi2.importing.text_parts import list_beginnings, rename_tensors
 from pi2.plan.documents.model import Model
 
 _BLOBS, _SNAPSHOTS = "blobs", "snapshots"

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32
+from pi2.importing.config import list_beginnings, rename_tensors
 from pi2.importing.gguf_decoders import Metadata, read_decoder
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.importing.text_parts import list_beginnings, rename_tensors
 
 
 def read_bitnet(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:

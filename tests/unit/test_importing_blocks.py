@@ -14,8 +14,8 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
+from pi2.importing.config import Layer, describe_layers
 from pi2.importing.new_model import describe_checkpoint
-from pi2.importing.text_parts import Layer, describe_layers
 from tests.helpers.goldens import (
     EXACT,
     convert_golden,

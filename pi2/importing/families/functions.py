@@ -7,9 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from pi2.importing.config import ACTIVATIONS, Config, scale_rope
+from pi2.importing.config import ACTIVATIONS, Config, Layer, describe_layers, scale_rope
 from pi2.importing.families.interpreter import Completed, Description
-from pi2.importing.text_parts import Layer, describe_layers
 
 
 def has(scope: Completed, key: str) -> bool:
