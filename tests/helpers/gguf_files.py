@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from pi2.arrays import F32
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_metadata import add_config
-from tests.helpers.gguf_tensors import ARCHITECTURES
+from tests.helpers.gguf_tensors import ARCHITECTURES, translate
+from tests.helpers.models import draw_weights, make_model
 
 
 def write_gguf(
@@ -80,3 +83,27 @@ def make_sentence_piece() -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
     }
+
+
+def write_random_gguf(
+    folder: Path, shape: Mapping[str, int], changes: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a model of random weights in Q8_0, with a tokenizer: see `make_model`."""
+    metadata = make_sentence_piece()
+    own = {**shape, "vocab": len(metadata["tokenizer.ggml.tokens"])}
+    usual = {"shape": own, "predictor": None, "ffn": {"activation": "silu"}}
+    model = make_model({**usual, **(changes or {})})
+    weights = draw_weights(model, 0)
+    checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"max_position_embeddings": model.shape.context}
+    if model.moe is not None:
+        experts, active = model.moe.experts, model.moe.active_experts
+        config |= {"num_local_experts": experts, "num_experts_per_tok": active}
+        config |= {"model_type": "mixtral"}
+    further = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in metadata.items()
+    }
+    tensors = translate(weights, config)
+    return write_gguf(folder / "model.gguf", config, tensors, kind="Q8_0", changes=further)

@@ -3,13 +3,10 @@ traceback."""
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 from random import Random
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,31 +14,14 @@ from hypothesis import strategies as st
 from pi2.diagnostics import UserError
 from pi2.weights.file_reading import check_document, runs_as_it_is
 from pi2.weights.gguf_weights import GgufWeights
-from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.gguf_files import make_sentence_piece, write_gguf
-from tests.helpers.gguf_tensors import translate
-from tests.helpers.models import MIXTURE, draw_weights, make_model
+from tests.helpers.gguf_files import write_random_gguf
+from tests.helpers.models import MIXTURE
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sound file of a tiny mixture."""
-    folder = tmp_path_factory.mktemp("whole")
-    metadata = make_sentence_piece()
-    shape = {"vocab": len(metadata["tokenizer.ggml.tokens"]), "layers": 2}
-    changes = {"shape": shape, "predictor": None, "ffn": {"activation": "silu"}}
-    model = make_model({**MIXTURE, **changes})
-    weights = draw_weights(model)
-    checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    config |= {"max_position_embeddings": 64}
-    further: dict[str, Any] = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in metadata.items()
-    }
-    file = folder / "whole.gguf"
-    write_gguf(file, config, translate(weights, config), kind="Q8_0", changes=further)
+    file = write_random_gguf(tmp_path_factory.mktemp("whole"), {"layers": 2}, MIXTURE)
     assert runs_as_it_is(file)
     return file
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import pi2
 from pi2.diagnostics import UserError
 from pi2.engine.run_report import summarise_run
-from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.gguf_files import make_sentence_piece, write_gguf
-from tests.helpers.gguf_tensors import translate
-from tests.helpers.models import MIXTURE, draw_weights, make_model
+from tests.helpers.gguf_files import write_random_gguf
+from tests.helpers.models import MIXTURE
 
 SETTINGS: dict[str, Any] = {"kv.context": 256, "prefill.chunk": 32}
 TOKENS = list(range(5, 45))
@@ -25,24 +21,9 @@ TOKENS = list(range(5, 45))
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers of 16 experts of 630 KB, three of which compute a token."""
-    folder = tmp_path_factory.mktemp("mixture")
-    metadata = make_sentence_piece()
-    size = len(metadata["tokenizer.ggml.tokens"])
-    shape = {"vocab": size, "hidden": 256, "ffn": 768, "layers": 4, "context": 512}
-    moe = {"experts": 16, "active_experts": 3}
-    ffn = {"activation": "silu"}
-    model = make_model({**MIXTURE, "moe": moe, "shape": shape, "predictor": None, "ffn": ffn})
-    weights = draw_weights(model, 0)
-    checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 3}
-    config |= {"max_position_embeddings": 512}
-    changes: dict[str, Any] = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in metadata.items()
-    }
-    path = folder / "mixture.gguf"
-    return write_gguf(path, config, translate(weights, config), kind="Q8_0", changes=changes)
+    shape = {"hidden": 256, "ffn": 768, "layers": 4, "context": 512}
+    changes = {**MIXTURE, "moe": {"experts": 16, "active_experts": 3}}
+    return write_random_gguf(tmp_path_factory.mktemp("mixture"), shape, changes)
 
 
 def find_least(file: Path) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,30 +14,14 @@ from pi2.diagnostics import UserError
 from pi2.engine.file_model import cut_rows, divide_matrices
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, WeightStream
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
-from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.gguf_files import make_sentence_piece, write_gguf
-from tests.helpers.gguf_tensors import translate
-from tests.helpers.models import draw_weights, make_model
+from tests.helpers.gguf_files import write_random_gguf
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model of 8-bit weights whose matrices are larger than a few buffers."""
-    folder = tmp_path_factory.mktemp("gguf")
-    metadata = make_sentence_piece()
-    size = len(metadata["tokenizer.ggml.tokens"])
-    shape = {"vocab": size, "hidden": 256, "ffn": 4096, "layers": 4, "context": 512}
-    model = make_model({"shape": shape, "predictor": None, "ffn": {"activation": "silu"}})
-    weights = draw_weights(model, 0)
-    checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"max_position_embeddings": 512}
-    changes: dict[str, Any] = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in metadata.items()
-    }
-    path = folder / "dense.gguf"
-    return write_gguf(path, config, translate(weights, config), kind="Q8_0", changes=changes)
+    shape = {"hidden": 256, "ffn": 4096, "layers": 4, "context": 512}
+    return write_random_gguf(tmp_path_factory.mktemp("gguf"), shape)
 
 
 def test_streamed_weights_give_the_text_of_resident_ones(file: Path) -> None:
