@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pi2.authoring.writing import write_tables
 from pi2.fitting import list_usual_backends
 from pi2.fitting.budget import MIB
-from pi2.fitting.completion import SEGMENT_REASONS, choose_backends, complete_plan, resolve_values
+from pi2.fitting.completion import SEGMENT_REASONS, complete_plan, resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     format_bytes,
     round_size,
 )
-from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.toml.text import KeyPath, write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
 
@@ -39,10 +41,10 @@ def write_overlay(
     if dropped:
         lines.append(f"remove = {write_value(dropped)}")
     stated = {key: value for key, value in changes.items() if value is not None}
-    return "\n".join([*lines, "", write_tables(stated)])
+    return "\n".join([*lines, "", write_changes(stated)])
 
 
-def write_tables(changes: Mapping[str, object]) -> str:
+def write_changes(changes: Mapping[str, object]) -> str:
     """Values by dotted key as TOML tables."""
     plain: list[str] = []
     tables: dict[str, list[str]] = {}
@@ -65,15 +67,13 @@ def refer_from(file: Path, target: Path) -> str:
     return reference if reference.startswith(".") else f"./{reference}"
 
 
-def write_backends(kinds: Iterable[UnitKind]) -> str:
-    """The line of a plan that names its backends."""
-    wanted = sorted(set(kinds))
-    line = f"backends = {write_value(choose_backends(wanted))}"
+def explain_backends(kinds: Iterable[UnitKind]) -> str | None:
+    """Why the backends of a plan compute nothing; None where they compute."""
     usual = list_usual_backends()
-    missing = [kind for kind in wanted if kind not in usual]
-    if missing:
-        line += f"  # null counts and computes nothing: no backend serves {missing[0]} yet"
-    return line
+    missing = sorted(kind for kind in set(kinds) if kind not in usual)
+    return (
+        f"null counts and computes nothing: no backend serves {missing[0]} yet" if missing else None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +116,17 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     final = resolve_values(found.values, device, model)
     tables["memory"]["budget"] = format_bytes(final.plan.memory.budget)
     whole, hot = count_ffn_bytes(final), find_needs(final).hot.bytes
-    lines = [
+    head = [
         f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
         "stay in memory.",
         *_describe_units(final.device),
         "# `pi2 show FILE` shows what is derived, `pi2 explain KEY FILE` explains a value.",
-        *(f"{key} = {write_value(value)}" for key, value in values.items()),
     ]
-    lines[-1] += "  # relative to this file; `pi2 convert` makes it"
-    for name, table in tables.items():
-        lines += ["", f"[{name}]"]
-        lines += [f"{write_key(key)} = {write_value(value)}" for key, value in table.items()]
-        if name == "memory":
-            lines[-1] += "  # limit of the whole process"
-    return "\n".join([*lines, *write_sampling(model)]) + "\n"
+    sampling, remarks = recommend_sampling(model)
+    remarks[("store",)] = "relative to this file; `pi2 convert` makes it"
+    remarks[("memory", "budget")] = "limit of the whole process"
+    document = {**values, **tables, **sampling}
+    return "\n".join([*head, *write_tables(Plan, (), document, remarks.get)]) + "\n"
 
 
 def name_segments(model: Model) -> dict[str, str]:
@@ -146,13 +143,13 @@ def _describe_units(device: Device) -> list[str]:
     return [f"# The cpu computes everything; `pi2 plan` divides the work with the {names}."]
 
 
-def write_sampling(model: Model) -> list[str]:
-    """Lines of a plan's table ``sampling``, if the model's authors recommend something."""
+def recommend_sampling(model: Model) -> tuple[dict[str, object], dict[KeyPath, str]]:
+    """A plan's table ``sampling``, if the model's authors recommend something, and remarks."""
     if model.sampling is None:
-        return []
-    values = model.sampling.model_dump(exclude_unset=True)
-    lines = [f"{write_key(key)} = {write_value(value)}" for key, value in values.items()]
-    return ["", "[sampling]  # as the model's authors recommend", *lines]
+        return {}, {}
+    values = model.sampling.model_dump(mode="json", exclude_unset=True)
+    remark = "as the model's authors recommend"
+    return {"sampling": values}, {("sampling", key): remark for key in values}
 
 
 def draft_like(name: str, reference: str) -> str:
@@ -185,55 +182,50 @@ def draft_device(name: str, facts: MachineFacts) -> str:
     from pi2.plan.documents.device import IsaFeature
     from pi2.plan.documents.quantities import HERTZ_UNITS, format_quantity
 
-    known = [item for item in get_args(IsaFeature) if item in facts.features]
-    lines = [
+    unit: dict[str, object] = {"kind": "cpu", "model": facts.processor[:120]}
+    if facts.architecture in ("x86-64", "aarch64"):
+        unit["architecture"] = facts.architecture
+        unit["features"] = [item for item in get_args(IsaFeature) if item in facts.features]
+    clusters = []
+    for number, (cores, clock_hz, core) in enumerate(facts.clusters):
+        cluster: dict[str, object] = {"id": f"cores{number or ''}", "cores": cores}
+        if clock_hz:
+            clock = round(clock_hz / 1e6) * 10**6
+            cluster["frequency"] = format_quantity(clock, HERTZ_UNITS)
+        clusters.append(cluster | ({"core": core} if core else {}))
+    # Systems keep some of it for themselves.
+    size = max(round_up(facts.installed_bytes - 512 * MIB, 1024 * MIB), 512 * MIB)
+    values: dict[str, object] = {
+        "schema_version": 2,
+        "id": name,
+        "name": name,
+        "units": {"cpu": {**unit, "clusters": clusters}},
+        "memory": {"capacity": format_bytes(size)},
+    }
+    if facts.block_bytes is not None:
+        values["storage"] = {"block_size": format_bytes(facts.block_bytes)}
+    head = (
         "# A kind of machine: no serial numbers, host names or accounts.",
         "# Rates are left out: state those that somebody measured or published, with their source.",
-        "schema_version = 2",
-        f"id = {write_value(name)}",
-        f"name = {write_value(name)}",
-        "",
-        "[units.cpu]",
-        'kind = "cpu"',
-        f"model = {write_value(facts.processor[:120])}",
-    ]
-    if facts.architecture in ("x86-64", "aarch64"):
-        lines.append(f"architecture = {write_value(facts.architecture)}")
-        lines.append(f"features = {write_value(known)}")
-    for number, (cores, clock_hz, core) in enumerate(facts.clusters):
-        lines += ["", "[[units.cpu.clusters]]"]
-        lines += [f'id = "cores{number or ""}"', f"cores = {cores}"]
-        if clock_hz:
-            clock = format_quantity(round(clock_hz / 1e6) * 10**6, HERTZ_UNITS)
-            lines.append(f"frequency = {write_value(clock)}")
-        if core:
-            lines.append(f"core = {write_value(core)}")
-    size = round_up(
-        facts.installed_bytes - 512 * MIB, 1024 * MIB
-    )  # systems keep some for themselves
-    lines += ["", "[memory]", f"capacity = {write_value(format_bytes(max(size, 512 * MIB)))}"]
-    if facts.block_bytes is not None:
-        lines += ["", "[storage]", f"block_size = {write_value(format_bytes(facts.block_bytes))}"]
-    return "\n".join(lines) + "\n"
+    )
+    return "\n".join([*head, *write_tables(Device, (), values)]) + "\n"
 
 
 def draft_model(name: str, shape: Mapping[str, int], activation: str) -> str:
     """Text of a model called ``name``: ``shape`` has the keys of `Shape`."""
-    lines = [
-        "schema_version = 2",
-        f"id = {write_value(name)}",
-        f"name = {write_value(name)}",
-        "",
-        "[shape]",
-        *(f"{key} = {value}" for key, value in shape.items()),
-        "",
-        "[ffn]",
-        f"activation = {write_value(activation)}",
+    values = {
+        "schema_version": 2,
+        "id": name,
+        "name": name,
+        "shape": shape,
+        "ffn": {"activation": activation},
+    }
+    advice = (
         "",
         "# Say what is known of the activations, with its source, and the plan can count on it:",
         "# [sparsity]",
         "# active = 0.1",
         '# status = "published"',
         '# source = "..."',
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return "\n".join([*write_tables(Model, (), values), *advice]) + "\n"

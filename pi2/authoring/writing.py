@@ -61,10 +61,10 @@ def write_body(document: Document, comment: Comment) -> str:
     values = document.model_dump(mode="json", exclude_none=True)
     if isinstance(document, Model):
         return (
-            "\n".join(_write_table(WrittenModel, (), gather_blocks(document, values), comment))
+            "\n".join(write_tables(WrittenModel, (), gather_blocks(document, values), comment))
             + "\n"
         )
-    return "\n".join(_write_table(type(document), (), values, comment)) + "\n"
+    return "\n".join(write_tables(type(document), (), values, comment)) + "\n"
 
 
 def _describe_file(facts: FileFacts) -> Iterator[str]:
@@ -120,10 +120,14 @@ def _describe_layers(first: int, last: int, layer: ResolvedLayer) -> str:
     return f"{name}: {shares}; {layer.hot_neurons} hot neurons"
 
 
-def _write_table(
-    root: type[Document], path: KeyPath, values: Mapping[str, Any], comment: Comment
+def write_tables(
+    root: type[Document],
+    path: KeyPath,
+    values: Mapping[str, Any],
+    comment: Comment = lambda path: None,
 ) -> Iterator[str]:
-    """Write the plain keys, then the tables below; free-key tables stay on one line."""
+    """Lines of a document of the kind ``root``: the plain keys, then the tables below; tables with
+    free keys stay on one line.  ``comment`` gives the remark behind the value at a path."""
     tables: dict[str, list[Mapping[str, Any]]] = {}
     for key, value in values.items():
         if path[:1] == ("blocks",):
@@ -141,7 +145,7 @@ def _write_table(
         for number, item in enumerate(items):
             is_array = isinstance(values[key], list)
             inner = (*path, key, number) if is_array else (*path, key)
-            body = list(_write_table(root, inner, item, comment))
+            body = list(write_tables(root, inner, item, comment))
             if body and (is_array or body[0]):
                 yield ""
                 yield f"[[{name}]]" if is_array else f"[{name}]"

@@ -208,7 +208,7 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     if given.new_plan is not None:
         click.echo(f"next: pi2 run {given.new_plan} --prompt 'Hello'")
     elif calibration.resolved.plan.sparsity is None:
-        click.echo(f"\nto use them, write into {plan.path}:\n\n{write_tables(changes)}", err=True)
+        click.echo(f"\nto use them, write into {plan.path}:\n\n{write_changes(changes)}", err=True)
 
 
 def find_output(plan: Path, overrides: Mapping[str, object], output: Path | None) -> Path:

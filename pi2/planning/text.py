@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
-from pi2.authoring.drafting import name_segments, write_backends, write_sampling
+from pi2.authoring.drafting import explain_backends, name_segments, recommend_sampling
+from pi2.authoring.writing import write_tables
 from pi2.costs.cost import Cost
 from pi2.costs.cost_layer import LayerCost
 from pi2.fitting import find_backend
+from pi2.fitting.completion import choose_backends
 from pi2.fitting.sizes import count_unit_needs
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
-from pi2.plan.documents.device import UnitKind
+from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
-from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.refinement import describe_layout
@@ -23,54 +24,54 @@ from pi2.tracing import add_legend, make_figure, save_figure
 
 _MOST_OTHERS = 60
 """Letters that tell what other settings would make."""
+_TABLES = (
+    "bundle",
+    "layers",
+    "projections",
+    "io",
+    "pipeline",
+    "threads",
+    "prefill",
+    "decode",
+    "sparsity",
+    "kv",
+)
 
 
 def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, name: str) -> str:
     """The document's text; references as they are to stand in it.  The same wish, device, model
     and statistics give the same text."""
-    values = planned.values
-    lines = [f"# {line}" if line else "#" for line in describe_choices(planned)]
-    lines += [
-        "schema_version = 2",
-        f"name = {write_value(name)}",
-        f"device = {write_value(device)}",
-        f"model = {write_value(model)}",
-        f"store = {write_value(store)}  # relative to this file",
-        write_backends(_list_kinds(planned)),
-        "",
-        "[memory]",
-        f"budget = {write_value(values['memory']['budget'])}  # limit of the whole process",
-    ]
-    if "embedding" in values["memory"]:
-        place = write_value(values["memory"]["embedding"])
-        lines.append(f"embedding = {place}  # rows are read when their tokens come")
-    lines += ["", "[memory.segments]"]
-    for key, remark in _name_segments(planned).items():
-        lines.append(f"{key} = {write_value(values['memory']['segments'][key])}  # {remark}")
-    for unit, memory in values["memory"].get("units", {}).items():
-        lines += ["", f"[memory.units.{write_key(unit)}]"]
-        what = "the whole model" if planned.resolved.has_whole_unit else "its hot neurons"
-        lines += [f"budget = {write_value(memory['budget'])}  # {what}"]
-    used = planned.resolved.bundle.used_bytes
-    lines += ["", "[bundle]"]
-    lines.append(f"stride = {write_value(values['bundle']['stride'])}  # {used} bytes are used")
-    if "scales" in values["bundle"]:
-        lines.append(f"scales = {write_value(values['bundle']['scales'])}  # in memory")
-    lines += _write_layers(values["layers"])
-    tables = ("projections", "io", "pipeline", "threads", "prefill", "decode", "sparsity", "kv")
-    for table in tables:
-        if table not in values:
-            continue
-        lines += ["", f"[{table}]"]
-        for key, item in values[table].items():
-            remark = (
-                "  # cold neurons use it until the context does"
-                if (table, key) == ("kv", "lend")
-                else ""
-            )
-            lines.append(f"{write_key(key)} = {write_value(item)}{remark}")
-    lines += write_sampling(planned.resolved.model)
-    return "\n".join(lines) + "\n"
+    values, resolved = planned.values, planned.resolved
+    units = {resolved.device.units[name].kind for name in _list_units(planned)}
+    memory, segments = values["memory"], _name_segments(planned)
+    sampling, recommended = recommend_sampling(resolved.model)
+    document = {
+        "schema_version": 2,
+        "name": name,
+        "device": device,
+        "model": model,
+        "store": store,
+        "backends": choose_backends(units),
+        "memory": {**memory, "segments": {key: memory["segments"][key] for key in segments}},
+        **{key: values[key] for key in _TABLES if key in values},
+        **sampling,
+    }
+    what = "the whole model" if resolved.has_whole_unit else "its hot neurons"
+    remarks: dict[KeyPath, str | None] = {
+        **recommended,
+        ("store",): "relative to this file",
+        ("backends",): explain_backends(units),
+        ("memory", "budget"): "limit of the whole process",
+        ("memory", "embedding"): "rows are read when their tokens come",
+        ("bundle", "stride"): f"{resolved.bundle.used_bytes} bytes are used",
+        ("bundle", "scales"): "in memory",
+        ("layers", "hot"): "share of neurons that stay in memory",
+        ("kv", "lend"): "cold neurons use it until the context does",
+        **{("memory", "segments", key): remark for key, remark in segments.items()},
+        **{("memory", "units", unit, "budget"): what for unit in memory.get("units", ())},
+    }
+    head = [f"# {line}" if line else "#" for line in describe_choices(planned)]
+    return "\n".join([*head, *write_tables(Plan, (), document, remarks.get)]) + "\n"
 
 
 def _name_segments(planned: PlannedPlan) -> dict[str, str]:
@@ -81,19 +82,8 @@ def _name_segments(planned: PlannedPlan) -> dict[str, str]:
     return own | ({"attention": "attention, norms, head"} if embedded else {})
 
 
-def _write_layers(layers: dict[str, Any]) -> Iterator[str]:
-    yield from ("", "[layers]")
-    yield f"split = {write_value(layers['split'])}"
-    yield f"hot = {write_value(layers['hot'])}  # share of neurons that stay in memory"
-    for override in layers.get("overrides", ()):
-        yield from ("", "[[layers.overrides]]")
-        for key, item in override.items():
-            yield f"{key} = {write_value(item)}"
-
-
-def _list_kinds(planned: PlannedPlan) -> set[UnitKind]:
-    units = planned.resolved.device.units
-    return {units[name].kind for layer in planned.resolved.layers for name in layer.split}
+def _list_units(planned: PlannedPlan) -> set[str]:
+    return {name for layer in planned.resolved.layers for name in layer.split}
 
 
 def describe_choices(planned: PlannedPlan) -> Iterator[str]:
@@ -106,7 +96,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             f"For {cost.batch} sequences at a time: what any of them uses is read and kept for all."
         )
     yield from describe_cost(cost)
-    for name in sorted({name for layer in resolved.layers for name in layer.split}):
+    for name in sorted(_list_units(planned)):
         backend = resolved.name_backend(name)
         if find_backend(backend).ONLY_EMULATED and not resolved.device.units[name].kernels:
             yield (
