@@ -165,7 +165,7 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     largest share that keeps to it is searched.  Without --target and --loss, PLAN's [sparsity]
     states the target.
     """
-    from pi2.authoring.drafting import refer_from, write_overlay, write_tables
+    from pi2.authoring.drafting import refer_from, write_changes, write_overlay
     from pi2.authoring.writing import write_document
     from pi2.measuring.calibration import calibrate_thresholds, describe_changes, relate
     from pi2.sharing.fetching import write_atomically
