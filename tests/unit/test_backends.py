@@ -14,6 +14,7 @@ from pi2.fitting import (
     find_unit_backend,
     find_whole_backend,
 )
+from pi2.fitting.check import load_plan
 from pi2.plan.documents.common import list_backend_names
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,11 @@ def test_asking_backends_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_the_plan_language_imports_no_backend_in_any_way() -> None:
+def test_the_plan_language_imports_no_backend_in_any_way(tmp_path: Path) -> None:
+    resolved = load_plan(ROOT / "plans/demo.plan.toml")
+    for kind in ("plan", "device", "model"):
+        text = getattr(resolved, kind).model_dump_json()
+        (tmp_path / f"demo.{kind}.toml").write_text(text, "utf-8")
     done = run(
         "import importlib, pkgutil, sys\n"
         "from pathlib import Path\n"
@@ -83,16 +88,11 @@ def test_the_plan_language_imports_no_backend_in_any_way() -> None:
         "from pi2.plan.checking.findings import Facts\n"
         "from pi2.plan.checking.rules import load_rules\n"
         "from pi2.plan.reading.references import DOCUMENTS\n"
-        "from pi2.plan.reading.schema_check import check_schema\n"
-        "from pi2.plan.toml.source import read_source\n"
-        "places = {'plan': 'cloud-vm-zen5/bamboo-7b', 'device': 'devices/cloud-vm-zen5',\n"
-        "          'model': 'models/bamboo-7b'}\n"
-        "known = {}\n"
-        "for kind, name in places.items():\n"
-        "    path = Path(f'plans/{name}.{kind}.toml')\n"
-        "    known[kind], _ = check_schema(read_source(path, name), DOCUMENTS[kind])\n"
+        "known, files = {}, {}\n"
+        "for kind in ('plan', 'device', 'model'):\n"
+        f"    path = files[kind] = Path({str(tmp_path)!r}) / f'demo.{{kind}}.toml'\n"
+        "    known[kind] = DOCUMENTS[kind].model_validate_json(path.read_text())\n"
         "resolved = ResolvedPlan(**known, find_alone=lambda name: None)\n"
-        "files = {kind: Path(f'{places[kind]}.{kind}.toml') for kind in known}\n"
         "for rule in load_rules():\n"
         "    list(rule.check(Facts(known={**known, 'resolved': resolved}, files=files)))\n"
         "assert len(load_rules()) > 50 and resolved.digest\n"
