@@ -93,9 +93,11 @@ def test_the_plan_language_imports_no_backend_in_any_way(tmp_path: Path) -> None
         f"    path = files[kind] = Path({str(tmp_path)!r}) / f'demo.{{kind}}.toml'\n"
         "    known[kind] = DOCUMENTS[kind].model_validate_json(path.read_text())\n"
         "resolved = ResolvedPlan(**known, find_alone=lambda name: None)\n"
-        "for rule in load_rules():\n"
-        "    list(rule.check(Facts(known={**known, 'resolved': resolved}, files=files)))\n"
-        "assert len(load_rules()) > 50 and resolved.digest\n"
+        "known['resolved'] = resolved\n"
+        "rules = [rule for rule in load_rules() if set(rule.needs) <= known.keys()]\n"
+        "for rule in rules:\n"
+        "    list(rule.check(Facts(known=known, files=files)))\n"
+        "assert len(rules) > 50 and resolved.digest\n"
         "print([name for name in sys.modules if name.startswith('pi2.backends')])\n"
     )
     assert done.stdout.strip() == "[]", done.stderr
