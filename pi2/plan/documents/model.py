@@ -15,10 +15,10 @@ from pi2.plan.documents.common import (
     Identifier,
     Sampling,
 )
-from pi2.plan.documents.model_blocks import BlockEntry
 from pi2.plan.documents.model_mixing import (
     AltUp,
     Attention,
+    BlockEntry,
     Convolution,
     LayerEmbedding,
     LayerKinds,

@@ -18,7 +18,7 @@ from pi2.plan.toml.text import KeyPath, format_path, write_value
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_blocks import BlockEntry, BlockFfn, BlockMixer
+    from pi2.plan.documents.model_mixing import BlockEntry, BlockFfn, BlockMixer
 
 BY_LAYER: Mapping[KeyPath, str] = {
     ("layers",): "mix.op",
@@ -87,7 +87,7 @@ def spread_blocks(source: SourceFile) -> tuple[SourceFile, list[Diagnostic]]:
     """The file as it would be with keys by layer instead of blocks, and what is wrong with them."""
     if "blocks" not in source.values:
         return source, []
-    from pi2.plan.documents.model_blocks import BlockEntries
+    from pi2.plan.documents.model_mixing import BlockEntries
     from pi2.plan.reading.schema_check import check_schema
 
     values = {key: value for key, value in source.values.items() if key != "blocks"}
@@ -290,7 +290,7 @@ def gather_blocks(model: Model, values: Mapping[str, Any]) -> dict[str, Any]:
     for key in _SETTINGS:
         if any(key in mixer for mixer in mixers):
             kept["attention"].pop(key, None)
-    from pi2.plan.documents.model_blocks import BlockEntry
+    from pi2.plan.documents.model_mixing import BlockEntry
 
     spread = _Spread(kept, [BlockEntry.model_validate(entry) for entry in entries])
     spread.run()

@@ -21,7 +21,7 @@ from pi2.plan.documents.common import (
     list_known_keys,
     suggest,
 )
-from pi2.plan.documents.model_blocks import LAYER_CHOICE
+from pi2.plan.documents.model_mixing import LAYER_CHOICE
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.toml.source import MAX_SHOWN, SourceFile, limit_findings
 from pi2.plan.toml.text import KeyPath, format_path, name_path, write_value
