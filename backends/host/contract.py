@@ -102,6 +102,72 @@ class RingControl(IntEnum):
     DONE_TAIL = 14
 
 
+class RingArrays(NamedTuple):
+    """A ring and the pool of its requests: that named i is at place i mod p."""
+
+    control: I64
+    """By `RingControl`."""
+    words: U32
+    """[w], the memory of both rings."""
+    slots: I64
+    """[s, 8], that of submitted entries."""
+    pool: I64
+    """[p, 8] entries; one whose first word is 0 is left out."""
+    results: I64
+    """[p]."""
+
+
+class BundlePlaces(NamedTuple):
+    """Bundle i lies at ``base + i stride`` of a file, slot s at ``address + s stride``."""
+
+    most: int
+    """Bundles of a request."""
+    base: int
+    stride: int
+    address: int
+    pending: int
+    """Result of a request that is not over."""
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's neurons are."""
+
+    row: I32
+    """[neurons]: slots, or -1."""
+    hot: slice
+    """Those that are always in memory, from slot ``hot_slot`` on."""
+    hot_slot: int
+    first_key: int
+    first_cold: int
+    """Slot of the first cold neuron of all layers."""
+
+
+@dataclass(slots=True)
+class CacheTables:
+    """What a cache knows of its keys and its cold slots."""
+
+    counts: F32
+    """[keys]: uses, of which later ones count more."""
+    scores: F32
+    """[cold]: the counts of what is there."""
+    used_at: I64
+    """[cold]: the clock at the last use."""
+    growth: float
+    """What the weight of uses grows by, with each."""
+    slot_of: I32
+    """[keys]: slots, or -1."""
+    owner: I64
+    """[cold]: keys, or -1."""
+    held: Bits
+    """[cold]: whether one may not be given away."""
+    candidates: I32
+    """Slots that are given away next, as they were listed at ``listed_at``."""
+    listed_at: int = 0
+    clock: int = 1
+    weight: float = 1.0
+    """What a use counts."""
+
+
 class FoundNeurons(NamedTuple):
     """Where neurons are that a layer needs, by four lists of the same room."""
 
@@ -168,47 +234,28 @@ class HostLoops(Protocol):
         counts: I32,
         offsets: I64,
         results: I64,
-        start: int,
-        step: int,
     ) -> None:
-        """Read requests i = start, start + step, ...: from byte ``offsets[i]`` on into the
+        """Read requests, one after the other: number i from byte ``offsets[i]`` on into the
         ``counts[i]`` vectors from ``firsts[i]`` on, each an address and a length of ``vectors``
         [v, 2]; ``results[i]`` becomes the bytes read, or -1 where the system
         reports an error."""
 
     def find_neurons(
         self,
-        row: I32,
+        tables: CacheTables,
+        place: LayerPlace,
         indices: I32,
-        candidates: I32,
-        held: Bits,
-        *,
         room: int,
-        hot: slice,
-        hot_slot: int,
-        first_key: int,
-        first_cold: int,
-        clock: int,
-        listed_at: int,
-        weight: float,
-        growth: float,
-        slot_of: I32,
-        owner: I64,
-        counts: F32,
-        scores: F32,
-        used_at: I64,
         marks: F32 | None = None,
         limits: ReadLimits | None = None,
     ) -> FoundNeurons:
-        """Find ``indices`` [n] (ascending), those in ``hot`` from slot ``hot_slot`` on, others by
-        ``row`` [neurons], their slots or -1; end before the first cold one beyond ``room``.  Give
-        the missing ones slots as `place_neurons` does, as far as ``candidates`` go.  Missing ones
-        behind the hot ones that are not worth a read by their ``marks`` [neurons], if given, and
-        the ``limits`` are left out, as `pi2.memory.read_sieve.ReadSieve.choose` says.
+        """Find ``indices`` [n] (ascending) of a layer; end before the first cold one beyond
+        ``room``.  Give the missing ones slots as `place_neurons` does, as far as candidates go.
+        Missing ones behind the hot ones that are not worth a read by their ``marks`` [neurons], if
+        given, and the ``limits`` are left out, as `pi2.memory.read_sieve.ReadSieve.choose` says.
 
-        Of cold ones in memory ``weight`` is added to ``counts`` [keys], and ``scores`` [cold]
-        becomes that count, ``used_at`` [cold] ``clock``; of missing ones ``weight`` (1 + ``growth``
-        h) for h such.  ``first_key`` is the layer's, ``first_cold`` the slot of the first cold one.
+        Of cold ones in memory ``tables.weight`` is added to the counts, scores become these
+        counts, and ``used_at`` the clock; of missing ones ``weight`` (1 + ``growth`` h) for h such.
         """
 
     def unite_named(self, lists: Sequence[I32], named: I64) -> I32:
@@ -216,29 +263,14 @@ class HostLoops(Protocol):
         clear all others; return the neurons that any list has, ascending."""
 
     def place_neurons(
-        self,
-        missing: I32,
-        candidates: I32,
-        held: Bits,
-        given: I32,
-        *,
-        first_key: int,
-        first_cold: int,
-        clock: int,
-        listed_at: int,
-        weight: float,
-        slot_of: I32,
-        owner: I64,
-        counts: F32,
-        scores: F32,
-        used_at: I64,
+        self, tables: CacheTables, place: LayerPlace, missing: I32, given: I32
     ) -> tuple[int, int, int]:
-        """Give ``missing`` [m] those cold slots of ``candidates`` [k], in their order, that have
-        not been used since ``listed_at`` and are not ``held`` [cold]; write them to ``given`` [m].
+        """Give ``missing`` [m] those candidates, in their order, that have not been used since
+        these were listed and are not held; write them to ``given`` [m].
 
-        Brings ``slot_of`` [keys] and ``owner`` [cold] (keys, or -1) up to date, and counts uses as
-        `find_neurons` does.  Returns how many have a slot now, how many candidates were looked at,
-        and how many neurons left.
+        Brings ``slot_of`` and ``owner`` up to date, and counts uses as `find_neurons` does.
+        Returns how many have a slot now, how many candidates were looked at, and how many neurons
+        left.
         """
 
     def plan_reads(
@@ -264,21 +296,13 @@ class HostLoops(Protocol):
         self,
         indices: I32,
         slots: I32,
-        control: I64,
-        words: U32,
-        ring_slots: I64,
-        pool: I64,
-        results: I64,
+        ring: RingArrays,
+        bundles: BundlePlaces,
         *,
-        most: int,
-        base: int,
-        stride: int,
-        address: int,
-        pending: int,
         head: int,
         first_name: int,
     ) -> tuple[tuple[I64, I32, I32, I64, I64, I32], bool, bool]:
-        """Plan reads of b bundles as `plan_reads` does, write their entries into the ``pool`` from
+        """Plan reads of b bundles as `plan_reads` does, write their entries into the pool from
         the request ``first_name`` on, and hand over what has room as `drive_ring` does.
 
         Names are taken for b requests, which lie side by side in the pool; those that neighbours
@@ -302,24 +326,10 @@ class HostLoops(Protocol):
         them: ``head`` is the first word of each, names are ``first_name``, and so on."""
 
     def drive_ring(
-        self,
-        control: I64,
-        words: U32,
-        slots: I64,
-        pool: I64,
-        results: I64,
-        *,
-        begin: int,
-        end: int,
-        pending: int,
+        self, ring: RingArrays, *, begin: int, end: int, pending: int
     ) -> tuple[bool, int, bool]:
         """Hand over to io_uring what waits, as far as there is room; write results of what is over;
         wait until none of ``results`` [begin, end) is ``pending``.
-
-        ``control`` (`RingControl`), ``words`` [w], the memory of both rings, and ``slots`` [s, 8],
-        that of submitted entries, belong to the ring.  ``pool`` [p, 8] has the entry, and
-        ``results`` [p] the result, of the request named i at place i mod p; an entry whose first
-        word is 0 is left out.
 
         Returns whether a system call has failed, so that its caller has to find out why; how many
         of those that were waited for are still pending, and whether entries wait.

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I32, I64, U8, U32, Bits, Raw
+from pi2.arrays import F32, F64, I32, I64, U8, U32, Raw
 from pi2.backends.compiler.runtime import ALIGNMENT, Library
 from pi2.backends.host.contract import CHECKED_BYTES, FOUND, MASSES, FoundNeurons
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pi2.backends.host.contract import BundlePlaces, CacheTables, LayerPlace, RingArrays
     from pi2.memory.read_sieve import ReadLimits
 
 _NO_LIMITS = (0.0, 0.0, 0.0, 0.0)
@@ -74,58 +75,43 @@ class CompiledLoops:
         counts: I32,
         offsets: I64,
         results: I64,
-        start: int,
-        step: int,
     ) -> None:
         """Read requests with preadv."""
         flat = vectors.reshape(-1)
-        self._read(fd, start, step, len(firsts), flat, firsts, counts, offsets, results)
+        self._read(fd, 0, 1, len(firsts), flat, firsts, counts, offsets, results)
 
     def find_neurons(
         self,
-        row: I32,
+        tables: CacheTables,
+        place: LayerPlace,
         indices: I32,
-        candidates: I32,
-        held: Bits,
-        *,
         room: int,
-        hot: slice,
-        hot_slot: int,
-        first_key: int,
-        first_cold: int,
-        clock: int,
-        listed_at: int,
-        weight: float,
-        growth: float,
-        slot_of: I32,
-        owner: I64,
-        counts: F32,
-        scores: F32,
-        used_at: I64,
         marks: F32 | None = None,
         limits: ReadLimits | None = None,
     ) -> FoundNeurons:
         """Find neurons, and give slots to those that are missing."""
         count = len(indices)
         lists = np.empty(4 * count, np.int32)
+        row, hot, hot_slot, first_key, first_cold = place
+        scores, candidates = tables.scores, tables.candidates
         if count == 0 or len(scores) == 0:
             # No cold slots: what is not hot finds no room.
             first, end = np.searchsorted(indices, (hot.start, hot.stop)).tolist()
             taken = 0 if first else end
             np.add(indices[:taken], np.int32(hot_slot - hot.start), out=lists[:taken])
             return FoundNeurons(lists, taken, taken, taken, 0, 0, 0, 0, 0)
-        if len(candidates) == 0:
-            size, candidates = 0, self._found
-        else:
-            size = len(candidates)
-        numbers = (count, room, hot.start, hot.stop, hot_slot, size, first_key, first_cold)
-        uses = (counts, scores, used_at)
+        size = len(candidates)
         if marks is None or limits is None:
-            sieve: tuple[Any, ...] = (0, *_NO_LIMITS, counts)
+            sieve: tuple[Any, ...] = (0, *_NO_LIMITS, tables.counts)
         else:
             sieve = (1, *limits, marks)
-        arrays = (row, indices, candidates, held.view(np.uint8), slot_of, owner, *uses, lists)
-        self._find(*numbers, clock, listed_at, weight, growth, *sieve, *arrays)
+        self._find(
+            *(count, room, hot.start, hot.stop, hot_slot, size, first_key, first_cold),
+            *(tables.clock, tables.listed_at, tables.weight, tables.growth),
+            *sieve,
+            *(row, indices, candidates if size else self._found, tables.held.view(np.uint8)),
+            *(tables.slot_of, tables.owner, tables.counts, scores, tables.used_at, lists),
+        )
         return FoundNeurons(lists, *self._found.tolist(), *self._masses.tolist())
 
     def unite_named(self, lists: Sequence[I32], named: I64) -> I32:
@@ -140,29 +126,17 @@ class CompiledLoops:
         return united[: self._found[0]]
 
     def place_neurons(
-        self,
-        missing: I32,
-        candidates: I32,
-        held: Bits,
-        given: I32,
-        *,
-        first_key: int,
-        first_cold: int,
-        clock: int,
-        listed_at: int,
-        weight: float,
-        slot_of: I32,
-        owner: I64,
-        counts: F32,
-        scores: F32,
-        used_at: I64,
+        self, tables: CacheTables, place: LayerPlace, missing: I32, given: I32
     ) -> tuple[int, int, int]:
-        sizes = (len(missing), len(candidates))
+        sizes = (len(missing), len(tables.candidates))
         if 0 in sizes:
             return 0, 0, 0
-        numbers = (*sizes, first_key, first_cold, clock, listed_at, weight)
-        arrays = (missing, candidates, held.view(np.uint8), slot_of, owner, counts, scores, used_at)
-        self._place(*numbers, *arrays, given)
+        self._place(
+            *(*sizes, place.first_key, place.first_cold),
+            *(tables.clock, tables.listed_at, tables.weight),
+            *(missing, tables.candidates, tables.held.view(np.uint8), tables.slot_of),
+            *(tables.owner, tables.counts, tables.scores, tables.used_at, given),
+        )
         placed, seen, left = self._found.tolist()[:3]
         return placed, seen, left
 
@@ -194,17 +168,9 @@ class CompiledLoops:
         self,
         indices: I32,
         slots: I32,
-        control: I64,
-        words: U32,
-        ring_slots: I64,
-        pool: I64,
-        results: I64,
+        ring: RingArrays,
+        bundles: BundlePlaces,
         *,
-        most: int,
-        base: int,
-        stride: int,
-        address: int,
-        pending: int,
         head: int,
         first_name: int,
     ) -> tuple[tuple[I64, I32, I32, I64, I64, I32], bool, bool]:
@@ -213,11 +179,9 @@ class CompiledLoops:
         vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
         firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
         offsets, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
-        numbers = (count, most, base, stride, address)
         plan = (indices, slots, vectors.reshape(-1), firsts, counts, offsets, sizes, requests)
-        names = (pending, head, first_name, vectors.ctypes.data)
-        ring = (control, words, ring_slots.reshape(-1), pool.reshape(-1), results)
-        self._submit(*numbers, *plan, *names, *ring)
+        names = (bundles.pending, head, first_name, vectors.ctypes.data)
+        self._submit(count, *bundles[:4], *plan, *names, *_flatten(ring))
         failed, _, waits, n = self._found.tolist()[:4]
         arrays = (vectors, firsts[:n], counts[:n], offsets[:n], sizes[:n], requests)
         return arrays, bool(failed), bool(waits)
@@ -240,20 +204,10 @@ class CompiledLoops:
         self._fill(*numbers, firsts, counts, offsets, entries.reshape(-1))
 
     def drive_ring(
-        self,
-        control: I64,
-        words: U32,
-        slots: I64,
-        pool: I64,
-        results: I64,
-        *,
-        begin: int,
-        end: int,
-        pending: int,
+        self, ring: RingArrays, *, begin: int, end: int, pending: int
     ) -> tuple[bool, int, bool]:
         """Hand over, note and wait."""
-        arrays = (control, words, slots.reshape(-1), pool.reshape(-1), results)
-        self._drive(begin, end, pending, *arrays)
+        self._drive(begin, end, pending, *_flatten(ring))
         failed, left, waits = self._found.tolist()[:3]
         return bool(failed), left, bool(waits)
 
@@ -266,6 +220,11 @@ class CompiledLoops:
         if len(slots):
             self._check(len(slots), stride, arena.reshape(-1), slots, checks)
         return checks
+
+
+def _flatten(ring: RingArrays) -> tuple[Raw, ...]:
+    control, words, slots, pool, results = ring
+    return control, words, slots.reshape(-1), pool.reshape(-1), results
 
 
 def _align(array: Raw) -> Any:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
+from pi2.backends.host.contract import LayerPlace
 from pi2.memory.policy import ABSENT, LeastFrequentlyUsed, PolicyName, carry_over, make_policy
 
 if TYPE_CHECKING:
@@ -122,7 +123,19 @@ class NeuronCache:
             layers * neurons,
             None if expected is None else expected.reshape(-1),
         )
+        self._bind_tables()
+        self._places = [
+            LayerPlace(
+                row, self.hot_range(i), self.hot_slots[i].start, i * neurons, self._first_cold
+            )
+            for i, row in enumerate(self._rows)
+        ]
         self.counters = [LayerCounters() for _ in range(layers)]
+
+    def _bind_tables(self) -> None:
+        if isinstance(self._policy, LeastFrequentlyUsed):
+            tables = self._policy.tables
+            tables.slot_of, tables.owner, tables.held = self._keys, self._owner, self._held
 
     def hot_range(self, layer: int) -> slice:
         """Stored indices of the layer's hot neurons."""
@@ -272,21 +285,8 @@ class NeuronCache:
         sieve: ReadSieve | None,
     ) -> Lookup:
         counters = self.counters[layer]
-        found = policy.find(
-            loops,
-            self._rows[layer],
-            indices,
-            self._held,
-            self._keys,
-            self._owner,
-            room=self.free_capacity,
-            hot=self.hot_range(layer),
-            hot_slot=self.hot_slots[layer].start,
-            first_key=layer * self.neurons,
-            first_cold=self._first_cold,
-            marks=scores,
-            limits=None if sieve is None else sieve.limits,
-        )
+        limits = None if sieve is None else sieve.limits
+        found = policy.find(loops, self._places[layer], indices, self.free_capacity, scores, limits)
         if scores is not None and sieve is not None:
             sieve.count(len(indices), found.mass, found.left_out_mass, found.tried_mass)
         counters.skips += found.skipped
@@ -368,6 +368,7 @@ class NeuronCache:
         taken = np.flatnonzero(owner != ABSENT)
         self._keys[owner[taken]] = taken + self._first_cold
         self._policy.renumber(source, owner)
+        self._bind_tables()
 
     def hold(self, found: Lookup) -> None:
         """Keep neurons, which nobody else holds, until they are released: they are being computed

@@ -298,7 +298,7 @@ NotePart = Callable[[ReadBatch, int, float, float], None]
 """Is told of every part that a thread has read: batch, number of the part, and from when to when
 (`time.perf_counter`)."""
 
-RunRead = Callable[[int, I64, I32, I32, I64, I64, int, int], None]
+RunRead = Callable[[int, I64, I32, I32, I64, I64], None]
 """``HostLoops.read_runs`` of `pi2.backends.host.contract`."""
 
 
@@ -354,11 +354,9 @@ def read_in_python(
     counts: I32,
     offsets: I64,
     results: I64,
-    start: int,
-    step: int,
 ) -> None:
     """Do what ``HostLoops.read_runs`` does, request by request in Python."""
-    for i in range(start, len(firsts), step):
+    for i in range(len(firsts)):
         buffers = [
             (ctypes.c_uint8 * size).from_address(address)
             for address, size in vectors[firsts[i] : firsts[i] + counts[i]].tolist()
@@ -396,8 +394,6 @@ class PreadEngine:
             batch.counts[part],
             batch.offsets[part],
             batch.results[part],
-            0,
-            1,
         )
         if note is not None:
             note(batch, number, start, time.perf_counter())

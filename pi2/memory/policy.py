@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
+from pi2.backends.host.contract import CacheTables
 
 if TYPE_CHECKING:
-    from pi2.backends.host.contract import FoundNeurons, HostLoops
+    from pi2.backends.host.contract import FoundNeurons, HostLoops, LayerPlace
     from pi2.memory.read_sieve import ReadLimits
 
 
@@ -229,56 +230,60 @@ class LeastFrequentlyUsed:
         if expected is None:
             expected = np.zeros(0, np.float32)
         uses_per_token = float(expected.sum()) or _UNKNOWN_USE * keys
-        self._growth = np.log(2.0) / (_HALF_LIFE_TOKENS * max(uses_per_token, 1.0))
-        self._counts = np.zeros(keys, np.float32)
-        self._counts[: len(expected)] = expected * np.float32(_PRIOR_TOKENS)
-        self._weight = 1.0
-        self._scores = np.full(capacity, _EMPTY, np.float32)
-        """Counts of what is in the slots."""
-        self._used_at = np.zeros(capacity, np.int64)
-        self._clock = 1
-        self._candidates = np.empty(0, np.int32)
-        self._listed_at = 0
+        counts = np.zeros(keys, np.float32)
+        counts[: len(expected)] = expected * np.float32(_PRIOR_TOKENS)
+        self.tables = CacheTables(
+            counts=counts,
+            scores=np.full(capacity, _EMPTY, np.float32),
+            used_at=np.zeros(capacity, np.int64),
+            growth=np.log(2.0) / (_HALF_LIFE_TOKENS * max(uses_per_token, 1.0)),
+            slot_of=_NO_SLOTS,
+            owner=np.empty(0, np.int64),
+            held=np.empty(0, np.bool_),
+            candidates=_NO_SLOTS,
+        )
 
     def adopt(self, keys: I64, order: I32) -> None:
         full = keys != ABSENT
-        self._scores = np.full(len(keys), _EMPTY, np.float32)
-        self._scores[full] = self._counts[keys[full]]
+        self.tables.scores = np.full(len(keys), _EMPTY, np.float32)
+        self.tables.scores[full] = self.tables.counts[keys[full]]
         # Neurons that are expected alike go in order.
-        self._scores[order] += np.arange(len(order)) * np.float32(_TRIFLE / max(1, len(order)))
-        self._candidates = np.empty(0, np.int32)
+        self.tables.scores[order] += np.arange(len(order)) * np.float32(
+            _TRIFLE / max(1, len(order))
+        )
+        self.tables.candidates = np.empty(0, np.int32)
 
     def touch(self, slots: I32, keys: I64) -> None:
-        self._clock += 1
-        self._scores[slots] = self._count(keys)
-        self._used_at[slots] = self._clock
+        self.tables.clock += 1
+        self.tables.scores[slots] = self._count(keys)
+        self.tables.used_at[slots] = self.tables.clock
         self._let_weight_grow(len(slots))
 
     def _count(self, keys: I64) -> F32:
         """Count a use of ``keys`` [n]; return their counts [n]."""
-        counts = self._counts.take(keys)
-        counts += np.float32(self._weight)
-        self._counts[keys] = counts
+        counts = self.tables.counts.take(keys)
+        counts += np.float32(self.tables.weight)
+        self.tables.counts[keys] = counts
         return counts
 
     def _let_weight_grow(self, uses: int) -> None:
         """Let what comes count more than the last ``uses``."""
-        self._weight *= 1.0 + self._growth * uses
-        if self._weight > _MOST_WEIGHT:
-            scale = np.float32(1.0 / self._weight)
-            self._counts *= scale
-            self._scores[self._scores > 0] *= scale
-            self._weight = 1.0
+        self.tables.weight *= 1.0 + self.tables.growth * uses
+        if self.tables.weight > _MOST_WEIGHT:
+            scale = np.float32(1.0 / self.tables.weight)
+            self.tables.counts *= scale
+            self.tables.scores[self.tables.scores > 0] *= scale
+            self.tables.weight = 1.0
 
     def replace(self, keys: I64, held: Bits) -> I32:
         """Return the slots with the lowest counts."""
         count, counts = len(keys), self._count(keys)
         taken = self._take(count, held)
-        self._scores[taken] = counts[: len(taken)]
+        self.tables.scores[taken] = counts[: len(taken)]
         if len(taken) < count:
             self._list_candidates(count - len(taken), held)
             others = self._take(count - len(taken), held)
-            self._scores[others] = counts[len(taken) :]
+            self.tables.scores[others] = counts[len(taken) :]
             taken = np.concatenate([taken, others])
         self._let_weight_grow(count)
         return taken
@@ -286,49 +291,20 @@ class LeastFrequentlyUsed:
     def find(
         self,
         loops: HostLoops,
-        row: I32,
+        place: LayerPlace,
         indices: I32,
-        held: Bits,
-        slot_of: I32,
-        owner: I64,
-        *,
         room: int,
-        hot: slice,
-        hot_slot: int,
-        first_key: int,
-        first_cold: int,
         marks: F32 | None = None,
         limits: ReadLimits | None = None,
     ) -> FoundNeurons:
-        """Find ``indices`` [n] (ascending) of the layer ``row`` [neurons], and give slots to those
-        that are missing, as ``touch`` and ``replace`` do; see `HostLoops.find_neurons`."""
-        self._clock += 1
-        found = loops.find_neurons(
-            row,
-            indices,
-            self._candidates,
-            held,
-            room=room,
-            hot=hot,
-            hot_slot=hot_slot,
-            first_key=first_key,
-            first_cold=first_cold,
-            clock=self._clock,
-            listed_at=self._listed_at,
-            weight=self._weight,
-            growth=self._growth,
-            marks=marks,
-            limits=limits,
-            slot_of=slot_of,
-            owner=owner,
-            counts=self._counts,
-            scores=self._scores,
-            used_at=self._used_at,
-        )
+        """Find ``indices`` [n] (ascending) of a layer, and give slots to those that are missing, as
+        ``touch`` and ``replace`` do; see `HostLoops.find_neurons`."""
+        self.tables.clock += 1
+        found = loops.find_neurons(self.tables, place, indices, room, marks, limits)
         self._let_weight_grow(found.present - found.hot)
         if not found.missing:
             return found
-        self._candidates = self._candidates[found.seen :]
+        self.tables.candidates = self.tables.candidates[found.seen :]
         left = found.left
         if found.placed < found.missing:
             count, placed = len(found.lists) // 4, found.placed
@@ -336,44 +312,21 @@ class LeastFrequentlyUsed:
                 found.lists[start + placed : start + found.missing]
                 for start in (count, 2 * count, 3 * count + found.present - found.hot)
             )
-            left += self._place(loops, missing, cold, held, slot_of, owner, first_key, first_cold)
-            np.add(cold, np.int32(first_cold), out=slots)
+            left += self._place(loops, place, missing, cold)
+            np.add(cold, np.int32(place.first_cold), out=slots)
         self._let_weight_grow(found.missing)
         return found._replace(placed=found.missing, left=left)
 
-    def _place(
-        self,
-        loops: HostLoops,
-        missing: I32,
-        given: I32,
-        held: Bits,
-        slot_of: I32,
-        owner: I64,
-        first_key: int,
-        first_cold: int,
-    ) -> int:
+    def _place(self, loops: HostLoops, place: LayerPlace, missing: I32, given: I32) -> int:
         """Give cold slots, ``given`` [m], to ``missing`` [m], of new lists of candidates; return
         how many neurons left."""
         placed = evicted = 0
         while placed < len(missing):
-            self._list_candidates(len(missing) - placed, held)
+            self._list_candidates(len(missing) - placed, self.tables.held)
             more, seen, left = loops.place_neurons(
-                missing[placed:],
-                self._candidates,
-                held,
-                given[placed:],
-                first_key=first_key,
-                first_cold=first_cold,
-                clock=self._clock,
-                listed_at=self._listed_at,
-                weight=self._weight,
-                slot_of=slot_of,
-                owner=owner,
-                counts=self._counts,
-                scores=self._scores,
-                used_at=self._used_at,
+                self.tables, place, missing[placed:], given[placed:]
             )
-            self._candidates = self._candidates[seen:]
+            self.tables.candidates = self.tables.candidates[seen:]
             placed += more
             evicted += left
         return evicted
@@ -381,22 +334,22 @@ class LeastFrequentlyUsed:
     def _take(self, count: int, held: Bits) -> I32:
         """Take up to ``count`` slots from the list."""
         parts = []
-        while count and len(self._candidates):
-            window = self._candidates[: 2 * count + 16]
-            unused = self._used_at.take(window) <= self._listed_at
+        while count and len(self.tables.candidates):
+            window = self.tables.candidates[: 2 * count + 16]
+            unused = self.tables.used_at.take(window) <= self.tables.listed_at
             (fit,) = np.greater(unused, held.take(window)).nonzero()
             fit = fit[:count]
             done = len(window) if len(fit) < count else int(fit[-1]) + 1
-            self._candidates = self._candidates[done:]
+            self.tables.candidates = self.tables.candidates[done:]
             parts.append(window.take(fit))
             count -= len(fit)
         taken: I32 = parts[0] if len(parts) == 1 else np.concatenate([_NO_SLOTS, *parts])
-        self._used_at[taken] = self._clock
+        self.tables.used_at[taken] = self.tables.clock
         return taken
 
     def _list_candidates(self, least: int, held: Bits) -> None:
         """List the slots with the lowest counts, at least ``least`` that may be given away."""
-        scores = self._scores
+        scores = self.tables.scores
         few = min(_FEW_CANDIDATES, len(scores) // _FEW_CANDIDATES)
         size = max(least, few, len(scores) // _CANDIDATES)
         # Where they end need not be known exactly: some of the slots tell.
@@ -406,27 +359,27 @@ class LeastFrequentlyUsed:
             place = -(-min(size, len(scores)) * len(sample) // max(1, len(scores))) - 1
             limit = np.inf if is_all else np.partition(sample, place)[place]
             lowest = (scores <= limit).nonzero()[0].astype(np.int32)
-            unused = self._used_at.take(lowest) < self._clock
+            unused = self.tables.used_at.take(lowest) < self.tables.clock
             lowest = lowest.compress(np.greater(unused, held.take(lowest)))
             if len(lowest) >= least:
                 break
             assert not is_all, "more slots are wanted than may be given away"
             size *= 4
-        self._candidates = lowest.take(np.argsort(scores.take(lowest), kind="stable"))
-        self._listed_at = self._clock
+        self.tables.candidates = lowest.take(np.argsort(scores.take(lowest), kind="stable"))
+        self.tables.listed_at = self.tables.clock
 
     def drop(self, slots: I32) -> None:
-        self._scores[slots] = _EMPTY
-        self._used_at[slots] = 0
-        others = self._candidates[~np.isin(self._candidates, slots)]
-        self._candidates = np.concatenate([slots, others])
+        self.tables.scores[slots] = _EMPTY
+        self.tables.used_at[slots] = 0
+        others = self.tables.candidates[~np.isin(self.tables.candidates, slots)]
+        self.tables.candidates = np.concatenate([slots, others])
 
     def list_order(self) -> I32:
-        return np.argsort(self._scores, kind="stable").astype(np.int32)
+        return np.argsort(self.tables.scores, kind="stable").astype(np.int32)
 
     def renumber(self, source: I32, keys: I64) -> None:
         full = keys != ABSENT
-        self._scores = np.full(len(source), _EMPTY, np.float32)
-        self._scores[full] = self._counts[keys[full]]
-        self._used_at = carry_over(self._used_at, source, 0)
-        self._candidates = np.empty(0, np.int32)
+        self.tables.scores = np.full(len(source), _EMPTY, np.float32)
+        self.tables.scores[full] = self.tables.counts[keys[full]]
+        self.tables.used_at = carry_over(self.tables.used_at, source, 0)
+        self.tables.candidates = np.empty(0, np.int32)

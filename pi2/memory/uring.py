@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import I32, I64, U32
-from pi2.backends.host.contract import RingControl
+from pi2.backends.host.contract import BundlePlaces, RingArrays, RingControl
 from pi2.memory.io_engine import MOST_BUNDLES, PENDING, ReadBatch
 
 if TYPE_CHECKING:
@@ -354,16 +354,8 @@ class UringEngine:
             planned, failed, self._waits = self._loops.submit_reads(
                 indices,
                 slots,
-                ring.control,
-                ring.words,
-                ring.slots,
-                self._entries,
-                self._results,
-                most=MOST_BUNDLES,
-                base=base,
-                stride=stride,
-                address=address,
-                pending=PENDING,
+                self._list_arrays(),
+                BundlePlaces(MOST_BUNDLES, base, stride, address, PENDING),
                 head=_READV | _FIXED_FILE | file << 32,
                 first_name=first,
             )
@@ -477,6 +469,10 @@ class UringEngine:
         self._results[left] = -errno.ECANCELED
         self._wait(batch, slice(None))
 
+    def _list_arrays(self) -> RingArrays:
+        ring = self._ring
+        return RingArrays(ring.control, ring.words, ring.slots, self._entries, self._results)
+
     def _drive(self, begin: int, end: int) -> int:
         """Hand over what has room, take note of what is over, and wait for the results [begin,
         end) of the pool; return how many will never come."""
@@ -488,14 +484,7 @@ class UringEngine:
             return pending
         while True:
             failed, pending, self._waits = self._loops.drive_ring(
-                ring.control,
-                ring.words,
-                ring.slots,
-                pool,
-                results,
-                begin=begin,
-                end=end,
-                pending=PENDING,
+                self._list_arrays(), begin=begin, end=end, pending=PENDING
             )
             if not failed:
                 return pending

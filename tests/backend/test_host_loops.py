@@ -101,8 +101,9 @@ def test_a_compiled_look_up_finds_and_evicts_what_numpy_does(
     assert np.array_equal(plain._slot_of, compiled._slot_of)
     assert np.array_equal(plain._owner, compiled._owner)
     assert plain.counters == compiled.counters
-    for name in ("_counts", "_scores", "_used_at", "_candidates"):
-        left, right = (getattr(cache._policy, name) for cache in (plain, compiled))
+    for name in ("counts", "scores", "used_at", "candidates"):
+        tables: Any = [cache._policy.tables for cache in (plain, compiled)]  # type: ignore[attr-defined]
+        left, right = (getattr(own, name) for own in tables)
         assert np.array_equal(left, right), name
 
 
@@ -245,9 +246,9 @@ def test_runs_are_read_by_several_threads_at_once(tmp_path: Path, read_runs: Run
     workers = [
         threading.Thread(
             target=read_runs,
-            args=(fd, vectors, firsts, counts, offsets, results, start, 3),
+            args=(fd, vectors, *(own[part] for own in (firsts, counts, offsets, results))),
         )
-        for start in range(3)
+        for part in (slice(0, 7), slice(7, 14), slice(14, 20))
     ]
     for worker in workers:
         worker.start()
@@ -258,7 +259,7 @@ def test_runs_are_read_by_several_threads_at_once(tmp_path: Path, read_runs: Run
     assert np.array_equal(arena[slots[:-1, 1]], content[wanted[:-1] + 1])
     assert (results[:-1] == 2 * stride).all()
     assert results[-1] == stride - 100
-    read_runs(-1, vectors, firsts, counts, offsets, results, 0, 1)
+    read_runs(-1, vectors, firsts, counts, offsets, results)
     assert (results == -1).all()
 
 
