@@ -39,7 +39,7 @@ from pi2.backends.kernels.operands import (
     FLOAT_PLANES,
     Activations,
     Chosen,
-    FinishItem,
+    Items,
     Vector,
     emit_request,
     list_runs,
@@ -147,21 +147,12 @@ def _transpose(vectors: Sequence[v.Expr], size: int) -> list[v.Expr]:
 
 
 def emit_block_items(
-    activations: Activations,
-    tokens: v.Expr,
-    thread: v.Expr,
-    begin: v.Expr,
-    end: v.Expr,
-    parts: int,
-    take_vectors: Callable[[v.Expr], Sequence[Vector]],
-    finish: FinishItem,
+    activations: Activations, tokens: v.Expr, thread: v.Expr, given: Items
 ) -> None:
-    """Compute vector . x for items ``begin`` to ``end`` and the ``tokens`` that `emit_blocks` has
-    brought into the order of tiles.
-
-    An item has ``parts`` vectors, one (a row) or two (a neuron's gate and up), which
-    ``take_vectors`` names; ``thread`` chooses the part of ``activations.tiles``.
-    """
+    """Compute vector . x for items and the ``tokens`` that `emit_blocks` has brought into the order
+    of tiles; ``thread`` chooses the part of ``activations.tiles``."""
+    begin, end, parts = given.begin, given.end, given.parts
+    take_vectors, finish = given.take_vectors, given.finish
     each = Chains(activations.length).places * GROUP_BYTES
     size = TOGETHER // ROWS * each
     room = v.let(v.wide(thread) * (size + BLOCKED_SUM_BYTES) + size)

@@ -31,6 +31,7 @@ def emit_dots(
         return _emit_half_dots(vectors, activations, tokens, prefetch)
     emit_block = _emit_float_block if activations.planes == FLOAT_PLANES else _emit_block
     tokens = [v.let(v.wide(token)) for token in tokens]
+    dots = _Dots(isa, vectors, activations, tokens, prefetch)
     runs = list_runs(activations.length)
     top = runs[0][0]
     # One buffer per vector: arrays of 1 KiB and more would not stay on the stack.
@@ -41,7 +42,7 @@ def emit_dots(
     for lanes, first, count in runs:
         with T.serial(v.wide(count * activations.once)) as block:
             group = v.let(first + block * lanes)
-            emit_block(isa, vectors, activations, tokens, sums, top, group, lanes, prefetch)
+            emit_block(dots, sums, top, group, lanes)
     return [
         [
             v.let(v.add_lanes(v.load(buffer, index * top, top), "float32", top))
@@ -51,19 +52,25 @@ def emit_dots(
     ]
 
 
-def _emit_block(
-    isa: Isa,
-    vectors: Sequence[Vector],
-    activations: Activations,
-    tokens: Sequence[v.Expr],
-    sums: Sequence[v.Buffer],
-    top: int,
-    group: v.Expr,
-    lanes: int,
-    prefetch: Prefetch | None,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Dots:
+    """Vectors of one format, times tokens."""
+
+    isa: Isa
+    vectors: Sequence[Vector]
+    activations: Activations
+    tokens: Sequence[v.Expr]
+    prefetch: Prefetch | None
+
+    @property
+    def unpacking(self) -> Unpacking:
+        return find_unpacking(self.vectors[0].precision)
+
+
+def _emit_block(dots: _Dots, sums: Sequence[v.Buffer], top: int, group: v.Expr, lanes: int) -> None:
     """Add the products of the block that begins with group ``group`` to ``sums``."""
-    unpacking = find_unpacking(vectors[0].precision)
+    isa, vectors, activations, tokens = dots.isa, dots.vectors, dots.activations, dots.tokens
+    unpacking = dots.unpacking
     groups = activations.length // GROUP
     fold = unpacking.count_folded(isa, lanes)
     width = min(isa.lanes, lanes)
@@ -76,7 +83,7 @@ def _emit_block(
             width=width,
             fold=fold,
         )
-        totals = _emit_groups(isa, vectors, activations, tokens, piece, prefetch)
+        totals = _emit_groups(dots, piece)
         for vector, buffer, row in zip(vectors, sums, totals, strict=True):
             weight_scale = unpacking.load_scales(vector, piece.group, width)
             if activations.upper:
@@ -107,19 +114,13 @@ class _Piece:
     fold: int
 
 
-def _emit_groups(
-    isa: Isa,
-    vectors: Sequence[Vector],
-    activations: Activations,
-    tokens: Sequence[v.Expr],
-    piece: _Piece,
-    prefetch: Prefetch | None,
-) -> list[list[v.Expr]]:
+def _emit_groups(dots: _Dots, piece: _Piece) -> list[list[v.Expr]]:
     """Return int32 x ``width`` sums of q * x over the groups of a piece, per vector and token."""
+    isa, vectors, activations, tokens = dots.isa, dots.vectors, dots.activations, dots.tokens
     wide = piece.width * piece.fold
     dot = DotPrimitive(isa, wide)
     planes = activations.used_planes
-    unpacking = find_unpacking(vectors[0].precision)
+    unpacking = dots.unpacking
     chunks = unpacking.chunks
     streams = 2 if unpacking.splits(dot) else 1
     # A sum may begin with what takes the weights' offset out again: it need not be added later.
@@ -139,8 +140,8 @@ def _emit_groups(
         offset = chunk * (4 * piece.lanes)
         rows = []
         for index, vector in enumerate(vectors):
-            if prefetch is not None:
-                prefetch(index, piece.byte + offset, 4 * wide)
+            if dots.prefetch is not None:
+                dots.prefetch(index, piece.byte + offset, 4 * wide)
             load = partial(_load_chunk, vector, piece)
             part = Chunk(number=chunk, lanes=piece.lanes, load=load)
             rows.append(unpacking.take_fields(dot, part))
@@ -224,22 +225,15 @@ def _add_halves(total: v.Expr, lanes: int) -> v.Expr:
 
 
 def _emit_float_block(
-    isa: Isa,
-    vectors: Sequence[Vector],
-    activations: Activations,
-    tokens: Sequence[v.Expr],
-    sums: Sequence[v.Buffer],
-    top: int,
-    group: v.Expr,
-    lanes: int,
-    prefetch: Prefetch | None,
+    dots: _Dots, sums: Sequence[v.Buffer], top: int, group: v.Expr, lanes: int
 ) -> None:
     """Add quantised weights times float32 values, of the block of ``lanes`` groups that begins
     with ``group``, to ``sums`` float32 [tokens, top] of each vector.
 
     Integers times values are added up over the block, then multiplied with the scales.
     """
-    unpacking = find_unpacking(vectors[0].precision)
+    isa, vectors, activations, tokens = dots.isa, dots.vectors, dots.activations, dots.tokens
+    unpacking = dots.unpacking
     zero = v.constant(0.0, "float32", lanes)
     # Two sums in turn, as an addition waits for the last one to the same sum; always two, so that a
     # gate has the same bits wherever it is computed.
@@ -249,8 +243,8 @@ def _emit_float_block(
     with T.serial(v.wide(unpacking.tiles * activations.once)) as tile:
         tiles = []
         for index, vector in enumerate(vectors):
-            if prefetch is not None:
-                prefetch(index, group * unpacking.group_bytes + tile * size, size)
+            if dots.prefetch is not None:
+                dots.prefetch(index, group * unpacking.group_bytes + tile * size, size)
             tiles.append(unpacking.emit_tile(isa, Block(vector, lanes, group), tile))
         for turn, rows in enumerate(zip(*tiles, strict=True)):
             place = v.let(rows[0][0])

@@ -156,14 +156,13 @@ def emit_count(spec: KernelSpec, counts: v.Buffer) -> None:
 def emit_downs(
     isa: Isa,
     spec: KernelSpec,
-    vectors: Sequence[Vector],
-    values: Sequence[v.Expr],
+    weighed: Sequence[tuple[Vector, v.Expr]],
     target: v.Buffer,
     base: v.Expr,
     once: v.Expr,
     ask: Prefetch | None = None,
 ) -> None:
-    """Add each of some down ``vectors`` times its value to ``target[base:]`` (lane order), one
+    """Add each of some down vectors times its value to ``target[base:]`` (lane order), one
     after the other; ``ask`` is told what is read, and when.  ``once``: see `Activations`."""
     unpacking = find_unpacking(spec.ffn)
     size = weight_bytes(GROUP, spec.ffn)
@@ -183,11 +182,11 @@ def emit_downs(
         step = unpacking.count_tile_bytes(lanes)
         scales = [
             v.let(unpacking.load_block_scale(Block(vector, lanes, first)) * v.splat(value, lanes))
-            for vector, value in zip(vectors, values, strict=True)
+            for vector, value in weighed
         ]
         for chunk in range(unpacking.tiles):
             tiles = []
-            for index, vector in enumerate(vectors):
+            for index, (vector, _) in enumerate(weighed):
                 if ask is not None:
                     ask(index, v.wide(first * size) + chunk * step, step)
                 tiles.append(unpacking.emit_tile(isa, Block(vector, lanes, first), chunk))
@@ -195,13 +194,13 @@ def emit_downs(
 
     def emit_narrow(lanes: int, first: v.Expr) -> None:
         blocks = []
-        for index, vector in enumerate(vectors):
+        for index, (vector, _) in enumerate(weighed):
             if ask is not None:
                 ask(index, v.wide(first * size), lanes * size)
             blocks.append(unpacking.emit_narrow_block(Block(vector, lanes, first)))
         scales = [
             v.let(unpacking.load_wide_scale(Block(vector, lanes, first), value))
-            for vector, value in zip(vectors, values, strict=True)
+            for vector, value in weighed
         ]
         add_rows(blocks, scales, WIDE)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -12,11 +12,11 @@ from pi2.backends.kernels.amx import emit_blocks, has_many, takes_blocks
 from pi2.backends.kernels.downs import add_squares, find_neighbour
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_split
-from pi2.backends.kernels.neurons import Bundles
-from pi2.backends.kernels.operands import EVERYTHING, Activations, Chosen
+from pi2.backends.kernels.operands import Activations, Chosen
 from pi2.backends.kernels.panel import (
     Opened,
     Panel,
+    Share,
     count_sharing,
     emit_activations,
     emit_gates,
@@ -26,31 +26,30 @@ from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec
 from pi2.backends.kernels.unpacking import Block, find_unpacking
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseRoom:
+    """What panels of a chunk are computed in."""
+
+    masks: v.Buffer
+    """int32 [tokens, PARTS]: a bit for each activation that is not zero."""
+    unpacked: v.Buffer
+    """float32 [threads, UNPACKED + KEPT, 128]."""
+    squares: v.Buffer | None
+    """float32 [tokens] of activations, where they are normalised."""
+
+
 def emit_dense(
     isa: Isa,
-    spec: KernelSpec,
     activations: Activations,
-    bundles: Bundles,
-    first: v.Expr | None,
-    count: v.Expr,
+    every: Panel,
     tokens: v.Expr,
-    values: v.Buffer,
-    masks: v.Buffer,
-    unpacked: v.Buffer,
+    room: DenseRoom,
     total: v.Buffer,
-    routes: v.Buffer | None = None,
-    chosen: Chosen = EVERYTHING,
-    squares: v.Buffer | None = None,
-    cutoffs: v.Buffer | None = None,
 ) -> None:
-    """Add ``count`` contiguous or ``chosen`` neurons to ``total`` (y [tokens, hidden], lane order).
+    """Add neurons to ``total`` (y [tokens, hidden], lane order): ``every`` one of a call,
+    contiguous or chosen, whose bundles are in stored order.
 
-    ``bundles`` are in stored order, and ``first`` is the first one's row of resident scales;
-    ``values`` float32 [tokens, PANEL] activations of a panel; ``masks`` int32 [tokens, PARTS], a
-    bit for each that is not zero; ``unpacked`` float32 [threads, UNPACKED + KEPT, 128]; ``routes``
-    float32 [tokens, experts] weights of a mixture's experts; ``squares`` float32 [tokens] of
-    activations, where they are normalised; ``cutoffs`` float32 [tokens] of gates, where layers have
-    them.  Per panel of neurons: first the activations, threads sharing the neurons, or their gates,
+    Per panel of neurons: first the activations, threads sharing the neurons, or their gates,
     and then the activations where gates are open, threads sharing the neurons of all tokens; then
     y, threads sharing the elements, for active neurons only where some rest: the down vectors of
     those that fire for some tokens are unpacked, and added for these.  So no sum depends on the
@@ -59,6 +58,7 @@ def emit_dense(
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
     is at: in y itself, those of one token after the other push each other out of the caches.
     """
+    spec, chosen, count = every.bundles.spec, every.chosen, every.size
     threads, hidden = spec.threads, spec.hidden
     if takes_blocks(isa, activations, spec.ffn):
         with T.If(has_many(activations, tokens)), T.Then():
@@ -66,26 +66,17 @@ def emit_dense(
     with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as number:
         origin = v.let(number * PANEL)
         size = v.let(T.min(count - origin, PANEL))
-        panel = Panel(
-            bundles=bundles,
-            first=first,
-            origin=origin,
-            size=size,
-            chosen=chosen,
-            values=values,
-            routes=routes,
-            cutoffs=cutoffs,
-        )
+        panel = replace(every, origin=origin, size=size)
         emit_rows = emit_gates if spec.skips_ups else emit_activations
         with T.parallel(threads) as thread:
             begin, end = emit_split(thread, threads, size)
-            emit_rows(isa, activations, panel, begin, end, tokens, thread)
+            emit_rows(isa, activations, panel, Share(begin, end, tokens, thread))
         if spec.skips_ups:
             with T.parallel(threads) as thread:
-                _emit_open_values(isa, activations, panel, tokens, thread, masks, squares)
-        elif not spec.is_smooth or squares is not None:
+                _emit_open_values(isa, activations, panel, tokens, thread, room)
+        elif not spec.is_smooth or room.squares is not None:
             with T.parallel(tokens) as token:
-                _emit_masks(panel, token, masks, squares)
+                _emit_masks(panel, token, room.masks, room.squares)
         runs = find_unpacking(spec.ffn).list_tiles(hidden)
         with T.parallel(threads) as thread:
             begin, end = emit_split(thread, threads, sum(tiles for _, _, tiles in runs))
@@ -94,49 +85,33 @@ def emit_dense(
                 passed = 0
                 for lanes, group, tiles in runs:
                     with T.If(T.And(tile >= passed, tile < passed + tiles)), T.Then():
-                        _emit_tile_sum(
-                            isa,
-                            spec,
-                            bundles,
-                            first,
-                            origin,
-                            size,
-                            tokens,
-                            values,
-                            masks,
-                            unpacked,
-                            v.let(thread * ((KEPT + UNPACKED) * 128)),
-                            total,
-                            lanes,
-                            group,
-                            v.let(tile - passed),
-                            chosen,
-                        )
+                        scratch = v.let(thread * ((KEPT + UNPACKED) * 128))
+                        place = _Tile(scratch, lanes, group, v.let(tile - passed))
+                        _emit_tile_sum(isa, panel, tokens, room, total, place)
                     passed += tiles
 
 
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Tile ``number`` of a run of blocks of ``lanes`` that begins with ``group``; a thread unpacks
+    its weights from ``scratch`` on."""
+
+    scratch: v.Expr
+    lanes: int
+    group: int
+    number: v.Expr
+
+
 def _emit_tile_sum(
-    isa: Isa,
-    spec: KernelSpec,
-    bundles: Bundles,
-    first_row: v.Expr | None,
-    origin: v.Expr,
-    size: v.Expr,
-    tokens: v.Expr,
-    values: v.Buffer,
-    masks: v.Buffer,
-    unpacked: v.Buffer,
-    scratch: v.Expr,
-    total: v.Buffer,
-    lanes: int,
-    group: int,
-    tile: v.Expr,
-    chosen: Chosen,
+    isa: Isa, panel: Panel, tokens: v.Expr, room: DenseRoom, total: v.Buffer, tile: _Tile
 ) -> None:
+    bundles, chosen, spec = panel.bundles, panel.chosen, panel.bundles.spec
+    size, values, masks, unpacked = panel.size, panel.values, room.masks, room.unpacked
+    scratch, lanes = tile.scratch, tile.lanes
     unpacking = find_unpacking(spec.ffn)
-    number = T.floordiv(tile, unpacking.tiles)
-    first = v.let(group + number * unpacking.count_groups(lanes))
-    chunk = v.let(T.floormod(tile, unpacking.tiles))
+    number = T.floordiv(tile.number, unpacking.tiles)
+    first = v.let(tile.group + number * unpacking.count_groups(lanes))
+    chunk = v.let(T.floormod(tile.number, unpacking.tiles))
     own = v.let(scratch + UNPACKED * 128)
     places = unpacking.list_places(lanes, first, chunk)
 
@@ -150,8 +125,8 @@ def _emit_tile_sum(
             number = v.let(T.min(size - begin, UNPACKED))
 
             def unpack(index: v.Expr, begin: v.Expr = begin) -> None:
-                place = chosen.find_neuron(origin + begin + index)
-                vector = bundles.take_part(find_neighbour(bundles, place, first_row), "down")
+                place = chosen.find_neuron(panel.origin + begin + index)
+                vector = bundles.take_part(find_neighbour(bundles, place, panel.first), "down")
                 block = Block(vector, lanes, first)
                 scale = v.let(unpacking.load_block_scale(block))
                 rows = unpacking.emit_tile(isa, block, chunk)
@@ -305,8 +280,7 @@ def _emit_open_values(
     panel: Panel,
     tokens: v.Expr,
     thread: v.Expr,
-    masks: v.Buffer,
-    squares: v.Buffer | None,
+    room: DenseRoom,
 ) -> None:
     """Make a panel's gates into activations, for a thread's share of all tokens' neurons; set their
     masks and squares.
@@ -315,7 +289,7 @@ def _emit_open_values(
     threads; where squares are added up, whole tokens, whose sums have one order."""
     sharing = count_sharing(isa, panel.bundles.spec)
     groups = T.floordiv(tokens + sharing - 1, sharing)
-    width = UNPACKED if squares is None else PANEL
+    width = UNPACKED if room.squares is None else PANEL
     each = v.let(T.floordiv(panel.size + width - 1, width))
     begin, end = emit_split(thread, panel.bundles.spec.threads, v.let(groups * each))
     top = v.let(T.floordiv(begin, each))
@@ -325,9 +299,10 @@ def _emit_open_values(
         stop = v.let(T.min(T.min(end - group * each, each) * width, panel.size))
         first = v.let(group * sharing)
         count = v.let(T.min(tokens - first, sharing))
-        opened = emit_open_values(isa, activations, panel, start, stop, first, count, thread)
+        share = Share(start, stop, count, thread)
+        opened = emit_open_values(isa, activations, panel, share, first)
         with T.serial(count) as turn:
-            _emit_open_masks(panel, opened, stop, v.let(first + turn), masks, squares)
+            _emit_open_masks(panel, opened, stop, v.let(first + turn), room)
 
 
 def _emit_open_masks(
@@ -335,11 +310,11 @@ def _emit_open_masks(
     opened: Opened,
     stop: v.Expr,
     token: v.Expr,
-    masks: v.Buffer,
-    squares: v.Buffer | None,
+    room: DenseRoom,
 ) -> None:
     """Do what `_emit_masks` does for the neurons up to ``stop`` among which some are ``opened``:
     all activations of others are zero, and not kept."""
+    masks, squares = room.masks, room.squares
     base = v.let(token * PARTS)
     first = v.let(T.floordiv(opened.start, UNPACKED))
     with T.serial(T.floordiv(stop + UNPACKED - 1, UNPACKED) - first) as part:

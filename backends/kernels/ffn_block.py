@@ -9,8 +9,8 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.downs import Squares
-from pi2.backends.kernels.ffn import emit_dense
-from pi2.backends.kernels.gathered import Run, Scratch, emit_gathered, emit_gathered_gates
+from pi2.backends.kernels.ffn import DenseRoom, emit_dense
+from pi2.backends.kernels.gathered import Gathered, Run, Scratch, emit_gathered, emit_gathered_gates
 from pi2.backends.kernels.neurons import NO_CUTOFF, Bundles, emit_leave_lane_order
 from pi2.backends.kernels.norms import (
     NormWeights,
@@ -22,7 +22,14 @@ from pi2.backends.kernels.norms import (
     take_sub_norm_factor,
 )
 from pi2.backends.kernels.operands import EVERYTHING, Activations, Chosen
-from pi2.backends.kernels.plain import PartSums, Stretches, emit_plain_gathered, emit_stretched
+from pi2.backends.kernels.panel import Panel
+from pi2.backends.kernels.plain import (
+    PartSums,
+    Stretches,
+    Sums,
+    emit_plain_gathered,
+    emit_stretched,
+)
 from pi2.backends.kernels.schedule import Schedule, emit_each_token
 from pi2.backends.kernels.selection import take_cutoffs, take_finding
 from pi2.backends.kernels.shared import Naming, emit_shared_neurons
@@ -120,12 +127,10 @@ def emit_find_gates(schedule: Schedule, take: Parameters) -> None:
     """Compute the gates of gathered neurons."""
     count, token = take.take_number("count"), schedule.take_token(take)
     bundles = _take_bundles(schedule, take, "arena")
-    slots, rows = _take_slots(schedule, take)
+    gathered = Gathered(*_take_slots(schedule, take), count)
     hidden = schedule.take_hidden(take, count)
     gates = take.take_array("gates", "float32", "neurons")
-    emit_gathered_gates(
-        schedule.isa, schedule.spec, hidden, bundles, slots, rows, count, gates, token
-    )
+    emit_gathered_gates(schedule.isa, hidden, bundles, gathered, gates, token)
 
 
 def _take_bundles(schedule: Schedule, take: Parameters, name: str) -> Bundles:
@@ -194,22 +199,17 @@ def _emit_gathered(schedule: Schedule, take: Parameters, *, known: bool) -> None
             take.take_array("scores", "float32", "neurons"),
             take.take_array("indices", "int32", "neurons"),
         )
-    emit_gathered(
-        schedule.isa,
-        schedule.spec,
-        hidden,
-        bundles,
-        slots,
-        rows,
-        count,
-        scratch,
-        total,
-        known=gates,
-        limit=limit,
+    run = Run(
+        isa=schedule.isa,
+        spec=schedule.spec,
+        activations=hidden,
+        bundles=bundles,
+        scratch=scratch,
         routes=routes,
         token=token,
         cutoffs=take_cutoffs(schedule, take),
     )
+    emit_gathered(run, Gathered(slots, rows, count), total, gates, limit)
 
 
 def emit_add_shared_neurons(schedule: Schedule, take: Parameters) -> None:
@@ -257,16 +257,15 @@ def emit_add_plain_neurons(schedule: Schedule, take: Parameters) -> None:
     """Add gathered neurons that have biases or no gate to y of one token."""
     count, token = take.take_number("count"), schedule.take_token(take)
     bundles = _take_bundles(schedule, take, "arena")
-    slots, rows = _take_slots(schedule, take)
-    emit_plain_gathered(
-        schedule.isa,
-        schedule.spec,
-        schedule.take_hidden(take, count),
-        bundles,
-        slots,
-        rows,
-        count,
-        partial=schedule.take_rows(take, "partial", "threads"),
+    gathered = Gathered(*_take_slots(schedule, take), count)
+    hidden = schedule.take_hidden(take, count)
+    partial = schedule.take_rows(take, "partial", "threads")
+    sums = _take_sums(schedule, take, token)
+    emit_plain_gathered(schedule.isa, hidden, bundles, gathered, partial, sums)
+
+
+def _take_sums(schedule: Schedule, take: Parameters, token: v.Expr) -> Sums:
+    return Sums(
         counts=take.take_array("counts", "int32", schedule.spec.threads + 1),
         total=schedule.take_rows(take, "y"),
         routes=schedule.take_routes(take),
@@ -286,7 +285,6 @@ def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
     slots, rows = _take_slots(schedule, take)
     emit_stretched(
         schedule.isa,
-        spec,
         schedule.take_hidden(take, count),
         bundles,
         Stretches(slots=slots, rows=rows, count=count, size=size),
@@ -296,11 +294,7 @@ def emit_add_stretches(schedule: Schedule, take: Parameters) -> None:
             sums=take.take_array("part_sums", "float32", spec.parts, "threads", spec.hidden),
             finished=finished,
         ),
-        counts=take.take_array("counts", "int32", spec.threads + 1),
-        total=schedule.take_rows(take, "y"),
-        routes=schedule.take_routes(take),
-        token=token,
-        squares=_take_thread_squares(schedule, take),
+        _take_sums(schedule, take, token),
     )
 
 
@@ -318,23 +312,24 @@ def emit_add_dense(schedule: Schedule, take: Parameters) -> None:
             neurons=places, tokens=take.take_array("tokens_of_expert", "int32", "tokens")
         )
     hidden = schedule.take_dense(take, count)
-    emit_dense(
-        schedule.isa,
-        schedule.spec,
-        hidden,
-        bundles,
-        first,
-        values=take.take_array("values", "float32", "tokens", PANEL),
-        masks=take.take_array("masks", "int32", "tokens", PARTS),
-        unpacked=take.take_array("unpacked", "float32", "threads", UNPACKED + KEPT, 128),
-        total=schedule.take_rows(take, "y"),
-        routes=schedule.take_routes(take),
-        count=count,
-        tokens=tokens,
+    values = take.take_array("values", "float32", "tokens", PANEL)
+    masks = take.take_array("masks", "int32", "tokens", PARTS)
+    unpacked = take.take_array("unpacked", "float32", "threads", UNPACKED + KEPT, 128)
+    total = schedule.take_rows(take, "y")
+    routes = schedule.take_routes(take)
+    squares = _take_squares(schedule, take)
+    every = Panel(
+        bundles=bundles,
+        first=first,
+        origin=T.int32(0),
+        size=count,
         chosen=chosen,
-        squares=_take_squares(schedule, take),
+        values=values,
+        routes=routes,
         cutoffs=take_cutoffs(schedule, take),
     )
+    room = DenseRoom(masks=masks, unpacked=unpacked, squares=squares)
+    emit_dense(schedule.isa, hidden, every, tokens, room, total)
 
 
 def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:

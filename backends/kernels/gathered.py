@@ -91,20 +91,30 @@ class PlaceList:
             emit(first, self.take(first), self.take(first + TOGETHER))
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Neurons of a call: ``slots`` int32 [count], and ``rows`` likewise of resident scales."""
+
+    slots: v.Buffer
+    rows: v.Buffer | None
+    count: v.Expr
+
+    def find(self, bundles: Bundles, place: v.Expr) -> Neuron:
+        """Return the neuron at a place of the list."""
+        return bundles.find(self.slots[place], None if self.rows is None else self.rows[place])
+
+
 def emit_gathered_gates(
     isa: Isa,
-    spec: KernelSpec,
     activations: Activations,
     bundles: Bundles,
-    slots: v.Buffer,
-    rows: v.Buffer | None,
-    count: v.Expr,
+    gathered: Gathered,
     gates: v.Buffer,
     token: v.Expr,
 ) -> None:
-    """Set ``gates`` float32 [count] to the gates of the neurons ``slots`` int32 [count] of
-    ``bundles`` for ``token``, the same bits as `gathered` computes; ``rows`` int32 [count] of
-    resident scales."""
+    """Set ``gates`` float32 [count] to the gates of neurons for ``token``, the same bits as
+    `emit_gathered` computes."""
+    spec, count = bundles.spec, gathered.count
 
     def emit(thread: v.Expr) -> None:
         begin, end = emit_split(thread, spec.threads, count)
@@ -112,10 +122,7 @@ def emit_gathered_gates(
             top = v.let(begin + turn * TOGETHER)
             # A repeated neuron writes the same value again.
             places = [v.let(T.min(top + index, end - 1)) for index in range(TOGETHER)]
-            neurons = [
-                bundles.find(slots[place], None if rows is None else rows[place])
-                for place in places
-            ]
+            neurons = [gathered.find(bundles, place) for place in places]
             parts = [bundles.take_part(neuron, "gate") for neuron in neurons]
             found = emit_dots(isa, parts, activations, [token])
             for place, gate in zip(places, found, strict=True):
@@ -217,41 +224,20 @@ ReadGate = Callable[[v.Expr], v.Expr]
 
 
 def emit_gathered(
-    isa: Isa,
-    spec: KernelSpec,
-    activations: Activations,
-    bundles: Bundles,
-    slots: v.Buffer,
-    rows: v.Buffer | None,
-    count: v.Expr,
-    scratch: Scratch,
+    run: Run,
+    gathered: Gathered,
     total: v.Buffer,
     known: tuple[v.Buffer, v.Buffer] | None = None,
     limit: v.Expr | None = None,
-    routes: v.Buffer | None = None,
-    token: v.Expr | None = None,
-    cutoffs: v.Buffer | None = None,
 ) -> None:
-    """Add neurons ``slots`` int32 [count] of ``bundles`` to ``total`` float32 [hidden], lane order.
+    """Add neurons to ``total`` float32 [hidden], lane order.
 
-    ``rows`` int32 [count] of resident scales.  ``known`` (scores float32 [neurons], indices int32
-    [count]): gate i is ``scores[indices[i]]``; of smooth activations it is the activation itself.
-    These have a ``limit``: neurons whose activation, up included, is smaller than that are left
-    out.  ``routes`` float32 [experts]: weights of a mixture's experts.  ``token``: whose
-    activations, sum and weights these are.  ``cutoffs`` of gates, where layers have them.
+    ``known`` (scores float32 [neurons], indices int32 [count]): gate i is ``scores[indices[i]]``;
+    of smooth activations it is the activation itself.  These have a ``limit``: neurons whose
+    activation, up included, is smaller than that are left out.
     """
+    spec, scratch, token, count = run.spec, run.scratch, run.token, gathered.count
     threads, hidden = spec.threads, spec.hidden
-    token = T.int32(0) if token is None else token
-    run = Run(
-        isa=isa,
-        spec=spec,
-        activations=activations,
-        bundles=bundles,
-        scratch=scratch,
-        routes=routes,
-        token=token,
-        cutoffs=cutoffs,
-    )
 
     def emit(thread: v.Expr) -> None:
         target = emit_clear(spec, scratch.partial, thread)
@@ -260,7 +246,10 @@ def emit_gathered(
         own = v.let(T.floordiv(count, threads) + T.Select(thread < rest, T.int32(1), T.int32(0)))
         first = v.let(thread * T.floordiv(count, threads) + T.min(thread, rest))
         given = PlaceList(
-            count=own, slots=slots, rows=rows, locate=lambda place: thread + place * threads
+            count=own,
+            slots=gathered.slots,
+            rows=gathered.rows,
+            locate=lambda place: thread + place * threads,
         )
 
         def read_gate(place: v.Expr) -> v.Expr:
@@ -296,7 +285,7 @@ def emit_at_once(
     is asked for the down vectors of the next few while those of the first are added.
     """
     scratch = run.scratch
-    kept, added = v.Cell(T.int32(0)), v.Cell(T.int32(0))
+    kept, added = _Kept(scratch, first), v.Cell(T.int32(0))
     turns = v.let(given.count_turns())
     with T.serial(turns + 1) as turn:
         with T.If(turn < turns), T.Then():
@@ -311,17 +300,17 @@ def emit_at_once(
                 ups = run.dot(places, "up", following, "up")
             for index, (place, gate, up) in enumerate(zip(places, found, ups, strict=True)):
                 there = start + index < given.count
-                _keep_active(run, kept, first, there, place, gate, up, limit)
-        waiting = v.let(kept.get() - added.get())
+                _keep_active(run, kept, there, place, (gate, up), limit)
+        waiting = v.let(kept.count - added.get())
         # One turn more has to wait: memory is asked for it during the last one.
         is_enough = waiting >= (DOWN_TURNS + 1) * TOGETHER
         some = T.Select(is_enough, T.int32(DOWN_TURNS), T.int32(0))
         all_of_them = T.floordiv(waiting + (TOGETHER - 1), TOGETHER)
-        fired = _list_firing(scratch, first, kept.get())
+        fired = _list_firing(scratch, first, kept.count)
         with T.serial(v.let(T.Select(turn < turns, some, all_of_them))):
             _emit_down_turn(run, fired, first, v.let(added.get()), target)
             added.set(added.get() + TOGETHER)
-    return v.let(kept.get())
+    return v.let(kept.count)
 
 
 def emit_in_turn(
@@ -373,23 +362,23 @@ def _note(scratch: Scratch, index: v.Expr, place: Place) -> None:
 def _emit_gates(run: Run, given: PlaceList, first: v.Expr) -> v.Expr:
     """Compute gates; list the open ones from place ``first`` on; return their number."""
     scratch = run.scratch
-    kept = v.Cell(T.int32(0))
+    kept = _Kept(scratch, first)
 
     def emit(start: v.Expr, places: list[Place], following: list[Place]) -> None:
         gates = run.dot(places, "gate", following, "gate")
         for index, (place, gate) in enumerate(zip(places, gates, strict=True)):
             opens = None if run.spec.is_smooth else is_firing(run.spec, gate)
             there = start + index < given.count
-            _keep(scratch, kept, first, there, place, scratch.gates, gate, opens)
+            kept.keep(there, place, scratch.gates, gate, opens)
 
     given.visit(emit)
-    return v.let(kept.get())
+    return v.let(kept.count)
 
 
 def _emit_ups(run: Run, opened: PlaceList, first: v.Expr, limit: v.Expr | None) -> v.Expr:
     """Compute activations of listed neurons; keep those that fire; return their number."""
     scratch = run.scratch
-    kept = v.Cell(T.int32(0))
+    kept = _Kept(scratch, first)
 
     def emit(start: v.Expr, places: list[Place], following: list[Place]) -> None:
         # Read before anything is written: the list of those that are kept overtakes nothing.
@@ -397,50 +386,56 @@ def _emit_ups(run: Run, opened: PlaceList, first: v.Expr, limit: v.Expr | None) 
         ups = run.dot(places, "up", following, "up")
         for index, (place, gate, up) in enumerate(zip(places, gates, ups, strict=True)):
             there = start + index < opened.count
-            _keep_active(run, kept, first, there, place, gate, up, limit)
+            _keep_active(run, kept, there, place, (gate, up), limit)
 
     opened.visit(emit)
-    return v.let(kept.get())
+    return v.let(kept.count)
+
+
+class _Kept:
+    """A thread's list of neurons, from place ``first`` on."""
+
+    def __init__(self, scratch: Scratch, first: v.Expr) -> None:
+        self._scratch = scratch
+        self._first = first
+        self._cell = v.Cell(T.int32(0))
+
+    @property
+    def count(self) -> v.Expr:
+        return self._cell.get()
+
+    def keep(
+        self, there: v.Expr, place: Place, values: v.Buffer, value: v.Expr, stays: v.Expr | None
+    ) -> None:
+        """Write a neuron of a turn to the lists, and go on to the next place if it ``stays``.
+
+        Nothing is written of neurons that are not ``there``, beyond the list's end: where all have
+        stayed, the next place is another thread's.
+        """
+        with T.If(there), T.Then():
+            index = v.let(self._first + self.count)
+            v.store(values, index, value, 1)
+            _note(self._scratch, index, place)
+            one = T.int32(1)
+            more = one if stays is None else T.Select(stays, one, T.int32(0))
+            self._cell.set(self.count + more)
 
 
 def _keep_active(
     run: Run,
-    kept: v.Cell,
-    first: v.Expr,
+    kept: _Kept,
     there: v.Expr,
     place: Place,
-    gate: v.Expr,
-    up: v.Expr,
+    dots: tuple[v.Expr, v.Expr],
     limit: v.Expr | None,
 ) -> None:
-    """Compute an activation and keep its neuron if it is not zero, or if it reaches ``limit``."""
+    """Compute an activation of gate and up, and keep its neuron if it is not zero, or if it reaches
+    ``limit``."""
+    gate, up = dots
     value = v.let(run.activate(gate, up) if limit is None else gate * adjust_up(run.spec, up))
     weighed = v.let(run.weigh(place, value))
     fires = weighed != v.constant(0.0, "float32") if limit is None else T.abs(value) >= limit
-    _keep(run.scratch, kept, first, there, place, run.scratch.values, weighed, fires)
-
-
-def _keep(
-    scratch: Scratch,
-    kept: v.Cell,
-    first: v.Expr,
-    there: v.Expr,
-    place: Place,
-    values: v.Buffer,
-    value: v.Expr,
-    stays: v.Expr | None,
-) -> None:
-    """Write a neuron of a turn to the lists, and go on to the next place if it ``stays``.
-
-    Nothing is written of neurons that are not ``there``, beyond the list's end: where all have
-    stayed, the next place is another thread's.
-    """
-    with T.If(there), T.Then():
-        index = v.let(first + kept.get())
-        v.store(values, index, value, 1)
-        _note(scratch, index, place)
-        one = T.int32(1)
-        kept.set(kept.get() + (one if stays is None else T.Select(stays, one, T.int32(0))))
+    kept.keep(there, place, run.scratch.values, weighed, fires)
 
 
 def _emit_down_turn(
@@ -466,4 +461,5 @@ def _emit_down(
     """Add the down vector of each neuron times its value to ``partial[base:]`` (lane order)."""
     vectors, ask = run.take_parts(places, "down"), run.ask_for(following, "down")
     once = run.activations.once
-    emit_downs(run.isa, run.spec, vectors, values, run.scratch.partial, base, once, ask)
+    weighed = list(zip(vectors, values, strict=True))
+    emit_downs(run.isa, run.spec, weighed, run.scratch.partial, base, once, ask)

@@ -21,7 +21,7 @@ Source: Arm Architecture Reference Manual (DDI 0487), SMMLA (vector).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
@@ -34,7 +34,7 @@ from pi2.backends.kernels.operands import (
     EVERYTHING,
     Activations,
     Chosen,
-    FinishItem,
+    Items,
     Vector,
     list_runs,
 )
@@ -65,21 +65,18 @@ def emit_items(
     activations: Activations,
     tokens: v.Expr,
     thread: v.Expr,
-    begin: v.Expr,
-    end: v.Expr,
-    parts: int,
-    take_vectors: Callable[[v.Expr], Sequence[Vector]],
-    finish: FinishItem,
+    given: Items,
     chosen: Chosen = EVERYTHING,
     *,
     is_pair: bool = False,
 ) -> None:
-    """Compute vector . x for items ``begin`` to ``end`` and all ``tokens``, or those ``chosen``.
+    """Compute vector . x for items and all ``tokens``, or those ``chosen``.
 
-    An item has ``parts`` vectors, one (a row) or two (a neuron's gate and up), int4 or int8, which
-    ``take_vectors`` names; ``activations`` are in this schedule's order; ``thread`` chooses the
-    part of ``activations.tiles``; ``is_pair``: there are 2 tokens at most.
+    ``activations`` are in this schedule's order; ``thread`` chooses the part of
+    ``activations.tiles``; ``is_pair``: there are 2 tokens at most.
     """
+    begin, end, parts = given.begin, given.end, given.parts
+    take_vectors, finish = given.take_vectors, given.finish
     base = v.let(v.wide(thread) * (activations.length // GROUP * GROUP_BYTES))
     together = ROWS // parts
     with T.serial(T.floordiv(end - begin + together - 1, together)) as step:
@@ -199,16 +196,16 @@ def _emit_unpacked_pair(
         with T.serial(v.wide(count * activations.once)) as block:
             group = v.let(first + block * lanes)
             with T.serial(v.wide(lanes // width * activations.once)) as quarter:
+                place = v.let(base + (group + quarter * width) * GROUP_BYTES + pair * 16)
                 _emit_unpacked_groups(
-                    vectors, activations.tiles, base, pair, group, quarter, lanes, width
+                    vectors, activations.tiles, place, group, quarter, lanes, width
                 )
 
 
 def _emit_unpacked_groups(
     vectors: Sequence[Vector],
     tiles: v.Buffer,
-    base: v.Expr,
-    pair: v.Expr,
+    place: v.Expr,
     group: v.Expr,
     quarter: v.Expr,
     lanes: int,
@@ -216,7 +213,6 @@ def _emit_unpacked_groups(
 ) -> None:
     """Unpack ``width`` groups, from ``quarter * width`` of the block that begins with ``group``."""
     unpacking = find_unpacking(vectors[0].precision)
-    place = v.let(base + (group + quarter * width) * GROUP_BYTES + pair * 16)
 
     def put(index: int, step: int, weights: v.Expr) -> None:
         at = place + (index * GROUP_BYTES + step * (ROWS // 2) * 16)

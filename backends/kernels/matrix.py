@@ -16,6 +16,7 @@ from pi2.backends.kernels.operands import (
     FLOAT_PLANES,
     LINE,
     Activations,
+    Items,
     Prefetch,
     Vector,
     emit_request,
@@ -225,20 +226,19 @@ def emit_multiply(
             row = v.let(begin + step)
             emit_row(isa, matrix.take_row(row), activations.for_one(), origin, row, finish)
 
+    def list_items(begin: v.Expr, end: v.Expr) -> Items:
+        return Items(
+            begin=begin,
+            end=end,
+            take_vectors=lambda row: [matrix.take_row(row)],
+            finish=lambda token, row, dots: finish(token, row, dots[0]),
+        )
+
     def emit_several(thread: v.Expr) -> None:
         assert tokens is not None
         begin, end = emit_split(thread, threads, matrix.rows)
         if takes_pairs(isa, matrix.precision):
-            emit_items(
-                activations.for_chunk(),
-                tokens,
-                thread,
-                begin,
-                end,
-                1,
-                lambda row: [matrix.take_row(row)],
-                lambda token, row, dots: finish(token, row, dots[0]),
-            )
+            emit_items(activations.for_chunk(), tokens, thread, list_items(begin, end))
             return
         chunk = activations.for_chunk()
         wide = isa.widen_few()
@@ -256,16 +256,7 @@ def emit_multiply(
     def emit_blocked(thread: v.Expr) -> None:
         assert tokens is not None
         begin, end = emit_split(thread, threads, matrix.rows)
-        emit_block_items(
-            activations.for_chunk(),
-            tokens,
-            thread,
-            begin,
-            end,
-            1,
-            lambda row: [matrix.take_row(row)],
-            lambda token, row, dots: finish(token, row, dots[0]),
-        )
+        emit_block_items(activations.for_chunk(), tokens, thread, list_items(begin, end))
 
     def emit_many() -> None:
         assert tokens is not None

@@ -118,6 +118,19 @@ class Activations:
 FinishItem = Callable[[v.Expr, v.Expr, list[v.Expr]], None]
 """Called with (token, item, dot product of each of the item's vectors) to store the result."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Items:
+    """Items ``begin`` to ``end``, each of ``parts`` vectors: one (a row) or two (a neuron's gate
+    and up)."""
+
+    begin: v.Expr
+    end: v.Expr
+    parts: int = 1
+    take_vectors: Callable[[v.Expr], Sequence[Vector]]
+    finish: FinishItem
+
+
 Prefetch = Callable[[int, v.Expr, int], None]
 """Called with (vector, byte, size) where the weights ``byte`` to ``byte + size`` of a vector are
 loaded, to ask for others at the same pace: requests in bunches would wait for each other."""

@@ -15,7 +15,7 @@ from pi2.backends.kernels.i8mm import emit_items, takes_pairs
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_token_tiles
 from pi2.backends.kernels.neurons import Bundles, Neuron, is_firing
-from pi2.backends.kernels.operands import Activations, Chosen, Vector
+from pi2.backends.kernels.operands import Activations, Chosen, Items, Vector
 from pi2.backends.kernels.spec import PANEL, KernelSpec
 from pi2.plan.weights.layout import PartName
 
@@ -90,6 +90,16 @@ class Panel:
         v.store(self.values, token * PANEL + number, value, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A thread's neurons of a panel, ``start`` to ``stop``, and how many tokens it takes."""
+
+    start: v.Expr
+    stop: v.Expr
+    tokens: v.Expr
+    thread: v.Expr
+
+
 Keep = Callable[[v.Expr, v.Expr, Neuron, list[v.Expr]], None]
 """Called with (token, number in the panel, neuron, its dot products) to store what they make."""
 
@@ -98,12 +108,9 @@ def emit_activations(
     isa: Isa,
     activations: Activations,
     panel: Panel,
-    start: v.Expr,
-    stop: v.Expr,
-    tokens: v.Expr,
-    thread: v.Expr,
+    share: Share,
 ) -> None:
-    """Set the panel's values of neurons ``start`` to ``stop`` for all tokens."""
+    """Set the panel's values of neurons of a share for all tokens."""
 
     def keep(token: v.Expr, number: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> None:
         place = panel.chosen.find_token(token)
@@ -113,25 +120,22 @@ def emit_activations(
         panel.store(token, number, value)
 
     names = [part.name for part in panel.bundles.spec.bundle.parts[:-1]]
-    _emit_products(isa, activations, panel, names, start, stop, tokens, thread, keep)
+    _emit_products(isa, activations, panel, names, share, keep)
 
 
 def emit_gates(
     isa: Isa,
     activations: Activations,
     panel: Panel,
-    start: v.Expr,
-    stop: v.Expr,
-    tokens: v.Expr,
-    thread: v.Expr,
+    share: Share,
 ) -> None:
-    """Set the panel's values of neurons ``start`` to ``stop`` to their gates, for all tokens."""
+    """Set the panel's values of neurons of a share to their gates, for all tokens."""
 
     def keep(token: v.Expr, number: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> None:
         biases = load_biases(panel.bundles, neuron)
         panel.store(token, number, dots[0] + biases[0] if biases else dots[0])
 
-    _emit_products(isa, activations, panel, ["gate"], start, stop, tokens, thread, keep)
+    _emit_products(isa, activations, panel, ["gate"], share, keep)
 
 
 def _emit_products(
@@ -139,13 +143,10 @@ def _emit_products(
     activations: Activations,
     panel: Panel,
     names: Sequence[PartName],
-    start: v.Expr,
-    stop: v.Expr,
-    tokens: v.Expr,
-    thread: v.Expr,
+    share: Share,
     keep: Keep,
 ) -> None:
-    """Multiply parts of neurons ``start`` to ``stop`` with all tokens."""
+    """Multiply parts of neurons with all tokens."""
     spec, parts = panel.bundles.spec, len(names)
 
     def take_vectors(number: v.Expr) -> list[Vector]:
@@ -154,18 +155,25 @@ def _emit_products(
     def finish(token: v.Expr, number: v.Expr, dots: list[v.Expr]) -> None:
         keep(token, number, panel.find(number), dots)
 
-    given = (activations, tokens, thread, start, stop, parts, take_vectors, finish)
+    items = Items(
+        begin=share.start,
+        end=share.stop,
+        parts=parts,
+        take_vectors=take_vectors,
+        finish=finish,
+    )
+    given = (activations, share.tokens, share.thread, items)
     if takes_pairs(isa, spec.ffn):
         emit_items(*given, panel.chosen)
         return
     if takes_blocks(isa, activations, spec.ffn):
-        with T.If(has_many(activations, tokens)):
+        with T.If(has_many(activations, share.tokens)):
             with T.Then():
                 emit_block_items(*given)
             with T.Else():
-                _emit_tiled_products(isa, activations, panel, names, start, stop, tokens, keep)
+                _emit_tiled_products(isa, activations, panel, names, share, keep)
         return
-    _emit_tiled_products(isa, activations, panel, names, start, stop, tokens, keep)
+    _emit_tiled_products(isa, activations, panel, names, share, keep)
 
 
 def _emit_tiled_products(
@@ -173,12 +181,10 @@ def _emit_tiled_products(
     activations: Activations,
     panel: Panel,
     names: Sequence[PartName],
-    start: v.Expr,
-    stop: v.Expr,
-    tokens: v.Expr,
+    share: Share,
     keep: Keep,
 ) -> None:
-    """Multiply parts of neurons ``start`` to ``stop`` with all tokens, a few of both at a time."""
+    """Multiply parts of neurons with all tokens, a few of both at a time."""
     parts = len(names)
     rows = isa.shape_tile(activations.used_planes).tile_rows
     together, size = max(1, rows // parts), VECTOR_TILE // parts
@@ -197,12 +203,16 @@ def _emit_tiled_products(
                 for turn, token in enumerate(named):
                     keep(token, number, neuron, [v.let(row[turn]) for row in own])
 
-    with T.serial(T.floordiv(stop - start + size - 1, size)) as tile:
-        first = v.let(start + tile * size)
-        last = v.let(T.min(first + size, stop) - 1)
-        emit_token_tiles(
-            isa, activations.used_planes, tokens, lambda _, named: emit_tile(first, last, named)
-        )
+    with T.serial(T.floordiv(share.stop - share.start + size - 1, size)) as tile:
+        first = v.let(share.start + tile * size)
+        last = v.let(T.min(first + size, share.stop) - 1)
+
+        def emit(
+            _: v.Expr, named: list[v.Expr], first: v.Expr = first, last: v.Expr = last
+        ) -> None:
+            emit_tile(first, last, named)
+
+        emit_token_tiles(isa, activations.used_planes, share.tokens, emit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,19 +235,12 @@ def count_sharing(isa: Isa, spec: KernelSpec) -> int:
 
 
 def emit_open_values(
-    isa: Isa,
-    activations: Activations,
-    panel: Panel,
-    start: v.Expr,
-    stop: v.Expr,
-    token: v.Expr,
-    tokens: v.Expr,
-    thread: v.Expr,
+    isa: Isa, activations: Activations, panel: Panel, share: Share, token: v.Expr
 ) -> Opened:
-    """Replace gates, which `emit_gates` has left, by activations, for ``tokens`` tokens from
-    ``token`` on (`count_sharing` at most): of those among the panel's neurons ``start`` to ``stop``
-    whose gates are open for any of them; return which these are."""
-    spec = panel.bundles.spec
+    """Replace gates, which `emit_gates` has left, by activations, for the share's tokens, from
+    ``token`` on (`count_sharing` at most): of those neurons whose gates are open for any of them;
+    return which these are."""
+    spec, start, tokens = panel.bundles.spec, share.start, share.tokens
     rows = [v.let(token * PANEL + start)]
     if count_sharing(isa, spec) > 1:
         rows.append(v.let((token + tokens - 1) * PANEL + start))
@@ -247,9 +250,9 @@ def emit_open_values(
         opens = [is_firing(spec, v.load(panel.values, row + number, lanes), lanes) for row in rows]
         return opens[0] if len(opens) == 1 else T.Or(*opens)
 
-    opened = Opened(numbers, emit_list(isa, v.let(stop - start), test, numbers), start)
+    opened = Opened(numbers, emit_list(isa, v.let(share.stop - start), test, numbers), start)
     if takes_pairs(isa, spec.ffn):
-        _emit_paired_ups(activations, panel, opened, token, tokens, thread)
+        _emit_paired_ups(activations, panel, opened, token, tokens, share.thread)
     else:
         _emit_listed_ups(isa, activations, panel, opened, token)
     return opened
@@ -295,18 +298,8 @@ def _emit_paired_ups(
         value = _find_open_value(panel, panel.find(number), chosen.find_token(turn), gate, dots[0])
         panel.store(token + turn, number, value)
 
-    emit_items(
-        activations,
-        tokens,
-        thread,
-        T.int32(0),
-        opened.count,
-        1,
-        take_vectors,
-        keep,
-        chosen,
-        is_pair=True,
-    )
+    items = Items(begin=T.int32(0), end=opened.count, take_vectors=take_vectors, finish=keep)
+    emit_items(activations, tokens, thread, items, chosen, is_pair=True)
 
 
 def _find_open_value(

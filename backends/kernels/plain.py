@@ -33,11 +33,11 @@ from pi2.backends.kernels.downs import (
     emit_values,
     load_route,
 )
+from pi2.backends.kernels.gathered import Gathered
 from pi2.backends.kernels.isa import Isa
 from pi2.backends.kernels.matrix import emit_shared, emit_split
 from pi2.backends.kernels.neurons import Bundles, Neuron
 from pi2.backends.kernels.operands import LINE, Activations
-from pi2.backends.kernels.spec import KernelSpec
 from pi2.plan.weights.layout import GROUP, weight_bytes
 
 TOGETHER = 2
@@ -93,27 +93,35 @@ class PartSums:
     finished: v.Expr
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """What a call adds to, of ``token``."""
+
+    counts: v.Buffer
+    """int32 [threads + 1]: the last one counts non-zero activations, ever."""
+    total: v.Buffer
+    """float32 [hidden] (lane order)."""
+    routes: v.Buffer | None
+    """float32 [experts]: weights of a mixture's experts, None without."""
+    token: v.Expr
+    squares: Squares | None = None
+    """Of activations, where they are normalised."""
+
+
 def emit_stretched(
     isa: Isa,
-    spec: KernelSpec,
     activations: Activations,
     bundles: Bundles,
     stretches: Stretches,
     parts: PartSums,
-    counts: v.Buffer,
-    total: v.Buffer,
-    routes: v.Buffer | None,
-    token: v.Expr,
-    squares: Squares | None = None,
+    sums: Sums,
 ) -> None:
-    """Compute the neurons of ``stretches``, and add those parts that are ``finished`` to ``total``
-    float32 [hidden] (lane order) of ``token``.
+    """Compute the neurons of ``stretches``, and add those parts that are ``finished`` to the total.
 
     Each thread has a sum of its own of each part, and they are added up part by part in the order
-    of threads.  ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever;
-    ``routes`` float32 [experts]: weights of a mixture's experts, None without; ``squares`` of
-    activations, where they are normalised.
+    of threads.
     """
+    spec, squares, token = bundles.spec, sums.squares, sums.token
     threads, zero = spec.threads, v.constant(0.0, "float32")
     every = v.let(stretches.count * stretches.size)
 
@@ -148,7 +156,7 @@ def emit_stretched(
                 ]
                 lines = _LinesAhead(bundles, following)
                 found = emit_values(
-                    isa, activations, bundles, neurons, token, routes, lines.ask_with_inputs
+                    isa, activations, bundles, neurons, token, sums.routes, lines.ask_with_inputs
                 )
                 values = [
                     v.let(T.Select(first + index < end, value, zero))
@@ -165,16 +173,17 @@ def emit_stretched(
                         row = stretches.find_row(find_ahead(distance + index))
                         _ask_for_scales(bundles, row)
                 once = activations.once
-                emit_downs(isa, spec, downs, values, parts.sums, origin, once, lines.ask_with_downs)
-        v.store(counts, thread, fired.get(), 1)
+                weighed = list(zip(downs, values, strict=True))
+                emit_downs(isa, spec, weighed, parts.sums, origin, once, lines.ask_with_downs)
+        v.store(sums.counts, thread, fired.get(), 1)
         if squares is not None:
             v.store(squares.own, thread, square_sum.get(), 1)
 
     emit_shared(threads, v.wide(every) * spec.bundle.neuron_bytes, emit_thread)
-    emit_add_parts(spec, parts.sums, parts.finished, total, token)
+    emit_add_parts(spec, parts.sums, parts.finished, sums.total, token)
     if squares is not None:
         squares.emit_add(threads, token)
-    emit_count(spec, counts)
+    emit_count(spec, sums.counts)
 
 
 def _find_own(
@@ -231,28 +240,19 @@ def _ask_for_scales(bundles: Bundles, row: v.Expr) -> None:
 
 def emit_plain_gathered(
     isa: Isa,
-    spec: KernelSpec,
     activations: Activations,
     bundles: Bundles,
-    slots: v.Buffer,
-    rows: v.Buffer | None,
-    count: v.Expr,
+    gathered: Gathered,
     partial: v.Buffer,
-    counts: v.Buffer,
-    total: v.Buffer,
-    routes: v.Buffer | None,
-    token: v.Expr,
-    squares: Squares | None = None,
+    sums: Sums,
 ) -> None:
-    """Add ``count`` neurons of ``bundles`` to ``total`` (y) of ``token``.
+    """Add gathered neurons to the total.
 
-    ``slots`` int32 [count], ``rows`` int32 [count] of resident scales; ``partial`` float32
-    [threads, hidden] one sum per thread, added up in the order of threads; ``counts`` int32
-    [threads + 1]: the last one counts non-zero activations, ever; ``routes`` float32 [experts]:
-    weights of a mixture's experts, None without; ``squares`` of activations, where they are
-    normalised.  Which thread computes a neuron depends on its
-    place in ``slots`` alone: equal input gives equal bits.
+    ``partial`` float32 [threads, hidden] one sum per thread, added up in the order of threads.
+    Which thread computes a neuron depends on its place in the list alone: equal input gives equal
+    bits.
     """
+    spec, count, squares, token = bundles.spec, gathered.count, sums.squares, sums.token
     threads, zero = spec.threads, T.int32(0)
 
     def emit_thread(thread: v.Expr) -> None:
@@ -261,31 +261,31 @@ def emit_plain_gathered(
         fired, square_sum = v.Cell(zero), v.Cell(v.constant(0.0, "float32"))
         with T.serial(end - begin) as step:
             place = begin + step
-            neuron = bundles.find(slots[place], None if rows is None else rows[place])
+            neuron = gathered.find(bundles, place)
 
             def emit_neuron(neuron: Neuron = neuron) -> None:
-                found = emit_values(isa, activations, bundles, [neuron], token, routes)
+                found = emit_values(isa, activations, bundles, [neuron], token, sums.routes)
                 value = v.let(found[0])
                 with T.If(value != v.constant(0.0, "float32")), T.Then():
                     fired.set(fired.get() + 1)
                     if squares is not None:
                         square_sum.set(T.fma(value, value, square_sum.get()))
                     vector = bundles.take_part(neuron, "down")
-                    emit_downs(isa, spec, [vector], [value], partial, origin, activations.once)
+                    emit_downs(isa, spec, [(vector, value)], partial, origin, activations.once)
 
-            if routes is None:
+            if sums.routes is None:
                 emit_neuron()
             else:
                 # Of experts that rest nothing but the number is read.
-                weight = load_route(bundles, neuron, routes, token)
+                weight = load_route(bundles, neuron, sums.routes, token)
                 with T.If(weight != v.constant(0.0, "float32")), T.Then():
                     emit_neuron()
-        v.store(counts, thread, fired.get(), 1)
+        v.store(sums.counts, thread, fired.get(), 1)
         if squares is not None:
             v.store(squares.own, thread, square_sum.get(), 1)
 
     emit_shared(threads, v.wide(count) * spec.bundle.neuron_bytes, emit_thread)
-    emit_add(spec, partial, total, token)
+    emit_add(spec, partial, sums.total, token)
     if squares is not None:
         squares.emit_add(threads, token)
-    emit_count(spec, counts)
+    emit_count(spec, sums.counts)
