@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from pi2.arrays import F32, I32, I64, U8, Bits
@@ -277,6 +277,16 @@ def count_parts(threads: int) -> int:
     return max(1, min(MOST_PARTS, MOST_SUMS // threads))
 
 
+class PartGroup(NamedTuple):
+    """Parts of ``size`` stretches each but for the last, and which are finished."""
+
+    numbers: Sequence[int]
+    """Below ``PartAdder.parts``."""
+    size: int
+    finished: int
+    """Parts that are added up now, from number 0 on."""
+
+
 @runtime_checkable
 class PartAdder(Protocol):
     """An executor that computes parts of a layer's neurons in any order and adds them up in one; a
@@ -294,15 +304,11 @@ class PartAdder(Protocol):
         slots: I32,
         indices: I32,
         stretch: int,
-        numbers: Sequence[int],
-        size: int,
-        finished: int,
+        parts: PartGroup,
     ) -> None:
         """Compute the neurons in ``slots`` [n] of ``arena`` [slots, stride], as ``add_neurons``
-        says, but keep their sums by parts (T = 1): one part after the other of ``size`` stretches
-        each but for the last, with these ``numbers`` below ``parts``.  Then add the parts from
-        number 0 to ``finished`` - 1, if any, to y: with the bits of ``add_neurons`` for one after
-        the other."""
+        says, but keep their sums by parts (T = 1), one after the other.  Then add those that are
+        finished, if any, to y: with the bits of ``add_neurons`` for one after the other."""
 
 
 @runtime_checkable

@@ -103,7 +103,12 @@ class Bench:
         from pi2.backends.compiler import vectors as v
         from pi2.backends.compiler.compile import generate, make_target
         from pi2.backends.compiler.vectors import Parameters, make_function
-        from pi2.backends.kernels.attention import divide_blocks, emit_merge, emit_span_attention
+        from pi2.backends.kernels.attention import (
+            Attending,
+            divide_blocks,
+            emit_merge,
+            emit_span_attention,
+        )
         from pi2.backends.kernels.kv import make_cache
         from pi2.backends.kernels.matrix import Matrix, emit_multiply, emit_split
         from pi2.backends.kernels.program import Program
@@ -169,7 +174,7 @@ class Bench:
                 spans = divide_blocks(own, position, sums, tops, totals)
                 with T.parallel(own.kv_heads * spans.count) as task:
                     span, head = T.floormod(task, spans.count), T.floordiv(task, spans.count)
-                    emit_span_attention(own, qkv, cache, spans, position, span, head)
+                    emit_span_attention(Attending(own, qkv, cache), spans, position, span, head)
                 emit_merge(own, spans, cache, output)
 
             return emit

@@ -14,7 +14,7 @@ from pi2.backends.cpu.bindings import Bindings, DividedEnds
 from pi2.backends.cpu.neurons import Neurons
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import Scratch, Workspace, count_tokens, make_arrays
-from pi2.backends.executor import ExecutorObserver
+from pi2.backends.executor import ExecutorObserver, PartGroup
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.formats import find_packing
@@ -271,11 +271,9 @@ class CpuExecutor:
         slots: I32,
         indices: I32,
         stretch: int,
-        numbers: Sequence[int],
-        size: int,
-        finished: int,
+        parts: PartGroup,
     ) -> None:
-        self._neurons.add_parts(layer, arena, slots, indices, stretch, numbers, size, finished)
+        self._neurons.add_parts(layer, arena, slots, indices, stretch, parts)
 
     def add_named_neurons(
         self,

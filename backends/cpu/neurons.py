@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from pi2.backends.arithmetic import expand_stretches
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import DENSE_FLOATS, Scratch, Views, Workspace, count_tokens
+from pi2.backends.executor import PartGroup
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing
@@ -293,10 +294,9 @@ class Neurons:
         slots: I32,
         indices: I32,
         stretch: int,
-        numbers: Sequence[int],
-        size: int,
-        finished: int,
+        parts: PartGroup,
     ) -> None:
+        numbers, size, finished = parts
         count = len(slots)
         self._slots[:count] = slots
         self._part_numbers[: len(numbers)] = numbers

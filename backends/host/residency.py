@@ -85,7 +85,7 @@ def emit_find_neurons(take: Parameters) -> None:
     found = take.take_array("found", "int32", FOUND)
     masses = take.take_array("masses", "float64", MASSES)
     hot, cold, absent, taken, skipped = (v.Cell(T.int32(0)) for _ in range(5))
-    sieve = _Sieve(marks, row, indices, count, least, beside, zero, allowance)
+    sieve = _Sieve(marks, row, indices, count, (least, beside, zero, allowance))
     is_over = v.Cell(T.int32(0))
     light = v.let(T.cast(weight, "float32"))
     with T.While(T.And(taken.get() < count, is_over.get() == 0)):
@@ -194,13 +194,11 @@ class _Sieve:
         row: v.Buffer,
         indices: v.Buffer,
         count: v.Expr,
-        least: v.Expr,
-        beside: v.Expr,
-        zero: v.Expr,
-        allowance: v.Expr,
+        limits: tuple[v.Expr, v.Expr, v.Expr, v.Expr],
     ) -> None:
+        """``limits``: least mark, what is beside, mark of no mass, allowance (`ReadLimits`)."""
         self._marks, self._row, self._indices, self._count = marks, row, indices, count
-        self._least, self._beside, self._zero, self._allowance = least, beside, zero, allowance
+        self._least, self._beside, self._zero, self._allowance = limits
         self.mass, self.left, self.tried = (v.Cell(T.float64(0.0)) for _ in range(3))
         self._last_sure = v.Cell(T.int32(-2))
         """The last missing neuron that is read for its own score."""

@@ -85,10 +85,17 @@ def find_share(spec: KernelSpec, top: v.Expr, total: v.Expr, sink: v.Expr | None
     return share if spec.value_scale == 1.0 else share * scale
 
 
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """Queries of some tokens, and what is kept of those before them."""
+
+    spec: KernelSpec
+    qkv: v.Buffer
+    cache: Cache
+
+
 def emit_span_attention(
-    spec: KernelSpec,
-    qkv: v.Buffer,
-    cache: Cache,
+    attending: Attending,
     spans: Spans,
     position: v.Expr,
     span: v.Expr,
@@ -96,6 +103,7 @@ def emit_span_attention(
     token: v.Expr | int = 0,
 ) -> None:
     """Attend the heads of ``kv_head`` of ``token`` to the blocks of a span."""
+    spec = attending.spec
     group = spec.heads // spec.kv_heads
     first = find_first(spec, position)
     skipped = v.let(span * spans.size)
@@ -120,7 +128,7 @@ def emit_span_attention(
             v.store(spans.totals, places[index], total, 1)
 
         begin = v.let(spans.begin + skipped)
-        _emit_queries(spec, qkv, cache, spans.sums, queries, kv_head, begin, count, finish)
+        _emit_queries(attending, spans.sums, queries, kv_head, begin, count, finish)
 
 
 def emit_merge(
@@ -168,9 +176,7 @@ def _emit_scale(
 
 
 def _emit_queries(
-    spec: KernelSpec,
-    qkv: v.Buffer,
-    cache: Cache,
+    attending: Attending,
     target: v.Buffer,
     queries: list[_Query],
     kv_head: v.Expr,
@@ -182,6 +188,7 @@ def _emit_queries(
 
     ``finish(index, largest score, total of shares)`` is called for every query at the end.
     """
+    spec, qkv, cache = attending.spec, attending.qkv, attending.cache
     size, count = spec.head_dim, len(queries)
     lanes = count_lanes(size)
     # Elements of 16 tokens' keys: a cache line of them, and two at least, as many as sums.
@@ -332,12 +339,20 @@ def emit_keep_row(kept: Kept, source: v.Buffer, place: v.Expr, at: v.Expr) -> No
         v.store(kept.rows, target, v.cast(part, dtype, lanes), lanes)
 
 
+@dataclass(frozen=True, slots=True)
+class MixedHeads:
+    """Queries begin at ``sources`` of ``queries``, sums float32 [rank] at ``results`` of
+    ``target``."""
+
+    queries: v.Buffer
+    sources: list[v.Expr]
+    target: v.Buffer
+    results: list[v.Expr]
+
+
 def emit_heads(
     kept: Kept,
-    queries: v.Buffer,
-    sources: list[v.Expr],
-    target: v.Buffer,
-    results: list[v.Expr],
+    heads: MixedHeads,
     last: v.Expr,
     begin: v.Expr,
     blocks: v.Expr,
@@ -347,10 +362,10 @@ def emit_heads(
     """Add up what is kept in ``blocks`` blocks from ``begin`` on, weighted by the shares of some
     heads of one token, which sees all up to ``last``.
 
-    Queries begin at ``sources`` of ``queries``, sums float32 [rank] at ``results`` of ``target``;
     ``scale`` float32 is the factor of scores.
     ``finish(index, largest score, total of shares)`` is called for every head at the end.
     """
+    queries, sources, target, results = heads.queries, heads.sources, heads.target, heads.results
     rank, size, lanes, count = kept.shape.rank, kept.shape.kept, kept.lanes, len(sources)
     scores = T.alloc_buffer((count * KV_BLOCK,), "float32")
     shares = T.alloc_buffer((count * KV_BLOCK,), "float32")

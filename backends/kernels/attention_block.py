@@ -10,7 +10,12 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.altup import Prediction, take_prediction
-from pi2.backends.kernels.attention import divide_blocks, emit_merge, emit_span_attention
+from pi2.backends.kernels.attention import (
+    Attending,
+    divide_blocks,
+    emit_merge,
+    emit_span_attention,
+)
 from pi2.backends.kernels.chunk_attention import Chunk, emit_chunk_attention
 from pi2.backends.kernels.kv import (
     Cache,
@@ -176,7 +181,7 @@ class _Block(MixingBlock):
         if spec.qkv_clip is not None:
             emit_clip(spec, qkv, spec.qkv_clip, cache.once, token)
         at = v.let(self.position + offset)
-        emit_rope(spec, qkv, *self.tables, cache.once, token, at, self.growth)
+        emit_rope(spec, qkv, self.tables, cache.once, token, at, self.growth)
         if self.head_norms is not None and not is_first:
             emit_head_norms(spec, qkv, *self.head_norms, cache.once, token)
             emit_scale_queries(spec, qkv, cache.once, token, at, self.growth)
@@ -197,12 +202,13 @@ class _Block(MixingBlock):
         """Attention of ``token`` alone, at the position."""
         spec, qkv, cache, position = self.schedule.spec, self.qkv, self.cache, self.position
         spans = divide_blocks(spec, position, *self.spans)
+        attending = Attending(spec, qkv, cache)
         span_bytes = 2 * KV_BLOCK * spec.head_dim * KV_ELEMENT_BYTES[spec.kv]
 
         def attend_span(task: v.Expr) -> None:
             span = v.let(T.floormod(task, spans.count))
             head = v.let(T.floordiv(task, spans.count))
-            emit_span_attention(spec, qkv, cache, spans, position, span, head, token)
+            emit_span_attention(attending, spans, position, span, head, token)
 
         emit_shared(
             spec.kv_heads * spans.count,

@@ -90,8 +90,7 @@ def count_lanes(length: int) -> int:
 def emit_rope(
     spec: KernelSpec,
     qkv: v.Buffer,
-    cosines: v.Buffer,
-    sines: v.Buffer,
+    tables: tuple[v.Buffer, v.Buffer],
     once: v.Expr,
     token: v.Expr,
     at: v.Expr,
@@ -101,10 +100,11 @@ def emit_rope(
     comes later, multiply queries by the score's scale and by the position's ``growth``; queries
     alone where keys are another layer's.
 
-    ``qkv`` float32 [tokens, qkv_rows]; ``cosines`` and ``sines`` float32 [context, head_dim / 2];
-    element d of a head turns with element d + head_dim / 2.
+    ``qkv`` float32 [tokens, qkv_rows]; ``tables``: cosines and sines float32 [context, head_dim /
+    2]; element d of a head turns with element d + head_dim / 2.
     """
     size, half = spec.head_dim, spec.head_dim // 2
+    cosines, sines = tables
     lanes = count_lanes(half)
     start = v.let(token * spec.qkv_rows)
     query_scale = _find_query_scale(spec, at, growth)
@@ -167,48 +167,49 @@ def emit_append(spec: KernelSpec, qkv: v.Buffer, cache: Cache, token: v.Expr, at
         inside = v.wide(T.floormod(at, KV_BLOCK))
         row = v.let((context + v.wide(at) - inside) * size + inside)
         source = v.let(token * spec.qkv_rows + (spec.heads + head) * size)
-        _emit_vector(
-            spec, qkv, source, cache, cache.keys, cache.key_scales, row, KV_BLOCK, at, head
-        )
+        place = v.wide(head) * v.wide(cache.context) + v.wide(at)
+        keys = _Kept(cache.keys, row, KV_BLOCK, cache.key_scales, place)
+        _emit_vector(spec, qkv, source, keys, cache.once)
         source = v.let(source + spec.kv_heads * size)
         row = v.let((context + v.wide(at)) * size)
-        _emit_vector(spec, qkv, source, cache, cache.values, cache.value_scales, row, 1, at, head)
+        values = _Kept(cache.values, row, 1, cache.value_scales, place)
+        _emit_vector(spec, qkv, source, values, cache.once)
 
 
-def _emit_vector(
-    spec: KernelSpec,
-    qkv: v.Buffer,
-    source: v.Expr,
-    cache: Cache,
-    target: v.Buffer,
-    scales: v.Buffer | None,
-    row: v.Expr,
-    stride: int,
-    at: v.Expr,
-    head: v.Expr,
-) -> None:
-    """Store a head's vector from ``qkv[source:]`` to ``target[row::stride]``."""
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Where a head's vector is kept: ``target[row::stride]``, and its scale at a ``place``."""
+
+    target: v.Buffer
+    row: v.Expr
+    stride: int
+    scales: v.Buffer | None
+    place: v.Expr
+
+
+def _emit_vector(spec: KernelSpec, qkv: v.Buffer, source: v.Expr, to: _Kept, once: v.Expr) -> None:
+    """Store a head's vector from ``qkv[source:]``."""
     size = spec.head_dim
     lanes = count_lanes(size)
     dtype = KV_DTYPES[spec.kv]
     factor = None
-    if scales is not None:
+    if to.scales is not None:
         largest = v.Cell(v.constant(0.0, "float32", lanes))
-        with T.serial(size // lanes * cache.once) as step:
+        with T.serial(size // lanes * once) as step:
             part = T.abs(v.load(qkv, source + step * lanes, lanes))
             largest.set(T.max(largest.get(), part))
         top = v.find_largest(largest.get(), "float32", lanes)
         scale = v.let(v.cast(top * v.constant(1.0 / 127, "float32"), "float16", 1))
-        v.store(scales, v.wide(head) * v.wide(cache.context) + v.wide(at), scale, 1)
+        v.store(to.scales, to.place, scale, 1)
         # Codes belong to the scale as it is kept.  Vectors too small for one are zero.
         kept = v.let(v.cast(scale, "float32", 1))
         zero = v.constant(0.0, "float32")
         factor = v.let(T.Select(kept > zero, v.constant(1.0, "float32") / kept, zero))
-    with T.serial(size // lanes * cache.once) as step:
+    with T.serial(size // lanes * once) as step:
         part = v.load(qkv, source + step * lanes, lanes)
         if factor is not None:
             part = T.nearbyint(part * v.splat(factor, lanes))
             low, high = (v.constant(side, "float32", lanes) for side in (-127.0, 127.0))
             part = v.cast(T.max(T.min(part, high), low), "int32", lanes)
-        place = v.span(row + v.wide(step * (lanes * stride)), lanes, stride)
-        T.buffer_store(target, v.cast(part, dtype, lanes), [place])
+        place = v.span(to.row + v.wide(step * (lanes * to.stride)), lanes, to.stride)
+        T.buffer_store(to.target, v.cast(part, dtype, lanes), [place])

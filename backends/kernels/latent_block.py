@@ -12,6 +12,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.attention import (
     Kept,
+    MixedHeads,
     count_heads_together,
     divide_blocks,
     emit_divide,
@@ -256,8 +257,8 @@ class _Block(MixingBlock):
 
             results = [v.let(place * latent.rank) for place in places]
             begin = v.let(spans.begin + skipped)
-            queries, sums = self.absorbed, spans.sums
-            emit_heads(kept, queries, sources, sums, results, position, begin, count, scale, finish)
+            heads = MixedHeads(self.absorbed, sources, spans.sums, results)
+            emit_heads(kept, heads, position, begin, count, scale, finish)
 
         tasks = spec.heads // together * spans.count
         emit_shared(tasks, v.wide(spans.blocks) * (row_bytes * spec.heads), attend_span)
@@ -283,9 +284,8 @@ class _Block(MixingBlock):
                 emit_divide(kept, values, results[index], total)
 
             begin, scale = T.int32(0), self._find_scale(last)
-            emit_heads(
-                kept, self.absorbed, sources, values, results, last, begin, blocks, scale, finish
-            )
+            heads = MixedHeads(self.absorbed, sources, values, results)
+            emit_heads(kept, heads, last, begin, blocks, scale, finish)
 
     def emit_output(self) -> None:
         """Turn what was mixed into values, project them, and add them to x."""

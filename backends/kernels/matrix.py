@@ -277,8 +277,7 @@ def emit_multiply(
             emit_row_tile(
                 own,
                 matrix,
-                v.let(begin + tile * height),
-                v.let(T.min(begin + (tile + 1) * height, end)),
+                (v.let(begin + tile * height), v.let(T.min(begin + (tile + 1) * height, end))),
                 activations.for_chunk(),
                 tokens,
                 finish,
@@ -318,15 +317,15 @@ def emit_row(
 def emit_row_tile(
     isa: Isa,
     matrix: Matrix,
-    begin: v.Expr,
-    end: v.Expr,
+    rows: tuple[v.Expr, v.Expr],
     activations: Activations,
     tokens: v.Expr,
     finish: Finish,
     origin: v.Expr | None = None,
 ) -> None:
-    """Compute rows ``begin`` to ``end`` for all tokens, a tile of both at a time; theirs begin at
-    ``origin`` among the activations."""
+    """Compute rows from the first to the second of ``rows`` for all tokens, a tile of both at a
+    time; theirs begin at ``origin`` among the activations."""
+    begin, end = rows
 
     # Beyond the rows that are read together, which lie side by side.
     ahead = round_up(PREFETCH_BYTES, isa.tile_rows * weight_bytes(matrix.length, matrix.precision))
@@ -335,18 +334,18 @@ def emit_row_tile(
         with T.serial(T.floordiv(end - begin + isa.tile_rows - 1, isa.tile_rows)) as step:
             top = v.let(begin + step * isa.tile_rows)
             # The last tile repeats the last row, and finishes it once.
-            rows = [v.let(T.min(top + index, end - 1)) for index in range(isa.tile_rows)]
+            own = [v.let(T.min(top + index, end - 1)) for index in range(isa.tile_rows)]
             places = named if origin is None else [token + origin for token in named]
-            vectors = [matrix.take_row(row) for row in rows]
+            vectors = [matrix.take_row(row) for row in own]
             ask = None
             if isa.few_tokens:
                 ask = _ask_ahead(vectors, ahead)
             else:
-                later = [v.let(T.min(row + count_rows(matrix), matrix.rows - 1)) for row in rows]
+                later = [v.let(T.min(row + count_rows(matrix), matrix.rows - 1)) for row in own]
                 turn = v.let(T.floordiv(first, len(named)))
                 emit_request([matrix.take_row(row) for row in later], matrix.length, turn)
             dots = emit_dots(isa, vectors, activations, places, ask)
-            for offset, row in enumerate(rows):
+            for offset, row in enumerate(own):
                 with T.If(top + offset < end), T.Then():
                     for index, token in enumerate(named):
                         with T.If(first + index < tokens), T.Then():

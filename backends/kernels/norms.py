@@ -176,20 +176,20 @@ def emit_head_norms(
         if spec.head_norm_of == "all":
             heads, size = 1, count * spec.head_dim
         first = v.let(token * spec.qkv_rows + origin * spec.head_dim)
-        _emit_head_norm(spec, qkv, weight, once, first, heads, size)
+        _emit_head_norm(spec, qkv, weight, once, _Vectors(first, heads, size))
 
 
 def emit_value_norms(spec: KernelSpec, qkv: v.Buffer, once: v.Expr, token: v.Expr) -> None:
     """RMSNorm without weights of every value head of ``token`` in ``qkv`` [tokens, qkv_rows]."""
     origin = (spec.heads + spec.kv_heads) * spec.head_dim
     first = v.let(token * spec.qkv_rows + origin)
-    _emit_head_norm(spec, qkv, None, once, first, spec.kv_heads, spec.head_dim)
+    _emit_head_norm(spec, qkv, None, once, _Vectors(first, spec.kv_heads, spec.head_dim))
 
 
 def emit_embedding_norm(spec: KernelSpec, x: v.Buffer, once: v.Expr, token: v.Expr) -> None:
     """RMSNorm without weights of ``token`` in ``x`` [tokens, hidden], in place."""
     first, width = v.let(token * spec.hidden), spec.normalized_width
-    _emit_head_norm(spec, x, None, once, first, 1, spec.hidden, width)
+    _emit_head_norm(spec, x, None, once, _Vectors(first, 1, spec.hidden, width))
 
 
 def emit_mixed_norm(
@@ -197,7 +197,7 @@ def emit_mixed_norm(
 ) -> None:
     """RMSNorm of what all heads of ``token`` have mixed in ``values`` [tokens, width], in place."""
     first, width = v.let(token * spec.width), spec.heads * spec.head_dim
-    _emit_head_norm(spec, values, weight, once, first, 1, spec.width, width)
+    _emit_head_norm(spec, values, weight, once, _Vectors(first, 1, spec.width, width))
 
 
 def take_sub_norm_factor(spec: KernelSpec, squares: v.Expr) -> v.Expr:
@@ -205,26 +205,34 @@ def take_sub_norm_factor(spec: KernelSpec, squares: v.Expr) -> v.Expr:
     return invert_root(spec, squares, spec.sub_norm, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Vectors:
+    """``count`` vectors of ``size`` elements from ``first`` on; zeros follow after ``width`` of
+    them, if they are fewer."""
+
+    first: v.Expr
+    count: int
+    size: int
+    width: int | None = None
+
+
 def _emit_head_norm(
     spec: KernelSpec,
     qkv: v.Buffer,
     weight: v.Buffer | None,
     once: v.Expr,
-    first: v.Expr,
-    heads: int,
-    size: int,
-    width: int | None = None,
+    vectors: _Vectors,
 ) -> None:
-    """RMSNorm, in place, of each of ``heads`` vectors of ``size`` elements from ``first`` on; zeros
-    follow after ``width`` of them, if they are fewer."""
+    """RMSNorm of vectors, in place."""
+    size = vectors.size
     lanes = count_lanes(size)
-    with T.serial(heads) as head:
-        base = v.let(first + head * size)
+    with T.serial(vectors.count) as head:
+        base = v.let(vectors.first + head * size)
         squares = v.Cell(v.constant(0.0, "float32", lanes))
         with T.serial(size // lanes * once) as step:
             part = v.let(v.load(qkv, base + step * lanes, lanes))
             squares.set(T.fma(part, part, squares.get()))
-        factor = invert_root(spec, squares.get(), width or size, lanes)
+        factor = invert_root(spec, squares.get(), vectors.width or size, lanes)
         with T.serial(size // lanes * once) as step:
             place = v.let(base + step * lanes)
             part = v.load(qkv, place, lanes) * v.splat(factor, lanes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tvm.tirx.script import builder as T
 
@@ -25,24 +26,31 @@ from pi2.backends.kernels.spec import KernelSpec
 from pi2.formats import find_packing
 
 
+class Lists(NamedTuple):
+    """What a prediction gives."""
+
+    scores: v.Buffer
+    """float32 [count]."""
+    indices: v.Buffer
+    """int32 [count], whose room is whole lines."""
+    found: v.Buffer
+    """int32 [1]."""
+
+
 def emit_compact(
     isa: Isa,
-    scores: v.Buffer,
+    lists: Lists,
     count: v.Expr,
     limit: v.Expr,
-    strict: bool,
-    indices: v.Buffer,
-    found: v.Buffer,
     *,
+    strict: bool = False,
     magnitudes: bool = False,
     token: v.Expr | None = None,
 ) -> None:
-    """Write the indices whose score reaches ``limit`` to ``indices``, their number to ``found``.
-
-    ``scores`` float32 [count], ``indices`` int32 [count], whose room is whole lines, ``found``
-    int32 [1], of ``token``, where there are several (`find_row`); ``strict`` means above the limit,
-    not at it, ``magnitudes`` that signs do not count.
-    """
+    """List the indices whose score reaches ``limit``, of ``token``, where there are several
+    (`find_row`); ``strict`` means above the limit, not at it, ``magnitudes`` that signs do not
+    count."""
+    scores, indices, found = lists
     row = find_row(token, count)
 
     def test(first: v.Expr, lanes: int) -> v.Expr:
@@ -79,23 +87,31 @@ def emit_activate(
         v.store(scores, row + step * 16, activate_smoothly(spec, gates, 16), 16)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """A predictor: outer relu(inner u) + bias."""
+
+    inner: Matrix
+    """[rank, hidden]."""
+    outer: Matrix
+    """[neurons, rank]."""
+    bias: v.Buffer
+    """float32 [neurons]."""
+    middle: Activations
+    """relu(inner u), quantised like every activation."""
+
+
 def emit_low_rank(
-    isa: Isa,
-    threads: int,
-    inner: Matrix,
-    outer: Matrix,
-    bias: v.Buffer,
+    schedule: Schedule,
+    predictor: LowRank,
     activations: Activations,
-    middle: Activations,
     scores: v.Buffer,
     several: tuple[v.Expr, v.Expr] | None = None,
 ) -> None:
-    """Set ``scores`` float32 [neurons] to outer relu(inner u) + bias.
-
-    ``inner`` [rank, hidden], ``outer`` [neurons, rank], ``bias`` float32 [neurons]; ``middle``
-    holds relu(inner u), quantised like every activation.  ``several``: first token and number of
-    tokens, where there may be more than one (`find_row`).
-    """
+    """Set ``scores`` float32 [neurons]; ``several``: first token and number of tokens, where there
+    may be more than one (`find_row`)."""
+    isa, threads, middle = schedule.isa, schedule.spec.threads, predictor.middle
+    inner, outer, bias = predictor.inner, predictor.outer, predictor.bias
     first, tokens = (None, None) if several is None else several
 
     def keep_positive(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
@@ -207,14 +223,15 @@ def take_low_rank(
     middle = take_activations(
         take, "middle", rank, spec.planes, neurons, rows="sequences", upper=schedule.upper
     )
-    scores, indices, found = _take_lists(take)
+    lists = _take_lists(take)
     outer = Matrix(weights=weights, scales=scales, rows=neurons, length=rank, precision=precision)
+    predictor = LowRank(inner=inner, outer=outer, bias=bias, middle=middle)
 
     def emit_list(token: v.Expr | None) -> None:
-        emit_compact(isa, scores, neurons, threshold, False, indices, found, token=token)
+        emit_compact(isa, lists, neurons, threshold, token=token)
 
     def predict(several: tuple[v.Expr, v.Expr] | None) -> None:
-        emit_low_rank(isa, spec.threads, inner, outer, bias, hidden, middle, scores, several)
+        emit_low_rank(schedule, predictor, hidden, lists.scores, several)
         _emit_lists(several, emit_list)
 
     return predict
@@ -234,7 +251,8 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
     weights, scales = take_rows(take, "gate", "expert", spec.hidden, precision)
     biases = take.take_array("biases", "float32", "expert") if spec.ffn_bias else None
     hidden = schedule.take_hidden(take, neurons)
-    scores, indices, found = _take_lists(take)
+    lists = _take_lists(take)
+    scores = lists.scores
     cutoffs = take_cutoffs(schedule, take)
     matrix = Matrix(
         weights=weights, scales=scales, rows=neurons, length=spec.hidden, precision=precision
@@ -260,12 +278,10 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
                 is_cut = cutoff > v.constant(NO_CUTOFF, "float32")
                 limit = v.let(T.Select(is_cut, T.max(least, tiny), least))
             emit_activate(spec, scores, neurons, token, cutoff)
-            emit_compact(
-                isa, scores, neurons, limit, False, indices, found, magnitudes=True, token=token
-            )
+            emit_compact(isa, lists, neurons, limit, magnitudes=True, token=token)
             return
         limit = v.constant(spec.threshold if spec.activation == "fatrelu" else 0.0, "float32")
-        emit_compact(isa, scores, neurons, limit, True, indices, found, token=token)
+        emit_compact(isa, lists, neurons, limit, strict=True, token=token)
 
     _emit_lists(several, emit_list)
 
@@ -278,10 +294,10 @@ def _take_several(schedule: Schedule, take: Parameters) -> tuple[v.Expr, v.Expr]
     return first, take.take_number("tokens")
 
 
-def _take_lists(take: Parameters) -> tuple[v.Buffer, v.Buffer, v.Buffer]:
+def _take_lists(take: Parameters) -> Lists:
     scores = take.take_array("scores", "float32", "sequences", "neurons")
     indices = take.take_array("indices", "int32", "sequences", "neurons")
-    return scores, indices, take.take_array("found", "int32", "sequences")
+    return Lists(scores, indices, take.take_array("found", "int32", "sequences"))
 
 
 def _emit_lists(

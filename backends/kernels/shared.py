@@ -48,6 +48,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
     def emit(thread: v.Expr) -> None:
         seen = T.alloc_buffer((MOST_NAMING,), "int32")
         starts = T.alloc_buffer((MOST_NAMING + 1,), "int32")
+        turns = _Turns(run.isa, naming, seen, threads, thread)
         with T.serial(tokens) as token:
             v.store(seen, token, T.int32(0), 1)
             base = v.let((token * threads + thread) * hidden)
@@ -67,7 +68,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
             with T.serial(tokens) as token:
                 v.store(starts, token, listed.get(), 1)
                 end = v.let(lists + listed.get())
-                own = _emit_own(run.isa, naming, seen, threads, thread, end, begin, size, token)
+                own = _emit_own(turns, end, begin, size, token)
                 listed.set(listed.get() + own)
             v.store(starts, tokens, listed.get(), 1)
             with T.serial(tokens) as token:
@@ -106,22 +107,25 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
     emit_count(spec, scratch.counts)
 
 
-def _emit_own(
-    isa: Isa,
-    naming: Naming,
-    seen: v.Buffer,
-    threads: int,
-    thread: v.Expr,
-    first: v.Expr,
-    begin: v.Expr,
-    size: v.Expr,
-    token: v.Expr,
-) -> v.Expr:
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Whose turn it is: ``seen`` int32 [tokens], a thread of ``threads``."""
+
+    isa: Isa
+    naming: Naming
+    seen: v.Buffer
+    threads: int
+    thread: v.Expr
+
+
+def _emit_own(turns: _Turns, first: v.Expr, begin: v.Expr, size: v.Expr, token: v.Expr) -> v.Expr:
     """List what a thread takes of a token's neurons in a block, from place ``first`` of the lists
     on, and return how many these are: of all that the token has named every n-th, wherever the
-    block begins (``seen`` int32 [tokens]: the thread whose turn it is).
+    block begins.
 
     Beyond them up to 16 places are written."""
+    isa, naming, seen = turns.isa, turns.naming, turns.seen
+    threads, thread = turns.threads, turns.thread
     # An instruction that moves the lanes that pass together takes 16 at a time.
     lanes = 16 if isa.lanes == 16 else 1
     one, none = (v.constant(number, "int32", lanes) for number in (1, 0))
@@ -145,8 +149,8 @@ def _emit_own(
             is_own = T.And(is_named, turn.get() == thread)
         else:
             # Side by side, each one's turn is that of the next thread.
-            turns = T.ramp(turn.get(), 1, lanes)
-            whose = T.floormod(turns, v.constant(threads, "int32", lanes))
+            ramp = T.ramp(turn.get(), 1, lanes)
+            whose = T.floormod(ramp, v.constant(threads, "int32", lanes))
             there = T.ramp(T.int32(0), 1, lanes) < v.splat(number, lanes)
             is_own = T.And(there, whose == v.splat(thread, lanes))
         for source, target in lists:

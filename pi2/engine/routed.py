@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import I32, I64, Bits
-from pi2.backends.protocol import InputReader, PartAdder
+from pi2.backends.protocol import InputReader, PartAdder, PartGroup
 from pi2.engine.experts import DialCounters, RoutingDials, count_common, unite_experts
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.waves import Wave
@@ -359,16 +359,8 @@ class RoutedFeedForward(FeedForward):
             indices = parts.join(group)
             slots = cache.locate(layer, indices)
             finished = count if turn == len(groups) - 1 else 0
-            adder.add_parts(
-                layer,
-                self._single.arena,
-                slots,
-                indices,
-                cache.granule,
-                group,
-                parts.size,
-                finished,
-            )
+            own = PartGroup(group, parts.size, finished)
+            adder.add_parts(layer, self._single.arena, slots, indices, cache.granule, own)
 
     def _find_missing(self, parts: NeuronParts, count: int) -> list[bool]:
         """Whether something of each of the first ``count`` of ``parts`` is on its way."""

@@ -16,7 +16,7 @@ import pi2
 import pi2.orchestrator
 from pi2.arrays import F32
 from pi2.backends.cpu.neurons import complete_pairs
-from pi2.backends.protocol import BuildRequest, Executor
+from pi2.backends.protocol import BuildRequest, Executor, PartGroup
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
@@ -178,7 +178,7 @@ def test_parts_add_up_alike_in_whatever_order_they_are_computed(
             np.testing.assert_array_equal(total, empty)
             own = np.concatenate([parts[number] for number in group])
             finished = len(parts) if group is groups[-1] else 0
-            executor.add_parts(0, arena, own, own, 10, group, 2, finished)
+            executor.add_parts(0, arena, own, own, 10, PartGroup(group, 2, finished))
         np.testing.assert_array_equal(total, truth)
         assert executor.count_active() == 100
 

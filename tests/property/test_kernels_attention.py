@@ -62,14 +62,15 @@ def make_attention(spec: KernelSpec) -> Callable[[Any], None]:
         codes, room = take.take_array("codes", "int8"), take_room(take, spec)
         cache = make_cache(spec, keys, values, scales, context, T.min(tokens, 1))
         with T.serial(tokens) as token:
-            emit_rope(spec, qkv, cosines, sines, cache.once, token, position + token)
+            emit_rope(spec, qkv, (cosines, sines), cache.once, token, position + token)
             emit_append(spec, qkv, cache, token, position + token)
         with T.If(tokens == 1):
             with T.Then():
                 spans = attention.divide_blocks(spec, position, sums, tops, totals)
                 with T.parallel(spans.count * kv_heads) as task:
                     span, head = T.floormod(task, spans.count), T.floordiv(task, spans.count)
-                    attention.emit_span_attention(spec, qkv, cache, spans, position, span, head)
+                    attending = attention.Attending(spec, qkv, cache)
+                    attention.emit_span_attention(attending, spans, position, span, head)
                 attention.emit_merge(spec, spans, cache, output)
             with T.Else():
                 chunk = Chunk(
