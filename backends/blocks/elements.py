@@ -12,6 +12,7 @@ the second ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -41,9 +42,22 @@ def emit_quantize(kind: Activations, table: Table) -> None:
         target = v.let(token * y_stride)
         rest.begin(token, number * size)
         if kind == "q8_k":
-            _emit_wide(x, y, order, rest, source, target, number, length)
+            _emit_wide(_Block(x, y, source, target, number, length), order, rest)
         else:
-            _emit_narrow(x, y, together, rest, source, target, number, length)
+            _emit_narrow(_Block(x, y, source, target, number, length), together, rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Block ``number`` of a token: from ``source`` of ``x`` to ``y``, where the token begins at
+    byte ``target``."""
+
+    x: v.Buffer
+    y: v.Buffer
+    source: v.Expr
+    target: v.Expr
+    number: v.Expr
+    length: v.Expr
 
 
 class _Rest:
@@ -76,17 +90,9 @@ def _round(value: v.Expr, lanes: int) -> v.Expr:
     return (bits & v.constant(0x007FFFFF, "int32", lanes)) - v.constant(0x400000, "int32", lanes)
 
 
-def _emit_wide(
-    x: v.Buffer,
-    y: v.Buffer,
-    order: v.Buffer,
-    rest: _Rest,
-    source: v.Expr,
-    target: v.Expr,
-    number: v.Expr,
-    length: v.Expr,
-) -> None:
-    lanes = 16
+def _emit_wide(block: _Block, order: v.Buffer, rest: _Rest) -> None:
+    x, y, source, target = block.x, block.y, block.source, block.target
+    number, length, lanes = block.number, block.length, 16
     largest = v.Cell(v.load(x, source, lanes))
     least = v.Cell(v.load(x, source, lanes))
     with T.serial(1, T.int64(256 // lanes)) as piece:
@@ -122,17 +128,9 @@ def _emit_wide(
         _store_as(y, pairs + pair * 2, v.cast(total.get(), "int16", 1), 1, 2)
 
 
-def _emit_narrow(
-    x: v.Buffer,
-    y: v.Buffer,
-    together: v.Expr,
-    rest: _Rest,
-    source: v.Expr,
-    target: v.Expr,
-    number: v.Expr,
-    length: v.Expr,
-) -> None:
-    lanes = 16
+def _emit_narrow(block: _Block, together: v.Expr, rest: _Rest) -> None:
+    x, y, source, target = block.x, block.y, block.source, block.target
+    number, length, lanes = block.number, block.length, 16
     # Halves of groups lie together but for those of the last groups, which fill no register.
     bundle = v.let(number // together)
     is_bundled = v.let((bundle + 1) * together <= length // 32)

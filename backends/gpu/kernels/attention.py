@@ -26,6 +26,7 @@ token's context is divided into, so that enough work groups run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
@@ -255,7 +256,8 @@ def make_attend(attention: AttentionKernels, window: int | None, name: str) -> c
                                 cell.add(value * scaled)
                 c.wait_for_group()
             row = c.let((span * tokens + token) * attention.heads + head)
-            _emit_partial(attention, sums, total, top, slices, thread, row, partials, tops)
+            found = _Found(sums, total, top)
+            _emit_partial(attention, found, slices, thread, row, partials, tops)
     return kernel
 
 
@@ -316,18 +318,25 @@ def _emit_score(keys: KeptVectors, vector: c.Expr, inside: c.Expr, query: c.Buff
     return score
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Sums of weighted values of a span, the total of weights and the largest score."""
+
+    sums: list[list[c.Cell]]
+    total: c.Cell
+    top: c.Cell
+
+
 def _emit_partial(
     attention: AttentionKernels,
-    sums: list[list[c.Cell]],
-    total: c.Cell,
-    top: c.Cell,
+    of_span: _Found,
     slices: int,
     thread: c.Expr,
     row: c.Expr,
     partials: c.Buffer,
     tops: c.Buffer,
 ) -> None:
-    words, each = attention.value_words, attention.elements_per_word
+    words, each, sums = attention.value_words, attention.elements_per_word, of_span.sums
     size = attention.value_width
     # The last place of a slice is its sum of weights.
     pitch = len(sums) * _KEYS * each if slices == 1 else words * each
@@ -340,7 +349,7 @@ def _emit_partial(
             for index, cell in enumerate(cells):
                 c.store(shared, base + (column + number * _KEYS) * each + index, cell.get())
         with c.when(column == 0):
-            c.store(shared, base + pitch, total.get())
+            c.store(shared, base + pitch, of_span.total.get())
     c.wait_for_group()
     with T.serial(-(-size // _KEYS)) as turn:
         element = c.let(turn * _KEYS + thread)
@@ -353,7 +362,7 @@ def _emit_partial(
         found = c.Cell(c.number(0.0))
         for piece in range(slices):
             found.add(shared[piece * (pitch + 1) + pitch])
-        c.store(tops, row * 2, top.get())
+        c.store(tops, row * 2, of_span.top.get())
         c.store(tops, row * 2 + 1, found.get())
 
 
