@@ -324,11 +324,3 @@ def _find_pair(rope: Rope, rotations: float, rotated: int) -> float:
     """Number of the pair that turns ``rotations`` times within the original context."""
     turns = rope.original_context / (rotations * 2 * math.pi)
     return rotated * math.log(turns) / (2 * math.log(rope.theta))
-
-
-def expand_stretches(numbers: I32, stretch: int) -> I32:
-    """Numbers of the neurons [n stretch] of stretches ``numbers`` [n], each one's in order."""
-    if stretch == 1:
-        return numbers
-    first: I32 = np.multiply(numbers, stretch, dtype=np.int32)[:, None]
-    return np.add(first, np.arange(stretch, dtype=np.int32)).reshape(-1)

@@ -9,7 +9,7 @@ arrays: a backend knows nothing of files, caches or plans' texts) into an `Execu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pi2.backends.executor import (
@@ -29,12 +29,12 @@ from pi2.plan.arithmetic.units import GraphFacts, UnitFacts
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import ActivationType, KvType
-from pi2.plan.weights.layout import BundleLayout, Precision
+from pi2.plan.weights.layout import BundleLayout, Tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pi2.arrays import F32, I32, U8, Raw, Scales
+    from pi2.arrays import F32, I32, U8, Scales
     from pi2.backends.units import (
         DenseUnit,
         TextModel,
@@ -46,32 +46,6 @@ if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.arithmetic.units import DividedRows, Need
     from pi2.progress import Progress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """A tensor of the store, in memory, not copied.
-
-    Quantised (`pi2.plan.weights.layout`): ``weights`` uint8 [rows, weight_bytes], ``scales``
-    float16 [rows, length / 32], of ternary float32 [rows, 1].  fp16: ``weights`` uint8
-    [rows, 2 length], no scales.  ``precision`` None is float32: ``weights`` float32 [rows, length].
-    64-byte aligned.
-    """
-
-    name: str
-    rows: int
-    length: int
-    precision: Precision | None
-    weights: Raw
-    scales: Scales | None = None
-
-    def take_rows(self, first: int, end: int | None = None) -> Tensor:
-        """Return the rows from ``first`` to ``end``, by default the last, not copied."""
-        rows = slice(first, self.rows if end is None else end)
-        count = rows.stop - rows.start
-        weights = self.weights.reshape(self.rows, -1)[rows]
-        scales = None if self.scales is None else self.scales.reshape(self.rows, -1)[rows]
-        return replace(self, rows=count, weights=weights, scales=scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

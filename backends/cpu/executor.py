@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
-from pi2.backends.arithmetic import expand_stretches, list_chosen, make_routers, read_rows
+from pi2.backends.arithmetic import list_chosen, make_routers, read_rows
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.attention import Attention, PartCalls
 from pi2.backends.cpu.bindings import Bindings, DividedEnds
@@ -18,6 +18,7 @@ from pi2.backends.executor import ExecutorObserver, PartGroup
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.formats import find_packing
+from pi2.memory.granules import expand_stretches
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import GROUP, Precision, split_lanes
 

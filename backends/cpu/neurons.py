@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
-from pi2.backends.arithmetic import expand_stretches
 from pi2.backends.compiler.runtime import BoundCall, Library
 from pi2.backends.cpu.prediction import Prediction
 from pi2.backends.cpu.workspace import DENSE_FLOATS, Scratch, Views, Workspace, count_tokens
@@ -18,6 +17,7 @@ from pi2.backends.executor import PartGroup
 from pi2.backends.kernels.spec import BLOCK, BLOCK_ROOM, MOST_NAMING, PANEL, PARTS, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing
+from pi2.memory.granules import expand_stretches
 from pi2.plan.weights.bundles import slice_experts
 
 

@@ -10,8 +10,8 @@ from collections.abc import Set
 
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.runtime import Library
-from pi2.backends.host.contract import HostLoops, HostSpec, choose_checks
 from pi2.backends.host.loops import CompiledLoops
+from pi2.memory.host_loops import HostLoops, HostSpec, choose_checks
 from pi2.progress import Progress
 
 __all__ = ["CompiledLoops", "HostLoops", "load_host_loops"]

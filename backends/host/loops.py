@@ -1,4 +1,4 @@
-"""The host loops as functions of a compiled library: see `pi2.backends.host.contract`."""
+"""The host loops as functions of a compiled library: see `pi2.memory.host_loops`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from pi2.arrays import F32, F64, I32, I64, U8, U32, Raw
 from pi2.backends.compiler.runtime import ALIGNMENT, Library
-from pi2.backends.host.contract import CHECKED_BYTES, FOUND, MASSES, FoundNeurons
+from pi2.memory.host_loops import CHECKED_BYTES, FOUND, MASSES, FoundNeurons
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pi2.backends.host.contract import BundlePlaces, CacheTables, LayerPlace, RingArrays
+    from pi2.memory.host_loops import BundlePlaces, CacheTables, LayerPlace, RingArrays
     from pi2.memory.read_sieve import ReadLimits
 
 _NO_LIMITS = (0.0, 0.0, 0.0, 0.0)

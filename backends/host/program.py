@@ -1,4 +1,4 @@
-"""The functions of the host loops' library; `pi2.backends.host.contract` says what each does."""
+"""The functions of the host loops' library; `pi2.memory.host_loops` says what each does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.compile import make_target
 from pi2.backends.compiler.vectors import Parameters
-from pi2.backends.host.contract import CHECKED_BYTES, CheckInstruction, HostSpec
 from pi2.backends.host.residency import emit_find_neurons, emit_place_neurons, emit_unite_named
 from pi2.backends.host.ring import (
     emit_drive_ring,
@@ -20,6 +19,7 @@ from pi2.backends.host.ring import (
     emit_read_runs,
     emit_submit_reads,
 )
+from pi2.memory.host_loops import CHECKED_BYTES, CheckInstruction, HostSpec
 
 _POLYNOMIAL = 0x104C11DB7
 _BLOCK = 16

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.host.contract import FOUND, MASSES
+from pi2.memory.host_loops import FOUND, MASSES
 
 if TYPE_CHECKING:
     from pi2.backends.compiler.vectors import Parameters

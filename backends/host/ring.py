@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.backends.host.contract import FOUND, RingControl
+from pi2.memory.host_loops import FOUND, RingControl
 
 if TYPE_CHECKING:
     from pi2.backends.compiler.vectors import Parameters

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8, Bits
-from pi2.backends.arithmetic import expand_stretches, list_chosen, make_routers
+from pi2.backends.arithmetic import list_chosen, make_routers
 from pi2.backends.executor import ObservableExecutor, noted
 from pi2.backends.protocol import BuildRequest, add_one_by_one
 from pi2.backends.reference.attention import Mixing, Part
@@ -25,6 +25,7 @@ from pi2.backends.reference.operators import (
     widen,
 )
 from pi2.backends.reference.states import ChunkState, begin_chunk
+from pi2.memory.granules import expand_stretches
 from pi2.model.ffn import count_cutoff_rows
 from pi2.model.tensor import (
     EMBEDDING,

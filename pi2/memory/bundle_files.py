@@ -23,8 +23,8 @@ from pi2.caches import open_regular
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.backends.host.contract import HostLoops
     from pi2.memory.flash import PendingRead
+    from pi2.memory.host_loops import HostLoops
     from pi2.memory.io_engine import ReadBatch
 
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import F32, I32, U8
-from pi2.backends.host.contract import LayerPlace
+from pi2.memory.host_loops import LayerPlace
 from pi2.memory.policy import ABSENT, LeastFrequentlyUsed, PolicyName, carry_over, make_policy
 
 if TYPE_CHECKING:
-    from pi2.backends.host.contract import HostLoops
+    from pi2.memory.host_loops import HostLoops
     from pi2.memory.read_sieve import ReadSieve
 
 

@@ -26,7 +26,7 @@ from pi2.memory.uring import RingUnavailable, UringEngine
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, count_slot_bytes
 
 if TYPE_CHECKING:
-    from pi2.backends.host.contract import HostLoops
+    from pi2.memory.host_loops import HostLoops
 
 _MOST_PLACES = (1 << 31) - 1
 """Units behind an address that places can count."""

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import I32, U8, Bits
-from pi2.backends.arithmetic import expand_stretches
 from pi2.diagnostics import UserError
 from pi2.memory.bundle_files import BundleFile, BundleFiles, NeuronChecks, ReadObserver, WatchedRun
-from pi2.memory.granules import divide_slots
+from pi2.memory.granules import divide_slots, expand_stretches
 from pi2.memory.io_engine import (
     EngineName,
     GranuleReads,
@@ -36,7 +35,7 @@ from pi2.memory.io_engine import (
 from pi2.memory.uring import RingUnavailable, UringEngine
 
 if TYPE_CHECKING:
-    from pi2.backends.host.contract import HostLoops
+    from pi2.memory.host_loops import HostLoops
 
 
 _PAGE = 4096

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi2.arrays import I32, U8
-from pi2.backends.arithmetic import expand_stretches
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import ABSENT
 from pi2.plan.arithmetic.sizes import MOST_GRANULE_BYTES
@@ -89,3 +88,11 @@ class SingleNeurons:
         slots = expand_stretches(entries, size)
         slots[np.repeat(entries == ABSENT, size)] = ABSENT
         return slots[first - start * size :][:count]
+
+
+def expand_stretches(numbers: I32, stretch: int) -> I32:
+    """Numbers of the neurons [n stretch] of stretches ``numbers`` [n], each one's in order."""
+    if stretch == 1:
+        return numbers
+    first: I32 = np.multiply(numbers, stretch, dtype=np.int32)[:, None]
+    return np.add(first, np.arange(stretch, dtype=np.int32)).reshape(-1)

@@ -17,7 +17,7 @@ import numpy as np
 from pi2.arrays import I32, I64, Bits
 
 if TYPE_CHECKING:
-    from pi2.backends.host.contract import HostLoops
+    from pi2.memory.host_loops import HostLoops
 
 
 Content = Literal["neurons", "gates", "rest"]
@@ -299,7 +299,7 @@ NotePart = Callable[[ReadBatch, int, float, float], None]
 (`time.perf_counter`)."""
 
 RunRead = Callable[[int, I64, I32, I32, I64, I64], None]
-"""``HostLoops.read_runs`` of `pi2.backends.host.contract`."""
+"""``HostLoops.read_runs`` of `pi2.memory.host_loops`."""
 
 
 class IoEngine(Protocol):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
-from pi2.backends.host.contract import CacheTables
+from pi2.memory.host_loops import CacheTables
 
 if TYPE_CHECKING:
-    from pi2.backends.host.contract import FoundNeurons, HostLoops, LayerPlace
+    from pi2.memory.host_loops import FoundNeurons, HostLoops, LayerPlace
     from pi2.memory.read_sieve import ReadLimits
 
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pi2.arrays import I32, I64, U32
-from pi2.backends.host.contract import BundlePlaces, RingArrays, RingControl
+from pi2.memory.host_loops import BundlePlaces, RingArrays, RingControl
 from pi2.memory.io_engine import MOST_BUNDLES, PENDING, ReadBatch
 
 if TYPE_CHECKING:
-    from pi2.backends.host.contract import HostLoops
+    from pi2.memory.host_loops import HostLoops
 
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
@@ -157,7 +157,7 @@ class Ring:
         return count
 
     def drive(self, pool: I64, results: I64, begin: int, end: int) -> int:
-        """Hand over, note and wait as `pi2.backends.host.contract.HostLoops.drive_ring` does;
+        """Hand over, note and wait as `pi2.memory.host_loops.HostLoops.drive_ring` does;
         return how many are still pending."""
         words, control = self._words, self.control
         self._note(results)

@@ -25,13 +25,13 @@ from pi2.backends.cpu.specification import make_spec
 from pi2.backends.hexagon.backend import describe_sizes
 from pi2.backends.hexagon.library import PROGRAM, describe_library, write_library
 from pi2.backends.hexagon.specification import HexagonSpec
-from pi2.backends.host.contract import HostSpec, choose_checks
 from pi2.backends.protocol import Tensor
 from pi2.diagnostics import UserError
 from pi2.engine.opened_model import make_request
 from pi2.fitting.misfits import find_store_misfits
 from pi2.fitting.sizes import describe_unit
 from pi2.machine import detect_machine
+from pi2.memory.host_loops import HostSpec, choose_checks
 from pi2.model.tensors import list_tensors
 from pi2.phone.contents import PACKAGES, Wish, aim_plan, list_code
 from pi2.phone.documents import PLAN, STORE, write_index, write_resolved

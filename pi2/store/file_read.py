@@ -18,11 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import I32, U8, Raw
-from pi2.backends.protocol import Tensor
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
 from pi2.model.tensor import EMBEDDING
-from pi2.plan.weights.layout import GROUP, round_up
+from pi2.plan.weights.layout import GROUP, Tensor, round_up
 from pi2.store.agreement import report_size
 from pi2.store.arrow_file import ALIGNMENT as ALIGNMENT_of_arrow_file
 from pi2.store.arrow_file import PAGE

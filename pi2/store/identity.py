@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pi2.plan.documents.model import Model
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import Tensor
+    from pi2.plan.weights.layout import Tensor
 
 
 _PARTS = (

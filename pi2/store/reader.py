@@ -19,13 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import I32, I64, U8, U32
-from pi2.backends.protocol import Tensor
 from pi2.caches import open_stream
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Tokenizer
 from pi2.plan.weights.bundles import join_scales
-from pi2.plan.weights.layout import BundleLayout
+from pi2.plan.weights.layout import BundleLayout, Tensor
 from pi2.store.agreement import check_files, check_model, report_size
 from pi2.store.manifest import (
     DENSE_FILE,

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi2.backends.host import CompiledLoops, load_host_loops
-from pi2.backends.host.contract import HostSpec, RingControl, choose_checks
 from pi2.backends.host.program import emit_compute_checks
 from pi2.machine.cpu import detect_cpu
 from pi2.memory import uring
@@ -23,6 +22,7 @@ from pi2.memory.budget import Budget
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, ReadSettings
+from pi2.memory.host_loops import HostSpec, RingControl, choose_checks
 from pi2.memory.io_engine import RunRead, make_batch, read_in_python
 from pi2.memory.policy import expect_uses, unite_named
 from pi2.memory.read_sieve import ReadSieve

@@ -24,8 +24,8 @@ from unittest.mock import patch
 
 from pi2.backends.compiler.cache import start_compiler
 from pi2.backends.compiler.compilers import LIBRARIES
-from pi2.backends.host.contract import HostSpec
 from pi2.backends.kernels.spec import KernelSpec
+from pi2.memory.host_loops import HostSpec
 
 
 class LoadedCompiler:

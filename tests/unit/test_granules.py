@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import pi2
-from pi2.backends.arithmetic import expand_stretches
 from pi2.diagnostics import UserError
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.routed import ReadAhead
@@ -21,7 +20,7 @@ from pi2.memory.budget import Budget
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, ReadSettings
-from pi2.memory.granules import SingleNeurons, choose_granule
+from pi2.memory.granules import SingleNeurons, choose_granule, expand_stretches
 from pi2.memory.policy import ABSENT
 from pi2.plan.arithmetic.costs import choose_request_bytes
 from pi2.plan.documents.device import Device

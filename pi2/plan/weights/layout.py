@@ -21,8 +21,8 @@ of mxfp4 with all scales in them have such a vector each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import find_packing
 from pi2.formats.packing import ALIGNMENT as ALIGNMENT
@@ -31,6 +31,9 @@ from pi2.formats.packing import align_bytes as align_bytes
 from pi2.formats.packing import fill_groups as fill_groups
 from pi2.formats.packing import round_up as round_up
 from pi2.formats.packing import split_lanes as split_lanes
+
+if TYPE_CHECKING:
+    from pi2.arrays import Raw, Scales
 
 PartName = Literal["gate", "up", "down"]
 Precision = str
@@ -192,3 +195,29 @@ def lay_out_bundle(
         expert_offset=expert_offset,
         scales=scales,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor of the store, in memory, not copied.
+
+    Quantised (`pi2.plan.weights.layout`): ``weights`` uint8 [rows, weight_bytes], ``scales``
+    float16 [rows, length / 32], of ternary float32 [rows, 1].  fp16: ``weights`` uint8
+    [rows, 2 length], no scales.  ``precision`` None is float32: ``weights`` float32 [rows, length].
+    64-byte aligned.
+    """
+
+    name: str
+    rows: int
+    length: int
+    precision: Precision | None
+    weights: Raw
+    scales: Scales | None = None
+
+    def take_rows(self, first: int, end: int | None = None) -> Tensor:
+        """Return the rows from ``first`` to ``end``, by default the last, not copied."""
+        rows = slice(first, self.rows if end is None else end)
+        count = rows.stop - rows.start
+        weights = self.weights.reshape(self.rows, -1)[rows]
+        scales = None if self.scales is None else self.scales.reshape(self.rows, -1)[rows]
+        return replace(self, rows=count, weights=weights, scales=scales)
