@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import pi2
-import pi2.orchestrator
+import pi2.engine.assembly
 from pi2.arrays import F32
 from pi2.costs.description import describe_plan
 from pi2.diagnostics import UserError
@@ -101,7 +101,7 @@ def test_a_cache_that_is_too_small_for_a_token_changes_no_bit_either(
             asked.append(len(wave.rest))
             return wave
 
-    monkeypatch.setattr(pi2.orchestrator, "CutFeedForward", Asked)
+    monkeypatch.setattr(pi2.engine.assembly, "CutFeedForward", Asked)
     np.testing.assert_array_equal(compute_decoded(plan, TOKENS, least), expected)
     assert any(asked), "gates of more neurons than the cache has room for were open"
 

@@ -113,7 +113,7 @@ def test_what_has_no_kernels_for_it_says_so(plan: Path) -> None:
         ({"activation_sparsity_pattern": [0.5]}, "not a list of 5 shares"),
         ({"activation_sparsity_pattern": [1.0] * 5}, "not a list of 5 shares"),
         ({"intermediate_size": [72, 72, 72, 72, 36]}, "not the same for all layers"),
-        ({"hidden_size_per_layer_input": 0}, "layers without embeddings"),
+        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input != 0"),
         ({"hidden_activation": "relu"}, "embeddings of layers need a smooth activation"),
     ],
 )
