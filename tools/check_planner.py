@@ -38,6 +38,7 @@ from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError, texts
 from pi2.fitting.budget import MIB, Shortage, find_room, fit_plan, round_share, write_memory
 from pi2.fitting.check import load_plan
+from pi2.fitting.completion import resolve_values
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
@@ -45,7 +46,7 @@ from pi2.plan.documents.quantities import BYTE_UNITS, format_bytes, parse_quanti
 from pi2.planning.planner import plan
 from pi2.planning.problem import Problem, pose_problem
 from pi2.planning.text import write_planned
-from pi2.planning.wish import Wish, read_document, resolve_values
+from pi2.planning.wish import Wish, read_document
 from planner_run import scale_rates
 
 CLUSTERS = (16, 64, 256)

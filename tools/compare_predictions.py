@@ -23,12 +23,13 @@ from pi2.costs.description import describe_plan
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import Shortage, fit_plan
 from pi2.fitting.check import check_file
+from pi2.fitting.completion import resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
-from pi2.planning.wish import Wish, make_plan_values, resolve_values
+from pi2.planning.wish import Wish, make_plan_values
 from pi2.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,10 +25,11 @@ from outside.mapped import predict_mapped
 from paper.document import render_document
 from pi2.costs.cost import cost_description
 from pi2.costs.description import Description, describe_plan
+from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning.wish import Wish, make_plan_values, read_document, resolve_values
+from pi2.planning.wish import Wish, make_plan_values, read_document
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs/howto/simulate.md"

@@ -356,5 +356,6 @@ def _choose_chunk(
 
 
 def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
+    """Put a whole plan's values, its device and its model together."""
     plan = Plan.model_validate_json(json.dumps(values))
     return ResolvedPlan(plan=plan, device=device, model=model, find_alone=find_alone)

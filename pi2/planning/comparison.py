@@ -10,11 +10,11 @@ from typing import Any
 from pi2.costs.cost import Cost, cost_plan, cost_resolved
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import Shortage, fit_plan, write_memory
+from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, approximate_share
 from pi2.planning.planner import PlannedPlan, score_plan
 from pi2.planning.refinement import Decision
-from pi2.planning.wish import resolve_values
 from pi2.tracing import make_figure, save_figure
 
 WITHOUT = "none"

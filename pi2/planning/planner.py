@@ -13,7 +13,7 @@ from pi2.costs.rates import Rates, check_flash, check_power, read_rates
 from pi2.costs.sizes import StoredLayout, read_stored
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import MIB, Shortage, add_runtime, fit_plan, round_share, write_memory
-from pi2.fitting.completion import choose_backends
+from pi2.fitting.completion import choose_backends, resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
@@ -41,7 +41,7 @@ from pi2.planning.refinement import (
     refine_values,
 )
 from pi2.planning.speed import check_device_memory, reach_speed
-from pi2.planning.wish import Wish, make_plan_values, resolve_values
+from pi2.planning.wish import Wish, make_plan_values
 
 _LEAST_DENSE = 0.02
 """Share of a layer that a unit is given which does not compute more for waiting for flash."""

@@ -25,6 +25,7 @@ from pi2.costs.settings import POSITION, LookAhead, Settings, count_run
 from pi2.costs.sizes import Sizes, find_range_bytes, measure_sizes, read_stored
 from pi2.costs.terms import time_head, time_row
 from pi2.fitting.budget import MIB, count_runtime
+from pi2.fitting.completion import resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.memory.arena import describe_context
 from pi2.plan.arithmetic.costs import SHORT_CHUNK, list_chunks
@@ -34,7 +35,7 @@ from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.planning.wish import Wish, make_plan_values, resolve_values
+from pi2.planning.wish import Wish, make_plan_values
 
 GROUPS = 8
 """Layers whose activity is alike share their settings, in so many groups at most."""

@@ -16,6 +16,7 @@ from pi2.costs.sizes import PAGE_BYTES, StoredLayout
 from pi2.diagnostics import UserError
 from pi2.fitting import find_whole_backend, list_usual_backends
 from pi2.fitting.budget import MIB, Shortage, add_runtime, fit_plan, round_segment, write_memory
+from pi2.fitting.completion import resolve_values
 from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
@@ -30,7 +31,7 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.planning.problem import Problem
-from pi2.planning.wish import Wish, make_plan_values, resolve_values
+from pi2.planning.wish import Wish, make_plan_values
 
 _CHUNK = 256
 

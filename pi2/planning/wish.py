@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import UserError
-from pi2.fitting import find_alone
 from pi2.fitting.check import check_file
-from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.plan import Plan, Segments
+from pi2.plan.documents.plan import Segments
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.reading.references import DOCUMENTS, UnknownName, locate_document
 from pi2.plan.reading.thresholds import Thresholds
@@ -71,12 +68,6 @@ def make_plan_values(
         "decode": {"predictor": predictor, "batch": wish.batch},
         "kv": {"type": kv, "context": wish.context},
     }
-
-
-def resolve_values(values: Mapping[str, Any], device: Device, model: Model) -> ResolvedPlan:
-    """Put a plan's values, its device and its model together."""
-    plan = Plan.model_validate_json(json.dumps(values))
-    return ResolvedPlan(plan=plan, device=device, model=model, find_alone=find_alone)
 
 
 Objective = Literal["speed", "memory", "energy"]

@@ -19,10 +19,11 @@ import pytest
 
 from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
+from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning.wish import read_document, resolve_values
+from pi2.planning.wish import read_document
 from pi2.simulate import read_inputs, simulate
 
 PROBED = Path(__file__).with_name("probed.device.toml")

@@ -22,6 +22,7 @@ from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_plan
+from pi2.fitting.completion import complete_plan, resolve_values
 from pi2.fitting.sizes import describe_unit, find_needs
 from pi2.phone.building import describe_npu
 from pi2.plan.documents.device import Device
@@ -31,7 +32,7 @@ from pi2.planning.comparison import draw_curve
 from pi2.planning.planner import PlannedPlan, plan, trace_pareto
 from pi2.planning.problem import _draw_lines
 from pi2.planning.text import describe_choices, write_planned
-from pi2.planning.wish import Wish, read_document, resolve_values
+from pi2.planning.wish import Wish, read_document
 
 GIB, MIB = 1 << 30, 1 << 20
 DEVICE: dict[str, Any] = {
@@ -238,7 +239,8 @@ def test_no_drafted_plan_is_faster_where_all_neurons_fit(memory_mib: int) -> Non
         context=1024,
         name="drafted",
     )
-    drafted = resolve_values(tomllib.loads(draft_plan(draft, device, model)), device, model)
+    values = complete_plan(tomllib.loads(draft_plan(draft, device, model)), device, model).values
+    drafted = resolve_values(values, device, model)
     assert drafted.plan.layers.hot == 1.0, "not all neurons fit"
     assert found.resolved.plan.memory.segments.cold == 0, "nothing needs to be looked up"
     rates = read_rates(device, model.shape.hidden)

@@ -12,9 +12,10 @@ import pytest
 from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.fitting.check import load_plan
+from pi2.fitting.completion import resolve_values
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning.wish import Wish, read_document, resolve_values
+from pi2.planning.wish import Wish, read_document
 from pi2.simulate import read_inputs, simulate
 
 MIB = 1 << 20

@@ -14,6 +14,7 @@ from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.description import describe_plan
 from pi2.costs.settings import ReadLimits
 from pi2.fitting.check import check_file
+from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -22,7 +23,7 @@ from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
 from pi2.planning.comparison import WITHOUT, choose_thresholds
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.text import write_planned
-from pi2.planning.wish import Wish, resolve_values
+from pi2.planning.wish import Wish
 from pi2.simulate import simulate
 
 GIB = 1 << 30

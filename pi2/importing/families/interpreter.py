@@ -113,12 +113,16 @@ class Completed:
             raise self.refuse_values(text, "is neither true nor false")
         return bool(value)
 
-    def refuse_values(self, text: str, problem: str) -> UserError:
-        """The refusal of values that an expression has: ``problem`` says what is wrong with it."""
+    def refuse_values(self, text: str, problem: str = "") -> UserError:
+        """The refusal of values that an expression has: ``problem`` says what is wrong with it;
+        without one, the expression does not hold."""
         names = dict.fromkeys(list_names(parse_expression(text)))
         stated = [f"{name} is {show(self.find(name))}" for name in names]
         expression = text.removeprefix(MARK).strip()
-        return self.config.refuse(f"{', '.join([*stated, f'`{expression}`'])} {problem}")
+        found = " and ".join(stated)
+        if problem:
+            return self.config.refuse(f"{found}, `{expression}` {problem}")
+        return self.config.refuse(f"{found}; pi2 computes this family only if {expression}")
 
     def complete(self) -> Config:
         keys = [*self.fix, *(key for key in self.assume if not self.config.has(key))]
@@ -196,7 +200,7 @@ class Description(Completed):
             self.config.demand(key, wanted, wanted)
         for text in self.sections.require.values():
             if not self.compute(text):
-                raise self.refuse_values(text, "does not hold, and pi2 computes no other")
+                raise self.refuse_values(text)
         if self.sections.window is not None:
             self.put_window(self.sections.window)
         if self.find("rope.kind") is None:
