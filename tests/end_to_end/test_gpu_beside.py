@@ -4,6 +4,7 @@ a device here.  PoCL and lavapipe are the processor in disguise: results count, 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.helpers.gpu import require_launcher
 
 ROOT = Path(__file__).parents[2]
 ALONE = ROOT / "plans" / "demo.plan.toml"
+BESIDE = ROOT / "plans" / "demo-opencl-beside.plan.toml"
 EXACT = {
     "decode.activations": "fp32",
     "prefill.activations": "fp32",
@@ -33,10 +35,15 @@ Result = tuple[F32, tuple[int, ...]]
 
 
 @pytest.fixture(params=["opencl", "webgpu", "cuda"])
-def plan(request: pytest.FixtureRequest) -> Path:
+def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     api: Api = request.param
     require_launcher(api)
-    return ROOT / "plans" / f"demo-{api}-beside.plan.toml"
+    plan = tmp_path / "beside.plan.toml"
+    plan.write_text(
+        f'extends = ["{os.path.relpath(BESIDE, tmp_path)}"]\nschema_version = 2\nname = "Beside"\n'
+        f'device = "host-{api}"\nmodel = "pi2-demo"\n'
+    )
+    return plan
 
 
 def compute(plan: Path, mode: Mode, settings: dict[str, Any]) -> Result:
