@@ -25,6 +25,8 @@ from pi2.plan.toml.source import Kind, detect_kind
 ROOT = Path(__file__).parents[2]
 VERSIONS = ROOT / "tests/plans/versions"
 FIXTURES = sorted(VERSIONS.glob("*/*.toml"))
+BEGAN: dict[Kind, int] = {"family": 2}
+"""The first version with documents of a kind, if it is not 1."""
 SHIPPED = sorted((ROOT / "plans").rglob("*.toml"))
 
 
@@ -37,7 +39,7 @@ def read_kind(path: Path) -> Kind:
 def test_there_is_a_fixture_of_every_version_and_kind() -> None:
     for version in range(1, SCHEMA_VERSION + 1):
         kinds = {read_kind(path) for path in FIXTURES if path.parent.name == str(version)}
-        assert kinds == set(DOCUMENTS), version
+        assert kinds == {kind for kind in DOCUMENTS if BEGAN.get(kind, 1) <= version}, version
     assert set(STEPS) == set(range(1, SCHEMA_VERSION))
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pi2.cli.main import run
 from pi2.engine.run_report import summarise_pressure
 from pi2.fitting.check import check_file
+from pi2.fitting.completion import complete_plan
 from pi2.importing.new_model import draft_first_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -97,7 +98,8 @@ def test_the_plan_of_a_first_run_keeps_everything_in_memory(name: str) -> None:
     device = check_file(list_shipped("device")["host"]).document
     assert isinstance(model, Model)
     assert isinstance(device, Device)
-    plan = tomllib.loads(draft_first_plan(model, device, 0, "store"))
+    draft = tomllib.loads(draft_first_plan(model, device, 0, "store"))
+    plan = complete_plan(draft, device, model).values
     assert plan["layers"]["hot"] == 1.0
     sizes = [parse_quantity(text, BYTE_UNITS) for text in plan["memory"]["segments"].values()]
     budget = parse_quantity(plan["memory"]["budget"], BYTE_UNITS)

@@ -19,6 +19,7 @@ from pi2.engine.experts import ExpertNeurons
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.waves import Wave
 from pi2.fitting.check import check_file
+from pi2.fitting.completion import complete_plan
 from pi2.importing.conversion_job import group_experts
 from pi2.importing.new_model import draft_first_plan
 from pi2.plan.documents.device import Device
@@ -126,7 +127,7 @@ def test_what_is_in_memory_is_computed_before_what_is_read(
             wait(part)
 
         def note_add(*arguments: Any) -> None:
-            order.append("add" if arguments[-1] == 0 else "add all")
+            order.append("add" if arguments[-1].finished == 0 else "add all")
             add(*arguments)
 
         monkeypatch.setattr(feed_forward, "_wait_for_part", note_wait)
@@ -319,14 +320,15 @@ def test_plans_of_mixtures_without_predictors_get_a_router(activation: str) -> N
     )
     device = check_file(find_document("host", "device", Path())).document
     assert isinstance(device, Device)
-    text = draft_first_plan(model, device, 0, "./store")
-    assert tomllib.loads(text)["decode"] == {"predictor": "router", "look_ahead": "layer"}
+    draft = tomllib.loads(draft_first_plan(model, device, 0, "./store"))
+    decode = complete_plan(draft, device, model).values["decode"]
+    assert decode == {"predictor": "router", "look_ahead": "layer"}
     # Nobody knows which experts will be used: what does not fit is left to the cache.
     wish = Wish(device="host", model="./m", store="./s", budget_bytes=512 << 20)
     large = model.model_copy(
         update={"shape": model.shape.model_copy(update={"layers": 40, "ffn": 8192})}
     )
-    plan = tomllib.loads(draft_plan(wish, device, large))
+    plan = complete_plan(tomllib.loads(draft_plan(wish, device, large)), device, large).values
     assert plan["layers"]["hot"] == 0.0
     assert plan["memory"]["segments"]["hot"] == "0 B"
 
@@ -340,23 +342,15 @@ def test_prompts_of_many_experts_have_long_chunks_where_these_take_little(
     assert isinstance(model, Model) and isinstance(device, Device)
     size = None if budget is None else int(parse_quantity(budget, BYTE_UNITS))
     wish = Wish(device="host", model="./m", store="./s", budget_bytes=size)
-    assert tomllib.loads(draft_plan(wish, device, model))["prefill"]["chunk"] == chunk
+    draft = tomllib.loads(draft_plan(wish, device, model))
+    assert complete_plan(draft, device, model).values["prefill"]["chunk"] == chunk
 
 
 def test_the_planner_lets_reads_of_experts_begin_early(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [
-        "plan",
-        "--device",
-        "oneplus-12",
-        "--model",
-        "mixtral-8x7b",
-        "--memory",
-        "12GiB",
-        "-o",
-    ]
-    assert run([*command, str(tmp_path / "found.plan.toml")]) == 0
+    command = ["plan", "--device", "oneplus-12", "--model", "mixtral-8x7b", "--memory", "12GiB"]
+    assert run([*command, "-o", str(tmp_path / "found.plan.toml")]) == 0
     plan = tomllib.loads((tmp_path / "found.plan.toml").read_text())
     decode = plan["decode"]
     assert (decode["predictor"], decode["look_ahead"]) == ("router", "layer")

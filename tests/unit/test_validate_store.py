@@ -77,9 +77,10 @@ def test_a_store_of_another_stride_is_found_at_the_stride(
     path = write_plan(tmp_path, TWICE_AS_WIDE)
     assert check(path, capsys) == ["P520 bundle.stride"]
     run(["validate", str(path), "--output-format", "concise"])
-    line = path.read_text("utf-8").split("stride")[0].count("\n") + 1
+    before = path.read_text("utf-8").split('"1 KiB"')[0]
+    line, column = before.count("\n") + 1, len(before.splitlines()[-1]) + 1
     out = capsys.readouterr().out
-    assert f"my.plan.toml:{line}:10: " in out
+    assert f"my.plan.toml:{line}:{column}: " in out
     assert 'set bundle.stride = "512 B"' in out
 
 
