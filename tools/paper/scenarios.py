@@ -1,4 +1,4 @@
-"""Simulation inputs for the settings of the paper: shipped plans and their variants.
+"""Simulation inputs for the settings of the paper: its plans and their variants.
 
 Nothing here is a rate or a time: only what runs where, and how much memory it has.
 """
@@ -18,7 +18,8 @@ from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.simulate import read_inputs
 
-PLANS = Path(__file__).resolve().parents[2] / "plans"
+PLANS = (Path(__file__).parent / "plans", Path(__file__).resolve().parents[2] / "plans")
+"""Plans of the paper's settings, and shipped ones for settings that have no other plan."""
 GIGA = 10**9
 
 COLD_SHARE = 0.05
@@ -66,14 +67,13 @@ def read_scenario(scenario: Scenario, constants: Constants | None = None) -> Des
 
 @lru_cache(maxsize=128)
 def load_shipped(device: str, model: str, memory: str) -> ResolvedPlan:
-    """The shipped plan of a model on a phone."""
-    folder = PLANS / device
+    """The plan of a model on a phone."""
     names = {
         "half": (f"{model}-half.plan.toml", f"{model}.plan.toml"),
         "full": (f"{model}.plan.toml",),
     }[memory]
-    path = next(folder / name for name in names if (folder / name).exists())
-    return load_plan(path)
+    paths = (folder / device / name for name in names for folder in PLANS)
+    return load_plan(next(path for path in paths if path.exists()))
 
 
 def _read(scenario: Scenario, constants: Constants) -> Description:
