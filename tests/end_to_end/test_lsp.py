@@ -124,7 +124,7 @@ def editor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Editor]:
 
 
 NAME = "my.plan.toml"
-PLAN = DEMO.replace("plans/", "")
+PLAN = DEMO.replace("plans/", "") + '\n[decode]\npredictor = "low-rank"\n'
 
 
 def test_findings_stand_at_their_places(editor: Editor) -> None:
@@ -174,11 +174,13 @@ def test_hover_says_what_a_key_means_and_where_its_value_is_from(editor: Editor)
     answer = editor.ask("textDocument/hover", editor.point(NAME, text, "context"))
     shown = answer["contents"]["value"]
     assert "**`kv.context`** — Context length in tokens, prompt and answer together." in shown
-    assert "a whole number; required" in shown
+    assert "Derived if it is not stated.\n\na whole number; for example `4096`" in shown
     assert "my.plan.toml:4:11: replaces it by 128" in shown
-    assert "base.plan.toml:" in shown
-    assert "KiB" in shown
+    assert "base.plan.toml:" in shown and "KiB" in shown
     assert editor.ask("textDocument/hover", editor.point(NAME, text, "= 128")) is None
+    assert editor.open(NAME, PLAN) == []
+    answer = editor.ask("textDocument/hover", editor.point(NAME, PLAN, "model = "))
+    assert "text; required" in answer["contents"]["value"]
 
 
 def test_completion_of_keys_tables_and_values(editor: Editor) -> None:
@@ -248,7 +250,7 @@ def ask_fixes(editor: Editor, name: str, finding: dict[str, Any]) -> list[dict[s
         ('device = "host"', 'device = "hots"', "P015", 'Write "host"'),
         ("hot = 0.125", 'hot = "0.125"', "P103", "Write 0.125"),
         ('stride = "512 B"', "stride = 512", "P105", None),
-        ("context = 1024\n", "", "P102", "Add context = 4096"),
+        ("[decode]", '[[experts.layers]]\nselect = "0"\n[decode]', "P102", "Add read_best = 2"),
     ],
 )
 def test_a_quick_fix_does_what_the_help_says(

@@ -15,8 +15,6 @@ from pi2.plan.arithmetic.units import pad_tokens
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/oneplus-12/bamboo-7b.plan.toml"
 GRAPHS = (1, 2, 4, 32, 64, 128)
-
-
 DRY: dict[str, object] = {"backends.cpu": "null", "backends.npu": "null"}
 """Backends that take any number of tokens."""
 

@@ -117,7 +117,7 @@ def test_tombi_takes_every_shipped_document(copied: Path) -> None:
 def test_tombi_points_at_mistakes(copied: Path) -> None:
     path = copied / "plans/demo.plan.toml"
     text = path.read_text("utf-8")
-    mistakes = {'\nbudget = "': '\nbudgte = "', "\nhot = 0": "\nhot = 9", '"low-rank"': '"low"'}
+    mistakes = {'\nbudget = "': '\nbudgte = "', ", hot = 0": ", hot = 9", '"fp16"': '"fp"'}
     places = []
     for old, new in mistakes.items():
         assert text.count(old) == 1
