@@ -12,6 +12,7 @@ it works.  Exit status 3 and ``{"linker": [...]}``: no linker was found.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import shutil
@@ -205,9 +206,8 @@ def compile_library(
         if isinstance(program, OwnProgram):
             files += program.write_objects(Path(folder), target, report)
         for name, emit in functions.items():
-            function, signatures[name] = make_bindable_function(name, emit)
             files.append(Path(folder) / f"{name}.o")
-            generate(tvm.IRModule({name: function}), target).write_to_file(str(files[-1]), "o")
+            signatures[name] = _compile_function(name, emit, target, files[-1])
             report(f"compiled {name}", len(files) / (len(functions) + 1))
         linkers: Sequence[tuple[str, tuple[str, ...]]] = LINKERS
         if triple is not None:
@@ -227,6 +227,19 @@ def compile_library(
             find_signatures(output).write_text(write_signatures(signatures))
         report("linked", 1.0)
     return failures
+
+
+def _compile_function(
+    name: str, emit: Callable[[Parameters], None], target: tvm.target.Target, output: Path
+) -> Signature:
+    function, signature = make_bindable_function(name, emit)
+    code = generate(tvm.IRModule({name: function}), target)
+    # LLVM takes the most memory below.  What is freed goes to it: glibc would keep the holes.
+    del function
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+    code.write_to_file(str(output), "o")
+    return signature
 
 
 def link(
