@@ -94,9 +94,10 @@ class Sampler:
         options = self._options
         scores = logits.astype(np.float64)
         if options.repetition_penalty != 1.0 and len(seen):
-            ids = np.unique(seen)
-            penalty = options.repetition_penalty
-            scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty, scores[ids] * penalty)
+            # An id that is seen twice gets the same score twice.  np.unique would import numpy.ma,
+            # which is never freed: 1 MB.
+            penalty, found = options.repetition_penalty, scores[seen]
+            scores[seen] = np.where(found > 0, found / penalty, found * penalty)
         own = seen[len(seen) if prompt is None else prompt :]
         if len(own) and (options.presence_penalty or options.frequency_penalty):
             ids, counts = np.unique(own, return_counts=True)
