@@ -1,7 +1,7 @@
-"""Draw docs/images/speed-by-memory.svg from the measured figures in tools/results.
+"""Draw the pictures of docs/images from the measured figures in tools/results.
 
-``python tools/draw_results.py`` writes the picture; ``--check`` writes nothing and fails if the
-picture is not that of the figures.
+``python tools/draw_results.py`` writes them; ``--check`` writes nothing and fails if a picture is
+not that of the figures.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from real.results import Results, read_results
+
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "tools" / "results" / "speed-by-memory.toml"
 PICTURE = ROOT / "docs" / "images" / "speed-by-memory.svg"
+REAL_PICTURE = ROOT / "docs" / "images" / "real-models.svg"
 
 WIDTH, HEIGHT = 760, 400
 LEFT, TOP, BASE = 48, 96, 330
@@ -54,6 +57,36 @@ def read_figures(path: Path) -> Figures:
     return Figures(values["title"], values["subtitle"], values["source"], engines, limits)
 
 
+def take_real_figures(results: Results) -> Figures:
+    """Speeds of the largest real model by memory limit, llama.cpp first."""
+    model = max(results.models, key=lambda model: model.size_bytes)
+    speeds: dict[float, dict[str, float]] = {}
+    for row in model.rows:
+        speeds.setdefault(row.share, {})[row.engine] = row.figures.get("decode_tokens_s", 0.0)
+    limits = [
+        Limit(
+            "all in memory" if share >= 1 else f"{share:.0%} of the file",
+            (found["llama.cpp"], found["pi2"]),
+        )
+        for share, found in sorted(speeds.items())
+    ]
+    return Figures(
+        "Decode speed of a real model by memory limit",
+        f"{model.file}, {model.size_bytes / 2**30:.2f} GiB; tokens/s, and times llama.cpp",
+        f"Measured on {results.machine.processor}, {results.date}",
+        ("llama.cpp", "pi2"),
+        tuple(limits),
+    )
+
+
+def list_pictures() -> dict[Path, str]:
+    """SVG text of every picture, by its file."""
+    return {
+        PICTURE: draw_bars(read_figures(FIGURES)),
+        REAL_PICTURE: draw_bars(take_real_figures(read_results())),
+    }
+
+
 def draw_bars(figures: Figures) -> str:
     """SVG text of a bar chart: a group of bars for each memory limit, a colour for each engine."""
     return "\n".join([*_begin(figures), *_draw_axis(figures), *_draw_groups(figures), "</svg>", ""])
@@ -70,7 +103,7 @@ def _begin(figures: Figures) -> Iterator[str]:
     yield _write_text(LEFT, 46, figures.subtitle, colour="#555")
     yield _write_text(LEFT, HEIGHT - 14, figures.source, size=11, colour="#777")
     x = LEFT
-    for name, colour in zip(figures.engines, COLOURS, strict=True):
+    for name, colour in zip(figures.engines, COLOURS, strict=False):
         yield f'<rect x="{x}" y="60" width="12" height="12" fill="{colour}"/>'
         yield _write_text(x + 17, 71, name)
         x += 42 + 7 * len(name)
@@ -100,8 +133,8 @@ def _draw_groups(figures: Figures) -> Iterator[str]:
             speed = f"{tokens_s:.2g}" if tokens_s < 1 else f"{tokens_s:.3g}"
             yield _write_text(x + BAR / 2, y - 5, speed, anchor="middle")
             if index > 0:
-                ratio = tokens_s / limit.tokens_s[0]
-                text = f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
+                ratio = tokens_s / limit.tokens_s[0] if limit.tokens_s[0] else 0.0
+                text = f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x" if ratio else ""
                 ink = "white" if colour in COLOURS[2:] else "#333"
                 yield _write_text(x + BAR / 2, BASE - 6, text, anchor="middle", colour=ink)
             x += BAR + BAR_GAP
@@ -134,10 +167,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, only compare")
     options = parser.parse_args()
-    text = draw_bars(read_figures(FIGURES))
+    pictures = list_pictures()
     if options.check:
-        return int(PICTURE.read_text("utf-8") != text)
-    PICTURE.write_text(text, encoding="utf-8")
+        return int(any(path.read_text("utf-8") != text for path, text in pictures.items()))
+    for path, text in pictures.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 
