@@ -18,6 +18,7 @@ from pi2.engine.parts import Parts
 from pi2.engine.whole_forward import WholeForward
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
+from pi2.machine.memory import release_free_memory
 from pi2.memory.budget import Budget
 from pi2.memory.expert_slots import ExpertSlots, SlotReads
 from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, load_ranges
@@ -38,6 +39,8 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         check_fit(resolved, machine)
         store = FileTexts(weights, cleanup)
         tokenizer = read_tokenizer(store.path / "tokenizer.json")
+        # Lists of 262,144 tokens and their merges were some 200 MiB, and weights come next.
+        release_free_memory()
         files = DirectFiles(weights.files)
         cleanup.callback(files.close)
         tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())

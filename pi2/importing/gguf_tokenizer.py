@@ -355,17 +355,21 @@ def _read_scores(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str])
 
 
 def _find_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Pairs of tokens in the order in which they are joined: that of the scores of both together,
+    and of a token's pairs by their numbers."""
     numbers = _number_tokens(tokens)
-    merges = []
-    for token, number in numbers.items():
+    merges: list[tuple[str, str]] = []
+    for number in sorted(numbers.values(), key=lambda number: (-scores[number], number)):
+        token = tokens[number]
         pairs = [
-            (numbers[token[:cut]], numbers[token[cut:]], token[:cut], token[cut:])
+            (left, right)
             for cut in range(1, len(token))
-            if token[:cut] in numbers and token[cut:] in numbers
+            if (left := numbers.get(token[:cut])) is not None
+            and (right := numbers.get(token[cut:])) is not None
         ]
-        merges += [(scores[number], left, right) for _, _, left, right in sorted(pairs)]
-    merges.sort(key=lambda merge: -merge[0])
-    return [(left, right) for _, left, right in merges]
+        # The texts are those of the list of tokens: no copy of any is kept.
+        merges += [(tokens[left], tokens[right]) for left, right in sorted(pairs)]
+    return merges
 
 
 def _read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:

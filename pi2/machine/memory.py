@@ -10,8 +10,11 @@ Source: Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst of the Linux kerne
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,3 +163,10 @@ def _ask_sysconf(name: str) -> int:
         return max(0, os.sysconf(name)) * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return 0
+
+
+def release_free_memory() -> None:
+    """Give pages that the C library keeps free back to the system, where it can."""
+    gc.collect()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
