@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,8 @@ class GgufCheckpoint(Checkpoint):
 
     statements: Metadata
     names: Names
+    made: dict[str, bytes] = field(default_factory=dict, repr=False, compare=False)
+    """The tokenizer, once it was asked for: with 262,144 tokens it takes seconds to make."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -135,7 +137,9 @@ class GgufCheckpoint(Checkpoint):
 
     def read_file(self, name: str) -> bytes | None:
         if name == "tokenizer.json":
-            return make_tokenizer(self.folder, self.metadata)
+            if name not in self.made:
+                self.made[name] = make_tokenizer(self.folder, self.metadata)
+            return self.made[name]
         if name == "generation_config.json":
             return make_generation_config(self.metadata)
         return read_chat_files(self.metadata).get(name)

@@ -113,7 +113,7 @@ def describe_checkpoint(
     path: Path | Checkpoint, name: str | None = None, *, has_texts: bool = True
 ) -> NewModel:
     """Describe the checkpoint at ``path``, or one that is open; ``name`` is the document's id, else
-    the checkpoint's.
+    the checkpoint's.  Without ``has_texts`` the tokenizer is not read.
 
     Raises `UserError`: P530-P538 as `open_checkpoint`, P544 for a family or option that no model
     document can state, P533, P534 or P537 where configuration and tensors contradict each
@@ -128,7 +128,8 @@ def describe_checkpoint(
     _match_blocks(checkpoint, tables)
     _match_stacks(checkpoint, tables)
     _find_predictors(checkpoint, tables)
-    tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
+    if has_texts:
+        tables["tokenizer"] = _describe_tokenizer(checkpoint, config)
     if checkpoint.takes_last:
         tables["pooling"] = "last"
     sampling = read_sampling(checkpoint)
