@@ -53,7 +53,7 @@ class _Heads:
         self.kv_heads = v.let(self.heads // self.group)
 
     def find_base(self, token: v.Expr, head: v.Expr) -> v.Expr:
-        """Return where keys of a token's sequence begin."""
+        """Return the first element of the keys of a token's sequence."""
         sequence = v.wide(self._sequences[token]) * self._sequence_stride
         return v.let(sequence + head * self._head_stride)
 
@@ -79,7 +79,7 @@ class _Parts(_Heads):
         self.used = v.let((length + self._size - 1) // self._size)
 
     def find_partial(self, head: v.Expr, part: v.Expr) -> v.Expr:
-        """Return where a part of a head is: its mix [head_dim], largest score and sum."""
+        """Return the first element of a part of a head: mix [head_dim], largest score, sum."""
         return v.let(((self._token * self.heads + head) * self.parts + part) * self._stride)
 
     def emit(self, count: int, head: v.Expr, base: v.Expr, part: v.Expr) -> None:
@@ -149,7 +149,7 @@ class _Parts(_Heads):
                 v.store(self._scratch, row + at - place, part, several)
 
     def _multiply(self, several: int, base: v.Expr) -> v.Expr:
-        """Return products of all queries with ``several`` keys, those of a query together."""
+        """Return products of all queries with ``several`` keys, query by query."""
         lanes, count, width = self._lanes, len(self._starts), self._width
         zeros = v.constant(0.0, "float32", lanes)
         cells = [[v.Cell(zeros) for _ in range(several)] for _ in range(count)]

@@ -251,7 +251,7 @@ class _Part:
             for row, names, instruction in zip(rows, fields, own, strict=True)
             if instruction.orders is not None
         ]
-        # All tokens are those of the only expert, where there are none.
+        # Without experts, all tokens belong to the only one.
         self._starts: I32 = np.zeros(2, np.int32)
         for row, names in zip(rows, fields, strict=True):
             if "starts" in names and not row[names.index("starts")]:

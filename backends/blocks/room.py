@@ -39,7 +39,7 @@ PARTS = 8
 PARTIAL = 16
 """Elements of a part beside what is mixed: its largest score and its sum."""
 SCORES_ROW = SCORES + 32
-"""Scores of a query, with room for those of positions before and behind."""
+"""Scores of a query, with room for positions before and behind."""
 
 
 def count_tile_tokens(group: int) -> int:

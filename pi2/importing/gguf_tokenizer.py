@@ -355,8 +355,7 @@ def _read_scores(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str])
 
 
 def _find_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Pairs of tokens in the order in which they are joined: that of the scores of both together,
-    and of a token's pairs by their numbers."""
+    """Pairs of tokens by the score of both together, and of a token by their numbers."""
     numbers = _number_tokens(tokens)
     merges: list[tuple[str, str]] = []
     for number in sorted(numbers.values(), key=lambda number: (-scores[number], number)):

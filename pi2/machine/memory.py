@@ -166,7 +166,7 @@ def _ask_sysconf(name: str) -> int:
 
 
 def release_free_memory() -> None:
-    """Give pages that the C library keeps free back to the system, where it can."""
+    """Give pages that the C library keeps free back to the system, if it can."""
     gc.collect()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
