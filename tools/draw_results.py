@@ -26,12 +26,11 @@ WIDTH, HEIGHT = 760, 400
 LEFT, TOP, BASE = 48, 96, 330
 BAR, BAR_GAP, GROUP_GAP = 46, 6, 44
 COLOURS = ("#8a8f98", "#9ec5e8", "#4a90c8", "#1f5a8c")
-TICK_TOKENS_S = 5
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The speeds of each engine, in order, under one memory limit."""
+    """The speeds of each engine, in order, of one group of bars."""
 
     name: str
     tokens_s: tuple[float, ...]
@@ -58,24 +57,18 @@ def read_figures(path: Path) -> Figures:
 
 
 def take_real_figures(results: Results) -> Figures:
-    """Speeds of the largest real model by memory limit, llama.cpp first."""
-    model = max(results.models, key=lambda model: model.size_bytes)
-    speeds: dict[float, dict[str, float]] = {}
-    for row in model.rows:
-        speeds.setdefault(row.share, {})[row.engine] = row.figures.get("decode_tokens_s", 0.0)
-    limits = [
-        Limit(
-            "all in memory" if share >= 1 else f"{share:.0%} of the file",
-            (found["llama.cpp"], found["pi2"]),
-        )
-        for share, found in sorted(speeds.items())
-    ]
+    """Speeds of real models in memory, llama.cpp first."""
+    models = []
+    for model in results.models:
+        speeds = {row.engine: row.figures for row in model.rows if row.share >= 1}
+        both = tuple(speeds[name].get("decode_tokens_s", 0.0) for name in ("llama.cpp", "pi2"))
+        models.append(Limit(model.file.removesuffix(".gguf").replace("-instruct", ""), both))
     return Figures(
-        "Decode speed of a real model by memory limit",
-        f"{model.file}, {model.size_bytes / 2**30:.2f} GiB; tokens/s, and times llama.cpp",
+        "Decode speed of real models in memory",
+        "The same GGUF file for both; tokens/s, and times llama.cpp",
         f"Measured on {results.machine.processor}, {results.date}",
         ("llama.cpp", "pi2"),
-        tuple(limits),
+        tuple(models),
     )
 
 
@@ -110,20 +103,23 @@ def _begin(figures: Figures) -> Iterator[str]:
 
 
 def _draw_axis(figures: Figures) -> Iterator[str]:
-    tokens_s = 0
-    while tokens_s <= max(max(limit.tokens_s) for limit in figures.limits):
+    tokens_s, highest = 0, max(max(limit.tokens_s) for limit in figures.limits)
+    while tokens_s <= highest:
         y = _place(figures, tokens_s)
         yield f'<line x1="{LEFT}" y1="{y}" x2="{WIDTH - 20}" y2="{y}" stroke="#ddd"/>'
         yield _write_text(LEFT - 8, y + 4, str(tokens_s), anchor="end", colour="#777")
-        tokens_s += TICK_TOKENS_S
+        tokens_s += 5 if highest < 50 else 25
 
 
 def _draw_groups(figures: Figures) -> Iterator[str]:
-    x = LEFT + GROUP_GAP / 2
+    groups = len(figures.limits)
+    bars = sum(len(limit.tokens_s) for limit in figures.limits)
+    # Groups of few bars stand further apart: their names are wider than they are.
+    gap = max(GROUP_GAP, (WIDTH - LEFT - 20 - bars * (BAR + BAR_GAP)) / groups)
+    x = LEFT + gap / 2
     for limit in figures.limits:
         width = len(limit.tokens_s) * (BAR + BAR_GAP) - BAR_GAP
-        label = limit.name if limit.name.startswith("all") else f"limit {limit.name}"
-        yield _write_text(x + width / 2, BASE + 20, label, anchor="middle", weight="bold")
+        yield _write_text(x + width / 2, BASE + 20, limit.name, anchor="middle", weight="bold")
         for index, tokens_s in enumerate(limit.tokens_s):
             colour = COLOURS[index]
             y = _place(figures, tokens_s)
@@ -138,7 +134,7 @@ def _draw_groups(figures: Figures) -> Iterator[str]:
                 ink = "white" if colour in COLOURS[2:] else "#333"
                 yield _write_text(x + BAR / 2, BASE - 6, text, anchor="middle", colour=ink)
             x += BAR + BAR_GAP
-        x += GROUP_GAP
+        x += gap
 
 
 def _place(figures: Figures, tokens_s: float) -> float:

@@ -57,6 +57,27 @@ class _Heads:
         sequence = v.wide(self._sequences[token]) * self._sequence_stride
         return v.let(sequence + head * self._head_stride)
 
+    def clear(self, mixed: v.Buffer, place: v.Expr) -> None:
+        """Set the sum of a head to zeros."""
+
+        def emit(element: v.Expr, lanes: int) -> None:
+            v.store(mixed, place + element, v.constant(0.0, "float32", lanes), lanes)
+
+        walk(T.int64(0), self._width, emit)
+
+    def put(
+        self, token: v.Expr, head: v.Expr, mixed: v.Buffer, place: v.Expr, total: v.Expr
+    ) -> None:
+        """Write the sum of a head of a token, divided by the ``total`` of its weights."""
+        inverse = v.let(T.float32(1.0) / total)
+        target = v.let(token * self._y_stride + head * self._width)
+
+        def emit(element: v.Expr, lanes: int) -> None:
+            value = v.load(mixed, place + element, lanes)
+            v.store(self._y, target + element, value * v.splat(inverse, lanes), lanes)
+
+        walk(T.int64(0), self._width, emit)
+
 
 class _Parts(_Heads):
     """A part of the context of a token, for some heads that share keys."""
@@ -98,7 +119,7 @@ class _Parts(_Heads):
                 top.set(self._sinks[own])
                 total.set(T.float32(1.0))
         for mixed in self._mixed:
-            self._clear(mixed)
+            self.clear(self._partials, mixed)
         begin = v.let(self._first + part * self._size)
         stop = v.let(T.min(begin + self._size, self._end))
         with T.serial((stop - begin + SCORES - 1) // SCORES) as number:
@@ -113,25 +134,10 @@ class _Parts(_Heads):
         for own, mixed, top, total in zip(heads, self._mixed, tops, totals, strict=True):
             with T.If(self.used == T.int64(1)):
                 with T.Then():
-                    self._put(own, mixed, v.let(T.float32(1.0) / total.get()))
+                    self.put(self._token, own, self._partials, mixed, total.get())
                 with T.Else():
                     T.buffer_store(self._partials, top.get(), [mixed + self._width])
                     T.buffer_store(self._partials, total.get(), [mixed + self._width + 1])
-
-    def _clear(self, mixed: v.Expr) -> None:
-        def emit(element: v.Expr, lanes: int) -> None:
-            v.store(self._partials, mixed + element, v.constant(0.0, "float32", lanes), lanes)
-
-        walk(T.int64(0), self._width, emit)
-
-    def _put(self, head: v.Expr, mixed: v.Expr, inverse: v.Expr) -> None:
-        target = v.let(self._token * self._y_stride + head * self._width)
-
-        def emit(element: v.Expr, lanes: int) -> None:
-            value = v.load(self._partials, mixed + element, lanes)
-            v.store(self._y, target + element, value * v.splat(inverse, lanes), lanes)
-
-        walk(T.int64(0), self._width, emit)
 
     def _score(self, place: v.Expr, limit: v.Expr) -> None:
         """Multiply queries with keys, some positions at a time; the first may be before ``place``:
@@ -366,12 +372,7 @@ class _Tile(_Heads):
                 total.set(T.float32(1.0))
             T.buffer_store(self._scratch, top.get(), [self._tops + query])
             T.buffer_store(self._scratch, total.get(), [self._sums + query])
-
-            def clear(element: v.Expr, lanes: int) -> None:
-                place = self._mixed + query * self._width + element
-                v.store(self._scratch, place, v.constant(0.0, "float32", lanes), lanes)
-
-            walk(T.int64(0), self._width, clear)
+            self.clear(self._scratch, v.let(self._mixed + query * self._width))
 
     def _turn_keys(self, base: v.Expr) -> None:
         lanes = self._lanes
@@ -480,14 +481,8 @@ class _Tile(_Heads):
 
     def _finish(self, query: v.Expr) -> None:
         token, head = self._find(query)
-        inverse = v.let(T.float32(1.0) / self._scratch[self._sums + query])
-        target = v.let((self._first + token) * self._y_stride + head * self._width)
-
-        def emit(element: v.Expr, lanes: int) -> None:
-            value = v.load(self._scratch, self._mixed + query * self._width + element, lanes)
-            v.store(self._y, target + element, value * v.splat(inverse, lanes), lanes)
-
-        walk(T.int64(0), self._width, emit)
+        place, total = v.let(self._mixed + query * self._width), self._scratch[self._sums + query]
+        self.put(v.let(self._first + token), head, self._scratch, place, total)
 
 
 def emit_attend_many(isa: Isa, table: Table) -> None:

@@ -419,7 +419,7 @@ class BlockModel:
     def put_rows(self, number: int, rows: U8) -> None:
         """Give the rows [T, bytes] of the embedding, matrix ``number``, that the tokens of the
         call have."""
-        self._given = rows
+        self._given = rows  # compiled code reads it until the step ends
         self.set_tensor(number, rows.ctypes.data)
         self._builder.numbers[: len(rows)] = np.arange(len(rows))
 

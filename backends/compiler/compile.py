@@ -28,8 +28,6 @@ from tvm import s_tir, tirx
 from pi2.backends.compiler.signature import Signature, find_signatures, write_signatures
 from pi2.backends.compiler.vectors import Parameters, make_bindable_function
 
-TRIPLES = ("x86_64-linux-gnu", "aarch64-linux-gnu", "aarch64-linux-android")
-"""Machines, by LLVM's names."""
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 """Number of the system call, by architecture (asm/unistd.h of Linux)."""
 C_LIBRARY = ("memcpy", "memmove", "memset", "preadv", "strlen", "syscall")

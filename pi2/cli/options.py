@@ -326,7 +326,6 @@ TOKENIZER = partial(
     help="tokenizer.json or tokenizer.model, or a folder that has one, instead of the "
     "checkpoint's own.",
 )
-PLOT = partial(option, "--plot", type=FILE, help="Write a plot (needs the extra `plot`).")
 
 
 @dataclass(frozen=True, kw_only=True)

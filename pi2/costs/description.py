@@ -84,10 +84,8 @@ def list_assumptions(resolved: ResolvedPlan, known: str | None) -> tuple[str, ..
 
 ATTENTION_KERNELS = 6
 """Norm, projections of queries, keys and values, keeping keys, scores, mixing, output."""
-FFN_KERNELS = 3
-"""Activations of all neurons, sums of parts, and their join."""
 NAMED_KERNELS = 4
-"""The same for neurons that a predictor names, and the list of their places."""
+"""List of places of the neurons that a predictor names, activations, sums of parts, their join."""
 ROUTER_KERNELS = 8
 """Scores, softmax, choice, weights, their sum and scale, gathering, and adding up."""
 LAST_KERNELS = 2

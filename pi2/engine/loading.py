@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi2.arrays import I32, U8, U32, Scales
+from pi2.arrays import I32, U8, Scales
 from pi2.backends.protocol import BuildRequest, Tensor
-from pi2.caches import open_stream, read_regular
+from pi2.caches import read_regular
 from pi2.diagnostics import UserError
 from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
@@ -174,14 +174,6 @@ def begin_scales(
         found.append(place_scales(file, layer, partial(_allocate, budget, "attention")))
         begin_file(file, batch)
     return found
-
-
-def _read_checks(path: Path, count: int, offset: int) -> U32:
-    try:
-        with open_stream(path) as file:
-            return np.fromfile(file, np.uint32, count, offset=offset)
-    except OSError as error:
-        raise UserError.of("P508", f"cannot read {path}: {error.strerror}") from None
 
 
 def allocate_gate_rows(resolved: ResolvedPlan, budget: Budget) -> tuple[U8, Scales | None]:

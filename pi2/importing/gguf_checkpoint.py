@@ -144,6 +144,9 @@ class GgufCheckpoint(Checkpoint):
             return make_generation_config(self.metadata)
         return read_chat_files(self.metadata).get(name)
 
+    def forget(self) -> None:
+        self.made.clear()
+
     def list_templates(self) -> dict[str, bytes]:
         return read_named_templates(self.metadata)
 

@@ -240,3 +240,4 @@ class FileTexts:
         for name, content in contents.items():
             if content is not None:
                 (self.path / name).write_bytes(content)
+        checkpoint.forget()

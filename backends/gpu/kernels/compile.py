@@ -31,7 +31,6 @@ from pi2.backends.gpu.kernels.specification import (
     Target,
 )
 
-EXTRA = "pip install 'pi2[cuda]'"
 _HEADER = "cuda_fp16.h"
 _TOOLKIT = Path("/usr/local/cuda/include")
 

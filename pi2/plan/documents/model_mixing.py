@@ -198,9 +198,8 @@ class Attention(Table):
 
 _MIXER = "(attention|delta|mamba|mamba1|convolution)"
 
-LayerKind = Annotated[
-    str, Field(pattern=rf"^(none|{_MIXER}(\+{_MIXER}){{0,63}})$", examples=["mamba+attention"])
-]
+LAYER_KIND = rf"^(none|{_MIXER}(\+{_MIXER}){{0,63}})$"
+LayerKind = Annotated[str, Field(pattern=LAYER_KIND, examples=["mamba+attention"])]
 """What mixes the tokens of a layer: a mixer, several with ``+`` between them, one after the other,
 each with a norm of its own and added to the residual stream (Nemotron-H), or ``none``."""
 

@@ -219,7 +219,9 @@ def approximate_share(value: float, decimals: int = 0) -> str:
     return f"{value:z.{decimals}%}"
 
 
-def _validator(units: Units, convert: Callable[[Fraction], float]) -> BeforeValidator:
+def _validator(
+    units: Units, convert: Callable[[Fraction], float], hint: str = ""
+) -> BeforeValidator:
     def validate(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, str):
             raise PydanticCustomError(
@@ -230,7 +232,7 @@ def _validator(units: Units, convert: Callable[[Fraction], float]) -> BeforeVali
         try:
             return convert(parse_quantity(value, units))
         except QuantityError as error:
-            context = {"reason": str(error), "hint": error.hint or ""}
+            context = {"reason": str(error), "hint": error.hint or hint}
             raise PydanticCustomError("quantity", "{reason}", context) from None
 
     return BeforeValidator(validate)
@@ -260,7 +262,7 @@ Bytes = Annotated[
 
 MemoryBytes = Annotated[
     int,
-    _validator(BYTE_UNITS, _whole),
+    _validator(BYTE_UNITS, _whole, 'a share is "60 %" of memory, or "60 % of the file"'),
     PlainSerializer(format_bytes, return_type=str),
     WithJsonSchema(
         {

@@ -21,7 +21,7 @@ from pi2.plan.documents.common import (
     list_known_keys,
     suggest,
 )
-from pi2.plan.documents.model_mixing import LAYER_CHOICE
+from pi2.plan.documents.model_mixing import LAYER_CHOICE, LAYER_KIND
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.toml.source import MAX_SHOWN, SourceFile, limit_findings
 from pi2.plan.toml.text import KeyPath, format_path, name_path, write_value
@@ -212,6 +212,10 @@ _PATTERNS = {
     r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$": (
         "layer numbers and ranges",
         'for example `select = "0-7,28-31"`',
+    ),
+    LAYER_KIND: (
+        "attention, delta, mamba, mamba1 or convolution, several with `+` between them, or none",
+        None,
     ),
     LAYER_CHOICE: (
         "layer numbers, ranges and slices",
