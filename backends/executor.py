@@ -298,13 +298,7 @@ class PartAdder(Protocol):
         order than ``add_neurons``."""
 
     def add_parts(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32,
-        stretch: int,
-        parts: PartGroup,
+        self, layer: int, arena: U8, slots: I32, indices: I32, stretch: int, parts: PartGroup
     ) -> None:
         """Compute the neurons in ``slots`` [n] of ``arena`` [slots, stride], as ``add_neurons``
         says, but keep their sums by parts (T = 1), one after the other.  Then add those that are

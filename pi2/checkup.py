@@ -16,21 +16,10 @@ from typing import Literal
 from pi2.backends.gpu.devices import Survey, survey_devices
 from pi2.caches import find_cache_folder
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fitting import (
-    find_alone_backend,
-    find_backend,
-    find_text_backend,
-    find_unit_backend,
-)
+from pi2.fitting import find_alone_backend, find_backend, find_text_backend, find_unit_backend
 from pi2.fitting.misfits import find_plan_misfits
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage
-from pi2.machine.storage import (
-    EMULATORS,
-    LINKERS,
-    Tvm,
-    detect_tvm,
-    find_programs,
-)
+from pi2.machine.storage import EMULATORS, LINKERS, Tvm, detect_tvm, find_programs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import list_backend_names
 from pi2.plan.documents.device import Unit

@@ -92,11 +92,7 @@ def build(
 
 
 def build_whole_model(
-    resolved: ResolvedPlan,
-    *,
-    progress: Progress,
-    start: float,
-    observed: MakeObserver | None,
+    resolved: ResolvedPlan, *, progress: Progress, start: float, observed: MakeObserver | None
 ) -> LoadedModel:
     """Bring a model to the unit that has it as a whole; UserError P662 if its neurons are to be
     observed."""

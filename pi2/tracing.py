@@ -170,13 +170,7 @@ def make_chrome_trace(
         ready = round(flow.ready_s * 1e6 - 0.001, 3)
         events.append({"ph": "s", "tid": source, "ts": ready, **common})
         events.append(
-            {
-                "ph": "f",
-                "bp": "e",
-                "tid": target,
-                "ts": round(flow.start_s * 1e6, 3),
-                **common,
-            }
+            {"ph": "f", "bp": "e", "tid": target, "ts": round(flow.start_s * 1e6, 3), **common}
         )
     for counter in recorder.counters:
         time_us = round(counter.time_s * 1e6, 3)

@@ -185,10 +185,7 @@ def main() -> int:
     else:
         workloads = [
             draw_synthetic(
-                skew,
-                layers=arguments.layers,
-                neurons=arguments.neurons,
-                tokens=arguments.tokens,
+                skew, layers=arguments.layers, neurons=arguments.neurons, tokens=arguments.tokens
             )
             for skew in (0.26, 0.43)
         ]

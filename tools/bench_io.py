@@ -71,9 +71,7 @@ def measure(
     reader.close()
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Figures(
-        wanted_mb_s=wanted / spent / 1e6,
-        requests_s=requests / spent,
-        cpu_us=cpu_s / requests * 1e6,
+        wanted_mb_s=wanted / spent / 1e6, requests_s=requests / spent, cpu_us=cpu_s / requests * 1e6
     )
 
 

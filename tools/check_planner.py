@@ -246,11 +246,7 @@ def check_plans(
 
 
 def predict_plan(
-    wish: Wish,
-    name: str,
-    path: Path,
-    measured: Mapping[str, Any],
-    arguments: argparse.Namespace,
+    wish: Wish, name: str, path: Path, measured: Mapping[str, Any], arguments: argparse.Namespace
 ) -> Row:
     """Put the predictions for a plan beside what happened."""
     from pi2.simulate import read_inputs, simulate

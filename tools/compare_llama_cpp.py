@@ -117,10 +117,7 @@ DIFFERENT: dict[str, dict[str, dict[str, Any]]] = {
 """What llama.cpp computes otherwise than the families' own code: the document says so, too."""
 
 SUITED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma4-e2b": (
-        "Gemma4Text",
-        MODELS["gemma4-e2b"][1] | {"num_kv_shared_layers": 2},
-    ),
+    "gemma4-e2b": ("Gemma4Text", MODELS["gemma4-e2b"][1] | {"num_kv_shared_layers": 2}),
     "gemma3n": (
         "Gemma3nText",
         {

@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[str, Options]] = {
                 "attention_factor": 1.25,
                 "truncate": False,
                 "original_max_position_embeddings": 16,
-            },
+            }
         },
     ),
     "phi3-longrope": (
@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[str, Options]] = {
                 "original_max_position_embeddings": 16,
                 "short_factor": [1.0, 1.1, 1.3, 1.7],
                 "long_factor": [1.5, 2.0, 3.0, 4.0],
-            },
+            }
         },
     ),
     "mistral-window": ("Mistral", {"sliding_window": 8, "head_dim": 32}),
@@ -143,10 +143,7 @@ MODELS: dict[str, tuple[str, Options]] = {
         "Starcoder2",
         {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 72},
     ),
-    "opt": (
-        "OPT",
-        {"ffn_dim": 96, "word_embed_proj_dim": 32, "activation_function": "relu"},
-    ),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32, "activation_function": "relu"}),
     "falcon-7b-relu": (
         "Falcon",
         {

@@ -267,7 +267,7 @@ MODELS: dict[str, tuple[str, Options]] = {
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.5,
-            },
+            }
         },
     ),
     "granite-moe": (

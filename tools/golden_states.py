@@ -173,7 +173,7 @@ MODELS: dict[str, tuple[str, Options]] = {
         | {
             "num_hidden_layers": 4,
             "layer_types": [
-                *("linear_attention", "linear_attention", "full_attention", "linear_attention"),
+                *("linear_attention", "linear_attention", "full_attention", "linear_attention")
             ],
             "q_lora_rank": None,
             "num_local_experts": 6,

@@ -15,12 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pi2.fitting.check import check_file
-from pi2.plan.documents.device import (
-    Device,
-    RateFigure,
-    ReadFigure,
-    Unit,
-)
+from pi2.plan.documents.device import Device, RateFigure, ReadFigure, Unit
 from pi2.plan.documents.quantities import format_bytes
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -29,11 +29,7 @@ RULES = "".join(f"{0xFF21 + offset:X}\t{0x41 + offset:X}\n" for offset in range(
 MODELS: dict[str, dict[str, object]] = {
     "pairs": {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False},
     "likeliest": {"model_type": "unigram", "normalization_rule_tsv": RULES},
-    "likeliest-bytes": {
-        "model_type": "unigram",
-        "byte_fallback": True,
-        "add_dummy_prefix": False,
-    },
+    "likeliest-bytes": {"model_type": "unigram", "byte_fallback": True, "add_dummy_prefix": False},
 }
 
 

@@ -67,11 +67,7 @@ def silence(model: LoadedModel) -> None:
 
 
 def measure(
-    plan: Path,
-    texts: list[Path],
-    tokens: int,
-    settings: dict[str, Any],
-    drawing: dict[str, Any],
+    plan: Path, texts: list[Path], tokens: int, settings: dict[str, Any], drawing: dict[str, Any]
 ) -> Iterator[Row]:
     """Run every kind of guess on every text."""
     plain: dict[str, tuple[int, ...]] = {}
@@ -84,10 +80,7 @@ def measure(
                 ids = model.encode(path.read_text("utf-8"))
                 before = model.scheduler.rounds
                 generation = model.generate(
-                    ids[: max(1, len(ids) // 2)],
-                    max_tokens=tokens,
-                    ignore_eos=True,
-                    **drawing,
+                    ids[: max(1, len(ids) // 2)], max_tokens=tokens, ignore_eos=True, **drawing
                 )
                 result = generation.result
                 counters = result.statistics.speculation

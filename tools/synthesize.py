@@ -47,12 +47,7 @@ from synthesis.measurement import Measurement, measure_store
 from synthesis.plan_file import PlanWish, write_plan
 from synthesis.recipe import Recipe, check_recipe
 from synthesis.routing import read_routing
-from synthesis.statistics import (
-    average_layers,
-    describe_layers,
-    round_values,
-    write_counts,
-)
+from synthesis.statistics import average_layers, describe_layers, round_values, write_counts
 
 STATISTICS_FILE = "statistics.json"
 COUNTS_FILE = "activations.parquet"
@@ -157,11 +152,7 @@ def synthesize(arguments: argparse.Namespace) -> None:
             )
         made_s = time.perf_counter() - start
         measurement = measure_store(
-            output,
-            model,
-            tokens=arguments.tokens,
-            most_layers=arguments.layers,
-            progress=progress,
+            output, model, tokens=arguments.tokens, most_layers=arguments.layers, progress=progress
         )
     statistics = describe(blueprint, measurement)
     files = {STATISTICS_FILE: json.dumps(statistics, indent=1).encode() + b"\n"}

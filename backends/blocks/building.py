@@ -243,12 +243,7 @@ class Builder:
         )
 
     def add_products(
-        self,
-        x: Area,
-        length: int,
-        products: Sequence[Product],
-        *,
-        each: int = 1,
+        self, x: Area, length: int, products: Sequence[Product], *, each: int = 1
     ) -> None:
         """Add matrices times the same vectors, ``each`` of a token, which are quantised first as
         the formats want."""
@@ -259,12 +254,7 @@ class Builder:
             self._multiply(product, inputs, waits=place == len(products) - 1)
 
     def _quantize(
-        self,
-        x: Area,
-        length: int,
-        weight: Weight,
-        inputs: dict[str, _Codes],
-        each: int,
+        self, x: Area, length: int, weight: Weight, inputs: dict[str, _Codes], each: int
     ) -> None:
         """Bring vectors into the form that a format is multiplied with, unless they are."""
         assert weight.length == length, f"a matrix has {weight.length} columns, not {length}"
@@ -402,11 +392,7 @@ class Builder:
         share = -(-weight.rows // (self._threads * _SHARES))
         grain = max(1, min(share, _GRAIN_BYTES // weight.row_bytes))
         one, few = (
-            Way(
-                address=self._libraries.find(kernel, weight.format),
-                items=weight.rows,
-                grain=grain,
-            )
+            Way(address=self._libraries.find(kernel, weight.format), items=weight.rows, grain=grain)
             for kernel in ("multiply", "multiply_few")
         )
         if routed is not None:

@@ -221,12 +221,7 @@ class Program:
 
 class _Part:
     def __init__(
-        self,
-        code: I64,
-        values: list[I64],
-        instructions: list[Instruction],
-        begin: int,
-        end: int,
+        self, code: I64, values: list[I64], instructions: list[Instruction], begin: int, end: int
     ) -> None:
         self._code = code[begin:end]
         own = instructions[begin:end]
@@ -244,10 +239,7 @@ class _Part:
             if "tokens" in names
         ]
         self._orders = [
-            (
-                row[_find_order(names) :][:1],
-                instruction.orders,
-            )
+            (row[_find_order(names) :][:1], instruction.orders)
             for row, names, instruction in zip(rows, fields, own, strict=True)
             if instruction.orders is not None
         ]

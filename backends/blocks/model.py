@@ -164,12 +164,7 @@ class Layers:
                 builder.add_norm(norm, areas[kind], areas[kind], width, is_rms=True)
         for place, (kind, norm, _, heads) in enumerate(norms):
             builder.add_turn(
-                areas[kind],
-                heads,
-                own,
-                norm,
-                neighbours=neighbours,
-                waits=place == len(norms) - 1,
+                areas[kind], heads, own, norm, neighbours=neighbours, waits=place == len(norms) - 1
             )
         mixed = builder.take_area("mixed", query)
         builder.add_attention(areas["query"], areas["key"], areas["value"], mixed, own, layer)

@@ -37,10 +37,7 @@ def emit_multiply_many(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     count = v.let(blocks * len(unpacking.opens))
     results, pairs = Results(table), Pairs(table)
     listed, starts = table.take_array("pairs", "int32"), table.take_array("starts", "int32")
-    with (
-        T.serial(table.first, table.end) as item,
-        T.serial(table.take("experts")) as expert,
-    ):
+    with T.serial(table.first, table.end) as item, T.serial(table.take("experts")) as expert:
         begin, end = v.let(v.wide(starts[expert])), v.let(v.wide(starts[expert + 1]))
         with T.If(begin < end), T.Then():
             first = v.let(item * lanes)

@@ -254,13 +254,7 @@ def count_kv_bytes(model: Model, context: int, sequences: int) -> int:
 
 
 def count_workspace_bytes(
-    model: Model,
-    chunk: int,
-    sequences: int,
-    planes: int = 1,
-    *,
-    context: int = 0,
-    threads: int = 1,
+    model: Model, chunk: int, sequences: int, planes: int = 1, *, context: int = 0, threads: int = 1
 ) -> int:
     """Return the bytes that computing ``chunk`` tokens, or steps of ``sequences``, takes at most
     beside weights, keys and values."""

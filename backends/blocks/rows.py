@@ -164,13 +164,7 @@ class Results:
                 T.buffer_store(self._y, value, [place])
 
     def put_lanes(
-        self,
-        pair: v.Expr,
-        expert: v.Expr,
-        first: v.Expr,
-        sums: v.Buffer,
-        place: v.Expr,
-        lanes: int,
+        self, pair: v.Expr, expert: v.Expr, first: v.Expr, sums: v.Buffer, place: v.Expr, lanes: int
     ) -> None:
         """Store the sums of ``lanes`` rows from ``first`` on, those that there are; they lie at a
         byte of ``sums``."""
@@ -192,11 +186,7 @@ class Results:
 
 
 def _emit_floats(
-    unpacking: Unpacking,
-    weights: v.Buffer,
-    start: v.Expr,
-    tokens: Sequence[_Token],
-    length: v.Expr,
+    unpacking: Unpacking, weights: v.Buffer, start: v.Expr, tokens: Sequence[_Token], length: v.Expr
 ) -> list[v.Expr]:
     """Floats times floats, 16 at a time, and what is left one by one."""
     assert unpacking.floats is not None
@@ -418,12 +408,7 @@ def _begin_bundle(summed: v.Expr | None, owners: Sequence[int], count: int) -> v
 
 
 def _sum_group(
-    machine: Machine,
-    block: Block,
-    taken: Sequence[v.Expr],
-    token: _Token,
-    group: v.Expr,
-    size: int,
+    machine: Machine, block: Block, taken: Sequence[v.Expr], token: _Token, group: v.Expr, size: int
 ) -> list[tuple[v.Expr, v.Expr]]:
     """Return scales float32 and sums int32 [size / 4] of a group: one, or one of each register
     where scales are of 16 weights."""

@@ -135,11 +135,7 @@ class _NoRoom(Exception):
 
 
 def _find_or_make(
-    folder: Path,
-    specs: Sequence[Spec],
-    progress: Progress,
-    compiler: Compiler,
-    triple: str | None,
+    folder: Path, specs: Sequence[Spec], progress: Progress, compiler: Compiler, triple: str | None
 ) -> list[Path]:
     """The kernels of ``folder``, made now unless they are there; raises `_NoRoom`."""
     keys = [compute_key(spec, triple) for spec in specs]

@@ -241,9 +241,7 @@ def _compile_function(
 
 
 def link(
-    files: list[Path],
-    output: Path,
-    linkers: Sequence[tuple[str, tuple[str, ...]]] = LINKERS,
+    files: list[Path], output: Path, linkers: Sequence[tuple[str, tuple[str, ...]]] = LINKERS
 ) -> list[str]:
     """Make a shared library; return what went wrong with each linker if none works."""
     failures = []

@@ -295,13 +295,7 @@ class Attention:
         return tuple(found)
 
     def _bind(
-        self,
-        name: str,
-        layer: int,
-        number: int,
-        cache: Views,
-        views: Views,
-        which: str = "tokens",
+        self, name: str, layer: int, number: int, cache: Views, views: Views, which: str = "tokens"
     ) -> BoundCall:
         arrays = (self._weights[layer], cache, self._rooms[layer], views)
         shape, function = self._shapes[layer], name

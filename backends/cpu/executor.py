@@ -266,13 +266,7 @@ class CpuExecutor:
         return self._spec.parts
 
     def add_parts(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32,
-        stretch: int,
-        parts: PartGroup,
+        self, layer: int, arena: U8, slots: I32, indices: I32, stretch: int, parts: PartGroup
     ) -> None:
         self._neurons.add_parts(layer, arena, slots, indices, stretch, parts)
 

@@ -262,13 +262,7 @@ class Neurons:
             self._token = (number,)
 
     def add_gathered(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32 | None,
-        known: bool,
-        stretch: int = 1,
+        self, layer: int, arena: U8, slots: I32, indices: I32 | None, known: bool, stretch: int = 1
     ) -> None:
         """Add the neurons in ``slots``, of ``stretch`` neurons each, for one token; gates of
         ``indices`` may be ``known``."""
@@ -288,13 +282,7 @@ class Neurons:
         add(count, *self._token, *self._prediction.get_second_limit(layer), bundles)
 
     def add_parts(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32,
-        stretch: int,
-        parts: PartGroup,
+        self, layer: int, arena: U8, slots: I32, indices: I32, stretch: int, parts: PartGroup
     ) -> None:
         numbers, size, finished = parts
         count = len(slots)
@@ -364,12 +352,7 @@ class Neurons:
         return () if self._rows is None else (first,)
 
     def _add_experts(
-        self,
-        bundles: U8,
-        first: int,
-        routes: F32,
-        calls: NeighbourCalls,
-        is_step: bool,
+        self, bundles: U8, first: int, routes: F32, calls: NeighbourCalls, is_step: bool
     ) -> None:
         experts = slice_experts(bundles, self._layout)
         if len(routes) == 1:

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Scales
-from pi2.backends.hexagon.specification import (
-    LANES,
-    LENGTH_STEP,
-    FfnShape,
-    Weights,
-    count_together,
-)
+from pi2.backends.hexagon.specification import LANES, LENGTH_STEP, FfnShape, Weights, count_together
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part, unpack_part
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up

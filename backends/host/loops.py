@@ -30,11 +30,7 @@ class CompiledLoops:
         runs = "vectors firsts counts offsets"
         plan = f"count most base stride address indices slots {runs} sizes requests"
         self._read = library.bind("read_runs", f"fd start step requests {runs} results")
-        self._plan = library.bind(
-            "plan_reads",
-            f"{plan} pending results",
-            found,
-        )
+        self._plan = library.bind("plan_reads", f"{plan} pending results", found)
         self._submit = library.bind(
             "submit_reads",
             f"{plan} pending head first_name vectors_address control words ring_slots pool results",
@@ -68,13 +64,7 @@ class CompiledLoops:
             self._check = library.bind("compute_checks", "count stride arena slots checks", table)
 
     def read_runs(
-        self,
-        fd: int,
-        vectors: I64,
-        firsts: I32,
-        counts: I32,
-        offsets: I64,
-        results: I64,
+        self, fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
     ) -> None:
         """Read requests with preadv."""
         flat = vectors.reshape(-1)

@@ -103,10 +103,7 @@ def emit_blocks(activations: Activations, tokens: v.Expr, chosen: Chosen = EVERY
 
 
 def _emit_natural_order(
-    activations: Activations,
-    source: v.Expr,
-    find: Callable[[v.Expr | int], v.Expr],
-    lanes: int,
+    activations: Activations, source: v.Expr, find: Callable[[v.Expr | int], v.Expr], lanes: int
 ) -> None:
     """Copy ``lanes`` groups of codes, which lie four elements of each group side by side, to the
     places of 32 bytes that ``find`` gives."""
@@ -171,10 +168,7 @@ def emit_block_items(
             ]
             vectors = [vector for item in named for vector in take_vectors(item)]
             _emit_unpacked(vectors, activations, v.let(first_tile + part * each))
-        with (
-            T.serial(T.floordiv(tokens + TOKENS - 1, TOKENS)) as tile,
-            T.serial(sixteens) as part,
-        ):
+        with T.serial(T.floordiv(tokens + TOKENS - 1, TOKENS)) as tile, T.serial(sixteens) as part:
             first = v.let(tile * TOKENS)
             weights = v.let(first_tile + part * each)
             place = v.let(part * (ROWS // parts))

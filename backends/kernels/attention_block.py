@@ -10,12 +10,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.kernels.altup import Prediction, take_prediction
-from pi2.backends.kernels.attention import (
-    Attending,
-    divide_blocks,
-    emit_merge,
-    emit_span_attention,
-)
+from pi2.backends.kernels.attention import Attending, divide_blocks, emit_merge, emit_span_attention
 from pi2.backends.kernels.chunk_attention import Chunk, emit_chunk_attention
 from pi2.backends.kernels.kv import (
     Cache,

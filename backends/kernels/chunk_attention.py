@@ -57,10 +57,7 @@ def emit_chunk_attention(chunk: Chunk) -> None:
     each = v.let(T.min(most, T.floordiv(work + threads - 1, threads)))
     tiles = v.let(T.floordiv(chunk.tokens + each - 1, each))
     tasks = v.let(tiles * spec.kv_heads)
-    with (
-        T.parallel(threads) as thread,
-        T.serial(T.floordiv(tasks + threads - 1, threads)) as turn,
-    ):
+    with T.parallel(threads) as thread, T.serial(T.floordiv(tasks + threads - 1, threads)) as turn:
         # Back and forth: no thread gets the later token of every pair.
         place = T.Select(T.floormod(turn, 2) == 0, thread, threads - 1 - thread)
         task = v.let(turn * threads + place)
@@ -114,9 +111,7 @@ class _Task:
             token = v.let((begin + step) * length)
             seen = v.let(T.min(start + self.count - token, length))
             block = Block(
-                head=head,
-                token=token,
-                parts=v.let(T.floordiv(seen + KV_BLOCK - 1, KV_BLOCK)),
+                head=head, token=token, parts=v.let(T.floordiv(seen + KV_BLOCK - 1, KV_BLOCK))
             )
             arithmetic.emit_block(block)
             with T.serial(tiles) as tile:

@@ -306,11 +306,7 @@ def _emit_open_values(
 
 
 def _emit_open_masks(
-    panel: Panel,
-    opened: Opened,
-    stop: v.Expr,
-    token: v.Expr,
-    room: DenseRoom,
+    panel: Panel, opened: Opened, stop: v.Expr, token: v.Expr, room: DenseRoom
 ) -> None:
     """Do what `_emit_masks` does for the neurons up to ``stop`` among which some are ``opened``:
     all activations of others are zero, and not kept."""

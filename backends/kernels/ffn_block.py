@@ -83,11 +83,7 @@ def _emit_begin(schedule: Schedule, take: Parameters, *, has_cutoff: bool) -> No
 
 
 def take_beginning(
-    schedule: Schedule,
-    take: Parameters,
-    x: v.Buffer,
-    norm: NormWeights | None,
-    hidden: Activations,
+    schedule: Schedule, take: Parameters, x: v.Buffer, norm: NormWeights | None, hidden: Activations
 ) -> Callable[[v.Expr], None]:
     """Declare what else the FFN of a layer begins with; return what normalises and quantises ``x``
     of a token, and sets its y to zero."""

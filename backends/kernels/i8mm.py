@@ -30,14 +30,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import PAIRED_GROUP_BYTES as GROUP_BYTES
 from pi2.backends.kernels.isa import PAIRED_ROWS as ROWS
 from pi2.backends.kernels.isa import Isa
-from pi2.backends.kernels.operands import (
-    EVERYTHING,
-    Activations,
-    Chosen,
-    Items,
-    Vector,
-    list_runs,
-)
+from pi2.backends.kernels.operands import EVERYTHING, Activations, Chosen, Items, Vector, list_runs
 from pi2.backends.kernels.unpacking import find_unpacking
 from pi2.plan.weights.layout import GROUP, Precision
 
@@ -101,10 +94,7 @@ def emit_items(
                         _emit_tile(activations, chosen, first, TOKENS // 2, base, sums)
                     with T.Else():
                         _emit_tile(activations, chosen, first, 1, base, sums)
-            with (
-                T.serial(items) as item,
-                T.serial(T.min(tokens - first, TOKENS)) as token,
-            ):
+            with T.serial(items) as item, T.serial(T.min(tokens - first, TOKENS)) as token:
                 dots = [
                     v.let(sums[(item * parts + part) * TOKENS + token]) for part in range(parts)
                 ]

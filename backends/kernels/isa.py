@@ -156,11 +156,7 @@ _ARM = (
     (
         {"neon", "dotprod", "fp16"},
         Isa(
-            name="dotprod",
-            dot="sdot",
-            lanes=4,
-            mcpu=None,
-            mattr=("+neon", "+dotprod", "+fullfp16"),
+            name="dotprod", dot="sdot", lanes=4, mcpu=None, mattr=("+neon", "+dotprod", "+fullfp16")
         ),
     ),
     ({"neon", "dotprod"}, Isa(name="dotprod", dot="sdot", lanes=4, mcpu=None, mattr=("+dotprod",))),

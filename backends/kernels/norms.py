@@ -217,11 +217,7 @@ class _Vectors:
 
 
 def _emit_head_norm(
-    spec: KernelSpec,
-    qkv: v.Buffer,
-    weight: v.Buffer | None,
-    once: v.Expr,
-    vectors: _Vectors,
+    spec: KernelSpec, qkv: v.Buffer, weight: v.Buffer | None, once: v.Expr, vectors: _Vectors
 ) -> None:
     """RMSNorm of vectors, in place."""
     size = vectors.size

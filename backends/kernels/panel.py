@@ -104,12 +104,7 @@ Keep = Callable[[v.Expr, v.Expr, Neuron, list[v.Expr]], None]
 """Called with (token, number in the panel, neuron, its dot products) to store what they make."""
 
 
-def emit_activations(
-    isa: Isa,
-    activations: Activations,
-    panel: Panel,
-    share: Share,
-) -> None:
+def emit_activations(isa: Isa, activations: Activations, panel: Panel, share: Share) -> None:
     """Set the panel's values of neurons of a share for all tokens."""
 
     def keep(token: v.Expr, number: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> None:
@@ -123,12 +118,7 @@ def emit_activations(
     _emit_products(isa, activations, panel, names, share, keep)
 
 
-def emit_gates(
-    isa: Isa,
-    activations: Activations,
-    panel: Panel,
-    share: Share,
-) -> None:
+def emit_gates(isa: Isa, activations: Activations, panel: Panel, share: Share) -> None:
     """Set the panel's values of neurons of a share to their gates, for all tokens."""
 
     def keep(token: v.Expr, number: v.Expr, neuron: Neuron, dots: list[v.Expr]) -> None:
@@ -156,11 +146,7 @@ def _emit_products(
         keep(token, number, panel.find(number), dots)
 
     items = Items(
-        begin=share.start,
-        end=share.stop,
-        parts=parts,
-        take_vectors=take_vectors,
-        finish=finish,
+        begin=share.start, end=share.stop, parts=parts, take_vectors=take_vectors, finish=finish
     )
     given = (activations, share.tokens, share.thread, items)
     if takes_pairs(isa, spec.ffn):

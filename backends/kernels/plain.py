@@ -142,10 +142,7 @@ def emit_stretched(
                 ]
 
                 def find_ahead(
-                    distance: int,
-                    first: v.Expr = first,
-                    end: v.Expr = end,
-                    beyond: v.Expr = beyond,
+                    distance: int, first: v.Expr = first, end: v.Expr = end, beyond: v.Expr = beyond
                 ) -> v.Expr:
                     place = v.let(first + distance)
                     place = T.Select(place < end, place, beyond + (place - end))

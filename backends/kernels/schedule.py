@@ -31,13 +31,7 @@ def take_matrix(
 ) -> Matrix:
     """Declare weights and scales of a packed matrix."""
     weights, scales = take_rows(take, name, rows, length, precision)
-    return Matrix(
-        weights=weights,
-        scales=scales,
-        rows=rows,
-        length=length,
-        precision=precision,
-    )
+    return Matrix(weights=weights, scales=scales, rows=rows, length=length, precision=precision)
 
 
 def take_activations(
@@ -131,13 +125,7 @@ class Schedule:
         """Declare the activations of one token; ``count`` is any positive parameter."""
         spec = self.spec
         hidden = take_activations(
-            take,
-            "hidden",
-            spec.hidden,
-            spec.planes,
-            count,
-            isa=self.isa,
-            upper=self.upper,
+            take, "hidden", spec.hidden, spec.planes, count, isa=self.isa, upper=self.upper
         )
         self._ignore_tiles(take, "hidden", spec.hidden)
         return hidden
@@ -146,13 +134,7 @@ class Schedule:
         """Declare the activations of a chunk; ``count`` is any positive parameter."""
         spec = self.spec
         hidden = take_activations(
-            take,
-            "hidden",
-            spec.hidden,
-            spec.chunk_planes,
-            count,
-            isa=self.isa,
-            upper=self.upper,
+            take, "hidden", spec.hidden, spec.chunk_planes, count, isa=self.isa, upper=self.upper
         )
         self._ignore_tiles(take, "hidden", spec.hidden)
         return hidden.for_chunk()

@@ -313,12 +313,7 @@ def _emit_recurrence(arrays: StateArrays, first: v.Expr, count: v.Expr) -> None:
 
 
 def _emit_token(
-    arrays: StateArrays,
-    token: v.Expr,
-    head: v.Expr,
-    block: v.Expr,
-    memory: v.Expr,
-    lanes: int,
+    arrays: StateArrays, token: v.Expr, head: v.Expr, block: v.Expr, memory: v.Expr, lanes: int
 ) -> None:
     shape, projected, gates = arrays.shape, arrays.projected, arrays.gates
     keys = shape.key_heads * shape.key_dim

@@ -220,13 +220,7 @@ class NullExecutor(ObservableExecutor):
         return self._draw(self._cut.get(layer, self._chances))
 
     @noted
-    def find_open(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32 | None = None,
-    ) -> Bits:
+    def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         return np.ones(len(slots), bool)
 
     def add_named_neurons(
@@ -257,9 +251,7 @@ class NullExecutor(ObservableExecutor):
     def add_dense(self, layer: int, bundles: U8, first: int = 0) -> None:
         pass
 
-    def share_input(
-        self,
-    ) -> tuple[F32, F32 | None]:
+    def share_input(self) -> tuple[F32, F32 | None]:
         count, width = self._tokens[self._chunk], self._request.model.stored_neuron_width
         return np.zeros((count, width), np.float32), None
 

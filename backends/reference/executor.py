@@ -248,12 +248,7 @@ class ReferenceExecutor(ObservableExecutor):
         """Cutoffs of the layer's gates for ``tokens`` [n, 1]; None where it has none."""
         return None if self._now.cutoffs is None else self._now.cutoffs[tokens]
 
-    def _join(
-        self,
-        layer: int,
-        bundles: U8,
-        indices: I32 | slice | None,
-    ) -> U8:
+    def _join(self, layer: int, bundles: U8, indices: I32 | slice | None) -> U8:
         """Bundles [n, .] with their scales in them, of the neurons ``indices``."""
         if self._request.scales is None:
             return bundles
@@ -261,13 +256,7 @@ class ReferenceExecutor(ObservableExecutor):
         return join_scales(bundles, self._request.scales[layer], self._request.bundle, indices)
 
     @noted
-    def find_open(
-        self,
-        layer: int,
-        arena: U8,
-        slots: I32,
-        indices: I32 | None = None,
-    ) -> Bits:
+    def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         bundles = self._join(layer, arena[slots], indices)
         gates = self._now.v[self._token] @ unpack_part(bundles, self._layout, 0).T
         return self._prediction.is_open(gates)

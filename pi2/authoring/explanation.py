@@ -251,12 +251,7 @@ def _find_quantity(field: FieldInfo) -> dict[str, Any] | None:
     return None
 
 
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _describe_values(kind: Any, field: FieldInfo) -> str:

@@ -233,11 +233,7 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
         return
     if given.plot is not None:
         check_form(find_form(given.plot))
-    options = RecordingOptions(
-        largest=given.largest,
-        samples=given.samples,
-        moments=given.moments,
-    )
+    options = RecordingOptions(largest=given.largest, samples=given.samples, moments=given.moments)
     with ProgressBar() as progress:
         statistics = record_activations(
             plan.path,
@@ -266,10 +262,7 @@ def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
         )
     with ProgressBar() as progress:
         trace, notes = record_routing(
-            plan.path,
-            given.read_passages(),
-            overrides=plan.overrides,
-            progress=progress,
+            plan.path, given.read_passages(), overrides=plan.overrides, progress=progress
         )
     try:
         given.output.mkdir(parents=True, exist_ok=True)

@@ -337,10 +337,7 @@ class Constants:
         "part of a neuron's activation that the previous token decides: none",
     )
     expert_correlation: float = _constant(
-        0.0,
-        "share",
-        "assumed",
-        "part of an expert's choice that the previous token decides: none",
+        0.0, "share", "assumed", "part of an expert's choice that the previous token decides: none"
     )
     streaming_compute_share: float = _constant(
         0.55,

@@ -240,12 +240,7 @@ class Description:
         """What the steps of a layer of this kind take."""
         sizes, settings = self.choose(kind)
         return find_terms(
-            self.rates,
-            sizes,
-            settings,
-            kind.activity,
-            hot=kind.hot,
-            dense=self.find_dense(kind),
+            self.rates, sizes, settings, kind.activity, hot=kind.hot, dense=self.find_dense(kind)
         )
 
     def count_statuses(self) -> Mapping[str, int]:

@@ -135,8 +135,7 @@ class KernelTimes:
         if not found:
             self.sources["gather"] = "bandwidth x the simulator's gather_efficiency"
             return Linear(
-                call_s=self.barrier_s,
-                bytes_s=bandwidth * self._constants.gather_efficiency,
+                call_s=self.barrier_s, bytes_s=bandwidth * self._constants.gather_efficiency
             )
         self.sources["gather"] = found[-1][1][-1].source
         lines = [(width, _draw_gather(items)) for width, items in found]

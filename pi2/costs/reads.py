@@ -206,8 +206,7 @@ def list_io_choices(
     measured wait for each read of theirs.
     """
     settings = sorted(
-        {(item.depth, item.threads) for item in flash.points if item.pattern == "random"},
-        key=str,
+        {(item.depth, item.threads) for item in flash.points if item.pattern == "random"}, key=str
     )
     found: dict[tuple[str, int, int], IoChoice] = {}
     for depth, threads in settings:

@@ -111,8 +111,7 @@ def read_limits(resolved: ResolvedPlan) -> ReadLimits | None:
     chosen = model.moe.active_experts
     parts = [1.0 if number is None else min(number / chosen, 1.0) for number in best]
     return ReadLimits(
-        read_best=sum(parts) / len(parts),
-        most_reads=float(chosen if most is None else most),
+        read_best=sum(parts) / len(parts), most_reads=float(chosen if most is None else most)
     )
 
 

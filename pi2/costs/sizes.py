@@ -89,12 +89,7 @@ class Sizes:
     is_gated: bool
 
 
-def measure_sizes(
-    model: Model,
-    mode: PredictorMode,
-    kv: KvType,
-    bundle: BundleLayout,
-) -> Sizes:
+def measure_sizes(model: Model, mode: PredictorMode, kv: KvType, bundle: BundleLayout) -> Sizes:
     """Bytes of a layer: of its active experts, where it has experts."""
     shape, precision, width = model.shape, model.quantization, model.stored_neuron_width
     active = model.token_neurons / (shape.layers * shape.ffn)

@@ -165,11 +165,7 @@ def _find_predict(rates: Rates, sizes: Sizes, settings: Settings) -> Work:
     calls = max(sizes.predictors, 1)
     speed = rates.scale(settings.threads)
     seconds = time_matrix(
-        kernel,
-        sizes.predictor,
-        sizes.predictor_weights,
-        time_weight(rates, settings),
-        calls=calls,
+        kernel, sizes.predictor, sizes.predictor_weights, time_weight(rates, settings), calls=calls
     )
     if seconds <= 0.0:
         return Work(seconds=0.0)

@@ -59,13 +59,7 @@ class FeedForward(Waves):
         mixture.  ``keeps_bits``: what is in memory changes no bit of layers that are computed
         as a whole.
         """
-        super().__init__(
-            executor,
-            cache,
-            reader,
-            decode=decode,
-            separate_scales=separate_scales,
-        )
+        super().__init__(executor, cache, reader, decode=decode, separate_scales=separate_scales)
         self._neurons = self._single.neurons
         """Neurons of a layer."""
         self.shares = shares or DenseShares(executor, {}, [None] * layers, self._neurons)
@@ -81,13 +75,7 @@ class FeedForward(Waves):
         if size is not None and not in_order:
             order, piece = "spread", find_granule(size, staging.shape[2])
         self._stream = NeuronStream(
-            self._single,
-            reader,
-            staging,
-            layers,
-            first=self._count_owned,
-            order=order,
-            piece=piece,
+            self._single, reader, staging, layers, first=self._count_owned, order=order, piece=piece
         )
         self._is_whole = False
         """Whether all neurons of the next layer are taken, since nearly all experts compute."""
@@ -317,11 +305,7 @@ class FeedForward(Waves):
             self.sieve.end_step()
 
     def _predict(
-        self,
-        layer: int,
-        bounds: tuple[int, int | None],
-        late: list[I32] | None,
-        name: Namer,
+        self, layer: int, bounds: tuple[int, int | None], late: list[I32] | None, name: Namer
     ) -> tuple[I32, I64 | None, F32 | None]:
         """Neurons within ``bounds`` that any token uses by what ``name`` tells of it, which of them
         are whose, if there are several (`unite_named`), and scores to leave some out by."""
@@ -349,12 +333,7 @@ class FeedForward(Waves):
         return named, None if self.sieve is None else self._executor.read_scores()
 
     def _take_named(
-        self,
-        layer: int,
-        token: int,
-        bounds: tuple[int, int | None],
-        is_whole: bool,
-        name: Namer,
+        self, layer: int, token: int, bounds: tuple[int, int | None], is_whole: bool, name: Namer
     ) -> tuple[I32, F32 | None]:
         """Those neurons of ``token`` that ``name`` tells and that are computed, and their scores;
         ``is_whole``: whether all of its experts are asked for."""

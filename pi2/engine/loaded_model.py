@@ -13,12 +13,7 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.engine.answer import (
-    Constraint,
-    GenerationOptions,
-    GenerationRequest,
-    SamplingOptions,
-)
+from pi2.engine.answer import Constraint, GenerationOptions, GenerationRequest, SamplingOptions
 from pi2.engine.generation import (
     AsyncGeneration,
     BatchGeneration,

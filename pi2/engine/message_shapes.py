@@ -18,11 +18,7 @@ _ID_SIGNS = 9
 _WORD, _NAME, _KEY, _VALUE = "Wordone", "name_two", "key_three", "value four"
 _RESULT, _SAID = "Resultfive", "Saidsix"
 _ID = "call_0123456789abcdef01234567"
-_CALL = {
-    "id": _ID,
-    "type": "function",
-    "function": {"name": _NAME, "arguments": {_KEY: _VALUE}},
-}
+_CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
 
 
 def _describe_probe(said: str) -> list[Message]:

@@ -20,12 +20,7 @@ from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows, WholeRows
 from pi2.engine.loading import open_store
-from pi2.fitting import (
-    find_backend,
-    find_executor_backend,
-    find_preparer,
-    find_unit_backend,
-)
+from pi2.fitting import find_backend, find_executor_backend, find_preparer, find_unit_backend
 from pi2.fitting.misfits import find_plan_misfits
 from pi2.fitting.sizes import count_chunks, describe_unit
 from pi2.logging import get_logger

@@ -122,12 +122,7 @@ class NeuronParts:
 class RoutedFeedForward(FeedForward):
     """Computes FFN layers of mixtures, of each the chosen experts."""
 
-    def __init__(
-        self,
-        *arguments: Any,
-        dials: RoutingDials | None = None,
-        **named: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, dials: RoutingDials | None = None, **named: Any) -> None:
         """See `FeedForward`; ``experts`` are given.  ``dials`` change what the router chose, of an
         executor that shows it."""
         super().__init__(*arguments, **named)

@@ -122,9 +122,7 @@ class Rounds:
     def add_prompt(self, tokens: int, seconds: float) -> Rounds:
         """The same and a piece of a prompt more."""
         return replace(
-            self,
-            prompt_tokens=self.prompt_tokens + tokens,
-            prefill_s=self.prefill_s + seconds,
+            self, prompt_tokens=self.prompt_tokens + tokens, prefill_s=self.prefill_s + seconds
         )
 
     def __sub__(self, other: Rounds) -> Rounds:

@@ -155,10 +155,7 @@ class WholeForward(Sequences):
 
 
 def _build_whole(
-    resolved: ResolvedPlan,
-    grouped: Sequence[I32] | None,
-    budget: Budget,
-    progress: Progress,
+    resolved: ResolvedPlan, grouped: Sequence[I32] | None, budget: Budget, progress: Progress
 ) -> WholeModel:
     """Make room for the model on the unit that has it; ``grouped``: a mixture's neurons, expert by
     expert."""

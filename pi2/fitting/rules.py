@@ -6,12 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
-from pi2.fitting import (
-    find_backend,
-    find_executor_backend,
-    find_graph_backend,
-    find_unit_backend,
-)
+from pi2.fitting import find_backend, find_executor_backend, find_graph_backend, find_unit_backend
 from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
 from pi2.plan.arithmetic.costs import count_absent, find_memory_rate, find_read_rate
 from pi2.plan.arithmetic.resolved import ResolvedPlan

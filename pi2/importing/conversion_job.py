@@ -91,10 +91,7 @@ EXPERT_BANDS = 32
 
 def note_identity(store: NeuronStore) -> dict[str, str]:
     """What files of counts say of the store that they were counted with."""
-    return {
-        MODEL_NOTE: store.manifest.model.id,
-        WEIGHTS_NOTE: identify_weights(store.tensors),
-    }
+    return {MODEL_NOTE: store.manifest.model.id, WEIGHTS_NOTE: identify_weights(store.tensors)}
 
 
 def read_counts(path: Path, layers: int, neurons: int) -> I64:
@@ -184,10 +181,7 @@ def _bad_counts(path: Path, problem: str) -> UserError:
 
 
 def read_extra_files(
-    source: Checkpoint,
-    model: Model,
-    activations: Path | None,
-    extras: Mapping[str, Path],
+    source: Checkpoint, model: Model, activations: Path | None, extras: Mapping[str, Path]
 ) -> dict[str, bytes]:
     """Contents of the small files that go into the store, by their path in it."""
     name = model.tokenizer.file

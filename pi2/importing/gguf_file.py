@@ -198,10 +198,7 @@ class _Header:
             self._refuse(f"general.alignment is {alignment!r}, not a power of two")
         entries = self._take_entries(tensors, alignment)
         return GgufFile(
-            path=self._path,
-            metadata=metadata,
-            entries=entries,
-            is_powerinfer=GGUF_MAGICS[magic],
+            path=self._path, metadata=metadata, entries=entries, is_powerinfer=GGUF_MAGICS[magic]
         )
 
     def _take_entries(self, count: int, alignment: int) -> dict[str, GgufEntry]:

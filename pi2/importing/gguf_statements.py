@@ -108,14 +108,8 @@ _COMPARED: dict[str, tuple[str, Callable[[Model, Any], bool]]] = {
     ),
     "attention.scale": ("attention.scale", _has_scale),
     "attention.sliding_window": ("attention.sliding_window", _has_width),
-    "attn_logit_softcapping": (
-        "attention.softcap",
-        lambda m, v: _is_same(m.attention.softcap, v),
-    ),
-    "embedding_scale": (
-        "multipliers.embedding",
-        lambda m, v: _is_same(m.multipliers.embedding, v),
-    ),
+    "attn_logit_softcapping": ("attention.softcap", lambda m, v: _is_same(m.attention.softcap, v)),
+    "embedding_scale": ("multipliers.embedding", lambda m, v: _is_same(m.multipliers.embedding, v)),
     "expert_gating_func": ("moe.router", _has_router),
     "expert_group_count": ("moe.groups", lambda m, v: m.moe is None or m.moe.groups == v),
     "expert_group_used_count": (
@@ -134,32 +128,20 @@ _COMPARED: dict[str, tuple[str, Callable[[Model, Any], bool]]] = {
         "moe.scaling",
         lambda m, v: m.moe is None or _is_same(m.moe.scaling, v),
     ),
-    "final_logit_softcapping": (
-        "logit_softcap",
-        lambda m, v: _is_same(m.logit_softcap, v),
-    ),
-    "hidden_activation": (
-        "ffn.activation",
-        lambda m, v: ACTIVATIONS.get(v) == m.ffn.activation,
-    ),
+    "final_logit_softcapping": ("logit_softcap", lambda m, v: _is_same(m.logit_softcap, v)),
+    "hidden_activation": ("ffn.activation", lambda m, v: ACTIVATIONS.get(v) == m.ffn.activation),
     "logit_scale": (
         "multipliers.logits",
         # Granite's logits are divided by it.
         lambda m, v: _is_same(m.multipliers.logits, v) or _factor(m, v),
     ),
-    "residual_scale": (
-        "multipliers.residual",
-        lambda m, v: _is_same(m.multipliers.residual, v),
-    ),
+    "residual_scale": ("multipliers.residual", lambda m, v: _is_same(m.multipliers.residual, v)),
     "pooling_type": ("pooling", lambda m, v: _POOLING.get(v) == m.pooling),
     "rope.dimension_count": ("rope.share", _turns),
     "rope.dimension_count_swa": ("rope.share", _turns),
     "rope.freq_base": ("rope.theta", _turns_around),
     "rope.freq_base_swa": ("other_rope.theta", _turns_around),
-    "use_parallel_residual": (
-        "residual",
-        lambda m, v: (m.residual == "parallel") == v,
-    ),
+    "use_parallel_residual": ("residual", lambda m, v: (m.residual == "parallel") == v),
 }
 """Keys with what a model document calls them, and whether a model has a value; 0 stands for
 nothing, so that nothing is compared."""

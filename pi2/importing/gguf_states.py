@@ -36,10 +36,7 @@ Scale = Callable[[dict[str, Any], F32], bool]
 
 
 def scale_positions(
-    config: dict[str, Any],
-    metadata: Metadata,
-    scale: Scale,
-    read: Callable[[str], F32 | None],
+    config: dict[str, Any], metadata: Metadata, scale: Scale, read: Callable[[str], F32 | None]
 ) -> None:
     """State it in ``config``; ``scale`` is that of the family, ``read`` gives a tensor of the file
     [pairs], None where it has none.

@@ -442,11 +442,7 @@ class HubShards:
 
     def read_bytes(self, file: Path, offset: int, count: int) -> bytes:
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]
-            build_hf_headers,
-            hf_raise_for_status,
-            http_stream_backoff,
-        )
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
 
         place = (file.name, offset, count)
         if count == 0 or place in self._small:

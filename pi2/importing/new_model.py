@@ -41,11 +41,7 @@ MEMORY_SHARE = 0.8
 
 
 def draft_first_plan(
-    model: Model,
-    device: Device,
-    available_bytes: int,
-    store: str,
-    scales: ScalesPlace = "inline",
+    model: Model, device: Device, available_bytes: int, store: str, scales: ScalesPlace = "inline"
 ) -> str:
     """Text of a plan for ``model``, whose file and ``store`` lie beside it.
 

@@ -43,13 +43,7 @@ class ErrorReport:
     _sums: dict[str, _Sums] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(
-        self,
-        tensor: str,
-        rows: F32,
-        stored: F32,
-        precision: Precision,
-    ) -> None:
+    def add(self, tensor: str, rows: F32, stored: F32, precision: Precision) -> None:
         """Compare ``rows`` [n, length] of ``tensor`` with what is ``stored`` of them."""
         wrong = stored - rows
         sums = (float(np.vdot(wrong, wrong)), float(np.vdot(rows, rows)))

@@ -88,9 +88,7 @@ _DEEPSEEK = Cut((r"\p{N}{1,3}", _EAST, _CODE_WORDS + _GAPS))
 _HARMONY = Cut((_GPT4O,))
 _GLM = Cut((_LLAMA3,))
 _AYA = Cut((_THOUSANDS, rf"{_MARKED}(?:{_ENDINGS})?|\p{{N}}{{1,3}}{_PATHS}{_GAPS}"))
-_LING = Cut(
-    (rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",),
-)
+_LING = Cut((rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",))
 _GEMMA = Cut((r"\n+",), bytes_as_letters=False, always_begins=True)
 
 CUTS: Mapping[str, Cut] = {

@@ -187,11 +187,7 @@ def _describe(reader: _Reader, prefix: str, start: int, *, quoted: bool) -> Curs
     frame = reader.frames[-1]
     if reader.header is not None:
         return Cursor(
-            role="header",
-            path=tuple(reader.header),
-            prefix=prefix,
-            start=start,
-            is_quoted=quoted,
+            role="header", path=tuple(reader.header), prefix=prefix, start=start, is_quoted=quoted
         )
     if frame.is_done:
         return Cursor(role="none", path=frame.value_path)
@@ -262,11 +258,7 @@ def _describe_key(kind: Kind, path: KeyPath, name: str) -> Item:
         return Item(label=name, insert=name, sort="key")
     detail = doc.values + (" (required)" if doc.is_required else "")
     return Item(
-        label=name,
-        insert=name,
-        sort="table" if is_table else "key",
-        detail=detail,
-        text=doc.text,
+        label=name, insert=name, sort="table" if is_table else "key", detail=detail, text=doc.text
     )
 
 

@@ -203,11 +203,7 @@ class NeuronCache:
         return np.concatenate([indices[:first], others.compress(kept)]) if skips else indices
 
     def look_up(
-        self,
-        layer: int,
-        indices: I32,
-        scores: F32 | None = None,
-        sieve: ReadSieve | None = None,
+        self, layer: int, indices: I32, scores: F32 | None = None, sieve: ReadSieve | None = None
     ) -> Lookup:
         """Find ``indices`` [n] (ascending), and give slots to those that are missing; if ``scores``
         [neurons] and a ``sieve`` are given, without those that ``leave_out`` leaves out.
@@ -222,11 +218,7 @@ class NeuronCache:
             none = indices[:0]
             resident = indices + np.int32(start - hot.start)
             return Lookup(
-                resident_slots=resident,
-                missing=none,
-                missing_slots=none,
-                cold=none,
-                rest=none,
+                resident_slots=resident, missing=none, missing_slots=none, cold=none, rest=none
             )
         policy = self._policy if isinstance(self._policy, LeastFrequentlyUsed) else None
         loops = None if policy is None else self.loops

@@ -227,13 +227,7 @@ class HostLoops(Protocol):
     """
 
     def read_runs(
-        self,
-        fd: int,
-        vectors: I64,
-        firsts: I32,
-        counts: I32,
-        offsets: I64,
-        results: I64,
+        self, fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
     ) -> None:
         """Read requests, one after the other: number i from byte ``offsets[i]`` on into the
         ``counts[i]`` vectors from ``firsts[i]`` on, each an address and a length of ``vectors``

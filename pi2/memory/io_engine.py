@@ -200,13 +200,7 @@ def _measure_runs(begins: Bits) -> tuple[I64, I64]:
 
 
 def _make_merged(
-    file: int,
-    indices: I32,
-    addresses: I64,
-    begins: Bits,
-    base: int,
-    stride: int,
-    merging: Merging,
+    file: int, indices: I32, addresses: I64, begins: Bits, base: int, stride: int, merging: Merging
 ) -> ReadBatch:
     """Plan reads that take bundles between two wanted ones along: these go to the scratch."""
     skipped = np.zeros(len(indices), np.int64)
@@ -348,12 +342,7 @@ def make_readers(threads: int, name: str) -> ThreadPoolExecutor:
 
 
 def read_in_python(
-    fd: int,
-    vectors: I64,
-    firsts: I32,
-    counts: I32,
-    offsets: I64,
-    results: I64,
+    fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
 ) -> None:
     """Do what ``HostLoops.read_runs`` does, request by request in Python."""
     for i in range(len(firsts)):

@@ -165,12 +165,7 @@ class Place:
         )
 
     def vector(
-        self,
-        kind: str,
-        length: int,
-        *sources: Source,
-        rows: int = 1,
-        transform: Transform = "rows",
+        self, kind: str, length: int, *sources: Source, rows: int = 1, transform: Transform = "rows"
     ) -> DenseTensor:
         """A float32 tensor, of one row if no number is given."""
         return self.matrix(kind, rows, length, *sources, precision="fp32", transform=transform)

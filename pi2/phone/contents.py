@@ -15,11 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import IsaFeature
 
-ROOTS = (
-    "pi2.phone.runtime.command",
-    "pi2.orchestrator",
-    "pi2.sandbox.template",
-)
+ROOTS = ("pi2.phone.runtime.command", "pi2.orchestrator", "pi2.sandbox.template")
 """What a run begins with, or imports by its name; the module ``backend`` of each backend and all
 formats are such, too."""
 

@@ -43,11 +43,7 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
             (
                 label,
                 replace(
-                    planned,
-                    values=values,
-                    resolved=resolved,
-                    cost=own,
-                    full_tokens_s=full.tokens_s,
+                    planned, values=values, resolved=resolved, cost=own, full_tokens_s=full.tokens_s
                 ),
             )
         )

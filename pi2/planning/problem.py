@@ -327,12 +327,7 @@ def _list_embeddings(
 
 
 def _resolve(
-    wish: Wish,
-    mode: PredictorMode,
-    kv: KvType,
-    chunk: int,
-    bundle: BundleLayout,
-    hot: float = 0.0,
+    wish: Wish, mode: PredictorMode, kv: KvType, chunk: int, bundle: BundleLayout, hot: float = 0.0
 ) -> ResolvedPlan:
     values = make_plan_values(wish, predictor=mode, kv=kv, chunk=chunk, bundle=bundle)
     values["layers"]["hot"] = hot

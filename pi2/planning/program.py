@@ -410,8 +410,6 @@ def import_solver() -> tuple[Any, Any]:
         from scipy import optimize, sparse
     except ImportError:
         raise UserError.of(
-            "P352",
-            "scipy is not installed, whose solver finds plans",
-            help="pip install scipy",
+            "P352", "scipy is not installed, whose solver finds plans", help="pip install scipy"
         ) from None
     return optimize, sparse

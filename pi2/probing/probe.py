@@ -81,11 +81,7 @@ class _Survey:
 
 
 def measure_accelerators(
-    progress: Progress,
-    *,
-    rounds: int,
-    root: Path = Path("/"),
-    apis: Sequence[Api] = MEASURED,
+    progress: Progress, *, rounds: int, root: Path = Path("/"), apis: Sequence[Api] = MEASURED
 ) -> Accelerators:
     """Measure the devices of ``apis``; ``root``: where to look for device files of others."""
     survey = _Survey()

@@ -157,9 +157,7 @@ def connect(machine: RemoteMachine) -> Any:
         return tracker.request(machine.key, session_timeout=300)
     except ImportError as error:
         raise UserError.of(
-            "P342",
-            f"TVM's RPC cannot be imported: {error}",
-            help="pip install 'pi2[rpc]'",
+            "P342", f"TVM's RPC cannot be imported: {error}", help="pip install 'pi2[rpc]'"
         ) from None
     except (OSError, RuntimeError) as error:
         problem = str(error).strip().splitlines()

@@ -92,13 +92,7 @@ class TokenSteps:
         def make(works: list[TokenWork], hot: float) -> TokenSample:
             predictor: Literal["gate", "low-rank"] = "gate" if variety.has_gates else "low-rank"
             return TokenSample(
-                executor,
-                arena,
-                model,
-                predictor=predictor,
-                works=works,
-                hot=hot,
-                loops=loops,
+                executor, arena, model, predictor=predictor, works=works, hot=hot, loops=loops
             )
 
         self._sample = make(works, 1.0)
@@ -284,12 +278,7 @@ class Steps:
             return compute(index)
 
         return Step(
-            kernel="wake",
-            size=REST_US,
-            read_bytes=None,
-            operations=None,
-            run=rest,
-            base=compute,
+            kernel="wake", size=REST_US, read_bytes=None, operations=None, run=rest, base=compute
         )
 
     def _dense(self, tokens: int) -> Step:
@@ -351,10 +340,5 @@ class Steps:
             route(moe, inputs @ router.T)
 
         return Step(
-            kernel="route",
-            size=EXPERTS,
-            read_bytes=None,
-            operations=None,
-            run=run,
-            stir=self.stir,
+            kernel="route", size=EXPERTS, read_bytes=None, operations=None, run=run, stir=self.stir
         )

@@ -68,10 +68,7 @@ def round_digits(value: float) -> float:
 
 
 def collect_rounds(
-    measures: Sequence[tuple[Key, Callable[[], float]]],
-    rounds: int,
-    progress: Progress,
-    label: str,
+    measures: Sequence[tuple[Key, Callable[[], float]]], rounds: int, progress: Progress, label: str
 ) -> dict[Key, list[float]]:
     """Measure everything in turn, ``rounds`` times over.
 

@@ -235,11 +235,7 @@ def _make_tensor(item: DenseTensor) -> Tensor:
     return _wrap(item, weights.reshape(item.rows, -1), scales)
 
 
-def _wrap(
-    item: DenseTensor,
-    weights: Raw,
-    scales: Scales | None,
-) -> Tensor:
+def _wrap(item: DenseTensor, weights: Raw, scales: Scales | None) -> Tensor:
     precision = None if item.precision == "fp32" else item.precision
     return Tensor(
         name=item.name,

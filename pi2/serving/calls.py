@@ -16,12 +16,7 @@ from pi2.engine.scheduler import Ticket
 from pi2.serving.answer_reader import AnswerReader, Fragment, Items, make_plain_reader
 from pi2.serving.call_grammars import make_constraint, write_call_grammar, write_json_grammar
 from pi2.serving.call_patterns import ToolCall
-from pi2.serving.conversation import (
-    Conversation,
-    list_calls,
-    read_arguments,
-    render_prompt,
-)
+from pi2.serving.conversation import Conversation, list_calls, read_arguments, render_prompt
 from pi2.serving.errors import ApiError, explain_user_error
 from pi2.serving.hosts import Host
 from pi2.serving.metrics import Metrics
@@ -135,10 +130,7 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
         )
     elif conversation.json_schema is not None:
         grammar = write_json_grammar(
-            facts,
-            conversation.json_schema,
-            prompt=prompt,
-            may_reason=conversation.may_reason,
+            facts, conversation.json_schema, prompt=prompt, may_reason=conversation.may_reason
         )
     constraint = None
     if grammar is not None and not model.is_dry:

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_PARTS: dict[str, Part] = {
-    "analysis": "reasoning",
-    "commentary": "content",
-    "final": "content",
-}
+_PARTS: dict[str, Part] = {"analysis": "reasoning", "commentary": "content", "final": "content"}
 _TO = re.compile(r"\bto=([^\s<]+)")
 _NAMED = re.compile(r"<\|channel\|>\s*(\w+)")
 _USERS = ("assistant", "user", "all")
@@ -209,11 +205,7 @@ class ChatFacts:
         if self.format.is_channels:
             return ChannelReader(tools=named, prompt=prompt)
         return MarkedReader(
-            self.format,
-            tools=named,
-            reasoning=self.reasoning,
-            content=self.content,
-            prompt=prompt,
+            self.format, tools=named, reasoning=self.reasoning, content=self.content, prompt=prompt
         )
 
     def find_open_reasoning(self, prompt: str) -> Pair | None:

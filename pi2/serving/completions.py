@@ -68,11 +68,7 @@ def _read_token(model: LoadedModel, token: int) -> str:
 def _describe(model: LoadedModel, token: int, value: float) -> dict[str, Any]:
     text = _read_token(model, token)
     written = model.tokenizer.id_to_token(token)
-    return {
-        "token": text,
-        "logprob": _limit(value),
-        "bytes": list_token_bytes(written, text),
-    }
+    return {"token": text, "logprob": _limit(value), "bytes": list_token_bytes(written, text)}
 
 
 def _describe_alternatives(

@@ -74,12 +74,7 @@ class ApiError(Exception):
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = _OPENAI_TYPES.get(self.status) or _TYPES.get(self.status, "server_error")
         return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }
 
 

@@ -249,10 +249,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """
     values = os.environ if environment is None else environment
     github = values.get(GITHUB) or Settings.github
-    return Settings(
-        cache=find_cache_folder("profiles", values),
-        github=github.rstrip("/"),
-    )
+    return Settings(cache=find_cache_folder("profiles", values), github=github.rstrip("/"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,9 +303,7 @@ def refuse_network(place: Place, offline: bool) -> None:
     """Raise `UserError` P730 where a network would be needed and may not be used."""
     if offline and not place.is_local:
         raise UserError.of(
-            "P730",
-            f"{place.url} would have to be fetched",
-            help="run it once without --offline",
+            "P730", f"{place.url} would have to be fetched", help="run it once without --offline"
         )
 
 

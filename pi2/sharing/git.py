@@ -219,9 +219,7 @@ class _Repository:
             shown = "/".join(parts[:count])
             if mode == _SYMLINK:
                 raise UserError.of(
-                    "P724",
-                    f"`{shown}` is a symbolic link",
-                    help="name the file itself",
+                    "P724", f"`{shown}` is a symbolic link", help="name the file itself"
                 )
             if mode == _SUBMODULE:
                 raise UserError.of(

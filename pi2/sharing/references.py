@@ -170,11 +170,7 @@ def _parse_git(text: str, scheme: str, start: int) -> Reference:
     split = text.find("//", begin)
     if split < 0:
         _refuse(
-            text,
-            "P701",
-            "`//` between repository and file is missing",
-            begin,
-            help=f"write {form}",
+            text, "P701", "`//` between repository and file is missing", begin, help=f"write {form}"
         )
     repository = text[start:split]
     rest = text[split + 2 :]

@@ -163,9 +163,7 @@ def simulate_prefill(description: Description, tokens: int) -> PrefillRun | None
     env = simpy.Environment()
     # What prompts ask of memory is in their times; only reads and the cores meet here.
     bus = Bus(
-        env,
-        shared_bytes_s=float("inf"),
-        read_overlap=1.0 if stream is None else stream.overlap,
+        env, shared_bytes_s=float("inf"), read_overlap=1.0 if stream is None else stream.overlap
     )
     env.run(until=env.process(_Prompt(env, bus, layers).compute()))
     return PrefillRun(

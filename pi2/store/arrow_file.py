@@ -214,9 +214,7 @@ def lay_out_layer_file(neurons: int, stride: int) -> LayerFile:
         _describe_field("check", 2, {0: Scalar("i", 32), 1: Scalar("?", False)}),
     ]
     batch = _Batch(
-        rows=neurons,
-        columns=((neurons * stride,), (4 * neurons,), (4 * neurons,)),
-        alignment=PAGE,
+        rows=neurons, columns=((neurons * stride,), (4 * neurons,), (4 * neurons,)), alignment=PAGE
     )
     pieces, size, (places,) = _lay_out(schema, [batch])
     return LayerFile(

@@ -310,12 +310,7 @@ class EmbeddingRows:
     """Stands for an embedding of a store: ``tensor`` has room for some of its rows."""
 
     def __init__(
-        self,
-        store: NeuronStore,
-        allocate: Callable[[int], U8],
-        *,
-        rows: int,
-        name: str = EMBEDDING,
+        self, store: NeuronStore, allocate: Callable[[int], U8], *, rows: int, name: str = EMBEDDING
     ) -> None:
         """``allocate(size)`` gives uint8 [size]; ``rows``: most tokens of a ``load``; ``name``: the
         tensor's.  UserError P508 if the store's file cannot be opened."""

@@ -21,13 +21,7 @@ from pi2.model.tensors import list_tensors
 from pi2.plan.documents.common import Count, Identifier, Table
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import FfnPrecision
-from pi2.plan.weights.layout import (
-    GROUP,
-    BundleLayout,
-    PartName,
-    ScalesPlace,
-    lay_out_bundle,
-)
+from pi2.plan.weights.layout import GROUP, BundleLayout, PartName, ScalesPlace, lay_out_bundle
 from pi2.store.arrow_file import ALIGNMENT, PAGE
 from pi2.store.identity import compute_digest
 
@@ -164,9 +158,7 @@ class StoredBundle(Table):
 def _describe_parts(layout: BundleLayout) -> tuple[StoredPart, ...]:
     return tuple(
         StoredPart(
-            name=part.name,
-            weights_offset=part.weights_offset,
-            scales_offset=part.scales_offset,
+            name=part.name, weights_offset=part.weights_offset, scales_offset=part.scales_offset
         )
         for part in layout.parts
     )

@@ -233,13 +233,7 @@ class HashCheck:
     what has been read.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        *,
-        reader_compares: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, reader_compares: bool = False) -> None:
         """Hash the small files and begin with the others; `UserError` P506, P507 or P508 with a
         finding for every bad small file.
 

@@ -124,12 +124,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {
         "norm": {"weight_offset": 1.0, "outputs": True},
         "ffn": {"activation": "gelu_tanh"},
-        "attention": {
-            "softcap": 5.0,
-            "sliding_window": 5,
-            "window_layers": (0,),
-            "scale": 0.1,
-        },
+        "attention": {"softcap": 5.0, "sliding_window": 5, "window_layers": (0,), "scale": 0.1},
         "logit_softcap": 3.0,
         "multipliers": {"embedding": 16.0},
         "tied_head": True,
@@ -140,10 +135,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "other_rope": {"theta": 500.0, "layers": (1,)},
         "ffn": {"activation": "gelu_tanh"},
     },
-    "phi3": {
-        "tensors": {"fused_qkv": "qkv", "fused_gate_up": "gate_up"},
-        "rope": {"share": 0.5},
-    },
+    "phi3": {"tensors": {"fused_qkv": "qkv", "fused_gate_up": "gate_up"}, "rope": {"share": 0.5}},
     "olmo2": {
         "norm": {"inputs": False, "outputs": True},
         "attention": {"head_norm": True, "head_norm_of": "all"},

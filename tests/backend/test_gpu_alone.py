@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from pi2.backends.gpu.kernels.specification import Api
-from tests.helpers.goldens import (
-    make_golden_plan,
-    measure_error,
-    read_golden,
-    run_golden,
-)
+from tests.helpers.goldens import make_golden_plan, measure_error, read_golden, run_golden
 from tests.helpers.gpu import require_launcher
 
 ERROR = 1e-4

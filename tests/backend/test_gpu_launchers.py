@@ -74,10 +74,7 @@ def test_recorded_work_runs_as_often_as_it_is_replayed(launcher: Launcher) -> No
     queue.upload(arrays["partials"], np.ones((3, 64), np.float32))
     # The same launch twice, with other numbers.
     recording = queue.record(
-        [
-            (join, {"tokens": 1, "parts": 3, "adds": 0}),
-            (join, {"tokens": 1, "parts": 2, "adds": 1}),
-        ]
+        [(join, {"tokens": 1, "parts": 3, "adds": 0}), (join, {"tokens": 1, "parts": 2, "adds": 1})]
     )
     queue.launch(join, {"tokens": 1, "parts": 1, "adds": 0})
     found = [np.empty(64, np.float32) for _ in range(3)]

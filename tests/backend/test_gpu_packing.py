@@ -7,10 +7,7 @@ import pytest
 
 from pi2.arrays import F32, U32, Scales
 from pi2.backends.gpu.kernels.specification import FfnKernels
-from pi2.backends.gpu.packing import (
-    pack_matrix,
-    pack_neurons,
-)
+from pi2.backends.gpu.packing import pack_matrix, pack_neurons
 from pi2.backends.gpu.sizes import TILE, count_tile_bytes
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_part, unpack_part

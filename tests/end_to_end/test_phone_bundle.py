@@ -381,9 +381,7 @@ def test_calls_that_the_kernel_refuses_have_other_ways(bundle: Path) -> None:
     assert done.returncode == 0 and "not bound" in done.stdout
 
 
-def test_threads_that_cannot_be_bound_or_memory_that_cannot_be_locked_are_named(
-    copy: Path,
-) -> None:
+def test_threads_that_cannot_be_bound_or_memory_that_cannot_be_locked_are_named(copy: Path) -> None:
     if not {0, 1} <= os.sched_getaffinity(0):
         pytest.skip("needs cores 0 and 1")
     change_plan(copy, threads={"cores": "0,1"}, memory={"lock": "locked"})

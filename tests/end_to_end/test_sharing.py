@@ -16,13 +16,7 @@ from pi2.sharing.fetching import Settings
 from pi2.sharing.lock import read_lock
 from pi2.sharing.project import Project
 from pi2.sharing.references import parse_reference
-from tests.helpers.sharing import (
-    DEVICE,
-    Repository,
-    Server,
-    make_repository,
-    run_git,
-)
+from tests.helpers.sharing import DEVICE, Repository, Server, make_repository, run_git
 from tests.helpers.sharing_user import NAME, User, refer
 
 

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.sharing import (
-    DEVICE,
-    Repository,
-    Server,
-)
+from tests.helpers.sharing import DEVICE, Repository, Server
 from tests.helpers.sharing_user import NAME, User, refer
 
 
@@ -113,8 +109,7 @@ class TestPlans:
     def test_a_plan_extends_another_with_its_device(self, bob: User, tap: Repository) -> None:
         plan = (Path(__file__).parents[2] / "plans/demo.plan.toml").read_text()
         tap.write(
-            "plans/base.plan.toml",
-            plan.replace('device = "host"', f'device = "../devices/{NAME}"'),
+            "plans/base.plan.toml", plan.replace('device = "host"', f'device = "../devices/{NAME}"')
         )
         tap.commit()
         reference = refer(tap, "main", "plans/base.plan.toml")

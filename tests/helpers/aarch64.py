@@ -33,8 +33,7 @@ HARNESS = Path(__file__).parent.parent / "backend" / "aarch64_harness.c"
 _TYPES = {"i": 0, "u": 1, "f": 2}
 
 needs_emulator = pytest.mark.skipif(
-    COMPILER is None or EMULATOR is None,
-    reason="needs qemu-user and gcc-aarch64-linux-gnu",
+    COMPILER is None or EMULATOR is None, reason="needs qemu-user and gcc-aarch64-linux-gnu"
 )
 
 

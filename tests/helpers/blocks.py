@@ -115,9 +115,7 @@ class ArmKernels:
         from pi2.backends.compiler.compile import aim
 
         spec = BlockSpec(
-            library=library,
-            architecture="aarch64",
-            features=tuple(sorted(ARM_FEATURES[features])),
+            library=library, architecture="aarch64", features=tuple(sorted(ARM_FEATURES[features]))
         )
         self.isa = spec.isa
         program = Program(spec)

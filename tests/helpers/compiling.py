@@ -42,8 +42,7 @@ class LoadedCompiler:
         context = _start_server(environment["PYTHONPATH"])
         reader, writer = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_compile,
-            args=(list(arguments), dict(environment), writer, errors.name, objects),
+            target=_compile, args=(list(arguments), dict(environment), writer, errors.name, objects)
         )
         self._process.start()
         writer.close()

@@ -109,11 +109,7 @@ UNSAID: dict[str, dict[str, Any]] = {
     "falcon-7b-relu": {"activation": "gelu"},
     "qwen3-moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 200.0}},
     "gemma2": {"query_pre_attn_scalar": 32},
-    "gemma3": {
-        "query_pre_attn_scalar": 32,
-        "layer_types": None,
-        "sliding_window_pattern": 3,
-    },
+    "gemma3": {"query_pre_attn_scalar": 32, "layer_types": None, "sliding_window_pattern": 3},
 }
 """What GGUF files cannot say, as llama.cpp has it."""
 

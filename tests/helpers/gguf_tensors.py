@@ -103,10 +103,7 @@ _NAMES = (
     (r"model\.layers\.(\d+)\.post_feedforward_layernorm", r"blk.\1.post_ffw_norm"),
     (r"model\.layers\.(\d+)\.mlp\.gate", r"blk.\1.ffn_gate_inp"),
     (r"model\.layers\.(\d+)\.mlp\.shared_expert_gate", r"blk.\1.ffn_gate_inp_shexp"),
-    (
-        r"model\.layers\.(\d+)\.mlp\.shared_expert\.(gate|up|down)_proj",
-        r"blk.\1.ffn_\2_shexp",
-    ),
+    (r"model\.layers\.(\d+)\.mlp\.shared_expert\.(gate|up|down)_proj", r"blk.\1.ffn_\2_shexp"),
     (r"transformer\.word_embeddings", "token_embd"),
     (r"transformer\.ln_f", "output_norm"),
     (r"transformer\.h\.(\d+)\.(input_layernorm|ln_mlp)", r"blk.\1.attn_norm"),

@@ -57,10 +57,7 @@ class RandomNeurons:
         biases = random.standard_normal((count, ffn.parts)).astype(np.float32)
         experts = random.integers(0, max(ffn.experts, 1), count).astype(np.int32)
         self.bundles: U8 = assemble_bundles(
-            parts,
-            self.layout,
-            biases if ffn.bias else None,
-            experts if ffn.experts else None,
+            parts, self.layout, biases if ffn.bias else None, experts if ffn.experts else None
         )
 
     def make_inputs(self, tokens: int) -> F32:
@@ -124,10 +121,7 @@ class Bench:
         return self._kernels[name].signature.arrays
 
     def run(
-        self,
-        name: str,
-        arrays: Mapping[str, npt.NDArray[Any]],
-        numbers: Mapping[str, Number],
+        self, name: str, arrays: Mapping[str, npt.NDArray[Any]], numbers: Mapping[str, Number]
     ) -> dict[str, npt.NDArray[Any]]:
         """Run a kernel once; return what is in the arrays then.  Nothing behind them is written."""
         on_device, found = {}, {}

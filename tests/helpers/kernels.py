@@ -51,13 +51,7 @@ X86_FEATURES: Mapping[str, frozenset[str]] = {
 """Features by the name of the schedule that they choose."""
 
 
-DEMO_LIKE: dict[str, Any] = {
-    "hidden": 256,
-    "ffn": 200,
-    "heads": 8,
-    "kv_heads": 4,
-    "head_dim": 32,
-}
+DEMO_LIKE: dict[str, Any] = {"hidden": 256, "ffn": 200, "heads": 8, "kv_heads": 4, "head_dim": 32}
 """Of a `RandomModel`."""
 
 ODD: dict[str, Any] = {

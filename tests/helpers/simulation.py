@@ -192,10 +192,7 @@ def make_sizes(work: dict[str, Any]) -> Sizes:
 
 
 def make_settings(
-    work: dict[str, Any],
-    choices: dict[str, Any],
-    rates: Rates,
-    hot: float,
+    work: dict[str, Any], choices: dict[str, Any], rates: Rates, hot: float
 ) -> Settings:
     """Settings of a plan with two reads of each neuron, half of it each."""
     reads = stream = None

@@ -105,11 +105,7 @@ HOSTILE: dict[str, bytes] = {
     ),
     "pieces of words without an unknown token": write_tokenizer(
         model=_PIECES
-        | {
-            "type": "WordPiece",
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100,
-        }
+        | {"type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
     ),
     "words without an unknown token": write_tokenizer(model=_PIECES | {"type": "WordLevel"}),
     "likely pieces without an unknown token": write_tokenizer(

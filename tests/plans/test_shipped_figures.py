@@ -389,9 +389,7 @@ class TestPlans:
         assert resolved.plan.memory.budget / store == pytest.approx(0.6, abs=0.001)
 
     @pytest.mark.parametrize(
-        "path",
-        [p for p in PLAN_FILES if p.parent.name in PHONES],
-        ids=name_file,
+        "path", [p for p in PLAN_FILES if p.parent.name in PHONES], ids=name_file
     )
     def test_phones_have_backends_and_one_reader(self, path: Path) -> None:
         resolved = load_plan(path)
@@ -400,9 +398,7 @@ class TestPlans:
         assert all(layer.split["npu"] == layer.hot for layer in resolved.layers)
 
     @pytest.mark.parametrize(
-        "path",
-        [p for p in PLAN_FILES if p.parent.name in PHONES],
-        ids=name_file,
+        "path", [p for p in PLAN_FILES if p.parent.name in PHONES], ids=name_file
     )
     def test_the_npus_of_phones_have_graphs_that_fit_into_their_own_memory(
         self, path: Path

@@ -42,8 +42,7 @@ def make_tables(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, An
         lambda items: [{**item, "id": name} for name, item in items.items()]
     )
     return st.fixed_dictionaries(
-        {},
-        optional={"s": scalars, "r": scalars, "a": arrays, "t": inner, "u": inner, "k": entries},
+        {}, optional={"s": scalars, "r": scalars, "a": arrays, "t": inner, "u": inner, "k": entries}
     )
 
 

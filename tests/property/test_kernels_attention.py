@@ -246,15 +246,7 @@ def make_spans(heads: int, head_dim: int) -> list[Any]:
 @pytest.mark.parametrize("kv", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize(
     ("position", "window"),
-    [
-        (254, None),
-        (255, None),
-        (256, None),
-        (700, None),
-        (4094, None),
-        (4094, 3000),
-        (4600, 3000),
-    ],
+    [(254, None), (255, None), (256, None), (700, None), (4094, None), (4094, 3000), (4600, 3000)],
 )
 def test_a_long_context_is_attended_in_spans(kv: KvType, position: int, window: int | None) -> None:
     rng = np.random.default_rng(position)

@@ -65,12 +65,7 @@ def find_stride(plan: Path) -> int:
     max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_what_is_in_memory_changes_no_bit(
-    plan: Path,
-    slots: int,
-    hot: float,
-    policy: str,
-    look_ahead: str,
-    backend: str,
+    plan: Path, slots: int, hot: float, policy: str, look_ahead: str, backend: str
 ) -> None:
     chosen: dict[str, Any] = {
         "backends.cpu": backend,

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pi2.fitting import (
-    find_backend,
-    find_executor_backend,
-    find_unit_backend,
-    find_whole_backend,
-)
+from pi2.fitting import find_backend, find_executor_backend, find_unit_backend, find_whole_backend
 from pi2.fitting.check import load_plan
 from pi2.plan.documents.common import list_backend_names
 

@@ -279,12 +279,7 @@ class Failing:
 @pytest.mark.parametrize("look_ahead", ["none", "layer"])
 @pytest.mark.parametrize(("method", "after"), [("start", 0), ("start", 4), ("finish", 4)])
 def test_a_run_goes_on_without_a_lost_unit(
-    plan: Path,
-    alone: tuple[F32, F32],
-    method: str,
-    after: int,
-    look_ahead: str,
-    prompts: str,
+    plan: Path, alone: tuple[F32, F32], method: str, after: int, look_ahead: str, prompts: str
 ) -> None:
     settings = {
         **TWO,

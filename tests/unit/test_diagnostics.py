@@ -69,10 +69,7 @@ def test_formats_are_found_by_their_modules() -> None:
 
 
 def test_tabs_and_wide_characters_keep_carets_in_place() -> None:
-    assert draw(Span("f", 3, 2, 3, 6))[1:] == [
-        " 3 |     name = '名前' # tab",
-        "   |     ^^^^",
-    ]
+    assert draw(Span("f", 3, 2, 3, 6))[1:] == [" 3 |     name = '名前' # tab", "   |     ^^^^"]
     assert draw(Span("f", 3, 9, 3, 13))[2] == "   |            ^^^^^^"
 
 

@@ -32,10 +32,7 @@ NOISE = 1e-2
 KEYS = {"time", "rate", "giga_ops", "value", "latency", "overlap"}
 PLANS: dict[str, dict[str, Any]] = {
     "low-rank, io_uring": {"decode": {"predictor": "low-rank", "look_ahead": "layer"}},
-    "gates, threads": {
-        "decode": {"predictor": "gate"},
-        "io": {"engine": "pread", "threads": 4},
-    },
+    "gates, threads": {"decode": {"predictor": "gate"}, "io": {"engine": "pread", "threads": 4}},
     "dense": {"decode": {"predictor": "none"}},
 }
 MATTERS = {

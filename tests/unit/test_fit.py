@@ -40,9 +40,7 @@ def make_machine(**changes: Any) -> Machine:
             clusters=(CpuCores(cores=facts["cores"]),),
         ),
         memory=Memory(
-            installed_bytes=8 * GIB,
-            limit_bytes=facts["limit"],
-            available_bytes=facts["available"],
+            installed_bytes=8 * GIB, limit_bytes=facts["limit"], available_bytes=facts["available"]
         ),
     )
 

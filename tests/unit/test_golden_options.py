@@ -111,9 +111,7 @@ def list_stated(value: Any, default: Any, key: str) -> Iterator[str]:
         yield key
 
 
-def test_every_option_is_compared_with_the_reference_implementation(
-    described: list[Model],
-) -> None:
+def test_every_option_is_compared_with_the_reference_implementation(described: list[Model]) -> None:
     wanted = {
         option
         for key in OPERATORS

@@ -16,12 +16,7 @@ from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.importing.config import Layer, describe_layers
 from pi2.importing.new_model import describe_checkpoint
-from tests.helpers.goldens import (
-    EXACT,
-    convert_golden,
-    copy_checkpoint,
-    make_golden_plan,
-)
+from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, make_golden_plan
 
 
 def test_blocks_that_mix_tokens_and_the_ffn_after_them_are_a_layer() -> None:

@@ -185,10 +185,7 @@ def test_predictors_may_come_in_a_file_of_their_own(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, inside)
     write_safetensors(tmp_path / "predictors.safetensors", outside)
     convert_checkpoint(
-        checkpoint,
-        model,
-        tmp_path / "store",
-        predictors=tmp_path / "predictors.safetensors",
+        checkpoint, model, tmp_path / "store", predictors=tmp_path / "predictors.safetensors"
     )
     expect_store(tmp_path / "store", model, weights, index_order(model))
 
@@ -327,10 +324,7 @@ def test_progress_grows_to_one(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
     shares: list[float] = []
     convert_checkpoint(
-        checkpoint,
-        model,
-        tmp_path / "store",
-        progress=lambda label, share: shares.append(share),
+        checkpoint, model, tmp_path / "store", progress=lambda label, share: shares.append(share)
     )
     assert shares == sorted(shares)
     assert shares[0] == 0.0

@@ -111,8 +111,7 @@ def test_something_else(job: Job, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "words"),
-    [(1, "version is 1"), (99, "version is 99"), (0x03000000, "big-endian")],
+    ("version", "words"), [(1, "version is 1"), (99, "version is 99"), (0x03000000, "big-endian")]
 )
 def test_another_version(job: Job, version: int, words: str) -> None:
     patch(job.file, 4, struct.pack("<I", version))

@@ -77,10 +77,7 @@ def draw_tensors() -> tuple[Stored, Stored]:
 def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint with experts in MXFP4, and one with the same numbers in fp16."""
     folder = tmp_path_factory.mktemp("gpt-oss")
-    settings: tuple[dict[str, Any], ...] = (
-        {"quantization_config": {"quant_method": "mxfp4"}},
-        {},
-    )
+    settings: tuple[dict[str, Any], ...] = ({"quantization_config": {"quant_method": "mxfp4"}}, {})
     for name, tensors, own in zip(("packed", "plain"), draw_tensors(), settings, strict=True):
         checkpoint = folder / name
         checkpoint.mkdir()

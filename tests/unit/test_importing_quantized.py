@@ -126,10 +126,7 @@ def test_fp8_weights_are_multiplied_by_their_scales(kind: str, ending: str, tmp_
 def test_scales_of_fp8_may_be_powers_of_two(tmp_path: Path) -> None:
     codes, numbers = draw_e4m3(ROWS, COLUMNS)
     exponents = np.array([[120], [131]], np.uint8)
-    tensors: Stored = {
-        "a.weight": ("F8_E4M3", codes),
-        "a.weight_scale_inv": ("F8_E8M0", exponents),
-    }
+    tensors: Stored = {"a.weight": ("F8_E4M3", codes), "a.weight_scale_inv": ("F8_E8M0", exponents)}
     settings = {"quant_method": "fp8", "weight_block_size": [16, 128]}
     expected = numbers * np.repeat([[2.0**-7], [2.0**4]], [16, 8], axis=0)
     folder = write_folder(tmp_path / "model", settings, tensors)

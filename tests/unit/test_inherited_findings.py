@@ -38,9 +38,7 @@ def test_a_value_of_a_shipped_plan_is_found_where_it_is_inherited(tmp_path: Path
     assert check_file(path).is_sound
 
 
-def test_a_value_of_a_shipped_device_is_found_in_the_device_that_extends_it(
-    tmp_path: Path,
-) -> None:
+def test_a_value_of_a_shipped_device_is_found_in_the_device_that_extends_it(tmp_path: Path) -> None:
     path = tmp_path / "c.device.toml"
     item = find(path, 'id = "c"\nextends = ["oneplus-12"]\nmemory.capacity = "1 GiB"\n')
     assert show(item) == ("P250", "3:12", f"write memory.usable in {path}, and it counts instead")

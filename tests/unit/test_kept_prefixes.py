@@ -46,8 +46,7 @@ def run_alone(plan: Path, prompts: Sequence[Sequence[int]], settings: Any) -> li
 
 
 @pytest.mark.parametrize(
-    ("backend", "kind"),
-    [("reference", "fp16"), ("reference", "int8"), ("cpu", "int8")],
+    ("backend", "kind"), [("reference", "fp16"), ("reference", "int8"), ("cpu", "int8")]
 )
 def test_a_beginning_is_read_once_and_changes_nothing(
     tmp_path: Path, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -125,10 +124,7 @@ def test_answers_are_kept_in_files_where_the_plan_says_so(tmp_path: Path) -> Non
     # Whoever wants nothing but exact ones does not take them.
     with pi2.load(plan, set={**settings, "serve.prefixes": "prompts"}) as model:
         model.keep_prefixes()
-        assert generate(model, turn) == (
-            run_alone(plan, [turn], {})[0],
-            len(turn) - 32,
-        )
+        assert generate(model, turn) == (run_alone(plan, [turn], {})[0], len(turn) - 32)
 
 
 def test_a_sequence_that_failed_or_was_given_up_leaves_nothing_wrong(tmp_path: Path) -> None:

@@ -82,8 +82,7 @@ def test_a_failed_read_is_forgotten() -> None:
 
 requests = st.lists(
     st.tuples(
-        st.integers(0, LAYERS - 1),
-        st.sets(st.integers(0, NEURONS - 1), max_size=COLD).map(sorted),
+        st.integers(0, LAYERS - 1), st.sets(st.integers(0, NEURONS - 1), max_size=COLD).map(sorted)
     ),
     max_size=50,
 )

@@ -8,12 +8,7 @@ import pytest
 from pi2.arrays import F32
 from pi2.formats import find_packing
 from pi2.formats.micro_floats import find_codes
-from pi2.plan.weights.bundles import (
-    assemble_bundles,
-    join_scales,
-    split_scales,
-    unpack_part,
-)
+from pi2.plan.weights.bundles import assemble_bundles, join_scales, split_scales, unpack_part
 from pi2.plan.weights.layout import lay_out_bundle
 
 MXFP4 = find_packing("mxfp4")

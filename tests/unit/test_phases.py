@@ -41,8 +41,7 @@ def count_bytes(model: LoadedModel) -> int:
 
 
 @pytest.mark.parametrize(
-    ("engine", "look_ahead"),
-    [("pread", "none"), ("pread", "attention"), ("io_uring", "layer")],
+    ("engine", "look_ahead"), [("pread", "none"), ("pread", "attention"), ("io_uring", "layer")]
 )
 def test_two_phases_compute_what_one_does_and_read_less(
     tmp_path: Path, tiny: TinyModel, engine: str, look_ahead: str

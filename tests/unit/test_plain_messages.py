@@ -66,11 +66,7 @@ def validate(folder: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str
     ],
 )
 def test_a_plan_is_told_what_to_change(
-    tmp_path: Path,
-    text: str,
-    message: str,
-    help_text: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, text: str, message: str, help_text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = validate(tmp_path, text, capsys)
     assert message in said and help_text in said

@@ -37,9 +37,7 @@ def start(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_lists_the_commands_with_their_first_lines(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_lists_the_commands_with_their_first_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
     for name, line in {
@@ -219,8 +217,7 @@ def test_a_log_goes_elsewhere_if_it_must(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(KeyboardInterrupt(), 130), (MemoryError(), 2), (BrokenPipeError(), 141)],
+    ("error", "code"), [(KeyboardInterrupt(), 130), (MemoryError(), 2), (BrokenPipeError(), 141)]
 )
 def test_interruptions_have_exit_codes(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch

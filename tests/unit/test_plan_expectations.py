@@ -81,10 +81,7 @@ def override(select: str, **settings: Any) -> dict[str, Any]:
         ([override("2-5", hot=0.1), override("0-7", split={"cpu": 1.0})], []),
         ([override("0-3", hot=0.1), override("0-1", hot=0.1), override("2-3", hot=0.1)], ["P213"]),
         ([override("0-3", hot=0.1), override("0-1", hot=0.1), override("3", hot=0.1)], []),
-        (
-            [override("0", hot=0.1, split={"cpu": 1.0}), override("0", hot=0.15)],
-            [],
-        ),
+        ([override("0", hot=0.1, split={"cpu": 1.0}), override("0", hot=0.15)], []),
         ([override("3,3", hot=0.1)], ["P213"]),
     ],
 )

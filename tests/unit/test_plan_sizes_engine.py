@@ -10,11 +10,7 @@ import pi2
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import EXACT as EXPLICIT
-from tests.helpers.goldens import (
-    UNROUNDED,
-    make_golden_plan,
-    read_golden,
-)
+from tests.helpers.goldens import UNROUNDED, make_golden_plan, read_golden
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 

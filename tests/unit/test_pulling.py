@@ -138,10 +138,7 @@ def test_a_download_that_was_cut_off_goes_on(hub: Hub, tmp_path: Path) -> None:
     hub.cut = None
     shares: list[float] = []
     folder = fetch_files(
-        repository,
-        tmp_path / "work",
-        lambda _, share: shares.append(share),
-        endpoint=hub.address,
+        repository, tmp_path / "work", lambda _, share: shares.append(share), endpoint=hub.address
     )
     for name in sizes:
         assert (folder / name).read_bytes() == (hub.folder / name).read_bytes()

@@ -70,11 +70,7 @@ def test_neurons_may_come_from_flash(plan: Path, backend: dict[str, Any]) -> Non
     golden = read_golden(NAME)
     expected = compute_decoded(plan, golden.prompt, backend | {"layers.hot": 1.0})
     assert measure_error(expected, golden.logits) <= ROUNDING
-    little = backend | {
-        "layers.hot": 0.0,
-        "prefill.chunk": 8,
-        "pipeline.prefill": "layers-first",
-    }
+    little = backend | {"layers.hot": 0.0, "prefill.chunk": 8, "pipeline.prefill": "layers-first"}
     with pi2.load(plan, set=little) as model:
         np.testing.assert_allclose(
             model.logits(golden.prompt, mode="decode"), expected, atol=1e-6, rtol=1e-5

@@ -171,8 +171,7 @@ def test_a_layer_without_a_router_is_one_ffn_of_which_nothing_is_left_out() -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("router", "mixer"), ("choice_bias", True), ("groups", 2)],
+    ("key", "value"), [("router", "mixer"), ("choice_bias", True), ("groups", 2)]
 )
 def test_preferring_experts_is_refused_where_they_are_chosen_otherwise(
     key: str, value: object
@@ -228,8 +227,7 @@ def test_dials_read_less_and_say_what_they_replaced(plan: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [("gemma4-moe", CPU), ("smallthinker", {"backends.cpu": "reference"})],
+    ("name", "backend"), [("gemma4-moe", CPU), ("smallthinker", {"backends.cpu": "reference"})]
 )
 def test_routers_that_read_something_else_prefer_experts_by_what_they_read(
     tmp_path: Path, name: str, backend: dict[str, Any]

@@ -184,10 +184,7 @@ def test_ten_thousand_tokens_of_a_47b_take_less_than_a_minute() -> None:
     import time
 
     moe = {"layers": 32, "experts": 8, "active_experts": 2, "active": 0.1}
-    inputs = make_inputs(
-        workload=moe,
-        choices={"cold_neurons": 0.05 * 32 * 8 * 14336},
-    )
+    inputs = make_inputs(workload=moe, choices={"cold_neurons": 0.05 * 32 * 8 * 14336})
     start = time.process_time()
     simulate(inputs, tokens=10_000)
     assert time.process_time() - start < 60.0

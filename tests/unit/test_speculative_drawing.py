@@ -15,12 +15,7 @@ from pi2.engine.speculation import Speculation, Touched
 from pi2.engine.text import TokenDecoder
 
 CHANCES = np.array(
-    [
-        [0.5, 0.3, 0.1, 0.1],
-        [0.1, 0.2, 0.3, 0.4],
-        [0.25, 0.25, 0.25, 0.25],
-        [0.7, 0.1, 0.1, 0.1],
-    ]
+    [[0.5, 0.3, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1]]
 )
 """Chances of every token after every token."""
 

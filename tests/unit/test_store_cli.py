@@ -174,11 +174,7 @@ def test_convert_by_path_of_the_model(
     ],
 )
 def test_convert_with_a_bad_model(
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-    model: str,
-    code: str,
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, model: str, code: str
 ) -> None:
     monkeypatch.chdir(checkpoint.parent)
     Path("broken.model.toml").write_text(MODEL_FILE.replace("layers = 3", "layers = -3"))

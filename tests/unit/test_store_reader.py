@@ -72,11 +72,7 @@ def test_tensors_are_the_quantised_ones_of_the_checkpoint(
     tmp_path: Path, precision: Precision
 ) -> None:
     quantization = dict.fromkeys(("attention", "embedding", "head", "predictor"), precision)
-    changes = {
-        "quantization": quantization,
-        "tied_head": False,
-        "attention": {"qkv_bias": True},
-    }
+    changes = {"quantization": quantization, "tied_head": False, "attention": {"qkv_bias": True}}
     tiny = make_tiny(tmp_path, changes)
     with NeuronStore.open(tiny.store, model=tiny.model) as store:
         assert {"head", "layers.2.qkv_bias", "layers.0.predictor_out"} <= set(store.tensors)
@@ -335,9 +331,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(tiny: TinyModel, name: st
     assert "make the store again" in str(caught.value)
 
 
-def test_a_manifest_with_a_fitting_digest_is_still_held_against_the_files(
-    tiny: TinyModel,
-) -> None:
+def test_a_manifest_with_a_fitting_digest_is_still_held_against_the_files(tiny: TinyModel) -> None:
     def change(fields: dict[str, Any]) -> None:
         parts = fields["model"]["parts"]
         parts["shape"]["hidden"] = 96

@@ -247,11 +247,7 @@ def test_neurons_lie_another_distance_apart(tmp_path: Path, tiny: TinyModel) -> 
     plan = write_plan(tmp_path, tiny)
     with pi2.load(plan) as model:
         before = model.logits(TOKENS)
-    settings = {
-        "store": "new",
-        "bundle.stride": f"{wanted} B",
-        "memory.segments.cold": "64 KiB",
-    }
+    settings = {"store": "new", "bundle.stride": f"{wanted} B", "memory.segments.cold": "64 KiB"}
     with pi2.load(plan, set=settings) as model:
         assert np.array_equal(model.logits(TOKENS), before)
     with pytest.raises(UserError, match="pi2 store repack") as caught:

@@ -124,9 +124,7 @@ def test_a_code_that_no_weight_has_is_refused(tmp_path: Path) -> None:
         convert_golden(checkpoint, tmp_path, TERNARY)
 
 
-def test_a_checkpoint_with_ternary_weights_is_stored_so_without_being_asked(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_with_ternary_weights_is_stored_so_without_being_asked(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("bitnet", tmp_path / "checkpoint")
     precisions = describe_checkpoint(checkpoint).model.quantization
     assert (precisions.ffn, precisions.attention) == ("ternary", "ternary")

@@ -121,12 +121,7 @@ RULES: Mapping[str, list[dict[str, Any]]] = {
         {"type": "FixedLength", "length": 3},
         {"type": "CharDelimiterSplit", "delimiter": "a"},
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        {
-            "type": "Metaspace",
-            "replacement": "\u2581",
-            "prepend_scheme": "always",
-            "split": True,
-        },
+        {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
         {
             "type": "Split",
             "pattern": {"Regex": "\\p{L}+|\\p{N}{1,3}|\\s+(?!\\S)"},
@@ -163,12 +158,7 @@ RULES: Mapping[str, list[dict[str, Any]]] = {
         {"type": "WordPiece", "prefix": "##", "cleanup": True},
         {"type": "BPEDecoder", "suffix": "</w>"},
         {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True},
-        {
-            "type": "Metaspace",
-            "replacement": "\u2581",
-            "prepend_scheme": "always",
-            "split": True,
-        },
+        {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
     ],
 }
 """Rules of every kind that the tokenizer library knows."""

@@ -153,10 +153,7 @@ def find_gguf(model: Model, folder: Path, like: NeuronStore | None = None) -> Pa
 
 
 def write_gguf(
-    model: Model,
-    path: Path,
-    progress: Progress = ignore_progress,
-    like: NeuronStore | None = None,
+    model: Model, path: Path, progress: Progress = ignore_progress, like: NeuronStore | None = None
 ) -> None:
     """Write random weights for ``model``, a tensor at a time; appears when it is complete.
 

@@ -86,10 +86,7 @@ ROWS: Mapping[str, Row] = {
         steps={"pi2": ROUTER},
     ),
     "gpt-oss-60": Row(
-        model="gpt-oss-20b",
-        limit=0.6,
-        goal=">= 4 x llama.cpp at its best",
-        steps={"pi2": ROUTER},
+        model="gpt-oss-20b", limit=0.6, goal=">= 4 x llama.cpp at its best", steps={"pi2": ROUTER}
     ),
     "prefill-30b-50": Row(
         model="qwen3-30b-a3b",
@@ -116,10 +113,7 @@ ROWS: Mapping[str, Row] = {
         model="bamboo-7b",
         limit=-0.5,
         goal="two phases read fewer bytes in more requests",
-        steps={
-            "one phase": AHEAD,
-            "two phases": {**AHEAD, "pipeline.phases": 2},
-        },
+        steps={"one phase": AHEAD, "two phases": {**AHEAD, "pipeline.phases": 2}},
     ),
     "scales-7b-50": Row(
         model="bamboo-7b",

@@ -55,9 +55,7 @@ CONSTANTS: Mapping[str, tuple[float, str]] = {
     "default_spread": (0.775, "0.775: what PowerInfer publishes of other models"),
     "streaming_compute_share": (1.0, "1"),
 }
-SHARES: Mapping[str, tuple[float, str]] = {
-    "COLD_SHARE": (0.1, "0.1"),
-}
+SHARES: Mapping[str, tuple[float, str]] = {"COLD_SHARE": (0.1, "0.1")}
 
 
 def list_names() -> set[str]:

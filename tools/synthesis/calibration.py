@@ -9,14 +9,7 @@ import numpy as np
 from pi2.arrays import F32, Bits
 from pi2.formats import find_packing
 from pi2.plan.documents.model import Model
-from synthesis.blueprint import (
-    CONSTANT,
-    RANDOM,
-    TRIAL,
-    Blueprint,
-    Tuning,
-    draw_blueprint,
-)
+from synthesis.blueprint import CONSTANT, RANDOM, TRIAL, Blueprint, Tuning, draw_blueprint
 from synthesis.dense import make_predictor_bias, make_predictor_in, spread_loadings
 from synthesis.hotness import find_skew
 from synthesis.neurons import (

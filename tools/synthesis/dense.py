@@ -21,15 +21,7 @@ from pi2.model.tensor import (
 )
 from pi2.plan.weights.layout import Precision
 from pi2.store.writer import TensorPieces
-from synthesis.blueprint import (
-    ATTENTION,
-    CONSTANT,
-    NORM,
-    OUTPUT_SHARE,
-    RANDOM,
-    STREAM,
-    Blueprint,
-)
+from synthesis.blueprint import ATTENTION, CONSTANT, NORM, OUTPUT_SHARE, RANDOM, STREAM, Blueprint
 from synthesis.neurons import (
     CHUNK_WEIGHTS,
     count_chunks,

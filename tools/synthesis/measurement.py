@@ -17,12 +17,7 @@ from pi2.plan.weights.bundles import join_scales, slice_experts, unpack_part
 from pi2.plan.weights.layout import BundleLayout
 from pi2.progress import Progress, ignore_progress
 from pi2.store.reader import NeuronStore, StoredLayer
-from synthesis.statistics import (
-    LayerStatistics,
-    Overlap,
-    compute_overlap,
-    compute_skew,
-)
+from synthesis.statistics import LayerStatistics, Overlap, compute_overlap, compute_skew
 
 _CHUNK_WEIGHTS = 2**22
 
@@ -98,10 +93,7 @@ def measure_store(
         progress("measuring", (layer + 1) / measured)
     shares = active_neurons / sum(block.ffn.neurons for block in model.blocks[:measured])
     return Measurement(
-        tokens=tokens,
-        layers=tuple(layers),
-        token_shares=shares.astype(np.float32),
-        counts=counts,
+        tokens=tokens, layers=tuple(layers), token_shares=shares.astype(np.float32), counts=counts
     )
 
 

@@ -10,10 +10,7 @@ from pi2.backends.gpu.sizes import PACKING_COPIES, TILE, count_tile_bytes
 from pi2.backends.limits import list_unknown_weights
 from pi2.model.blocks import list_attention, list_turns
 from pi2.model.states import describe_state
-from pi2.model.tensor import (
-    POSITIONS,
-    DenseTensor,
-)
+from pi2.model.tensor import POSITIONS, DenseTensor
 from pi2.model.tensors import list_tensors as list_all_tensors
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, STAGED_NEURONS, count_chunk_tokens
 from pi2.plan.arithmetic.units import Need, count_qkv_rows

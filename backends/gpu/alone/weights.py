@@ -97,9 +97,7 @@ class ModelArrays:
             rows = self._use.router.experts if self._use.router is not None else 0
             begin = 4 * shape.length * (part * rows if array == "router" else part)
             self._send(
-                self.state[f"{array}_{layer}"],
-                tensor.weights,
-                begin + 4 * shape.length * first,
+                self.state[f"{array}_{layer}"], tensor.weights, begin + 4 * shape.length * first
             )
             return
         arrays = self.tensors[tensor.name]

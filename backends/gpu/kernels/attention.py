@@ -159,12 +159,7 @@ def _find_norm(attention: AttentionKernels, vector: c.Buffer) -> c.Expr:
 
 
 def _normalise_ends(
-    ends: list[c.Expr],
-    norm: c.Expr,
-    weights: c.Buffer,
-    first: c.Expr,
-    half: int,
-    is_value: c.Expr,
+    ends: list[c.Expr], norm: c.Expr, weights: c.Buffer, first: c.Expr, half: int, is_value: c.Expr
 ) -> list[c.Expr]:
     """Return both elements of a pair times the norm and their weights, of which ``first`` is the
     first one's; values stay as they are."""

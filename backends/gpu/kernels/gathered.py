@@ -194,10 +194,7 @@ def _multiply(
 
 
 def _finish(
-    sums: list[c.Cell],
-    place: c.Place,
-    inside: c.Expr,
-    finish: Callable[[list[c.Expr]], None],
+    sums: list[c.Cell], place: c.Place, inside: c.Expr, finish: Callable[[list[c.Expr]], None]
 ) -> None:
     """Add up what the 32 threads of a neuron have; one of them does the rest."""
     lane, turn, _ = place.thread

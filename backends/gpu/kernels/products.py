@@ -206,9 +206,7 @@ def emit_many(
 
 
 def emit_load_inputs(
-    panels: Panels,
-    place: c.Place,
-    read: Callable[[c.Expr, c.Expr], c.Expr],
+    panels: Panels, place: c.Place, read: Callable[[c.Expr, c.Expr], c.Expr]
 ) -> None:
     """Fill the panel of inputs; ``read(token, term)`` gives one, of a token below 64 and a term
     below 32.  Neighbouring threads read neighbouring terms."""

@@ -120,12 +120,7 @@ def emit_multiply_int4(
 
 
 def emit_multiply_int8(
-    together: int,
-    weights: c.Expr,
-    inputs: c.Expr,
-    offsets: c.Expr,
-    count: c.Expr,
-    sums: c.Expr,
+    together: int, weights: c.Expr, inputs: c.Expr, offsets: c.Expr, count: c.Expr, sums: c.Expr
 ) -> None:
     """``sums`` int32 [tokens, 32] of ``count`` words, a multiple of 8."""
     codes = c.view_vectors(weights)

@@ -267,8 +267,4 @@ def _decode_all(
     return decoded
 
 
-METHODS = {
-    "compressed-tensors": read_compressed,
-    "gptq": read_gptq,
-    "awq": read_awq,
-}
+METHODS = {"compressed-tensors": read_compressed, "gptq": read_gptq, "awq": read_awq}

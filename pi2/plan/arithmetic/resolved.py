@@ -470,10 +470,5 @@ def compute_digest(resolved: ResolvedPlan) -> str:
         plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
     layers = [_dump_layer(layer) for layer in resolved.layers]
     return hash_json(
-        {
-            "plan": plan,
-            "layers": layers,
-            "device": dump_plain(resolved.device),
-            "model": model,
-        }
+        {"plan": plan, "layers": layers, "device": dump_plain(resolved.device), "model": model}
     )

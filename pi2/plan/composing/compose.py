@@ -109,11 +109,7 @@ def compose(
     tree = composer.assemble(source, (), stack, origin)
     result = composer.result
     result.file = ComposedFile(
-        path=source.path,
-        name=source.name,
-        text=source.text,
-        values=extract_values(tree),
-        tree=tree,
+        path=source.path, name=source.name, text=source.text, values=extract_values(tree), tree=tree
     )
     return result
 
@@ -226,11 +222,7 @@ class _Composer:
         reference = link.reference
         try:
             located = locate_document(
-                reference,
-                self.kind,
-                link.file.path.parent,
-                resolver=self.resolver,
-                origin=origin,
+                reference, self.kind, link.file.path.parent, resolver=self.resolver, origin=origin
             )
         except UnknownName as error:
             self.report(link.file, link.path, "P020", str(error), error.hint)

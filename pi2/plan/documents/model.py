@@ -10,11 +10,7 @@ from pydantic import Field
 
 from pi2.formats import find_packing
 from pi2.model.blocks import Block, make_blocks
-from pi2.plan.documents.common import (
-    Document,
-    Identifier,
-    Sampling,
-)
+from pi2.plan.documents.common import Document, Identifier, Sampling
 from pi2.plan.documents.model_mixing import (
     AltUp,
     Attention,

@@ -70,9 +70,7 @@ def check_suffix(file_name: str, name: str, kind: Kind) -> Diagnostic | None:
     span = Span.of_file(name)
     if found is None:
         return Diagnostic(
-            code="P009",
-            message=f"expected a file name that ends in .{kind}.toml",
-            span=span,
+            code="P009", message=f"expected a file name that ends in .{kind}.toml", span=span
         )
     return report_kind(span, kind, found)
 

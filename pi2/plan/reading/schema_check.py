@@ -205,10 +205,7 @@ _WANTED = {
 }
 
 _PATTERNS = {
-    r"^[a-z0-9][a-z0-9._-]*$": (
-        "a name of lower-case letters, digits, `.`, `_` and `-`",
-        None,
-    ),
+    r"^[a-z0-9][a-z0-9._-]*$": ("a name of lower-case letters, digits, `.`, `_` and `-`", None),
     r"^\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*$": (
         "layer numbers and ranges",
         'for example `select = "0-7,28-31"`',

@@ -291,12 +291,7 @@ def index_spans(file: str, text: str) -> SpanIndex:
     return indexer.index
 
 
-_DUPLICATE_MESSAGES = (
-    "Cannot overwrite",
-    "Cannot declare",
-    "Duplicate inline",
-    "Cannot mutate",
-)
+_DUPLICATE_MESSAGES = ("Cannot overwrite", "Cannot declare", "Duplicate inline", "Cannot mutate")
 
 _UNIT = r"(?:[kKMGT]i?B|B|[kMG]?Hz|[num]?s|m?W)"
 _SLIPS = (
@@ -398,16 +393,8 @@ _EXPLANATIONS = (
     ("Unterminated string", "unterminated string", _CLOSE),
     ("Unclosed array", "the array has no closing bracket", "add a `]`"),
     ("Unclosed inline table", "the inline table has no closing brace", "add a `}`"),
-    (
-        "Unescaped '\\'",
-        "an unknown escape in a text",
-        "write `\\\\` for a backslash, or ' quotes",
-    ),
-    (
-        "Illegal character '\\n'",
-        "unterminated string",
-        _CLOSE,
-    ),
+    ("Unescaped '\\'", "an unknown escape in a text", "write `\\\\` for a backslash, or ' quotes"),
+    ("Illegal character '\\n'", "unterminated string", _CLOSE),
     ("Illegal character", "a control character is not allowed here", None),
 )
 """Beginning of tomli's message, our message, help."""

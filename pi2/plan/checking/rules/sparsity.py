@@ -281,10 +281,7 @@ def _list_obstacles(resolved: ResolvedPlan, draft: ResolvedPlan) -> Iterator[tup
             "name the plan of a model with attention in every layer",
         )
     if draft.has_whole_unit:
-        yield (
-            f"its unit {draft.sparse_unit!r} has the whole model",
-            "give its neurons to a CPU",
-        )
+        yield (f"its unit {draft.sparse_unit!r} has the whole model", "give its neurons to a CPU")
     memory = resolved.plan.memory
     free = memory.budget - sum(dict(memory.segments).values())
     segments = draft.plan.memory.segments
