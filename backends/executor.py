@@ -398,7 +398,6 @@ def add_one_by_one(
     known: bool,
     stretch: int = 1,
 ) -> None:
-    """Do what `Executor.add_named_neurons` does, one token after the other."""
     # Whoever asks what a backend can do needs no numpy.
     import numpy as np
 

@@ -119,7 +119,6 @@ class BuildRequest:
 
     @property
     def whole_bundle(self) -> BundleLayout:
-        """A neuron with its scales in it, wherever they lie."""
         return self.bundle if self.scales is None else self.bundle.inline
 
 

@@ -122,7 +122,6 @@ class UnitRequest:
 
     @property
     def whole_bundle(self) -> BundleLayout:
-        """How a neuron lies with its scales in it."""
         return self.bundle if self.scales is None else self.bundle.inline
 
 

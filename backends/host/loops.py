@@ -66,7 +66,6 @@ class CompiledLoops:
     def read_runs(
         self, fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
     ) -> None:
-        """Read requests with preadv."""
         flat = vectors.reshape(-1)
         self._read(fd, 0, 1, len(firsts), flat, firsts, counts, offsets, results)
 
@@ -79,7 +78,6 @@ class CompiledLoops:
         marks: F32 | None = None,
         limits: ReadLimits | None = None,
     ) -> FoundNeurons:
-        """Find neurons, and give slots to those that are missing."""
         count = len(indices)
         lists = np.empty(4 * count, np.int32)
         row, hot, hot_slot, first_key, first_cold = place
@@ -105,7 +103,6 @@ class CompiledLoops:
         return FoundNeurons(lists, *self._found.tolist(), *self._masses.tolist())
 
     def unite_named(self, lists: Sequence[I32], named: I64) -> I32:
-        """Note which lists have a neuron, and unite them."""
         united = np.empty(len(named), np.int32)
         flat = np.concatenate(lists)
         if len(flat) == 0:
@@ -141,7 +138,6 @@ class CompiledLoops:
         address: int,
         pending: int,
     ) -> tuple[I64, I32, I32, I64, I64, I32, I64]:
-        """Plan reads of bundles into slots."""
         count = len(indices)
         vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
         firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
@@ -164,7 +160,6 @@ class CompiledLoops:
         head: int,
         first_name: int,
     ) -> tuple[tuple[I64, I32, I32, I64, I64, I32], bool, bool]:
-        """Plan, write entries, and hand over."""
         count = len(indices)
         vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
         firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
@@ -187,7 +182,6 @@ class CompiledLoops:
         counts: I32,
         offsets: I64,
     ) -> None:
-        """Write entries of io_uring."""
         if len(entries) == 0:
             return
         numbers = (len(entries), head, vectors.ctypes.data, first_name)
@@ -196,13 +190,11 @@ class CompiledLoops:
     def drive_ring(
         self, ring: RingArrays, *, begin: int, end: int, pending: int
     ) -> tuple[bool, int, bool]:
-        """Hand over, note and wait."""
         self._drive(begin, end, pending, *_flatten(ring))
         failed, left, waits = self._found.tolist()[:3]
         return bool(failed), left, bool(waits)
 
     def compute_checks(self, arena: U8, slots: I32) -> U32 | None:
-        """CRC-32 of bundles."""
         stride = arena.shape[1]
         if self._check is None or stride % CHECKED_BYTES:
             return None

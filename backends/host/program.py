@@ -50,12 +50,10 @@ def _emit_words(arena: v.Buffer, base: v.Expr, stride: v.Expr, table: v.Buffer) 
     with T.serial(T.floordiv(stride, T.int64(CHECKED_BYTES))) as block:
         for word in range(0, CHECKED_BYTES, 8):
             value = v.load_as(arena, base + block * CHECKED_BYTES + word, "int64", 1)
-            register.set(_take_word(register.get(), value))
+            register.set(
+                T.call_llvm_pure_intrin("uint32", "llvm.aarch64.crc32x", register.get(), value)
+            )
     return register.get()
-
-
-def _take_word(register: v.Expr, word: v.Expr) -> v.Expr:
-    return T.call_llvm_pure_intrin("uint32", "llvm.aarch64.crc32x", register, word)
 
 
 def _emit_products(arena: v.Buffer, base: v.Expr, stride: v.Expr, table: v.Buffer) -> v.Expr:
@@ -104,7 +102,6 @@ def _list_factors(size_bytes: int) -> tuple[int, int]:
 
 
 def _take_power(exponent: int) -> int:
-    """Return x^exponent modulo the polynomial, lowest power in bit 32."""
     value = 1
     for _ in range(exponent):
         value <<= 1
@@ -113,7 +110,6 @@ def _take_power(exponent: int) -> int:
 
 
 def read_program(text: str) -> Program:
-    """Return the program of a spec."""
     return Program(HostSpec.from_json(text))
 
 
@@ -129,7 +125,6 @@ class Program:
         return make_target(self._spec)
 
     def list_functions(self) -> dict[str, Callable[[Parameters], None]]:
-        """Return what emits each function, by name."""
         functions: dict[str, Callable[[Parameters], None]] = {
             "read_runs": emit_read_runs,
             "plan_reads": emit_plan_reads,

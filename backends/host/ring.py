@@ -267,7 +267,6 @@ class _Ring:
         v.store(self._words, self.control[which], T.cast(_cut(value), "uint32"), 1)
 
     def count(self, tail: int, head: int) -> v.Expr:
-        """How far one counter is ahead of another."""
         return _cut(self.read(tail) - self.read(head))
 
     def enter(self, queued: v.Expr, least: v.Expr) -> v.Expr:
@@ -291,7 +290,6 @@ class _Ring:
         )
 
     def emit_note(self) -> None:
-        """Write results of all completions, and take these off the ring."""
         control, results = self.control, self.results
         head = v.let(self.read(RingControl.DONE_HEAD))
         count = v.let(_cut(self.read(RingControl.DONE_TAIL) - head))

@@ -36,7 +36,6 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 
 
 def find_limits(facts: UnitFacts) -> list[str]:
-    """Return what it cannot compute of a plan."""
     plan, model = facts.resolved.plan, facts.resolved.model
     limits = []
     if facts.resolved.dense_units:

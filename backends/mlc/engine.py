@@ -142,7 +142,6 @@ class MlcEngine:
         return answer
 
     def close(self) -> None:
-        """End the process."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()

@@ -19,7 +19,6 @@ NOT_INSTALLED = 3
 
 
 def load(request: dict[str, Any]) -> Any:
-    """Make the engine."""
     from mlc_llm import MLCEngine
     from mlc_llm.serve.config import EngineConfig
 
@@ -37,7 +36,6 @@ def load(request: dict[str, Any]) -> Any:
 
 
 def answer(engine: Any, request: dict[str, Any], send: Any) -> None:
-    """Generate one text."""
     options = {
         name: request[name]
         for name in ("max_tokens", "temperature", "top_p", "seed", "stop")

@@ -32,13 +32,11 @@ class NullUnit:
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        """Note how large the sum is."""
         number, self._next = self._next, self._next + 1
         self._jobs[number] = np.zeros(inputs.shape, np.float32)
         return number
 
     def multiply(self, name: str, inputs: F32) -> int:
-        """Note how many products there are."""
         number, self._next = self._next, self._next + 1
         self._jobs[number] = np.zeros((len(inputs), self._rows[name]), np.float32)
         return number
@@ -50,11 +48,9 @@ class NullUnit:
         """Return at once."""
 
     def finish(self, job: int) -> F32:
-        """Return zeros."""
         return self._jobs.pop(job)
 
     def give_up(self) -> None:
-        """Forget all jobs."""
         self._jobs.clear()
 
     def observe(self, observer: UnitObserver | None) -> None:
@@ -83,15 +79,12 @@ class NullModel:
         """There is nothing to prepare."""
 
     def prefill(self, tokens: I32, sequence: int, position: int) -> None:
-        """Note how many tokens there are."""
         self._tokens = len(tokens)
 
     def logits(self, first: int) -> F32:
-        """Return zeros."""
         return np.zeros((min(self._tokens - first, LOGIT_ROWS), self._vocab), np.float32)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
-        """Return zeros."""
         return np.zeros((len(tokens), self._vocab), np.float32)
 
     def count_named(self) -> int:

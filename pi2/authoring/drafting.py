@@ -41,7 +41,6 @@ def write_overlay(
 
 
 def write_changes(changes: Mapping[str, object]) -> str:
-    """Values by dotted key as TOML tables."""
     plain: list[str] = []
     tables: dict[str, list[str]] = {}
     for key, value in changes.items():

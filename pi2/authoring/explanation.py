@@ -36,7 +36,6 @@ _DRAFT = "http://json-schema.org/draft-07/schema#"
 
 
 def make_schemas() -> dict[str, str]:
-    """Texts of the schema files by file name."""
     return {
         f"{kind}.schema.json": json.dumps(make_schema(document), indent=2, ensure_ascii=False)
         + "\n"
@@ -147,7 +146,6 @@ def read_docstrings(table: type[BaseModel]) -> Mapping[str, str]:
 
 
 def list_field_docs(table: type) -> Iterator[tuple[str, str]]:
-    """Names and docstrings, as Markdown, of the fields that a class itself declares."""
     body = ast.parse(inspect.getsource(table)).body[0]
     assert isinstance(body, ast.ClassDef)
     for item, following in zip(body.body, body.body[1:], strict=False):

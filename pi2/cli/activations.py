@@ -104,7 +104,6 @@ def count_slots(size: str, trace: RoutingTrace) -> int:
 
 
 def write_hits(trace: RoutingTrace, rows: list[list[Replay]], slots: list[int]) -> str:
-    """Hit rates by policy and size, as Markdown, and what a token reads."""
     from pi2.plan.documents.quantities import approximate_bytes
 
     tokens, layers, chosen = trace.chosen.shape
@@ -275,7 +274,6 @@ def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
 
 
 def describe_routing(trace: RoutingTrace) -> str:
-    """How routing repeats itself, as Markdown."""
     from pi2.measuring.routing import DISTANCES, measure_locality
 
     tokens, layers, chosen = trace.chosen.shape
@@ -296,7 +294,6 @@ def describe_routing(trace: RoutingTrace) -> str:
 
 
 def write_table(statistics: Statistics) -> str:
-    """The summary for people, as Markdown."""
     lines = [
         f"{statistics.model}: {statistics.tokens} tokens",
         "",

@@ -221,7 +221,6 @@ def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str
 
 
 def write_results(text: str, output: Path | None) -> None:
-    """Write results to a file, or to standard output."""
     if output is None:
         click.echo(text)
         return

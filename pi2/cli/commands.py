@@ -50,7 +50,6 @@ class _Errors(io.FileIO):
 
 
 def open_streams() -> None:
-    """Put streams that can be relied on in the place of Python's."""
     # Files that are opened later must not get the numbers of closed streams.  Nothing can be
     # written to this standard output either, and nothing comes from this standard input.
     for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
@@ -75,7 +74,6 @@ def _wrap(raw: io.FileIO, old: TextIO | None, *, at_once: bool = False) -> io.Te
 
 
 def show_any_text() -> None:
-    """Let streams show names that are not UTF-8, also those of a program that pi2 is part of."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -183,18 +181,15 @@ class Entry:
 
 
 def in_help(group: str, line: str) -> Callable[[Command], Command]:
-    """State the section of the help that a command stands in, and its line there."""
     assert group in GROUPS and line, (group, line)
     return lambda command: command
 
 
 def list_commands() -> dict[str, str]:
-    """Help lines of the commands by name."""
     return {name: entry.line for name, entry in _read_commands().items()}
 
 
 def list_groups() -> dict[str, dict[str, str]]:
-    """Help lines of the commands by name, in the sections of the help."""
     groups: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
     for name, entry in _read_commands().items():
         groups[entry.group][name] = entry.line
@@ -268,7 +263,6 @@ class Subcommands(click.Group):
 
 
 def name_numbers(command: click.Command) -> None:
-    """Let the help call the numbers of options N and X instead of by their types."""
     for option in command.params:
         if isinstance(option, click.Option) and option.metavar is None and not option.is_flag:
             if isinstance(option.type, click.types.IntParamType):
@@ -281,7 +275,6 @@ def name_numbers(command: click.Command) -> None:
 
 
 def describe_unknown(name: str) -> str:
-    """What to say of a command that does not exist."""
     import difflib
 
     near = difflib.get_close_matches(name, list_commands(), n=1)

@@ -143,7 +143,6 @@ def measure_cost(
 
 
 def describe_cost(cost: ConversionCost) -> str:
-    """What quantisation costs, for people."""
     return (
         f"perplexity of {cost.tokens} tokens: {cost.before:.3f} by the checkpoint's weights, "
         f"{cost.after:.3f} by the store's ({cost.loss_change:+z.2%} ± "

@@ -50,13 +50,11 @@ def doctor_command(as_json: bool) -> int:
 
 
 def describe_checkup(checkup: Checkup) -> dict[str, Any]:
-    """The checkup for machines."""
     described: dict[str, Any] = _simplify(dataclasses.asdict(checkup))
     return described
 
 
 def write_checkup(checkup: Checkup) -> Iterator[str]:
-    """The checkup for people, line by line."""
     machine = checkup.machine
     yield click.style(
         f"pi2 {checkup.pi2_version}, Python {checkup.python_version}, {machine.system}", bold=True
@@ -120,7 +118,6 @@ def describe_cpu(machine: Machine) -> Iterator[str]:
 
 
 def describe_memory(machine: Machine) -> str:
-    """Describe installed, allowed and free memory."""
     from pi2.plan.documents.quantities import approximate_bytes
 
     memory = machine.memory
@@ -152,7 +149,6 @@ def describe_storage(storage: Storage) -> str:
 
 
 def describe_tvm(tvm: Tvm) -> Iterator[str]:
-    """Versions, and whether they are the ones to have."""
     yield f"apache-tvm {tvm.version}" if tvm.version else "apache-tvm is not installed"
     if tvm.ffi_version is None:
         yield "apache-tvm-ffi is not installed"
@@ -168,7 +164,6 @@ def describe_tvm(tvm: Tvm) -> Iterator[str]:
 
 
 def describe_programs(programs: Mapping[str, str | None]) -> str:
-    """Names of the programs that were found, and of those that were not."""
     found = [name for name, path in programs.items() if path]
     missing = [name for name, path in programs.items() if not path]
     parts = [", ".join(found)] if found else []
@@ -178,7 +173,6 @@ def describe_programs(programs: Mapping[str, str | None]) -> str:
 
 
 def describe_gpus(surveys: Sequence[Survey]) -> Iterator[str]:
-    """Describe the devices of each API, or what is missing for it."""
     from pi2.plan.documents.quantities import approximate_bytes
 
     for survey in surveys:
@@ -222,7 +216,6 @@ def _wrap(text: str, indent: int) -> list[str]:
 
 
 def _simplify(value: Any) -> Any:
-    """Turn paths and sets into what JSON has."""
     if isinstance(value, dict):
         return {str(key): _simplify(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

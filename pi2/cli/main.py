@@ -44,7 +44,6 @@ def report_crash(error: BaseException, command: str) -> None:
 
 
 def describe_crash(error: BaseException, command: str) -> str:
-    """Versions, platform, the command's name, and the traceback."""
     import platform
 
     lines = [f"pi2 {find_version('pi2')}, command {command!r}"]
@@ -55,7 +54,6 @@ def describe_crash(error: BaseException, command: str) -> str:
 
 
 def find_version(name: str) -> str:
-    """Installed version of a distribution."""
     from importlib import metadata
 
     try:
@@ -120,7 +118,6 @@ group = LazyGroup(
 
 
 def main() -> NoReturn:
-    """Run the command line and end the process."""
     open_streams()
     code = run(sys.argv[1:])
     try:
@@ -141,7 +138,6 @@ def main() -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command and return the exit code."""
     show_any_text()
     try:
         result = group.main(list(arguments), prog_name="pi2", standalone_mode=False)
@@ -170,7 +166,6 @@ def run(arguments: Sequence[str]) -> int:
 def print_diagnostics(
     diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None
 ) -> None:
-    """Show what the user should know on stderr."""
     if diagnostics:
         from pi2.diagnostics import texts
 

@@ -80,7 +80,6 @@ def fetch_model(
     *,
     replace: bool = False,
 ) -> PulledModel:
-    """Fetch and convert a model that is not here yet."""
     from huggingface_hub import is_offline_mode
 
     from pi2.caches import find_cache_folder
@@ -173,7 +172,6 @@ def parse_age(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 def check_kinds(
     ctx: click.Context, argument: click.Parameter, names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Kinds of cached things."""
     from pi2.pulled_models import KINDS
 
     for name in names:

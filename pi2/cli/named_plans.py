@@ -287,7 +287,6 @@ def _find(path: Path, kinds: Sequence[Kind], has_files: bool) -> Path:
 
 
 def list_names() -> list[str]:
-    """Names of the plans that `find_plan_path` knows."""
     return [*(model.name for model in list_models()), *list_shipped("plan")]
 
 

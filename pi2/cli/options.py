@@ -34,14 +34,12 @@ if TYPE_CHECKING:
 def suggest_files(
     context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:
-    """Files and folders, as the shell knows them."""
     return [CompletionItem(word, type="file")]
 
 
 def suggest_plans(
     context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:
-    """Plans that come with pi2, models that were pulled or converted, and files."""
     from pi2.cli.named_plans import list_names
 
     names = [name for name in list_names() if name.startswith(word)]
@@ -51,14 +49,12 @@ def suggest_plans(
 def suggest_devices(
     context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:
-    """Devices that come with pi2, and files."""
     return _suggest_shipped("device", word)
 
 
 def suggest_models(
     context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:
-    """Models that come with pi2, and files."""
     return _suggest_shipped("model", word)
 
 
@@ -73,7 +69,6 @@ def _suggest_shipped(kind: Kind, word: str) -> list[CompletionItem]:
 def suggest_codes(
     context: click.Context, parameter: click.Parameter, word: str
 ) -> list[CompletionItem]:
-    """Codes of findings, keys of all kinds of documents, and files."""
     from pi2.authoring.explanation import list_keys
     from pi2.fitting.check import load_pages
     from pi2.plan.reading.references import WRITTEN
@@ -151,7 +146,6 @@ def read_sound(path: Path) -> Report:
 
 
 def find_form(path: Path) -> str:
-    """Type of a picture, by its file's name."""
     return path.suffix.lstrip(".").lower() or "png"
 
 
@@ -367,7 +361,6 @@ class SamplingOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The values that are given."""
         found = {item.name: getattr(self, item.name) for item in fields(SamplingOptions)}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -426,7 +419,6 @@ class ChosenPlan:
         return self.fitted.overrides
 
     def change(self, values: Mapping[str, object]) -> ChosenPlan:
-        """The plan with further values."""
         return replace(self, settings={**self.settings, **values}) if values else self
 
     def load(self, progress: Progress | None = None) -> LoadedModel:

@@ -73,7 +73,6 @@ def hint_reads(resolved: ResolvedPlan, room_bytes: int) -> str | None:
 
 
 def fits(resolved: ResolvedPlan, budget_bytes: int) -> bool:
-    """Whether the plan can be fitted to a budget."""
     from pi2.diagnostics import UserError
     from pi2.refit import refit_plan
 
@@ -142,7 +141,6 @@ def run_mlc(
 
 
 def log_plan(model: LoadedModel) -> None:
-    """Say how memory and neurons are divided."""
     log = get_logger(plan_digest=model.plan.digest[:12])
     sizes = dict(model.plan.plan.memory.segments)
     for name, need in find_needs(model.plan).items():
@@ -152,7 +150,6 @@ def log_plan(model: LoadedModel) -> None:
 
 
 def log_counters(model: LoadedModel) -> None:
-    """Say what the neuron cache and the reads did since the model was loaded."""
     log = get_logger(plan_digest=model.plan.digest[:12])
     log.debug("counters", io_engine=model.io_engine, **asdict(model.stats))
 
@@ -191,7 +188,6 @@ class RunOptions(SamplingOptions, PromptOptions):
 
     @property
     def generation(self) -> dict[str, Any]:
-        """What `LoadedModel.generate` takes."""
         own = {name: getattr(self, name) for name in ("max_tokens", "stop", "ignore_eos")}
         return {**self.sampling, **own}
 
@@ -259,7 +255,6 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
 
 
 def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
-    """Say how the run's speed compares with what its probed device promises."""
     from pi2.planning.comparison import LEAST_TOKENS, describe_promise, find_promise
 
     tokens, speed = len(result.token_ids), result.decode_tokens_s
@@ -271,7 +266,6 @@ def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
 
 
 def run_batch(plan: ChosenPlan, texts: list[str], given: RunOptions) -> None:
-    """Continue several prompts."""
     from pi2.engine.run_report import describe_batch, summarise_batch
 
     with ProgressBar() as progress:

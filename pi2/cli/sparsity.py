@@ -87,7 +87,6 @@ def parse_rank(text: str) -> int | None:
 
 
 def describe_training(training: Training) -> dict[str, Any]:
-    """Everything about a training, for programs."""
     from pi2.measuring.evaluation import describe_evaluation
 
     return {
@@ -107,7 +106,6 @@ def describe_training(training: Training) -> dict[str, Any]:
 
 
 def write_training(training: Training) -> str:
-    """What was trained, and what it costs, for people."""
     from pi2.measuring.evaluation import write_markdown
 
     ranks = ", ".join(str(fit.rank) for fit in training.fits)
@@ -259,7 +257,6 @@ def parse_share(text: str, option: str = "--loss") -> float:
 def describe_calibration(
     calibration: Calibration, file: Path, changes: dict[str, object]
 ) -> dict[str, Any]:
-    """Everything about a calibration, for programs."""
     return {
         "thresholds": str(file),
         "method": calibration.goal.method,
@@ -292,7 +289,6 @@ def describe_calibration(
 
 
 def write_report(calibration: Calibration) -> str:
-    """The trials for people, as Markdown."""
     best = calibration.chosen
     chosen = best.thresholds
     lines = [
@@ -319,7 +315,6 @@ def write_report(calibration: Calibration) -> str:
 
 
 def write_trial(trial: Trial) -> str:
-    """A row of the table."""
     shares = (trial.agreement, trial.computed, trial.active)
     return (
         f"| {trial.thresholds.target * 100:.1f} % | {trial.perplexity:.3f} | "

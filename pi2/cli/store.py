@@ -175,7 +175,6 @@ def _parse_stride(text: str) -> int:
 
 
 def print_tables(path: Path, manifest: Manifest) -> None:
-    """Print the manifest for people."""
     from rich.console import Console
     from rich.table import Table
 
@@ -194,7 +193,6 @@ def print_tables(path: Path, manifest: Manifest) -> None:
 
 
 def list_facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """What is to be known of a store, as name and text."""
     bundle, shape = manifest.bundle, manifest.model.parts["shape"]
     yield "store", str(path)
     yield "model", manifest.model.id

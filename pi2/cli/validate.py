@@ -130,7 +130,6 @@ def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str 
 
 
 def write_explanation(item: Explanation) -> str:
-    """What is known of a value, as plain text."""
     from pi2.authoring.explanation import write_chain
     from pi2.plan.toml.text import format_path, write_value
 
@@ -166,14 +165,15 @@ def _indent(text: str) -> str:
 
 
 def write_page(page: Page) -> str:
-    """The page as plain text, with a blank line between its parts."""
     parts = [f"{page.code}: {page.what}"]
     parts += [f"{heading}: {text}" for heading, text in page.sections]
-    return "\n\n".join(_wrap(part) for part in parts) + "\n"
-
-
-def _wrap(text: str) -> str:
-    return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
+    return (
+        "\n\n".join(
+            textwrap.fill(part, COLUMNS, break_long_words=False, break_on_hyphens=False)
+            for part in parts
+        )
+        + "\n"
+    )
 
 
 def _print_in_colour(page: Page) -> None:
@@ -300,7 +300,6 @@ def validate_command(files: tuple[Path, ...], given: ValidateOptions) -> int:
 def _check_files(
     files: Sequence[Path], locked: bool
 ) -> tuple[int, set[str], tuple[Diagnostic, ...], dict[str, str]]:
-    """How many files were checked, their names, what was found in them, and texts by name."""
     from pi2.fitting.inspection import Reuse
     from pi2.plan.reading.references import list_documents
     from pi2.plan.toml.source import display_path

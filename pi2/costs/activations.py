@@ -167,7 +167,6 @@ def draw_shifts(tokens: int, variation: float, random: np.random.Generator) -> F
 
 
 def weigh_shifts(points: int = _SHIFTS) -> tuple[F64, F64]:
-    """Shifts in standard deviations, evenly spaced, and how often they occur."""
     sigmas = np.linspace(-MOST_SHIFT, MOST_SHIFT, points)
     weights = np.exp(-(2.0**0.5) * np.abs(sigmas))
     return sigmas, weights / weights.sum()

@@ -94,12 +94,10 @@ class LayerActivity:
 
     @property
     def varied(self) -> int:
-        """Neurons that some tokens compute, and others do not."""
         return self.neurons - self.always - self.never
 
     @property
     def used(self) -> float:
-        """Mean neurons that a token computes."""
         return self.always + self.named.active * self.varied * self.chosen
 
     def count_within(self, share: float) -> float:
@@ -110,7 +108,10 @@ class LayerActivity:
 
     def count_united(self, tokens: int) -> float:
         """Mean neurons that any of ``tokens`` computes."""
-        return self.always + float((1.0 - (1.0 - self._uses) ** tokens).mean()) * self.varied
+        return (
+            self.always
+            + float((1.0 - (1.0 - (self._chances * self.chosen)) ** tokens).mean()) * self.varied
+        )
 
     def divide_room(self, hot: float, cold: float) -> tuple[float, float]:
         """Shares of the neurons that vary which stay and which a cache holds, where ``hot`` and
@@ -216,17 +217,11 @@ class LayerActivity:
         return average_chances(self.named)
 
     @property
-    def _uses(self) -> F64:
-        """Chance of a neuron of each class [CLASSES] to be used by a token."""
-        return self._chances * self.chosen
-
-    @property
     def _class_uses(self) -> float:
         return self.varied * self.chosen / CLASSES
 
 
 def _compute_normal(values: F64) -> F64:
-    """The normal distribution function, to 0.0003 (Page's approximation)."""
     return np.asarray(0.5 * (1.0 + np.tanh(0.7978846 * (values + 0.044715 * values**3))))
 
 
@@ -417,7 +412,6 @@ def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistic
 def describe_cut_activity(
     model: Model, thresholds: Thresholds, *, batch: int = 1
 ) -> tuple[tuple[LayerActivity, ...], str]:
-    """Activity of each layer of a plan whose thresholds cut small gates."""
     _, spread = _read_model(model, "gate", Constants())
     found = [
         LayerActivity(
@@ -436,7 +430,6 @@ def describe_cut_activity(
 def describe_target_activity(
     model: Model, target: float, *, batch: int = 1
 ) -> tuple[tuple[LayerActivity, ...], str]:
-    """Activity where a plan states the share that thresholds are to skip, and has none yet."""
     constants = Constants()
     _, spread = _read_model(model, "gate", constants)
     layer = LayerActivity(
@@ -473,15 +466,12 @@ class LayerStatistics:
     skew: float
 
     def named(self, mode: PredictorMode) -> float:
-        """Share of neurons that the engine computes for a token."""
         return {"gate": self.gate_positive, "low-rank": self.predicted}.get(mode, 1.0)
 
     def opened(self, mode: PredictorMode) -> float:
-        """Share of these whose gate is open."""
         return min(1.0, self.gate_positive / max(self.named(mode), 1e-9))
 
     def fired(self, mode: PredictorMode) -> float:
-        """Share of these whose activation is not zero."""
         return min(1.0, self.active / max(self.named(mode), 1e-9))
 
 

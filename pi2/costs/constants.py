@@ -32,7 +32,6 @@ class Figure:
 
 
 def describe_statuses(figures: tuple[Figure, ...]) -> str:
-    """One line on where the figures come from."""
     counts: dict[str, int] = {}
     for item in figures:
         counts[item.status] = counts.get(item.status, 0) + 1
@@ -445,7 +444,6 @@ class Constants:
 
 
 def describe_constants(constants: Constants) -> list[tuple[str, float, str, str, str]]:
-    """Return name, value, unit, kind and meaning of every constant."""
     return [
         (
             item.name,

@@ -143,13 +143,11 @@ class Cost:
 
     @property
     def token_s(self) -> float:
-        """Seconds between two tokens of a sequence."""
         once_s = self.head_s + self.embedding_s
         return sum(layer.total_s for layer in self.layers) + once_s
 
     @property
     def tokens_s(self) -> float:
-        """Generated tokens per second, in all sequences."""
         return self.batch / self.token_s
 
     @property
@@ -164,7 +162,6 @@ class Cost:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the neurons used that are in memory."""
         used = sum(layer.used for layer in self.layers)
         return 1.0 - sum(layer.missing for layer in self.layers) / used if used else 1.0
 
@@ -207,7 +204,6 @@ def cost_resolved(
 def cost_description(
     description: Description, prompt: int = PROMPT, *, memory_bytes: int = 0
 ) -> Cost:
-    """Expected numbers put into the terms of a description, and added up."""
     rates, settings = description.rates, description.settings
     costs: dict[int, LayerCost] = {}
     for kind in description.kinds:

@@ -37,12 +37,10 @@ class LayerCost:
 
     @property
     def total_s(self) -> float:
-        """The layer's part of the token."""
         return self.attention_s + self.norm_s + self.python_s + self.ffn_s
 
     @property
     def busy_s(self) -> float:
-        """What computing neurons, on any unit, takes beside the other terms."""
         return max(self.ffn_s - self.predict_s - self.look_up_s - self.wait_s, 0.0)
 
 
@@ -180,10 +178,6 @@ def _cost_counts(kind: _Kind, terms: LayerTerms, counts: _Counts, chance: float)
     )
 
 
-def _count_possible(activity: LayerActivity) -> float:
-    return activity.neurons * activity.chosen
-
-
 def _count_neurons(
     settings: Settings,
     activity: LayerActivity,
@@ -193,7 +187,7 @@ def _count_neurons(
     cold: float,
     dense: float,
 ) -> _Counts:
-    possible = _count_possible(activity)
+    possible = activity.neurons * activity.chosen
     dense = min(dense, hot)
     absent = possible * (1.0 - hot)
     if settings.predictor == "none":

@@ -216,7 +216,6 @@ class Description:
 
     @property
     def head_s(self) -> float:
-        """Seconds of a step's output head."""
         return time_head(self.rates, self.sizes, self.settings)
 
     @property
@@ -231,20 +230,17 @@ class Description:
         return min(kind.dense, kind.hot)
 
     def choose(self, kind: LayerKind) -> tuple[Sizes, Settings]:
-        """Sizes and settings of layers of a kind."""
         if kind.is_whole and self.whole is not None:
             return self.whole
         return self.sizes, self.settings
 
     def find_terms(self, kind: LayerKind) -> LayerTerms:
-        """What the steps of a layer of this kind take."""
         sizes, settings = self.choose(kind)
         return find_terms(
             self.rates, sizes, settings, kind.activity, hot=kind.hot, dense=self.find_dense(kind)
         )
 
     def count_statuses(self) -> Mapping[str, int]:
-        """Number of figures by status."""
         return Counter(figure.status for figure in self.figures)
 
 

@@ -65,11 +65,9 @@ class KernelTimes:
 
     @property
     def measured(self) -> bool:
-        """Whether pi2's own kernels were measured."""
         return bool(self._kernels)
 
     def has(self, kernel: KernelName) -> bool:
-        """Whether this kernel was measured."""
         return kernel in self._kernels
 
     def _list_widths(self, kernel: KernelName) -> list[tuple[int, list[KernelFigure]]]:
@@ -79,7 +77,6 @@ class KernelTimes:
         return [(width, sorted(found[width], key=lambda x: x.size)) for width in sorted(found)]
 
     def _interpolate(self, values: list[tuple[int, float]]) -> float:
-        """A value at the model's width, in proportion between two widths that were measured."""
         width = self._width or values[-1][0]
         if width <= values[0][0]:
             return values[0][1]
@@ -130,7 +127,6 @@ class KernelTimes:
         return Linear(call_s=0.0, bytes_s=1.0 / byte_s)
 
     def find_gather(self, bandwidth: float, kernel: KernelName = "gather") -> Linear:
-        """The line through measurements of few and of many neurons that lie apart."""
         found = self._list_widths(kernel) or self._list_widths("gather")
         if not found:
             self.sources["gather"] = "bandwidth x the simulator's gather_efficiency"
@@ -170,7 +166,6 @@ class KernelTimes:
         return Linear(call_s=call_s, bytes_s=1.0 / neuron_s), place_s, touch_s
 
     def find_many(self, kernel: KernelName) -> tuple[float, float] | None:
-        """Seconds of a weight for a pass of many tokens over it, and for each of them."""
         found = self._list_widths(kernel)
         lines = [(width, line) for width, items in found if (line := _draw_many(items)) is not None]
         if not lines:
@@ -182,7 +177,6 @@ class KernelTimes:
         return once, each
 
     def find_ops(self, kernel: KernelName, *, few: bool = False) -> float | None:
-        """Arithmetic rate for the most tokens that were measured, or for the fewest."""
         widths = self._list_widths(kernel)
         found = [item for item in widths[-1][1] if item.giga_ops] if widths else []
         if found:

@@ -81,7 +81,6 @@ class PromptLayer:
 
 
 def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> PromptSettings:
-    """How the plan's device computes prompts."""
     plan, model = resolved.plan, resolved.model
     dense = rates.dense
     chunk = plan.prefill.chunk

@@ -124,7 +124,6 @@ class Rates:
     """What stands in for figures that the device does not state."""
 
     def warm_up(self) -> Rates:
-        """These rates in a run that reads all the time."""
         share = self.warm_share
         if share == 1.0:
             return self
@@ -150,7 +149,6 @@ class Rates:
         return replace(self, types=types, **own)
 
     def choose(self, kv: KvType, activations: ActivationType = "int16") -> Rates:
-        """These rates with the kernels that a plan with these types runs."""
         return replace(self, **self.types.get((kv, activations), {}))
 
     @property
@@ -232,7 +230,6 @@ class _Reader:
         self._figures: dict[Figure, None] = {}
 
     def read(self, chosen: str | None = None) -> Rates:
-        """Everything, or all that is missing."""
         constants, cpu = self._constants, self._cpu
         bandwidth = self._read_bandwidth(cpu, self._find_cpu_share(), self._name)
         norm_s = self._times.find_time("norm", self._times.barrier_s)
@@ -329,12 +326,8 @@ class _Reader:
         }
 
     @property
-    def _is_phone(self) -> bool:
-        return self._device.storage.kind == "ufs"
-
-    @property
     def _is_warm(self) -> bool:
-        return self._is_phone and self._is_unseen
+        return (self._device.storage.kind == "ufs") and self._is_unseen
 
     @property
     def _is_unseen(self) -> bool:

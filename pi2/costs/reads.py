@@ -109,13 +109,11 @@ class Reads:
     """Most parts of a layer's reads; None for two of each thread."""
 
     def count_parts(self, missing: float) -> float:
-        """Parts that a layer's missing neurons are read and computed in."""
         most = 2.0 * self.threads if self.most_parts is None else self.most_parts
         return max(1.0, min(missing / max(self.cluster, self.run), most))
 
     @property
     def read_bytes(self) -> float:
-        """Bytes that a missing neuron's reads have."""
         if self.phases is None:
             return self.stride
         rest = self.stride - self.phases.gate_bytes
@@ -188,7 +186,6 @@ def find_stretches(single_s: float, stream_s: float, density: float) -> MergedRe
 
 
 def time_stretches(single_s: float, stream_s: float, merged: MergedReads) -> float:
-    """Seconds of a missing neuron."""
     beyond_s = max(single_s - stream_s, 0.0)
     return merged.requests * beyond_s + (1.0 + merged.unwanted) * min(stream_s, single_s)
 

@@ -38,7 +38,6 @@ class Work:
 
     @property
     def size_bytes(self) -> float:
-        """Bytes that the step reads."""
         return self.seconds * self.bytes_s
 
 
@@ -82,7 +81,6 @@ class LayerTerms:
 
     @property
     def before_s(self) -> float:
-        """What comes before the FFN's neurons, whatever they are."""
         return self.attention_s + self.norm_s + self.python_s
 
     def time_look_up(self, missing: float, cached: float, *, expected: bool = False) -> float:
@@ -271,7 +269,6 @@ def time_weight(rates: Rates, settings: Settings) -> float:
 
 
 def time_head(rates: Rates, sizes: Sizes, settings: Settings) -> float:
-    """Seconds of the output head of a step, and of the engine's own work once a token."""
     seconds = divide_matrix(
         rates,
         rates.multiply,

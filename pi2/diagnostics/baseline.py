@@ -157,7 +157,6 @@ def matches(file: str, pattern: str, root: Path) -> bool:
 
 
 def read_comments(file: str, text: str) -> tuple[list[Ignore], list[Diagnostic]]:
-    """The comments of a document that leave findings out, and what is wrong with them."""
     if "pi2:" not in text:
         return [], []
     lines = text.split("\n")
@@ -295,7 +294,6 @@ def write_baseline(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]
 def leave_out_known(
     diagnostics: Sequence[Diagnostic], sources: Mapping[str, str], baseline: Mapping[str, str]
 ) -> tuple[tuple[Diagnostic, ...], set[str]]:
-    """The findings that are new, and fingerprints of the baseline that no finding has any more."""
     prints = compute_fingerprints(diagnostics, sources)
     new = [item for item, own in zip(diagnostics, prints, strict=True) if own not in baseline]
     return tuple(new), set(baseline) - set(prints)

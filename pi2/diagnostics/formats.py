@@ -37,7 +37,6 @@ class Renderer(Protocol):
 
 
 def list_formats() -> list[str]:
-    """Names of the formats."""
     return sorted(_HOMES)
 
 

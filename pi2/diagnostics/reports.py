@@ -49,7 +49,6 @@ def _exists(path: Path) -> bool:
 def compute_fingerprints(
     diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None
 ) -> list[str]:
-    """One fingerprint per diagnostic, 64 hex digits, no two alike."""
     lines = {file: text.split("\n") for file, text in (sources or {}).items()}
     seen: Counter[tuple[str, str, str]] = Counter()
     found = []
@@ -118,7 +117,6 @@ def _list_place(item: Diagnostic) -> dict[str, str]:
 
 
 def _escape(text: str, table: Mapping[int, str]) -> str:
-    """Line ends become codes that the runner reads back, other control characters visible."""
     return escape_controls(text.translate(table))
 
 
@@ -141,10 +139,6 @@ def render_gitlab(
     return json.dumps(items, indent=2) + "\n"
 
 
-def _name_file(file: str) -> str:
-    return name_in_repository(file) or file.removeprefix("./")
-
-
 def _describe(item: Diagnostic, fingerprint: str) -> dict[str, Any]:
     span = item.span
     help_text = f" ({item.help})" if item.help is not None else ""
@@ -154,7 +148,9 @@ def _describe(item: Diagnostic, fingerprint: str) -> dict[str, Any]:
         "fingerprint": fingerprint,
         "severity": _SEVERITIES[item.severity],
         "location": {
-            "path": _PROJECT if span is None else _name_file(span.file),
+            "path": _PROJECT
+            if span is None
+            else (name_in_repository(span.file) or span.file.removeprefix("./")),
             "lines": {
                 "begin": 1 if span is None else span.line,
                 "end": 1 if span is None else span.end_line,
@@ -273,16 +269,17 @@ def _describe_rule(code: str, find_page: FindPage | None) -> dict[str, Any]:
         "id": code,
         "shortDescription": {"text": page.what},
         "fullDescription": {"text": begin_sentence(page.why)},
-        "help": {"text": _write_text(page), "markdown": _write_help(page)},
+        "help": {
+            "text": _write_text(page),
+            "markdown": "\n\n".join(
+                [page.what, *(f"**{heading}:** {text}" for heading, text in page.sections)]
+            ),
+        },
     }
 
 
 def _write_text(page: Page) -> str:
     return "\n\n".join([page.what, *(f"{heading}: {text}" for heading, text in page.sections)])
-
-
-def _write_help(page: Page) -> str:
-    return "\n\n".join([page.what, *(f"**{heading}:** {text}" for heading, text in page.sections)])
 
 
 def _describe_result(item: Diagnostic, number: int, fingerprint: str) -> dict[str, Any]:

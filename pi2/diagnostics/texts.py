@@ -123,7 +123,6 @@ def parse_page(code: str, text: str) -> Page:
 
 
 def begin_sentence(text: str) -> str:
-    """The text of a section where it does not follow its heading's colon."""
     return text[:1].upper() + text[1:]
 
 

@@ -54,7 +54,6 @@ class Lines:
         return before + len(lines[line])
 
     def count_column(self, line: int, characters: int) -> int:
-        """Column of the protocol that stands behind so many characters of a line."""
         lines = self.lines
         text = lines[line] if line < len(lines) else ""
         return sum(count_units(char, self.encoding) for char in text[:characters])
@@ -72,14 +71,12 @@ class Lines:
         )
 
     def convert_offset(self, offset: int) -> tuple[int, int]:
-        """Line and column of the protocol at an offset."""
         before = self.text[:offset]
         line = before.count("\n")
         return line, self.count_column(line, len(before) - before.rfind("\n") - 1)
 
 
 def count_units(char: str, encoding: Encoding) -> int:
-    """Units that a character takes in the editor's encoding."""
     if encoding == "utf-32":
         return 1
     if encoding == "utf-16":
@@ -106,7 +103,6 @@ class Checked:
 
     @property
     def kind(self) -> Kind | None:
-        """Kind of document, by the file's name."""
         return detect_kind(self.path.name)
 
     @property
@@ -116,7 +112,6 @@ class Checked:
 
     @cached_property
     def report(self) -> Report:
-        """Report of `pi2 validate`."""
         report = check_document(
             self.path, name=str(self.path), resolver=self.resolver, text=self.text
         )
@@ -145,7 +140,6 @@ class Checked:
         return None if self.kind is None else self.report.files.get(self.kind)
 
     def find_path(self, line: int, column: int) -> tuple[KeyPath, Span] | None:
-        """The innermost key or value at a place, counted from 1 in characters."""
         best: tuple[KeyPath, Span] | None = None
         for spans in (self.spans.keys, self.spans.values):
             for path, span in spans.items():
@@ -180,7 +174,6 @@ class Checked:
         return located if located.path.is_file() else None
 
     def list_units(self) -> list[str]:
-        """Names of the units of the plan's device."""
         device = self.report.files.get("device")
         values = None if device is None else device.values
         if values is None:
@@ -220,7 +213,6 @@ def _read_project(folder: Path) -> ProjectSettings:
 
 
 def explain_place(checked: Checked, line: int, column: int) -> tuple[Span, str] | None:
-    """Markdown about the key or value at a place, counted from 1, and its span."""
     kind = checked.kind
     found = checked.find_path(line, column)
     if kind is None or found is None:
@@ -264,7 +256,6 @@ MANIFEST = "manifest.json"
 
 
 def find_definition(checked: Checked, line: int, column: int) -> tuple[Path, Span] | None:
-    """File and place that the name at a place, counted from 1, stands for."""
     found = checked.find_path(line, column)
     kind = checked.kind
     if found is None or kind is None:

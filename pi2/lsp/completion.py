@@ -60,12 +60,10 @@ class _Frame:
     """Items of an array so far."""
 
     def start_pair(self) -> None:
-        """Forget the pair before."""
         self.parts, self.in_value, self.is_done = [], False, False
 
     @property
     def value_path(self) -> KeyPath:
-        """Path of the value that stands here."""
         return (*self.path, self.count) if self.mark == "]" else (*self.path, *self.parts)
 
 
@@ -78,7 +76,6 @@ class _Reader:
         self.brackets = 0
 
     def take(self, kind: str, text: str) -> None:
-        """Take one whole token."""
         if kind in ("blank", "comment"):
             return
         if self.header is not None:
@@ -136,7 +133,6 @@ class _Reader:
             self.root.is_done = True  # the second bracket, and what follows on the line
 
     def enter(self, parts: list[str]) -> None:
-        """Go into the table of a header."""
         path: KeyPath = ()
         for number, part in enumerate(parts):
             path = (*path, part)

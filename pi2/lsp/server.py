@@ -51,7 +51,6 @@ class PlanServer(LanguageServer):
         return known
 
     def count(self, text: str) -> Lines:
-        """Lines of a text, counted as the editor does."""
         chosen = self.workspace.position_encoding
         encodings: dict[object, Encoding] = {
             types.PositionEncodingKind.Utf8: "utf-8",
@@ -60,12 +59,10 @@ class PlanServer(LanguageServer):
         return Lines(text, encodings.get(chosen, "utf-16"))
 
     def make_range(self, lines: Lines, span: Span) -> types.Range:
-        """A span as the protocol has it."""
         first, start, last, end = lines.convert_span(span)
         return types.Range(types.Position(first, start), types.Position(last, end))
 
     def publish(self, uri: str) -> None:
-        """Send the findings about a document."""
         checked = self.check(uri)
         if checked is None:
             return
@@ -132,7 +129,6 @@ class PlanServer(LanguageServer):
 
 
 def make_server() -> PlanServer:
-    """A server with all that it answers."""
     server = PlanServer()
 
     @server.feature(types.TEXT_DOCUMENT_DID_OPEN)
@@ -231,7 +227,6 @@ def make_server() -> PlanServer:
 def _find_place(
     server: PlanServer, params: types.HoverParams | types.DefinitionParams
 ) -> tuple[Checked, int, int] | None:
-    """The document that is asked about, and the line and column, from 1 in characters."""
     checked = server.check(params.text_document.uri)
     if checked is None:
         return None

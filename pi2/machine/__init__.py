@@ -31,12 +31,10 @@ class Machine:
 
     @property
     def features(self) -> frozenset[IsaFeature]:
-        """CPU features that every core has."""
         return self.cpu.features
 
     @property
     def cores(self) -> int:
-        """Cores that this process may use."""
         return self.cpu.cores
 
 

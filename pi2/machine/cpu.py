@@ -37,7 +37,6 @@ def read_hwcaps() -> frozenset[IsaFeature] | None:
 
 
 def name_features(words: Mapping[int, int]) -> frozenset[IsaFeature]:
-    """Features by the entries of the vector."""
     return frozenset(
         name
         for entry, names in _BITS.items()
@@ -171,7 +170,7 @@ def detect_cpu(
     return Cpu(
         name=_name_cpu(root, processors, clusters),
         architecture=architecture,
-        features=_find_stated(architecture, is_here)
+        features=(read_hwcaps() if is_here and architecture == "aarch64" else None)
         or _find_permitted(_find_features(architecture, processors), is_here),
         cores_online=online,
         cores=max(1, cores),
@@ -201,11 +200,6 @@ def _read_processors(root: Path) -> list[Processor]:
         # "Processor" with a capital is the name of the whole chip on old Arm kernels.
         (common.update if "processor" not in entries else processors.append)(entries)
     return [{**common, **entries} for entries in processors]
-
-
-def _find_stated(architecture: str, is_here: bool) -> frozenset[IsaFeature] | None:
-    """What the kernel states without ``/proc``, of the machine that this process runs on."""
-    return read_hwcaps() if is_here and architecture == "aarch64" else None
 
 
 def _find_features(architecture: str, processors: Sequence[Processor]) -> frozenset[IsaFeature]:

@@ -62,7 +62,6 @@ def _read_version(package: str) -> str | None:
 
 
 def _find_pin(package: str) -> str | None:
-    """Version that the installed pi2 demands exactly."""
     try:
         requirements = importlib.metadata.requires("pi2") or []
     except importlib.metadata.PackageNotFoundError:

@@ -74,7 +74,6 @@ class Counts:
         )
 
     def list_sums(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that grow, by name."""
         names = ("fired", "groups", "together", "moments")
         return {name: getattr(self, name) for name in names}
 
@@ -248,7 +247,6 @@ def record_activations(
 
 
 def summarise_counts(counts: Counts, model: Model, job: str) -> Statistics:
-    """Summarise counts as shares of each layer."""
     neurons = counts.fired.shape[2]
     chosen = 1.0 if model.moe is None else model.moe.active_experts / model.moe.experts
     layers = tuple(
@@ -287,7 +285,6 @@ def read_statistics(folder: Path) -> Statistics | None:
 
 
 def encode_array(array: Raw) -> bytes:
-    """Encode an array as a numpy file."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     return buffer.getvalue()

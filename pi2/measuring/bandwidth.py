@@ -51,7 +51,6 @@ class BandwidthMeter:
         return self._method
 
     def measure(self) -> list[float]:
-        """Bytes per second of each pass over the buffer."""
         speeds = []
         for _ in range(PASSES):
             start = time.perf_counter()

@@ -188,12 +188,7 @@ class KeptFindings:
         losses = self._arrays.get(f"losses.{name}")
         return None if losses is None else Scores(losses, self._arrays[f"choices.{name}"])
 
-    def find_figures(self, name: str) -> tuple[float, ...]:
-        """Figures that were kept beside them."""
-        return tuple(float(item) for item in self._arrays[f"figures.{name}"])
-
     def note_scores(self, name: str, scores: Scores, figures: tuple[float, ...] = ()) -> None:
-        """Keep scores, and figures beside them."""
         self._arrays |= {
             f"losses.{name}": scores.losses,
             f"choices.{name}": scores.choices,
@@ -210,12 +205,13 @@ class KeptFindings:
         if self.file is None:
             return
         content = io.BytesIO()
-        np.savez_compressed(content, key=np.asarray(self._key), **self._without_key())
+        np.savez_compressed(
+            content,
+            key=np.asarray(self._key),
+            **{name: array for name, array in self._arrays.items() if name != "key"},
+        )
         write_atomically(self.file, content.getvalue())
         self._written_s = time.monotonic()
-
-    def _without_key(self) -> dict[str, Any]:
-        return {name: array for name, array in self._arrays.items() if name != "key"}
 
 
 FINEST = 0.005
@@ -424,7 +420,12 @@ class _Job:
         name = f"{thresholds.target:.6g}@{self.goal.max_error or self.goal.max_increase or 0:.6g}"
         scores = self.kept.find_scores(name)
         if scores is not None:
-            return _describe(thresholds, scores, found.dense, self.kept.find_figures(name))
+            return _describe(
+                thresholds,
+                scores,
+                found.dense,
+                tuple(float(item) for item in self.kept._arrays[f"figures.{name}"]),
+            )
         changes = describe_changes(found.resolved, thresholds, self.goal, "not-yet.thresholds.toml")
         pieces: list[Scores] = []
         with load(

@@ -56,7 +56,6 @@ class KernelTimes(ExecutorObserver):
         self.calls: dict[str, tuple[int, float]] = {}
 
     def note_kernel(self, name: str, layer: int | None, start_s: float, end_s: float) -> None:
-        """Count a call."""
         count, seconds = self.calls.get(name, (0, 0.0))
         self.calls[name] = (count + 1, seconds + end_s - start_s)
 
@@ -68,11 +67,9 @@ class ReadWaits(ReadObserver):
         self.seconds = 0.0
 
     def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
-        """Count waiting for scattered reads."""
         self.seconds += end_s - start_s
 
     def note_run_wait(self, run: WatchedRun, start_s: float, end_s: float) -> None:
-        """Count waiting for a long read."""
         self.seconds += end_s - start_s
 
 
@@ -83,7 +80,6 @@ class UnitWaits(ShareObserver):
         self.seconds = 0.0
 
     def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
-        """Count waiting for a unit."""
         self.seconds += end_s - start_s
 
 
@@ -96,7 +92,6 @@ class Watches:
     units: UnitWaits
 
     def report(self, tokens: int, total_s: float) -> Profile:
-        """The profile of what has run since they were made."""
         calls = dict(self.kernels.calls)
         return Profile(
             tokens=tokens,
@@ -110,7 +105,6 @@ class Watches:
 
 @contextmanager
 def watch_parts(parts: Parts) -> Iterator[Watches]:
-    """Observe a loaded model's executor, its reader and the units beside it meanwhile."""
     watches = Watches(KernelTimes(), ReadWaits(), UnitWaits())
     with observe_parts(parts, watches.kernels, watches.reads, watches.units):
         yield watches
@@ -207,12 +201,10 @@ class Worker:
         return self._receive(ignore_progress)
 
     def read_peak_rss_bytes(self) -> int:
-        """Highest resident set of the process so far."""
         peak: int = self.call(_PEAK)
         return peak
 
     def close(self) -> None:
-        """End the process."""
         if self._process.is_alive():
             try:
                 self._pipe.send((_STOP,))
@@ -330,7 +322,6 @@ class RemoteContestant:
         return found
 
     def read_peak_rss_bytes(self) -> int:
-        """Highest resident set of its process so far."""
         return self._worker.read_peak_rss_bytes()
 
     def __enter__(self) -> Self:

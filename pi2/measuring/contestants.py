@@ -306,7 +306,6 @@ class LlamaContestant:
         return None
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
-        """Everything is read for every token."""
         if workload.kind == "pp" or not self._recipe.synthetic:
             return None  # of the plan's own file pi2 says what tokens read
         return count_dense_bytes(self._recipe.model, position=workload.mean_position)

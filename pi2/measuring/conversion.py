@@ -258,11 +258,9 @@ class _LayerExecutor(ReferenceExecutor):
         )
 
     def forget(self) -> None:
-        """Drop the tensors of the layer that is done."""
         self._tensors.clear()
 
     def start(self, tokens: I64) -> State:
-        """The embeddings of a window."""
         x = enter_layers(self._model, self._weights.read(EMBEDDING, tokens))
         _, added, streams = self._none
         if self._model.layer_embedding is not None:
@@ -272,7 +270,6 @@ class _LayerExecutor(ReferenceExecutor):
         return State(chunk=begin_chunk(x, added, streams))
 
     def begin_layer(self, layer: int, state: State) -> None:
-        """Attention, and what the FFN begins with."""
         self._now = state.chunk
         length = len(state.chunk.x)
         if state.kept is not None:
@@ -284,7 +281,6 @@ class _LayerExecutor(ReferenceExecutor):
         self.begin_ffn(layer)
 
     def add_piece(self, piece: NeuronPiece, state: State) -> None:
-        """Add some neurons to the FFN's sum."""
         chunk = state.chunk
         values = [chunk.v @ rows.T for rows in piece.rows]
         if piece.biases:
@@ -298,7 +294,6 @@ class _LayerExecutor(ReferenceExecutor):
         chunk.y += active @ piece.down
 
     def end_layer(self, layer: int, state: State) -> None:
-        """Add the FFN's sum to x."""
         self._now = state.chunk
         self.end_ffn(layer)
 
@@ -331,7 +326,6 @@ class _LazyTensors(Mapping[str, Tensor]):
         return len(self._known)
 
     def clear(self) -> None:
-        """Forget all windows."""
         self._known.clear()
 
 
@@ -400,7 +394,6 @@ def measure_conversion(
 
 
 def _cut(store: NeuronStore, model: Model, texts: Sequence[str]) -> list[Window]:
-    """`WINDOWS` windows, spread over the texts."""
     tokenizer = read_tokenizer(store.tokenizer_path)
     begin = model.tokenizer.bos if model.tokenizer.add_bos else None
     context = min(CONTEXT, model.shape.context)

@@ -46,7 +46,6 @@ class Scores:
 
 
 def join_scores(pieces: Sequence[Scores]) -> Scores:
-    """The scores of all windows of several runs."""
     return Scores(
         np.concatenate([piece.losses for piece in pieces]),
         np.concatenate([piece.choices for piece in pieces]),

@@ -222,7 +222,6 @@ class Recipe:
         return min(max(wanted, FEWEST_PASSES), MOST_PASSES)
 
     def count_batch(self, rank: int) -> int:
-        """Tokens of a step."""
         return max(128, rank // 2) if self.batch is None else self.batch
 
 

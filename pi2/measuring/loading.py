@@ -59,7 +59,6 @@ class LoadOutcome:
     samples: tuple[LoadSample, ...]
 
     def take_median(self, name: str) -> float:
-        """Median of a field of the samples."""
         values: list[float] = [getattr(sample, name) for sample in self.samples]
         return statistics.median(values)
 
@@ -145,7 +144,6 @@ def _list_jobs(descriptors: Sequence[int], size: int) -> Iterator[tuple[int, int
 
 
 def forget_pages(files: Sequence[Path]) -> None:
-    """Let the page cache forget files that nobody writes to."""
     if hasattr(os, "posix_fadvise"):
         for file in files:
             descriptor = open_regular(file)
@@ -198,7 +196,6 @@ def _run(measure: Callable[[Worker], Any]) -> Any:
 
 
 def describe_load(outcome: LoadOutcome) -> dict[str, Any]:
-    """An outcome as plain values."""
     return {
         "plan": outcome.plan,
         "loaded_bytes": outcome.loaded_bytes,
@@ -208,7 +205,6 @@ def describe_load(outcome: LoadOutcome) -> dict[str, Any]:
 
 
 def write_loads(outcomes: Sequence[LoadOutcome]) -> str:
-    """A Markdown table with medians."""
     lines = [
         "| plan | GB | load s | GB/s | reads s | load / reads | first touch s | touch again s "
         "| user s | system s |",

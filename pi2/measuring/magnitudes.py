@@ -52,7 +52,6 @@ class Histogram:
 
     @classmethod
     def make(cls, method: SparsityMethod) -> Histogram:
-        """An empty histogram."""
         bins = 0 if method == "cats" else _COARSE_BINS
         return cls(
             gates=np.zeros(_FINE_BINS, np.int64),
@@ -75,7 +74,6 @@ class Histogram:
         self.energy += np.bincount(cells, squares, size).reshape(self.both.shape)
 
     def __add__(self, other: Histogram) -> Histogram:
-        """The counts of both together."""
         return Histogram(
             gates=self.gates + other.gates,
             both=self.both + other.both,

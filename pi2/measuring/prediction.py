@@ -90,7 +90,6 @@ def compute_scores(request: BuildRequest, layer: int, inputs: F32) -> F32:
 
 
 def can_compare(request: BuildRequest) -> bool:
-    """Whether there are predictors, and it is known which neurons are whose expert's."""
     has_predictors = name_layer_tensor(0, "predictor_in") in request.tensors
     return has_predictors and (request.model.moe is None or request.expert_neurons is not None)
 
@@ -137,7 +136,6 @@ class RecallCounter:
         known += np.array(counts, np.int64)
 
     def describe_layers(self) -> list[LayerRecall]:
-        """Describe the shares of each layer."""
         return [
             LayerRecall(
                 active=active / size,

@@ -78,6 +78,5 @@ def _ramp(base: object) -> object:
 
 
 def _prefetch(address: object) -> object:
-    """Fetch for reading, into all caches."""
     locality, data_cache = T.int32(3), T.int32(1)
     return T.call_llvm_intrin("void", "llvm.prefetch", address, T.int32(0), locality, data_cache)

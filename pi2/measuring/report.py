@@ -35,7 +35,6 @@ class Conditions:
 
 
 def write_json(conditions: Conditions, outcomes: Sequence[Outcome]) -> str:
-    """Write one JSON object with everything."""
     rows = [
         {**describe_row(item.row), "profile": describe_profile(item.profile)} for item in outcomes
     ]
@@ -93,7 +92,6 @@ def describe_row(row: Row) -> dict[str, Any]:
 
 
 def describe_profile(profile: Profile | None) -> dict[str, Any] | None:
-    """A profile as plain values."""
     if profile is None:
         return None
     return {
@@ -124,7 +122,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_speeds(rows: Sequence[Row]) -> str:
-    """Write the main table."""
     columns: dict[str, Callable[[Row], str]] = {
         "engine": _name_engine,
         "model": _name_model,
@@ -180,7 +177,6 @@ def write_ratios(rows: Sequence[Row]) -> list[str]:
 
 
 def write_profiles(outcomes: Sequence[Outcome]) -> str:
-    """Tables that show where the time of a token goes."""
     heads = ["test", "ms/token", "kernels", "waiting for reads", "Python"]
     with_units = any(item.profile is not None and item.profile.unit_wait_s for item in outcomes)
     if with_units:
@@ -220,7 +216,6 @@ def write_profiles(outcomes: Sequence[Outcome]) -> str:
 
 
 def describe_circumstances(conditions: Conditions, rows: Sequence[Row]) -> list[str]:
-    """What a reader of the tables has to know, line by line."""
     lines = [f"- machine: {conditions.machine}"]
     load = UNKNOWN if conditions.load_average is None else f"{conditions.load_average:.1f}"
     lines.append(f"- started {conditions.started}, load average before: {load}")

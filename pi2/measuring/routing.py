@@ -75,7 +75,6 @@ class _RouteObserver(ExecutorObserver):
         self.routes: list[list[F32]] = [[] for _ in range(layers)]
 
     def end_ffn(self, layer: int) -> None:
-        """Take note of a layer's routes."""
         self.routes[layer].append(self._executor.read_routes()[:, : self._experts].copy())
 
 
@@ -134,7 +133,6 @@ def observe_routing(
 
 
 def encode_trace(trace: RoutingTrace, notes: Mapping[str, str]) -> bytes:
-    """Write a trace as Parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -199,7 +197,6 @@ def read_trace(path: Path) -> RoutingTrace:
 
 
 def measure_locality(trace: RoutingTrace, layer: int | None = None) -> Locality:
-    """Describe how routing repeats itself, in one layer or in all."""
     layers = range(trace.chosen.shape[1]) if layer is None else [layer]
     order = np.random.default_rng(0).permutation(len(trace.chosen))
     popular, touched = [], []

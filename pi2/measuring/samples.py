@@ -39,14 +39,12 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Name of the workload in tables."""
         times = "" if self.sequences is None else f" x {self.sequences}"
         behind = f" @ d{self.depth}" if self.depth else ""
         return f"{self.kind}{self.tokens}{times}{behind}"
 
     @property
     def mean_position(self) -> float:
-        """Tokens in the KV cache while one is computed, on average."""
         return self.depth + (self.tokens + 1) / 2
 
 
@@ -109,7 +107,6 @@ class Sample:
 
     @property
     def tokens_s(self) -> float:
-        """Tokens per second."""
         return self.tokens / self.seconds
 
 
@@ -125,7 +122,6 @@ class Speed:
 
 
 def summarise_speed(samples: Sequence[Sample]) -> Speed:
-    """Mean, deviation and median of the repetitions' speeds."""
     speeds = [sample.tokens_s for sample in samples]
     return Speed(
         mean=statistics.fmean(speeds),
@@ -183,7 +179,6 @@ class TokenBytes:
 
     @property
     def total(self) -> float:
-        """Bytes of all parts together."""
         return self.attention + self.head + self.predictor + self.neurons + self.kv
 
 
@@ -212,7 +207,6 @@ class Row:
 
     @property
     def speed(self) -> Speed:
-        """Tokens per second."""
         return summarise_speed(self.samples)
 
     @property
@@ -224,27 +218,22 @@ class Row:
 
     @property
     def counters(self) -> RunStatistics | None:
-        """Counters of all repetitions."""
         return add_counters(self.samples)
 
     @property
     def total_bytes(self) -> float | None:
-        """Bytes that a token must read."""
         return None if self.token_bytes is None else self.token_bytes.total
 
     @property
     def used_bytes_s(self) -> float | None:
-        """Bytes per second that tokens must read, at the median speed."""
         return None if self.total_bytes is None else self.total_bytes * self.speed.median
 
     @property
     def limit_bytes_s(self) -> float | None:
-        """Bytes per second that the memory gives."""
         return None if self.bandwidth is None else self.bandwidth.bytes_s
 
     @property
     def limit_share(self) -> float | None:
-        """Share of the read bandwidth that tokens use."""
         if self.used_bytes_s is None or self.limit_bytes_s is None:
             return None
         return divide(self.used_bytes_s, self.limit_bytes_s)
@@ -261,7 +250,6 @@ class Row:
 
     @property
     def active_share(self) -> float | None:
-        """Share of neurons with a non-zero activation."""
         return None if self.counters is None else self.counters.active_share
 
     @property
@@ -271,12 +259,10 @@ class Row:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of those that were in memory."""
         return None if self.counters is None else self.counters.hit_rate
 
     @property
     def flash_bytes_token(self) -> float | None:
-        """Bytes read from flash per token."""
         counters = self.counters
         if counters is None:
             return None

@@ -62,7 +62,6 @@ class TraceSummary:
         return self.total_s - self.kernels_s - self.wait_s - self.unit_wait_s
 
     def describe(self) -> str:
-        """Describe the trace in a paragraph."""
         total = self.total_s or 1.0
         reading = min(self.reading_s / total, 1.0)
         waiting = units = ""
@@ -138,7 +137,6 @@ class _Tape:
         return lane
 
     def forget_sums(self) -> None:
-        """Let what the summary says be about what follows."""
         self.kernels_s = self.wait_s = 0.0
         for spans in (
             self.read_spans,

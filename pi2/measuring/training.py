@@ -64,28 +64,23 @@ class LayerFit:
 
     @property
     def rank(self) -> int:
-        """That of all experts."""
         return self.experts[0].weights.rank
 
     @property
     def active(self) -> float:
-        """Share of the neurons (in a mixture, of those of a token's experts) that fire."""
         return self._average([fit.active for fit in self.experts])
 
     @property
     def predicted(self) -> float:
-        """Share that is named."""
         return self._average([fit.predicted for fit in self.experts])
 
     @property
     def recall(self) -> float:
-        """Share of those that fire that is named."""
         found = self._average([fit.recall * fit.active for fit in self.experts])
         return found / self.active if self.active else 1.0
 
     @property
     def curve(self) -> tuple[tuple[float, float], ...]:
-        """As `Fit.curve`, over the experts that have one."""
         curves = [(fit.curve, n) for fit, n in zip(self.experts, self.tokens, strict=True)]
         known = [(curve, max(1, n)) for curve, n in curves if curve]
         if not known:
@@ -208,7 +203,6 @@ def publish_predictors(resolved: ResolvedPlan, fits: Sequence[LayerFit], output:
 
 
 def describe_model(model: Model, fits: Sequence[LayerFit]) -> Model:
-    """The model document with its new predictors."""
     found = [fit for fit in fits if fit.active > 0] or list(fits)
     predictor = Predictor(
         rank=max(fit.rank for fit in fits),

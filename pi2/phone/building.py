@@ -46,7 +46,6 @@ from pi2.store.reader import NeuronStore
 
 
 def write_notes(room: Path, resolved: ResolvedPlan) -> None:
-    """Write the licences of pi2 and of the compiled code, and what the model says of its own."""
     folder = room / "licences"
     folder.mkdir()
     names = []
@@ -66,7 +65,6 @@ def write_notes(room: Path, resolved: ResolvedPlan) -> None:
 
 
 def _find_licence(name: str) -> str | None:
-    """Text of a file of pi2's own, from where it was installed or is developed."""
     beside = Path(__file__).resolve().parents[2] / name
     if beside.is_file():
         return beside.read_text(encoding="utf-8")
@@ -84,14 +82,12 @@ SOURCES = ("build.sh", "host.c", "pi2_npu.idl", "protocol.h", "skel.c")
 
 
 def describe_npu(resolved: ResolvedPlan, unit: str) -> HexagonSpec:
-    """Return what the library of an NPU of the plan is compiled from."""
     return describe_library(
         describe_sizes(describe_unit(resolved, unit)), resolved.device.units[unit]
     )
 
 
 def list_npus(resolved: ResolvedPlan) -> Sequence[str]:
-    """Return the units of the plan whose libraries `write_npu` writes."""
     return [unit for unit in resolved.dense_units if resolved.name_backend(unit) == "hexagon"]
 
 
@@ -232,7 +228,6 @@ def _fill(
 
 
 def _write_version(room: Path) -> None:
-    """Write which pi2 this is, where Python looks for it."""
     folder = room / PACKAGES / "pi2.dist-info"
     folder.mkdir(parents=True)
     lines = ("Metadata-Version: 2.1", "Name: pi2", f"Version: {version('pi2')}", "")
@@ -265,14 +260,14 @@ def list_specs(aimed: ResolvedPlan, tensors: Mapping[str, Tensor]) -> list[Spec]
     kernels = make_spec(make_request(aimed, machine, tensors))
     # Where the features do not tell, the phone's processor may have the instruction for checks.
     known = choose_checks(features)
-    choices = (known,) if known is not None else (None, _name_checks(unit.architecture))
+    choices = (
+        (known,)
+        if known is not None
+        else (None, ("pclmulqdq" if unit.architecture == "x86-64" else "crc32x"))
+    )
     name = {"x86-64": "x86_64"}.get(unit.architecture, unit.architecture)
     loops = [HostSpec(architecture=name, system="Linux", checks=item) for item in choices]
     return [kernels, *loops]
-
-
-def _name_checks(architecture: str) -> Literal["pclmulqdq", "crc32x"]:
-    return "pclmulqdq" if architecture == "x86-64" else "crc32x"
 
 
 def _compile_kernels(

@@ -57,7 +57,6 @@ PACKAGES = "pi2_phone/packages"
 
 
 def list_code(backends: Collection[str]) -> dict[PurePosixPath, Path]:
-    """Return the files of code of a bundle with some backends, by their places in it."""
     root = Path(pi2.__file__).parent
     home = PurePosixPath(PACKAGES)
     files: dict[PurePosixPath, Path] = {}

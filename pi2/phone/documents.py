@@ -105,7 +105,6 @@ PLAN = "plan.json"
 
 
 def write_resolved(resolved: ResolvedPlan) -> str:
-    """Return the JSON of a resolved plan."""
     documents: dict[str, Any] = {
         "digest": resolved.digest,
         "plan": resolved.plan.model_dump(mode="json"),

@@ -109,7 +109,6 @@ def describe_promise(cost: Cost, tokens_s: float) -> str:
 
 
 def write_table(plans: Sequence[PlannedPlan]) -> Iterator[str]:
-    """A Markdown table, a plan a row."""
     yield "| memory | tokens/s | in memory | waiting | predictor | keys and values | reads |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for item in plans:

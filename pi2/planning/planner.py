@@ -230,7 +230,6 @@ def list_units(rates: Rates) -> list[Rates]:
 
 
 def choose_goal(wish: Wish) -> Goal:
-    """Choose what the program minimises."""
     if wish.objective == "energy":
         return "energy"
     return "memory" if wish.memory_bytes is None or wish.objective == "memory" else "time"
@@ -241,18 +240,15 @@ def _find_step_s(wish: Wish) -> float | None:
     return None if wish.tokens_s is None or goes_for_time else wish.batch / wish.tokens_s
 
 
-def _uses_dense(item: PlannedPlan) -> bool:
-    return any(layer.dense_s > 0.0 for layer in item.cost.layers)
-
-
 def score_plan(wish: Wish, item: PlannedPlan) -> tuple[float, float]:
-    """How far a plan is from the best one, less being better."""
     cost, memory = item.cost, float(item.resolved.plan.memory.budget)
     slow = max((wish.tokens_s or 0.0) - cost.tokens_s, 0.0)
     match choose_goal(wish):
         case "time":
             # Prompts are many times faster with it.
-            return slow, cost.token_s * (1.0 - _PROMPTS_WORTH * _uses_dense(item))
+            return slow, cost.token_s * (
+                1.0 - _PROMPTS_WORTH * any(layer.dense_s > 0.0 for layer in item.cost.layers)
+            )
         case "memory":
             return slow, memory + cost.token_s
         case "energy":
@@ -260,7 +256,6 @@ def score_plan(wish: Wish, item: PlannedPlan) -> tuple[float, float]:
 
 
 def finish_plan(problem: Problem, solution: Solution) -> PlannedPlan:
-    """Turn a solution into a plan's values and predict what it does."""
     values = write_values(problem, solution)
     wish = problem.wish
     resolved = resolve_values(values, wish.device, wish.model)
@@ -270,7 +265,6 @@ def finish_plan(problem: Problem, solution: Solution) -> PlannedPlan:
 
 
 def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
-    """Try what the program has no lines for."""
     wish = planned.wish
     energy = choose_goal(wish) == "energy"
 
@@ -323,7 +317,6 @@ def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> l
 
 
 def write_values(problem: Problem, solution: Solution) -> dict[str, Any]:
-    """The plan's document as plain values."""
     wish, mode = problem.wish, solution.mode
     values = make_plan_values(
         wish,

@@ -91,7 +91,6 @@ class Mode:
 
     @property
     def lends(self) -> bool:
-        """Whether there is a cache that neurons are put into."""
         return self.cache_share > 0.0 and self.predictor != "none"
 
 
@@ -151,7 +150,6 @@ class Problem:
 
     @property
     def stride(self) -> int:
-        """Bytes from one neuron to the next in the store."""
         return self.bundle.stride
 
     @property
@@ -258,7 +256,6 @@ def _lies_by_expert(wish: Wish) -> bool:
 
 
 def list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, ...]]:
-    """Ways to find active neurons that the model has, and whether reads may begin early."""
     model = wish.model
     exact: PredictorMode = "none" if model.moe is None else "router"
     modes: list[PredictorMode] = []
@@ -433,7 +430,6 @@ def _draw_dense_lines(
 
 
 def _draw_lines(xs: Sequence[float], ys: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Lines through neighbouring points of the lower convex hull."""
     hull: list[tuple[float, float]] = []
     for point in zip(xs, ys, strict=True):
         while len(hull) >= 2 and _turns_down(hull[-2], hull[-1], point):
@@ -461,5 +457,4 @@ def _group_layers(activities: Sequence[LayerActivity]) -> tuple[LayerGroup, ...]
 
 
 def with_wish(problem: Problem, wish: Wish) -> Problem:
-    """The problem with the same choices and other limits."""
     return replace(problem, wish=wish)

@@ -319,7 +319,6 @@ class Program:
             rows.add({self._r[number]: share, d: -1.0}, low=0.0)
 
     def _add_waiting(self, rows: _Rows, mode: Mode, place: int) -> None:
-        """w >= reading - what runs meanwhile, for every engine and every way of looking ahead."""
         problem = self._problem
         if mode.cache_share == 0.0:
             return
@@ -388,7 +387,6 @@ def _count_used(mode: Mode, number: int) -> float:
 
 @contextmanager
 def _mute_output() -> Iterator[None]:
-    """HiGHS prints a line about its inner solver to the process's output, whatever it is told."""
     try:
         sys.stdout.flush()
         kept = os.dup(1)

@@ -182,7 +182,6 @@ def _list_strides(device: Device, model: Model, stored: StoredLayout | None) -> 
 
 
 def describe_layout(decision: LayoutDecision) -> Iterator[str]:
-    """The choice with its reason, and how a store comes to have it."""
     chosen, block = decision.chosen, decision.block_bytes
     stored = decision.stored
     why = f"the least multiple of the device's {format_bytes(block)} blocks"

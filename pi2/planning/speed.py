@@ -161,7 +161,6 @@ def _round_down(speed: float) -> str:
 
 
 def name_limit(cost: Cost) -> str:
-    """What takes the time of a plan."""
     parts = {
         "attention": sum(x.attention_s for x in cost.layers),
         "finding active neurons": sum(x.predict_s + x.look_up_s for x in cost.layers),

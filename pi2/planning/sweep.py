@@ -104,7 +104,6 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Digest of everything that the result depends on."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
 
@@ -278,7 +277,6 @@ def read_journal(path: Path) -> dict[str, Outcome]:
 
 
 def write_parquet(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """A row per cell, written whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -87,7 +87,6 @@ def _list_units(planned: PlannedPlan) -> set[str]:
 
 
 def describe_choices(planned: PlannedPlan) -> Iterator[str]:
-    """What was chosen, and what it is expected to do, line by line."""
     cost, resolved = planned.cost, planned.resolved
     plan, segments = resolved.plan, resolved.plan.memory.segments
     yield f"Planned by `pi2 plan` for {planned.wish.model.id} on {planned.wish.device.id}."
@@ -208,7 +207,6 @@ def _describe_memory(planned: PlannedPlan) -> Iterator[str]:
 
 
 def write_batches(plans: Sequence[PlannedPlan]) -> Iterator[str]:
-    """What differs between plans for different numbers of sequences, a plan a row."""
     yield "| sequences | tokens/s | of each | used | hot | cold | dense | in memory |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for item in plans:
@@ -226,7 +224,6 @@ def write_batches(plans: Sequence[PlannedPlan]) -> Iterator[str]:
 
 
 def describe_cost(cost: Cost) -> Iterator[str]:
-    """Predicted figures and what takes the time."""
     waits = sum(layer.wait_s for layer in cost.layers)
     together = "" if cost.batch == 1 else f" of {cost.batch} sequences together"
     what = "a token" if cost.batch == 1 else "between two of each"
@@ -322,7 +319,7 @@ def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
     base = [0.0] * len(cost.layers)
     most_ms = max((layer.total_s for layer in cost.layers), default=0.0) * 1e3
     for number, name in enumerate(_STACKED):
-        values = [_read_term(layer, name) * 1e3 for layer in cost.layers]
+        values = [float(getattr(layer, name)) * 1e3 for layer in cost.layers]
         if max(values, default=0.0) < _SEEN * most_ms:
             continue
         label = {"busy_s": "compute", "wait_s": "wait for flash"}.get(
@@ -337,7 +334,3 @@ def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
     axes.set_xlim(-0.7, len(cost.layers) - 0.3)
     add_legend(axes, reverse=True)  # in the order of the bars
     return save_figure(figure, form)
-
-
-def _read_term(layer: LayerCost, name: str) -> float:
-    return float(getattr(layer, name))

@@ -56,7 +56,6 @@ class Reading:
 
     @property
     def text(self) -> str:
-        """The figure's value for people."""
         return write_value(self.value, self.measure)
 
 
@@ -162,12 +161,10 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        """Whether the spreads explain the difference."""
         return abs(self.change) <= self.allowed
 
 
 def compare_devices(old: Device, new: Device) -> list[Row]:
-    """Rows of the figures that both documents have."""
     before = {item.label: item for item in list_readings(old)}
     rows = []
     for after in list_readings(new):
@@ -188,7 +185,6 @@ def compare_devices(old: Device, new: Device) -> list[Row]:
 
 
 def write_rows(rows: list[Row]) -> list[str]:
-    """A line per figure, then what they mean together."""
     width = max((len(row.label) for row in rows), default=0)
     lines = [
         f"{row.label:{width}}  {write_value(row.old, row.measure):>11}  "
@@ -224,7 +220,6 @@ def make_device(name: str, found: Measurements) -> Device:
 
 
 def describe_device(name: str, found: Measurements) -> dict[str, Any]:
-    """The same as plain values."""
     return {
         "schema_version": 2,
         "id": name,
@@ -258,7 +253,6 @@ def write_device(device: Device, notes: Sequence[str] = ()) -> str:
 
 
 def describe(found: Measurements) -> str:
-    """Description of the device, a sentence for the reader."""
     text = f"{found.machine.cpu.name}, {found.threads} cores, measured by pi2 probe."
     if find_noise(found) > NOISY:
         text += " The machine was noisy: figures are worth less."

@@ -45,12 +45,10 @@ class UnitStep:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of its weights."""
         return matrix_bytes(self.rows, WIDTH, "int4")
 
     @property
     def key(self) -> Key:
-        """Name of the step among the measurements."""
         return (self.kernel, str(self.size))
 
 
@@ -84,7 +82,6 @@ class GpuBench:
         self._progress = progress
 
     def survey(self, api: Api) -> Survey:
-        """List the devices of an API, or say why there are none."""
         return survey_api(api)
 
     def measure(self, api: Api, number: int, rounds: int) -> dict[Key, list[float]]:

@@ -160,7 +160,6 @@ class KernelRecipe:
         return KernelBench(self, progress)
 
     def list_specs(self) -> list[KernelSpec]:
-        """What its kernels are compiled from."""
         request = tokens.make_request(
             tokens.make_model(self.sizes),
             threads=self.threads,
@@ -219,7 +218,6 @@ class KernelBench:
         self._storage: StorageBench | None = None
 
     def list_steps(self) -> list[StepFacts]:
-        """What is measured."""
         listed = [facts for item in self._tokens for facts in item.list_facts()]
         return listed + [
             StepFacts(
@@ -268,7 +266,6 @@ class KernelBench:
         return times
 
     def open_storage(self, path: str, size_bytes: int) -> None:
-        """Take the file for the reads that `measure_reads` times."""
         self._storage = StorageBench(path, size_bytes, self._loops)
 
     def measure_reads(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
@@ -277,12 +274,10 @@ class KernelBench:
         return self._storage.measure(specs, rounds)
 
     def measure_latency(self, rounds: int) -> list[float]:
-        """Seconds of one small read in an idle queue."""
         assert self._storage is not None, "open_storage comes first"
         return self._storage.measure_latency(rounds)
 
     def measure_overlap(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
-        """Part of reading that computing hides, and the other way round."""
         assert self._storage is not None, "open_storage comes first"
         slots = tokens.choose_slots(256, self._sizes.arena_neurons, VARIANTS)
         self._made.stir(0)
@@ -294,7 +289,6 @@ class KernelBench:
         )
 
     def close(self) -> None:
-        """Release everything."""
         if self._storage is not None:
             self._storage.close()
         for executor in (self._executor, *self._others):
@@ -438,7 +432,6 @@ class _Rounds(defaultdict[str, dict[Key, list[float]]]):
         super().__init__(dict)
 
     def add(self, kind: str, more: dict[Key, list[float]]) -> None:
-        """Put a round's measurements behind those before."""
         for key, values in more.items():
             self[kind].setdefault(key, []).extend(values)
 

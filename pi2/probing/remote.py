@@ -109,7 +109,6 @@ class RemoteFunctions:
         return self._sent[place]
 
     def close(self) -> None:
-        """Forget what was sent."""
         self._sent.clear()
 
 

@@ -100,7 +100,6 @@ class TokenSteps:
         self._named = named.named
 
     def list_facts(self) -> list[StepFacts]:
-        """What is measured."""
         shape, precision, sizes = self._model.shape, self._model.quantization, self._sizes
         width, ffn = shape.stored_hidden, shape.ffn
         query = shape.heads * shape.head_dim
@@ -152,7 +151,6 @@ class TokenSteps:
         )
 
     def measure(self) -> dict[Key, float]:
-        """Seconds of every step."""
         times = self._sample.measure(SERIES_S)
         cached = {share: item.measure(CACHED_S) for share, item in self._cached.items()}
         found: dict[Key, float] = {}

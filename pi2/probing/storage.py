@@ -63,7 +63,6 @@ class ReadSpec:
 
     @property
     def key(self) -> Key:
-        """Name of the read among the measurements."""
         return (
             self.pattern,
             str(self.block_bytes),
@@ -275,7 +274,6 @@ class StorageBench:
         return lambda: future.result()
 
     def close(self) -> None:
-        """Close the files."""
         for reader in self._readers.values():
             reader.close()
 

@@ -63,7 +63,6 @@ def is_agreed(values: Sequence[float], better: Better) -> bool:
 
 
 def round_digits(value: float) -> float:
-    """Round to four significant digits."""
     return float(f"{value:.{DIGITS}g}")
 
 
@@ -105,7 +104,6 @@ class StepFacts:
 
     @property
     def key(self) -> Key:
-        """Name of the step among the measurements."""
         return (self.kernel, str(self.size), str(self.width), self.kv, self.activations)
 
 

@@ -110,7 +110,6 @@ SMALL = ProbeShape(
 
 
 def make_model(sizes: ProbeShape = LARGE) -> Model:
-    """A Llama-like model with grouped-query attention and ReLU on gate and up."""
     return Model(
         schema_version=2,
         id="probe",
@@ -346,12 +345,10 @@ class TokenSample:
         self._overhead_s = _time_recording()
 
     def count_cached(self, named: int) -> int:
-        """Neurons of a layer that come from the cache where so many are named."""
         counts = [np.count_nonzero(item >= self._stay) for item in self._named[named]]
         return round(float(np.mean(counts)))
 
     def measure(self, seconds: float) -> TokenTimes:
-        """Times of tokens for so long, each work in turn."""
         calls: dict[tuple[str, TokenWork], list[float]] = defaultdict(list)
         python: list[float] = []
         end, number = time.perf_counter() + seconds, 0
@@ -399,19 +396,16 @@ class _RecordingExecutor:
         self._named = cycle(named)
 
     def begin_ffn(self, layer: int) -> None:
-        """Begin the FFN, with an input with which all neurons fire."""
         start = time.perf_counter()
         self._executor.embed(self._token)
         self.busy_s += time.perf_counter() - start
         self._time("begin_ffn", self._executor.begin_ffn, layer)
 
     def predict_low_rank(self, *arguments: Any) -> I32:
-        """Let the predictor run, and name other neurons."""
         self._time("predict_low_rank", self._executor.predict_low_rank, *arguments)
         return next(self._named)
 
     def predict_gate(self, *arguments: Any) -> I32:
-        """Let gates be computed, and name other neurons."""
         self._time("predict_gate", self._executor.predict_gate, *arguments)
         return next(self._named)
 

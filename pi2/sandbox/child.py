@@ -82,7 +82,6 @@ def run_child(module: str, request: bytes, limits: Limits) -> bytes:
 
 
 def describe_end(status: int, errors: bytes, limits: Limits) -> str:
-    """Why a process has ended that did not say it itself."""
     if status in (-signal.SIGPROF, -signal.SIGXCPU):
         return f"it takes more than {limits.cpu_s:.2g} s of processor time"
     lines = errors.decode("utf-8", "replace").strip().splitlines()
@@ -221,7 +220,6 @@ class StayingChild:
             process.communicate()
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 

@@ -36,7 +36,6 @@ class Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return what is inside."""
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
@@ -47,7 +46,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Refuse an attribute."""
         raise SecurityError(f"the attribute {attribute!r} of a {type(obj).__name__}")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -69,7 +67,6 @@ def _check_product(times: int, items: Any) -> None:
 
 
 def raise_exception(message: str) -> NoReturn:
-    """Let a template refuse."""
     raise TemplateError(message)
 
 
@@ -85,7 +82,6 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as transformers writes it."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -127,7 +123,6 @@ def render(source: str, given: Mapping[str, Any]) -> str:
 
 
 def explain(error: BaseException) -> str:
-    """Why a template fails, in a line."""
     problem = " ".join(str(error)[:2000].split())[:300] or type(error).__name__
     if isinstance(error, TemplateSyntaxError):
         return f"line {error.lineno}: {problem}"

@@ -94,7 +94,6 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def list_endings(tokenizer: Tokenizer) -> list[int]:
-    """Tokens that the tokenizer puts after a whole text."""
     whole, plain = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     places = range(len(whole) - len(plain) + 1)
     place = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
@@ -157,7 +156,6 @@ def _read_known(file: Path) -> Tried | None:
 
 
 def _keep(file: Path, answer: bytes) -> None:
-    """Keep an answer, where there is a place for it."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -114,7 +114,6 @@ def _find_growth(rule: dict[str, Any]) -> float:
 
 
 def explain(error: BaseException) -> str:
-    """Why it is refused, in a line."""
     problem = " ".join(str(error)[:2000].split())[:300] or type(error).__name__
     known = isinstance(error, (Refusal, ValueError, RecursionError))
     if isinstance(error, Exception):

@@ -55,7 +55,6 @@ class Format:
 
 @cache
 def list_formats() -> Sequence[Format]:
-    """All formats, read once."""
     folder = resources.files("pi2.serving") / "formats"
     tables = [
         table
@@ -75,7 +74,6 @@ def _read_format(table: Mapping[str, Any]) -> Format:
 
 
 def find_format(template: str, vocabulary: Iterable[str] = ()) -> Format:
-    """The format of the family that has this chat template and these added tokens."""
     formats = list_formats()
     best = max(formats, key=lambda found: found._score(template, vocabulary))
     if best._score(template, vocabulary) > (0, 0, 0):
@@ -84,7 +82,6 @@ def find_format(template: str, vocabulary: Iterable[str] = ()) -> Format:
 
 
 def find_pairs(template: str, vocabulary: Iterable[str]) -> list[Pair]:
-    """Marks of reasoning that stand in a template or a vocabulary."""
     pairs = dict.fromkeys(pair for found in list_formats() for pair in found.reasoning)
     return [
         pair
@@ -108,12 +105,10 @@ def list_call_forms(format: Format) -> list[tuple[CallForm, bool]]:
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a chat template tells the model of tools."""
     return re.search(r"\btools\b", template) is not None
 
 
 def describe_tools(format: Format, tools: Sequence[Mapping[str, Any]]) -> str:
-    """What to tell a model of tools whose chat template does not."""
     listed = "\n".join(dump_json_text(tool) for tool in tools)
     example = format.calls[0].write([("NAME", {"PARAMETER": "VALUE"})])
     return (
@@ -231,7 +226,6 @@ class MarkedReader:
         return self._go_on(last=False)
 
     def flush(self) -> Items:
-        """Return what is left at the end."""
         found = self._go_on(last=True)
         part: Part = "reasoning" if self._state == "reasoning" else "content"
         self._add(found, part, self._blank + self._held)
@@ -284,7 +278,7 @@ class MarkedReader:
 
     def _begin_content(self, found: Items, text: str, last: bool) -> bool:
         if self._is_loose and not self._kept:
-            if not last and _is_beginning(text):
+            if not last and bool(_BARE_BEGINNING.match(text) or _LIST_BEGINNING.match(text)):
                 return False
             if _BARE.match(text) or self._begins_list(text):
                 self._held, self._state = text, "call"
@@ -342,7 +336,7 @@ class MarkedReader:
         return True
 
     def _open_fence(self, found: Items, last: bool) -> bool:
-        if self._fence.is_inline and not self._blank:
+        if bool(self._fence._line.strip()) and not self._blank:
             self._give_mark(found, _FENCE)
             return True
         opening = _OPENING.match(self._held)
@@ -456,10 +450,6 @@ class MarkedReader:
             found.append(Fragment(part, text))
 
 
-def _is_beginning(text: str) -> bool:
-    return bool(_BARE_BEGINNING.match(text) or _LIST_BEGINNING.match(text))
-
-
 class _FenceTracker:
     def __init__(self) -> None:
         self._is_open = False
@@ -468,21 +458,13 @@ class _FenceTracker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the text ends within a fence."""
         return self._is_open != self._line.lstrip().startswith(_FENCE)
 
-    @property
-    def is_inline(self) -> bool:
-        """Whether something stands on the line already."""
-        return bool(self._line.strip())
-
     def add(self, text: str) -> None:
-        """Take more of the text."""
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             self._is_open ^= line.lstrip().startswith(_FENCE)
 
 
 def make_plain_reader() -> AnswerReader:
-    """What takes a whole answer for content."""
     return MarkedReader(Format(name="plain"))

@@ -291,7 +291,6 @@ def _describe_model(host: Host) -> dict[str, Any]:
 
 
 def refuse(error: ApiError, path: str) -> Response:
-    """What a client is told whose request is not answered."""
     body = error.describe(find_form(path))
     return JsonResponse(body, status_code=error.status, headers=error.headers)
 

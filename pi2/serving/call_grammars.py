@@ -117,7 +117,6 @@ class GrammarWriter:
         return name
 
     def write_text(self, text: str) -> str:
-        """A text, in which marks are tokens."""
         parts, at = [], 0
         for found in self._tokens.finditer(text):
             if found.start() > at:
@@ -355,7 +354,6 @@ class Grammar(Constraint):
         self._size = size
 
     def find_bias(self) -> Bias | None:
-        """Minus infinity for every token that does not go on with it."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
         if not allowed.any():
@@ -365,7 +363,6 @@ class Grammar(Constraint):
         return np.where(allowed, np.float32(0), _FORBIDDEN)
 
     def accept(self, token: int) -> None:
-        """Go on by a token."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return
         if not self._matcher.consume_token(token):
@@ -377,7 +374,6 @@ class Grammar(Constraint):
 
 
 def make_constraint(vocabulary: LLTokenizer, grammar: str, size: int) -> Callable[[], Constraint]:
-    """What makes a constraint for each of the sequences of a request."""
     from llguidance import LLMatcher
 
     return lambda: Grammar(LLMatcher(vocabulary, grammar), size)

@@ -82,7 +82,6 @@ class CallForm:
 
     @cached_property
     def is_json(self) -> bool:
-        """Whether a call is a JSON object."""
         return self.call.strip().startswith("{")
 
     @cached_property
@@ -94,11 +93,9 @@ class CallForm:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether several calls can stand within one begin and end."""
         return self.is_shared or self.is_json
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Calls, names and arguments as JSON values, as a model would write them."""
         written = [self._write(number, *call) for number, call in enumerate(calls)]
         if self.is_list:
             return f"{self.begin}[{(self.between or ', ').join(written)}]{self.end}"
@@ -107,7 +104,6 @@ class CallForm:
         return self.between.join(f"{self.begin}{call}{self.end}" for call in written)
 
     def write_identity(self, name: str, number: int) -> str:
-        """The id of a call."""
         return self.identity.replace("$name", name).replace("$index", str(number))
 
     def _write(self, number: int, name: str, arguments: Any) -> str:
@@ -159,7 +155,6 @@ class CallForm:
 
 
 def describe_kind(parameter: str, kind: str) -> str:
-    """What a parameter's pattern says of its value's type."""
     if 'string="$kind"' in parameter:
         return "true" if kind == "string" else "false"
     return "number" if kind == "integer" else kind
@@ -190,7 +185,6 @@ class _Reader:
         return False
 
     def match(self, at: int, literal: str) -> int:
-        """Where a literal ends that begins at a place."""
         for chunk in re.split(r"(\s+)", literal):
             if not chunk:
                 continue
@@ -204,7 +198,6 @@ class _Reader:
         return at
 
     def read_json(self, at: int) -> tuple[list[ToolCall], int]:
-        """Calls out of an object, or of a list of objects."""
         text = self._text
         fence = _FENCE.match(text, at)
         start = at if fence is None else self.skip(fence.end())
@@ -248,7 +241,6 @@ class _Reader:
         return ToolCall(name, dump_json_text({} if arguments is None else arguments))
 
     def read_list(self, at: int) -> tuple[list[ToolCall], int]:
-        """Calls in brackets."""
         if self._text[at] != "[":
             raise NoCall
         at += 1
@@ -408,7 +400,6 @@ class _Reader:
         raise NotWhole
 
     def _follows(self, at: int, pattern: str) -> bool:
-        """Whether what comes at a place is what a pattern has, or its beginning."""
         if self._form.is_shared and (close := pattern.removesuffix(self._form.end)) != pattern:
             # Another call may follow instead of the end.
             if self._follows(at, close) and self._can_go_on(at, close):

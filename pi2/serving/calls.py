@@ -39,7 +39,6 @@ class Limits:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left for the answer."""
         return max(0.0, self.time_s - self.spent_s)
 
 
@@ -207,7 +206,6 @@ class Answers:
 
     @property
     def going(self) -> bool:
-        """Whether something will come still."""
         return self._going > 0
 
     async def take(self, wait_s: float | None = None) -> Delta | Finished | None:
@@ -223,7 +221,6 @@ class Answers:
         return event
 
     async def collect(self) -> list[Collected]:
-        """All sequences, complete."""
         found = [Collected() for _ in self._tickets]
         while self.going:
             event = await self.take()
@@ -234,7 +231,6 @@ class Answers:
         return found
 
     async def close(self) -> None:
-        """Give up what has not ended."""
         self._timer.cancel()
         self._give_up()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -285,7 +281,6 @@ async def _follow(
     events: asyncio.Queue[Delta | Finished | Exception],
     metrics: Metrics,
 ) -> None:
-    """Put what comes of a sequence into the queue of its request."""
     name, start, reader = host.plan.name, time.perf_counter(), ask.make_reader()
     first_s = None
     calls: list[ToolCall] = []
@@ -359,7 +354,6 @@ def _take_calls(items: Items, calls: list[ToolCall], most: int | None) -> Items:
 
 
 def join_content(items: Sequence[Fragment | ToolCall]) -> str:
-    """The text that is the answer's content."""
     texts = (item.text for item in items if isinstance(item, Fragment) and item.part == "content")
     return "".join(texts)
 
@@ -376,7 +370,6 @@ class Collected:
     end: Finished | None = None
 
     def add(self, delta: Delta) -> None:
-        """Add what has come."""
         for item in delta.items:
             if isinstance(item, ToolCall):
                 self.calls.append(item)

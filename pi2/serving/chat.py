@@ -32,7 +32,6 @@ from pi2.serving.requests import (
 
 
 def read_message(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates read it."""
     roles = {"developer": "system", "function": "tool"}
     found: dict[str, Any] = {
         "role": roles.get(message.role, message.role),
@@ -55,7 +54,6 @@ def read_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def read_conversation(body: ChatRequest) -> Conversation:
-    """The conversation that a body states."""
     variables = dict(body.chat_template_kwargs or {})
     if body.enable_thinking is not None:
         variables.setdefault("enable_thinking", body.enable_thinking)
@@ -79,7 +77,6 @@ def read_conversation(body: ChatRequest) -> Conversation:
 
 
 async def prepare(host: Host, body: ChatRequest, client: str) -> Writer:
-    """What is to be asked for a chat."""
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     stated = {
         **describe_ask(host, body, client, most),
@@ -101,7 +98,6 @@ class _ChatWriter(ChunkWriter):
         self._calls = [0] * ask.count
 
     def write_whole(self, found: Sequence[Collected]) -> dict[str, Any]:
-        """The answer, complete."""
         choices = []
         for index, item in enumerate(found):
             assert item.end is not None
@@ -138,7 +134,6 @@ class _ChatWriter(ChunkWriter):
         }
 
     def write_event(self, event: Delta | Finished) -> bytes:
-        """The chunks that an event makes."""
         return b"".join(self._write_chunks(event))
 
     def _write_chunks(self, event: Delta | Finished) -> list[bytes]:

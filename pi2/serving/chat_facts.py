@@ -77,7 +77,6 @@ class ChannelReader:
         return self._go_on(last=False)
 
     def flush(self) -> Items:
-        """Return what is left at the end."""
         found = self._go_on(last=True)
         self._add(found, self._held)
         self._held = ""
@@ -209,7 +208,6 @@ class ChatFacts:
         )
 
     def find_open_reasoning(self, prompt: str) -> Pair | None:
-        """The marks of the reasoning that a prompt has begun."""
         ended = prompt.rstrip()
         return next((pair for pair in self.reasoning if ended.endswith(pair[0])), None)
 

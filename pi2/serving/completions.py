@@ -128,7 +128,6 @@ class CompletionScores:
         }
 
     def write(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        """Those of the next generated tokens."""
         offsets = []
         for score in scores:
             offsets.append(self._offset)
@@ -207,12 +206,10 @@ def _find_tokens(host: Host, names: Sequence[str]) -> list[int] | None:
 
 
 def can_fill(host: Host) -> bool:
-    """Whether the vocabulary has tokens for filling in."""
     return any(_find_tokens(host, names) for names in (*_FILL_MARKS, _FILL_BRACKETS))
 
 
 async def prepare(host: Host, body: CompletionRequest, client: str) -> Writer:
-    """What is to be asked for prompts."""
     if body.suffix:
         prompts = [fill_gap(host, body.prompt, body.suffix)]
     else:
@@ -256,7 +253,6 @@ class ChunkWriter(Writer):
         }
 
     def write_chunk(self, choice: Mapping[str, Any]) -> bytes:
-        """A chunk of one choice."""
         chunk = {**self._head, "object": self.kind, "choices": [choice]}
         return write_event({**chunk, "usage": None} if self._includes_usage else chunk)
 
@@ -268,7 +264,6 @@ class ChunkWriter(Writer):
         return write_event(last) + DONE
 
     def describe_usage(self) -> Mapping[str, Any]:
-        """Tokens that were read, reused and made."""
         raise NotImplementedError
 
 
@@ -327,7 +322,6 @@ class _CompletionWriter(ChunkWriter):
         return {**answer, "usage": self.describe_usage()}
 
     def write_event(self, event: Delta | Finished) -> bytes:
-        """The chunks that an event makes."""
         index, chunks = event.index, []
         if index not in self._scores:
             begun = self._begin(index, event.prompt_scores if isinstance(event, Delta) else ())
@@ -345,7 +339,6 @@ class _CompletionWriter(ChunkWriter):
         return self.write_chunk({"index": index, **parts, "finish_reason": reason})
 
     def describe_usage(self) -> Mapping[str, Any]:
-        """A prompt is counted once, however many texts follow it."""
         each = self.asks[0].count
         reused = sum(end.reused_tokens for end in self.ends if end.index % each == 0)
         return describe_usage(self.prompt_tokens, self.tokens, reused, 0)

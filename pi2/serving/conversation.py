@@ -50,7 +50,6 @@ class Conversation:
 
     @property
     def is_open(self) -> bool:
-        """Whether the answer continues the last message."""
         last = self.messages[-1] if self.messages else {}
         can = last.get("role") == "assistant" and not last.get("tool_calls")
         if self.continues and not can:
@@ -60,7 +59,6 @@ class Conversation:
 
     @property
     def may_reason(self) -> bool:
-        """Whether the client asks for reasoning."""
         return self.variables.get("enable_thinking") is True
 
 
@@ -112,7 +110,6 @@ def read_format(
 
 
 def set_effort(variables: dict[str, Any], effort: str | None) -> None:
-    """Tell templates how much the model should reason."""
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)
         variables.setdefault("enable_thinking", effort not in ("none", "minimal"))
@@ -143,7 +140,6 @@ def join_text(content: Any, *, param: str = "messages", kinds: Sequence[str] = (
 
 
 def read_arguments(arguments: Any) -> Any:
-    """Arguments of a call as an object, where they are one."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -153,13 +149,11 @@ def read_arguments(arguments: Any) -> Any:
 
 
 def read_object(arguments: str) -> dict[str, Any]:
-    """Arguments of a call as an object, which is empty where they are none."""
     found = read_arguments(arguments)
     return found if isinstance(found, dict) else {}
 
 
 def make_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call of an earlier answer, as templates read it."""
     return {
         "id": identity,
         "type": "function",
@@ -168,13 +162,11 @@ def make_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def list_calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Names and arguments of a message's calls."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     return [(str(item["name"]), item["arguments"]) for item in functions]
 
 
 def name_calls(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[dict[str, Any]]:
-    """The messages with ids of calls as the model writes them."""
     names: dict[str, str] = {}
     found = []
     for message in map(dict, messages):

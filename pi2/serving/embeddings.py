@@ -35,7 +35,6 @@ def _choose(service: Service, model: str | None) -> str:
 
 
 async def tokenize(request: Request, service: Service, body: TokenizeRequest) -> Response:
-    """Token ids of a prompt or of a conversation."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give one of 'prompt' and 'messages'.", param="prompt")
     async with use_model(request, service, _choose(service, body.model)) as (host, _):
@@ -52,7 +51,6 @@ async def tokenize(request: Request, service: Service, body: TokenizeRequest) ->
 
 
 async def detokenize(request: Request, service: Service, body: DetokenizeRequest) -> Response:
-    """The text of token ids, special ones included."""
     async with use_model(request, service, _choose(service, body.model)) as (host, _):
         vocab = host.model.plan.model.shape.vocab
         if any(token >= vocab for token in body.tokens):
@@ -67,7 +65,6 @@ DETOKENIZE = Operation("/detokenize", DetokenizeRequest, "The text of token ids.
 
 
 async def answer_embeddings(request: Request, service: Service, body: EmbeddingRequest) -> Response:
-    """The embedding of each text."""
     async with use_model(request, service, body.model) as (host, limits):
         prompts = list_prompts(host, body.input, whole=True)
         found = await embed(

@@ -62,11 +62,9 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
     def describe(self, form: Form) -> dict[str, Any]:
-        """The body of the answer."""
         if form == "ollama":
             return {"error": self.message}
         if form == "anthropic":
@@ -122,7 +120,6 @@ def explain_invalid(error: ValidationError) -> ApiError:
 
 
 def _is_branch(part: str | int) -> bool:
-    """Whether a part of a place names one of several types that a value may have, no key."""
     return isinstance(part, str) and ("-" in part or "[" in part)
 
 
@@ -151,7 +148,6 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def dump_json(value: Any) -> bytes:
-    """JSON on a line, in UTF-8."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
         "utf-8", "replace"
     )
@@ -164,7 +160,6 @@ def write_event(value: Any, name: str | None = None) -> bytes:
 
 
 def write_typed_events(events: Sequence[Mapping[str, Any]]) -> bytes:
-    """Events that name their types, as Anthropic's are and those of responses."""
     return b"".join(write_event(event, event["type"]) for event in events)
 
 

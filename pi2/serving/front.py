@@ -198,7 +198,6 @@ class _Passed:
             self._last = message
 
     async def end(self) -> None:
-        """Pass on what was held back."""
         assert self._last is not None
         await self._begin()
         await self._send(self._last)

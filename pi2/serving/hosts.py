@@ -166,18 +166,15 @@ class Host:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the model is in memory."""
         return self._model is not None
 
     @property
     def model(self) -> LoadedModel:
-        """The model, which somebody has loaded."""
         assert self._model is not None, "it is not loaded"
         return self._model
 
     @property
     def driver(self) -> Driver:
-        """What computes."""
         assert self._driver is not None, "it is not loaded"
         return self._driver
 
@@ -220,7 +217,6 @@ class Host:
         get_logger().info("model given back", model=self.plan.name)
 
     def read_plan(self) -> ResolvedPlan:
-        """The plan, which need not be loaded."""
         if self._model is not None:
             return self._model.plan
         if self._resolved is None:
@@ -307,7 +303,6 @@ class Hosts:
 
     @property
     def used_bytes(self) -> int:
-        """Budgets of the models in memory, added up."""
         return sum(host.plan.budget_bytes for host in self._list_loaded())
 
     def join(self, name: str, *, waiting: int) -> Turn:
@@ -349,7 +344,6 @@ class Hosts:
         return turn
 
     def leave(self, turn: Turn) -> None:
-        """End a use, or give the place in line up."""
         if turn in self._line:
             self._remove(turn)
         elif turn.ready.done() and not turn.ready.cancelled() and turn.ready.exception() is None:

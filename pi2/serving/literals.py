@@ -45,7 +45,6 @@ def load_json(text: str) -> Any:
 
 
 def dump_json_text(value: Any) -> str:
-    """JSON as models and templates write it."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -133,7 +132,6 @@ def list_types(root: Schema, schema: Any, depth: int = _DEPTH) -> list[str]:
 
 
 def name_type(value: Any) -> str:
-    """The name that JSON schemas have for a value's type."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     return "null" if value is None else names.get(type(value), "object")
 
@@ -399,7 +397,6 @@ class Literals:
 
 
 def write_literal(value: Any) -> str:
-    """A value as Python writes it, its texts in double quotes."""
     if isinstance(value, dict):
         items = (f"{write_literal(key)}: {write_literal(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"

@@ -153,7 +153,6 @@ def read_messages(body: CountRequest) -> list[dict[str, Any]]:
 
 
 def read_conversation(body: CountRequest) -> Conversation:
-    """The conversation that a body states."""
     choices: Mapping[str, ToolChoice] = {"any": "required", "none": "none"}
     choice, config = body.tool_choice, body.output_config
     variables: dict[str, Any] = {}
@@ -187,14 +186,12 @@ def read_conversation(body: CountRequest) -> Conversation:
 
 
 async def count_tokens(request: Request, service: Service, body: CountRequest) -> Response:
-    """Count the tokens of a conversation."""
     async with use_model(request, service, body.model) as (host, _):
         ask = await prepare_chat(host, read_conversation(body), {})
         return JsonResponse({"input_tokens": len(ask.prompt_ids)})
 
 
 async def prepare(host: Host, body: MessagesRequest, client: str) -> Writer:
-    """What is to be asked for a conversation."""
     stated = describe_ask(host, body, client, body.max_tokens)
     stated["stop"] = body.stop_sequences or ()
     ask = await prepare_chat(host, read_conversation(body), stated)
@@ -239,7 +236,6 @@ class _MessageWriter(Writer):
         """What the open block is."""
 
     def write_whole(self, found: Sequence[Collected]) -> dict[str, Any]:
-        """The answer, complete."""
         (one,) = found
         content: list[dict[str, Any]] = []
         if one.reasoning:
@@ -273,11 +269,9 @@ class _MessageWriter(Writer):
         )
 
     def write_ping(self) -> bytes:
-        """An event of its own."""
         return write_typed_events([{"type": "ping"}])
 
     def write_event(self, event: Delta | Finished) -> bytes:
-        """The events that something makes."""
         found: list[dict[str, Any]] = []
         if isinstance(event, Finished):
             if self._block < 0:

@@ -64,7 +64,6 @@ class Metrics:
     def note_end(
         self, model: str, reason: str, result: SequenceResult, whole_s: float, ticket: Ticket
     ) -> None:
-        """A sequence has ended by itself."""
         count = len(result.token_ids)
         self._ended.labels(model, reason).inc()
         self._generated.labels(model).inc(count)
@@ -74,16 +73,13 @@ class Metrics:
             self._each.labels(model).observe(result.decode_s / (count - 1))
 
     def note_abort(self, model: str) -> None:
-        """Somebody gave a sequence up."""
         self._ended.labels(model, "abort").inc()
 
     def note_error(self, model: str, error: Exception) -> None:
-        """A sequence has failed."""
         self._failed.labels(model).inc()
         get_logger().error("a generation failed", model=model, reason=str(error))
 
     def write(self) -> bytes:
-        """All numbers, as Prometheus reads them."""
         if not self._replica:
             return generate_latest(self._registry)
         labelled = CollectorRegistry()
@@ -109,7 +105,6 @@ class _ModelCollector(Collector):
         self._hosts = hosts
 
     def collect(self) -> Iterator[Metric]:
-        """Give the numbers of the models in memory."""
         models = [
             (host.plan.name, host.model, host.model.scheduler)
             for host in self._hosts

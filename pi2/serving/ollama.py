@@ -46,7 +46,6 @@ class ModelRequest(Tolerant):
 
 
 def write_time(seconds: float) -> str:
-    """Seconds since 1970 as Ollama writes times."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -94,13 +93,11 @@ async def show_model(request: Request, service: Service, body: ModelRequest) -> 
 
 
 async def list_tags(request: Request, service: Service) -> Response:
-    """The served plans, as Ollama lists models."""
     hosts = list(service.hosts.hosts.values())
     return JsonResponse({"models": await asyncio.to_thread(_describe_all, hosts)})
 
 
 async def list_running(request: Request, service: Service) -> Response:
-    """The models in memory."""
     hosts = [host for host in service.hosts.hosts.values() if host.is_loaded]
     found = await asyncio.to_thread(_describe_all, hosts)
     for host, told in zip(hosts, found, strict=True):
@@ -114,7 +111,6 @@ async def list_running(request: Request, service: Service) -> Response:
 
 
 async def show_version(request: Request, service: Service) -> Response:
-    """The interface's version."""
     return JsonResponse({"version": VERSION})
 
 
@@ -293,7 +289,6 @@ async def _ask_conversation(
 
 
 async def prepare_talk(host: Host, body: ChatRequest, client: str) -> Writer:
-    """What is to be asked for a chat."""
     if not body.messages:
         return _OllamaWriter(host, body, [])
     messages = [_read_message(message) for message in body.messages]
@@ -336,7 +331,6 @@ class _OllamaWriter(Writer):
         self._start = time.perf_counter_ns()
 
     def write_whole(self, found: Sequence[Collected]) -> dict[str, Any]:
-        """The answer, complete."""
         one = found[0] if found else Collected()
         return {**self._write(one), **self._describe_end(one.end)}
 
@@ -345,7 +339,6 @@ class _OllamaWriter(Writer):
         return dump_json({**self._write(Collected()), "done": False}) + b"\n"
 
     def write_event(self, event: Delta | Finished) -> bytes:
-        """What has come, on a line."""
         piece = Collected()
         if isinstance(event, Finished):
             return dump_json({**self._write(piece), **self._describe_end(event)}) + b"\n"
@@ -388,7 +381,6 @@ class _OllamaWriter(Writer):
 
 
 async def answer_embed(request: Request, service: Service, body: EmbedRequest) -> Response:
-    """The embedding of each text."""
     start = time.perf_counter_ns()
     texts = [body.input] if isinstance(body.input, str) else body.input
     async with use_model(request, service, body.model) as (host, limits):
@@ -409,7 +401,6 @@ async def answer_embed(request: Request, service: Service, body: EmbedRequest) -
 
 
 async def answer_old_embed(request: Request, service: Service, body: OldEmbedRequest) -> Response:
-    """The embedding of a text."""
     async with use_model(request, service, body.model) as (host, limits):
         prompts = list_prompts(host, body.prompt, whole=True) if body.prompt else []
         found = await embed(request, host, limits, prompts)

@@ -44,7 +44,6 @@ class Replica:
         await self._application.state.hosts.start()
 
     async def answer(self, call: Mapping[str, Any], body: bytes) -> AsyncGenerator[Message, None]:
-        """The ASGI messages of an answer, and what the access log tells of it."""
         scope: dict[str, Any] = {**call, "state": {}}
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -192,7 +191,6 @@ class RayReplicas:
                 answer.cancel()
 
     async def stop(self) -> None:
-        """End the replicas, and Ray where this process has started it."""
         await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:

@@ -54,12 +54,10 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body."""
         return content if isinstance(content, bytes) else dump_json(content)
 
 
 def make_id(prefix: str) -> str:
-    """A new identity."""
     return f"{prefix}{secrets.token_hex(12)}"
 
 
@@ -191,18 +189,13 @@ def describe_ask(host: Host, body: BaseModel, client: str, most: int | None) -> 
     """What an `Ask` has of every interface; ``most``: tokens that the body lets an answer have."""
     return {
         "client": client,
-        "max_tokens": limit_tokens(most),
+        "max_tokens": (None if most is None or most < 0 else most),
         "sampling": choose_sampling(body, host.model.plan.model.shape.vocab),
     }
 
 
 _LEAST_TOP_P = 1e-9
 """Keeps the likeliest token alone, which is what 0 asks for."""
-
-
-def limit_tokens(given: int | None) -> int | None:
-    """The most tokens of an answer; None for as many as there is room for, which -1 asks for."""
-    return None if given is None or given < 0 else given
 
 
 def list_stops(stop: str | Sequence[str] | None) -> list[str]:
@@ -251,7 +244,6 @@ class Operation(Generic[Parsed]):
     """What OpenTelemetry calls it, if it asks a model."""
 
     async def __call__(self, request: Request, service: Service) -> Response:
-        """Answer a request."""
         body = await parse_body(request, service, self.body)
         return await self.answer(request, service, body)
 
@@ -269,12 +261,10 @@ class Writer:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(len(ask.prompt_ids) for ask in self.asks)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the sequences that have ended."""
         return sum(end.tokens for end in self.ends)
 
     def write_whole(self, found: Sequence[Collected]) -> dict[str, Any]:
@@ -282,11 +272,9 @@ class Writer:
         raise NotImplementedError
 
     def write_start(self) -> bytes:
-        """What a stream begins with, while the prompt is read."""
         return b""
 
     def write_ping(self) -> bytes:
-        """What says that the answer will go on."""
         return PING
 
     def write_event(self, event: Delta | Finished) -> bytes:
@@ -294,11 +282,9 @@ class Writer:
         raise NotImplementedError
 
     def write_end(self) -> bytes:
-        """What a stream ends with."""
         return b""
 
     def count(self) -> int:
-        """The number of the next event, where events are numbered."""
         return 0
 
 

@@ -73,7 +73,6 @@ class ResponsesRequest(Body):
 
 
 def read_items(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The conversation's messages, as templates read them."""
     found: list[dict[str, Any]] = []
     if body.instructions:
         found.append({"role": "system", "content": body.instructions})
@@ -117,7 +116,6 @@ def read_items(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def read_conversation(body: ResponsesRequest) -> Conversation:
-    """The conversation that a body states."""
     if "message.output_text.logprobs" in (body.include or ()):
         message = "Log probabilities are given by chats and completions, not by responses."
         raise ApiError(400, message, param="include", code="unsupported_parameter")
@@ -134,7 +132,6 @@ def read_conversation(body: ResponsesRequest) -> Conversation:
 
 
 async def prepare(host: Host, body: ResponsesRequest, client: str) -> Writer:
-    """What is to be asked for a conversation."""
     stated = describe_ask(host, body, client, body.max_output_tokens)
     ask = await prepare_chat(host, read_conversation(body), stated)
     return _ResponseWriter(host, body, ask)
@@ -184,12 +181,10 @@ class _ResponseWriter(Writer):
         }
 
     def count(self) -> int:
-        """The number of the next event."""
         self._number += 1
         return self._number
 
     def write_whole(self, found: Sequence[Collected]) -> dict[str, Any]:
-        """The answer, complete."""
         (one,) = found
         if one.reasoning:
             self._output.append(_make_reasoning(one.reasoning))
@@ -232,7 +227,6 @@ class _ResponseWriter(Writer):
         return write_typed_events(found)
 
     def write_event(self, event: Delta | Finished) -> bytes:
-        """The events that something makes."""
         return write_typed_events(self._write_events(event))
 
     def _write_events(self, event: Delta | Finished) -> list[dict[str, Any]]:

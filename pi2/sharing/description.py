@@ -42,7 +42,6 @@ class Row:
 
 
 def search_profiles(words: Sequence[str]) -> list[Row]:
-    """Devices whose name or description has every word."""
     rows = [_describe(name, path) for name, path in list_shipped("device").items()]
     return [row for row in rows if all(_has_word(row, word) for word in words)]
 
@@ -244,7 +243,6 @@ def run_git(clone: Path, *arguments: str) -> str:
 
 
 def describe_profile(project: Project, profile: str) -> dict[str, Any]:
-    """Everything there is to say of a locked reference, a name, or a file of this machine."""
     path, reference, origin = _find(project, profile)
     folder = path.parent if reference is None else project.folder
     resolver = LockedReferences(folder, settings=project.settings)
@@ -301,7 +299,6 @@ def _find(project: Project, profile: str) -> tuple[Path, str | None, dict[str, A
 
 
 def write_description(found: dict[str, Any]) -> str:
-    """The description for people."""
     lines = [f"{found['profile']}: {found['name'] or '(no name)'}"]
     if found["description"]:
         lines.append(found["description"])

@@ -120,7 +120,6 @@ def _refuse_time(url: str, timeout_s: float) -> NoReturn:
 
 
 def hash_bytes(data: bytes) -> str:
-    """SHA-256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -179,7 +178,6 @@ class Cache:
     folder: Path
 
     def find_path(self, sha256: str, name: str) -> Path:
-        """Path of the file in the cache, whether it exists or not."""
         assert len(sha256) == 64 and "/" not in name, (sha256, name)
         return self.folder / "blobs" / sha256 / name
 
@@ -265,7 +263,6 @@ class Place:
 
     @property
     def is_git(self) -> bool:
-        """Whether it is a file of a repository."""
         return bool(self.path)
 
     @property
@@ -275,7 +272,6 @@ class Place:
 
     @property
     def file_name(self) -> str:
-        """Name of the document's file."""
         return (self.path or unquote(urlsplit(self.url).path)).rpartition("/")[2]
 
 

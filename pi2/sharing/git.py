@@ -150,7 +150,6 @@ class _Repository:
         return done.stdout
 
     def start(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-        """Run git to its end, or to the end of the time that the whole fetch has."""
         left_s = max(0.1, self.deadline_s - time.monotonic())
         settings = [part for item in _CONFIGURATION for part in ("-c", item)]
         command = [self.program, *settings, "--literal-pathspecs", *arguments]

@@ -66,7 +66,6 @@ class Source(Table):
 
     @property
     def file_name(self) -> str:
-        """Name of the document's file."""
         return (self.path or self.url.removeprefix("file:")).rpartition("/")[2]
 
 
@@ -84,7 +83,6 @@ class Lock:
 
     @property
     def folder(self) -> Path:
-        """Folder that its relative paths begin at."""
         return self.path.parent
 
     def find(self, reference: str) -> Source | None:

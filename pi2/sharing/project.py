@@ -63,7 +63,6 @@ class Project:
 
     @property
     def cache(self) -> Cache:
-        """The user's cache."""
         return Cache(self.settings.cache)
 
     @property

@@ -64,7 +64,6 @@ class Reference:
 
     @property
     def is_git(self) -> bool:
-        """Whether it is a file of a repository."""
         return self.scheme in ("gh", "git+https", "git+http", "git+file")
 
     @property
@@ -79,7 +78,6 @@ class Reference:
 
     @property
     def file_name(self) -> str:
-        """Name of the document's file."""
         path = self.path or urlsplit(self.url).path if self.scheme != "file" else self.url
         return path.rpartition("/")[2]
 

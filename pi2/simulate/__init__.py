@@ -42,13 +42,11 @@ class SimulationResult:
 
     @property
     def tokens_s(self) -> float:
-        """Tokens generated per second, in all sequences."""
         batch = self.inputs.settings.batch
         return batch * len(self.decode.token_s) / float(self.decode.token_s.sum())
 
     @property
     def mean_s(self) -> float:
-        """Mean time of a token."""
         return float(self.decode.token_s.mean())
 
     def find_percentile_s(self, percent: float) -> float:
@@ -62,13 +60,11 @@ class SimulationResult:
 
     @property
     def miss_rate(self) -> float:
-        """Part of the active neurons that had to be read."""
         active = float(self.decode.active_neurons.sum())
         return float(self.decode.missing_neurons.sum()) / active if active else 0.0
 
     @property
     def energy(self) -> Energy | None:
-        """Energy of a token, where the device states powers."""
         return _estimate_energy(self.inputs, self.decode)
 
     @property
@@ -78,7 +74,6 @@ class SimulationResult:
         return cost_description(self.inputs)
 
     def describe(self) -> dict[str, Any]:
-        """The whole result as one JSON object."""
         run, prefill, energy = self.decode, self.prefill, self.energy
         tokens = len(run.token_s)
         active = run.active_neurons + (run.active_neurons == 0)
@@ -130,7 +125,6 @@ class SimulationResult:
         }
 
     def summarise(self) -> str:
-        """A summary for people, in a few lines."""
         from pi2.plan.documents.quantities import approximate_bytes, approximate_share
 
         run, decode = self.describe()["decode"], self.decode

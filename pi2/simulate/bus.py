@@ -72,7 +72,6 @@ class Bus:
         return self._start(_Job(unit, seconds, share, bytes_s, self.env.event()))
 
     def read(self, seconds: float, size_bytes: float) -> simpy.Event:
-        """Start a read from flash."""
         self.meter.read_bytes += size_bytes
         return self._start(_Job("flash", seconds, 1.0, 0.0, self.env.event()))
 
@@ -148,7 +147,6 @@ class PrefillRun:
 
     @property
     def tokens_s(self) -> float:
-        """Tokens per second."""
         return self.tokens / self.duration_s
 
 

@@ -76,7 +76,6 @@ def simulate_decode(
 
 
 def time_before(simulation: LayerSimulation, positions: F64) -> F64:
-    """Seconds of a layer before its FFN's neurons, for each position."""
     terms = simulation.terms
     added = positions - simulation.plan.settings.position
     return terms.before_s + added * terms.position_s
@@ -117,7 +116,6 @@ def draw_work(
     shifts: F64,
     random: np.random.Generator,
 ) -> TokenWork:
-    """Draw the work of the layers of one kind."""
     settings, activity = simulation.plan.settings, kind.activity
     possible = activity.neurons * activity.chosen
     every = np.full((len(shifts), kind.count), possible)
@@ -255,7 +253,6 @@ def _find_cells(counts: F64, most: float) -> tuple[I64, F64]:
 def trace_decode(
     description: Description, *, prompt_tokens: int, tokens: int, seed: int
 ) -> Recorder:
-    """Simulate a few tokens layer after layer, and record what every lane does."""
     random = np.random.default_rng(seed)
     shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
     recorder = Recorder()

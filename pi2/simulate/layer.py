@@ -335,7 +335,6 @@ class LayerSimulation:
         self._known: dict[LayerWork, LayerTimes] = {}
 
     def run(self, work: LayerWork, recorder: Recorder | None = None) -> LayerTimes:
-        """Simulate one layer's FFN from the end of its attention to its sum."""
         if recorder is None and work in self._known:
             return self._known[work]
         env = simpy.Environment()
@@ -356,12 +355,10 @@ class LayerSimulation:
 
     @property
     def streams(self) -> bool:
-        """Whether attention is played with the layer."""
         return self.plan.settings.stream is not None and self.plan.streamed >= 1.0
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether reads begin before the FFN that they are for."""
         return self.plan.settings.look_ahead != "none"
 
     def run_ahead(self, work: LayerWork) -> LayerTimes:

@@ -5,7 +5,6 @@ import sys
 
 
 def main():  # type: ignore[no-untyped-def] # older Pythons read this, too
-    """Say what is missing, or begin."""
     if sys.version_info < (3, 11):  # noqa: UP036 - what it is for
         sys.stderr.write("error[P670]: Python 3.11 or newer is needed\n")
         return 2

@@ -36,7 +36,6 @@ Words = ctypes.Array[ctypes.c_int64]
 
 
 def find_obstacles() -> list[str]:
-    """Return what keeps compiled functions from being called here."""
     return []
 
 
@@ -97,7 +96,6 @@ class CompiledFunctions:
 
 
 def _describe_type(dtype: npt.DTypeLike) -> int:
-    """The word of a DLTensor that has its number of dimensions, 1, and its type."""
     found = np.dtype(dtype)
     packed = struct.pack("<iBBH", 1, _CODES[found.kind], 8 * found.itemsize, 1)
     return int(struct.unpack("<q", packed)[0])

@@ -26,22 +26,16 @@ class Spec(Protocol):
 
 
 def describe_spec(spec: Spec) -> dict[str, Any]:
-    """What a library is found by."""
     values = json.loads(spec.to_json())
     kept = {name: value for name, value in values.items() if name not in _OF_THE_MACHINE}
     return {"program": spec.program, **kept}
-
-
-def find_bundle() -> Path:
-    """The folder of the bundle that this module is a part of."""
-    return Path(__file__).resolve().parents[5]
 
 
 def load_or_compile(spec: Spec, progress: Progress, compiler: object = None) -> Path:
     """Return the library of ``spec``, whatever would compile it; UserError P674 if the bundle was
     built for another one."""
     del progress, compiler
-    folder, wanted = find_bundle(), describe_spec(spec)
+    folder, wanted = Path(__file__).resolve().parents[5], describe_spec(spec)
     for entry in json.loads((folder / INDEX).read_text(encoding="utf-8")):
         if entry["spec"] == wanted:
             return folder / str(entry["file"])

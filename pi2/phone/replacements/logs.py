@@ -12,7 +12,6 @@ _chosen = [logging.WARNING]
 
 
 def configure_logging(verbosity: int = 0) -> None:
-    """Show warnings, with 1 also what happens, with 2 also every detail."""
     _chosen[0] = _LEVELS[min(max(verbosity, 0), len(_LEVELS) - 1)]
 
 
@@ -26,15 +25,12 @@ class _Logger:
             print(name, event, *words, file=sys.stderr)
 
     def debug(self, event: str, **facts: Any) -> None:
-        """Say a detail."""
         self._say(logging.DEBUG, "debug:", event, facts)
 
     def info(self, event: str, **facts: Any) -> None:
-        """Say what happens."""
         self._say(logging.INFO, "info:", event, facts)
 
     def warning(self, event: str, **facts: Any) -> None:
-        """Say what is not as it should be."""
         self._say(logging.WARNING, "warning:", event, facts)
 
 

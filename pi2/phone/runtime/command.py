@@ -26,7 +26,6 @@ CANNOT_RUN, BUG, INTERRUPTED = 2, 3, 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
     try:
         return run(make_parser().parse_args(arguments))
     except UserError as error:
@@ -48,7 +47,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return what the command line takes."""
     parser = argparse.ArgumentParser(
         prog="pi2_phone", description="Generate text with the model of this bundle."
     )
@@ -135,7 +133,6 @@ def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
 
 
 def verify_store(resolved: ResolvedPlan) -> int:
-    """Compare the store's files with their hashes, too."""
     from pi2.store.files import hash_file
     from pi2.store.reader import NeuronStore
 
@@ -152,7 +149,6 @@ def verify_store(resolved: ResolvedPlan) -> int:
 
 
 def show_machine() -> int:
-    """Say what this machine is, as far as it tells."""
     from pi2.machine import detect_machine, list_allowed_cores
     from pi2.plan.documents.quantities import approximate_bytes
 
@@ -186,7 +182,6 @@ def probe(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
 
 
 def generate(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
-    """Generate text, as `pi2 run` does."""
     from pi2.engine.run_report import describe_run, summarise_run
     from pi2.orchestrator import build
     from pi2.progress import ignore_progress
@@ -252,7 +247,6 @@ def list_messages(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def print_diagnostics(diagnostics: Sequence[Diagnostic]) -> None:
-    """Show what the user should know on standard error."""
     for item in diagnostics:
         place = "" if item.span is None else f"{item.span.file}: "
         print(f"{place}{item.severity}[{item.code}]: {item.message}", file=sys.stderr)

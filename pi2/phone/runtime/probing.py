@@ -36,7 +36,9 @@ def write_toml(values: Mapping[str, Any]) -> str:
 def _write_table(path: tuple[str, ...], values: Mapping[str, Any]) -> Iterator[str]:
     tables: list[tuple[str, Any]] = []
     for key, value in values.items():
-        if isinstance(value, Mapping) or _is_list_of_tables(value):
+        if isinstance(value, Mapping) or (
+            isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+        ):
             tables.append((key, value))
         elif value is not None and value != []:
             yield f"{_write_key(key)} = {_write_value(value)}"
@@ -46,10 +48,6 @@ def _write_table(path: tuple[str, ...], values: Mapping[str, Any]) -> Iterator[s
             yield ""
             yield f"[[{name}]]" if isinstance(value, list) else f"[{name}]"
             yield from _write_table((*path, key), item)
-
-
-def _is_list_of_tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _write_key(key: str) -> str:
@@ -91,7 +89,6 @@ def list_recipes(resolved: ResolvedPlan) -> list[KernelRecipe]:
 
 
 def has_kernels(recipes: Sequence[KernelRecipe]) -> bool:
-    """Whether the bundle has what the recipes need."""
     try:
         for recipe in recipes:
             for spec in recipe.list_specs():
@@ -181,7 +178,6 @@ def _extend(found: dict[Key, list[float]], more: Mapping[Key, Sequence[float]]) 
 
 
 def measure_steady() -> list[float]:
-    """Seconds of equal pieces of work, on one core."""
     import numpy as np
 
     numbers: Any = np.ones(STEADY_BYTES // 8, np.uint64)

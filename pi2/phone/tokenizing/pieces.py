@@ -180,7 +180,6 @@ def _intersect(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 def _write(ranges: Ranges) -> str:
-    """The inside of a class for `re`."""
     if not ranges:
         raise Unsupported("a class of no characters")
     parts = []

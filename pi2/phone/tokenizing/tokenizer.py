@@ -167,7 +167,6 @@ class Pairs:
         self._known: dict[str, Sequence[int]] = {}
 
     def encode(self, word: str) -> Sequence[int]:
-        """Tokens of a word."""
         found = self._known.get(word)
         if found is None:
             found = self._merge(self._list_symbols(word))
@@ -239,7 +238,6 @@ class Likeliest:
         self._bytes = _list_byte_tokens(self.vocabulary) if rule.get("byte_fallback") else None
 
     def encode(self, word: str) -> Sequence[int]:
-        """Tokens of a word."""
         found: list[int] = []
         for piece in self._divide(word):
             token = self.vocabulary.get(piece)
@@ -328,7 +326,6 @@ class Tokenizer:
         return self._texts.get(token)
 
     def get_vocab_size(self) -> int:
-        """Number of tokens, added ones too."""
         return len(self._texts)
 
     def encode(self, text: str) -> list[int]:

@@ -37,7 +37,6 @@ class ValidationError(ValueError):
     """A value is not what its field says; the text says which."""
 
     def errors(self, **_options: bool) -> list[dict[str, Any]]:
-        """What is wrong, as pydantic lists it."""
         return [{"loc": (), "msg": str(self), "type": "value_error"}]
 
 
@@ -73,7 +72,6 @@ class FieldInfo:
     default: Any = _MISSING
 
     def is_required(self) -> bool:
-        """Whether there is no default."""
         return self.default is _MISSING
 
 
@@ -83,7 +81,6 @@ def Field(default: Any = _MISSING, **_options: Any) -> Any:
 
 
 def model_validator(*, mode: str) -> Callable[[Convert], Convert]:
-    """Mark a method that checks a model when it is read."""
     assert mode == "after", mode
 
     def mark(method: Convert) -> Convert:
@@ -130,7 +127,6 @@ class BaseModel:
 
     @classmethod
     def model_construct(cls, **values: Any) -> Self:
-        """A model of values that have their types."""
         made = cls.__new__(cls)
         for name, field in cls.model_fields.items():
             if name in values or not field.is_required():
@@ -164,7 +160,6 @@ class BaseModel:
         return cls.model_validate(json.loads(text))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
-        """The same with other values."""
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__, **(update or {}))
         made.__dict__["model_fields_set"] = self.__dict__["model_fields_set"] | set(update or {})
@@ -226,7 +221,6 @@ _converters: dict[type[BaseModel], dict[str, Convert]] = {}
 
 
 def _find_converters(model: type[BaseModel]) -> dict[str, Convert]:
-    """What makes a value of each field of what is written."""
     if model not in _converters:
         names = vars(sys.modules[model.__module__]) | {model.__name__: model}
         hints = get_type_hints(model, localns=names, include_extras=True)
@@ -287,7 +281,6 @@ def _choose(options: list[Convert], optional: bool, value: Any) -> Any:
 
 
 def _check_choice(choices: tuple[Any, ...], value: Any) -> Any:
-    """One of some literals.  Names of backends that the bundle does not have are none of them."""
     if not isinstance(value, tuple({type(item) for item in choices})):
         raise ValidationError(f"{value!r:.80} is none of {choices}")
     return value
