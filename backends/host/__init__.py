@@ -1,8 +1,5 @@
-"""Compiled loops of the machine that runs the engine: cache look-up, placing, read lists, reads.
-
-They are TensorIR in a library of its own, which depends on no model and no compute unit: one
-compilation per machine, for all plans.  `HostLoops` says what they do.
-"""
+"""Compiled loops of the host: cache look-up, placing, read lists, reads; compiled once a
+machine."""
 
 from __future__ import annotations
 
@@ -18,11 +15,6 @@ __all__ = ["CompiledLoops", "HostLoops", "load_host_loops"]
 
 
 def load_host_loops(progress: Progress, features: Set[str] = frozenset()) -> CompiledLoops:
-    """Return the host loops, compiled now unless they are cached.
-
-    ``features`` are those of this machine's processor.  ``progress`` is called with a label and the
-    share done while they are compiled.  UserError P650 without a linker, P651 where compiling
-    fails.
-    """
+    """The host loops for processor ``features``, compiled unless cached; UserError P650, P651."""
     spec = HostSpec(checks=choose_checks(features))
     return CompiledLoops(Library(load_or_compile(spec, progress)))

@@ -20,8 +20,7 @@ _NO_LIMITS = (0.0, 0.0, 0.0, 0.0)
 
 
 class CompiledLoops:
-    """One call of a kernel per method; none where there is nothing to do, since kernels refuse
-    the strides that numpy gives some empty arrays."""
+    """One kernel call per method; skipped for empty arrays, whose strides kernels refuse."""
 
     def __init__(self, library: Library) -> None:
         self._found: I32 = _align(np.zeros(FOUND, np.int32))

@@ -1,6 +1,4 @@
-"""io_uring without Python: what waits is handed over, completions are noted, and waited for, in one
-call.
-"""
+"""io_uring without Python: one call submits, notes completions and waits."""
 
 from __future__ import annotations
 

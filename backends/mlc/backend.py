@@ -1,5 +1,5 @@
-"""What `pi2.backends.protocol` asks of the backend for MLC-LLM: a GPU has the whole model, and text
-comes out of it, not logits.  The plan's ``store`` is a folder of MLC-LLM's."""
+"""MLC-LLM as a backend: a GPU has the whole model and gives text; the plan's ``store`` is its
+folder."""
 
 from __future__ import annotations
 

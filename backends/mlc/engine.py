@@ -47,10 +47,8 @@ class MlcEngine:
         chunk: int = 128,
         device: str = "auto",
     ) -> None:
-        """Load ``folder``, whose weights must be those of ``model``.
-
-        UserError P686 without mlc_llm, P688 where it fails, P689 for another model's folder.
-        """
+        """Load ``folder``; UserError P686 without mlc_llm, P688 if it fails, P689 for another
+        model."""
         check_folder(folder, model)
         self.load_s = -time.monotonic()
         self.finished: Finished | None = None
@@ -96,11 +94,8 @@ class MlcEngine:
         stop: Sequence[str] = (),
         seed: int | None = None,
     ) -> Iterator[str]:
-        """Yield the pieces of a text; afterwards ``finished`` says how it ended.
-
-        ``prompt`` is a text, or the messages of a conversation.  UserError P687 for sampling that
-        MLC-LLM's interface does not have, P688 where it fails.
-        """
+        """Yield pieces of a text, then set ``finished``; UserError P687 for unknown sampling,
+        P688."""
         check_sampling(sampling)
         given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
         options = {

@@ -49,8 +49,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
 
 
 def need_unit_memory(facts: UnitFacts) -> Need:
-    """Return the bytes of the neurons: as the store has them in main memory, without what lies
-    between them in memory of the unit's own; of a whole model, none."""
+    """Bytes of the neurons, without padding in memory of the unit's own; 0 of a whole model."""
     if facts.neurons is None:
         return Need(0, "nothing, it is a dry run")
     bundle, count = facts.resolved.bundle, sum(facts.neurons)

@@ -99,12 +99,8 @@ class NullModel:
 
 
 def compute_hotness(neurons: int, active: float, skew: float) -> F64:
-    """Chance [neurons] of firing, hottest first: mean ``active``, and the first ``skew`` of the
-    neurons make 80 % of all activations where no chance has to be cut at 1.
-
-    With p_i proportional to (i + 1)^-a the first share s makes about s^(1 - a) of the sum, so
-    a = 1 - log(0.8) / log(s).
-    """
+    """Firing chances [neurons], hottest first, with mean ``active``; ``skew`` makes 80 % of them:
+    (i + 1)^-a with a = 1 - log(0.8) / log(skew)."""
     exponent = 1 - np.log(0.8) / np.log(min(max(skew, 1e-3), 0.79))
     weights = np.arange(1, neurons + 1, dtype=np.float64) ** -exponent
     chances = np.minimum(weights / weights.mean() * active, 1.0)

@@ -204,10 +204,8 @@ def _is_keyed(items: Any) -> bool:
 
 
 def compare_plans(before: ResolvedPlan, after: ResolvedPlan) -> list[Change]:
-    """All values of plan, device and model that differ; layers are compared by themselves.
-
-    Of a device, a model and a store counts what they are, not how the plan says where they lie.
-    """
+    """Values of plan, device and model that differ, layers excepted; paths of documents do not
+    count."""
     same_store = os.path.realpath(before.store_path) == os.path.realpath(after.store_path)
     changes = [
         item
@@ -221,10 +219,8 @@ def compare_plans(before: ResolvedPlan, after: ResolvedPlan) -> list[Change]:
 
 
 def compare_layers(before: ResolvedPlan, after: ResolvedPlan) -> list[LayerChange]:
-    """Layers whose resolved settings differ, those that differ alike put together.
-
-    Where the models have different numbers of layers, those that both have.
-    """
+    """Layers whose resolved settings differ, grouped by equal difference, as far as both models
+    go."""
     pairs = list(enumerate(zip(before.layers, after.layers, strict=False)))
     strides = (before.bundle.stride, after.bundle.stride)
     changes = []

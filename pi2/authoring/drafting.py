@@ -28,8 +28,8 @@ def write_overlay(
     remarks: Sequence[str] = (),
     key: Literal["extends", "weights"] = "extends",
 ) -> str:
-    """Text of a plan that extends ``base``, or runs this file of weights; a value of None drops
-    what is inherited."""
+    """A plan that extends ``base`` or runs this file of weights; None removes an inherited
+    value."""
     lines = [f"# {remark}" for remark in remarks]
     value = base if key == "weights" else [base]
     lines += ["schema_version = 2", f"{key} = {write_value(value)}"]
@@ -89,10 +89,7 @@ class Wish:
 
 
 def draft_plan(wish: Wish, device: Device, model: Model) -> str:
-    """Text of a plan that states what is wished for; the rest is derived when it is read.
-
-    Raises `UserError` as `complete_plan`.
-    """
+    """A plan that states the wish and leaves the rest to be derived; raises as `complete_plan`."""
     values: dict[str, Any] = {
         "schema_version": 2,
         "name": wish.name,

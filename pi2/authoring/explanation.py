@@ -1,12 +1,5 @@
-"""Explaining one value of a document: what it is, where it comes from, what it costs.
-
-JSON Schemas of the three documents, for editors: draft 7, and of it what all editors know.
-
-No ``prefixItems``, no keyword beside ``$ref``, no null (TOML has none); every key has a title, a
-description (its docstring in the model) and examples.  A document that extends others may leave out
-anything but its version, also inside of tables, so only entries of arrays have required keys there;
-`pi2 validate` misses what is missing.
-"""
+"""Explains values of documents, and writes their JSON Schemas in the part of draft 7 that editors
+know."""
 
 from __future__ import annotations
 
@@ -179,8 +172,8 @@ class FieldDoc:
 
 
 def list_keys(root: type[BaseModel], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield the path of every key of a document, tables before what is in them; `EVERY_ITEM` stands
-    for entries of arrays, `EVERY_NAME` for names of the user's."""
+    """Paths of all keys, tables first; `EVERY_ITEM` stands for array entries, `EVERY_NAME` for
+    names."""
     table = find_type(root, path) if path else root
     assert isinstance(table, type) and issubclass(table, BaseModel), path
     for name in table.model_fields:
@@ -287,10 +280,8 @@ class Explanation:
 
 
 def parse_path(text: str) -> KeyPath:
-    """Take a key path apart: ``layers.overrides[0].hot``, ``layers.3.hot``, ``units."a.b"``.
-
-    ``layers.overrides[].hot`` and ``units.*.kind`` mean those of every item and of every name.
-    """
+    """Split ``layers.overrides[0].hot`` or ``units."a.b"``; ``[]`` and ``*`` mean every item or
+    name."""
     parts: list[str | int] = []
     position = 0
     while position < len(text):
@@ -346,12 +337,8 @@ def _find_document(kind: Kind, path: KeyPath) -> tuple[Kind, KeyPath] | None:
 
 
 def explain_values(report: Report, kind: Kind, text: str) -> list[Explanation]:
-    """Explain the value at ``text`` of a document that was checked as ``report``, or the values
-    where ``text`` means those of every item or name; what the key means where there are none.
-
-    In a plan, ``layers.3`` means the settings of the fourth layer, and ``device.…`` and ``model.…``
-    go on in those documents.  Raises `UserError` P019 where there is no such key.
-    """
+    """Explain the values at ``text``, or the key if there are none; UserError P019 for unknown
+    keys."""
     path = parse_path(text)
     found = _find_document(kind, path)
     assert found is not None

@@ -25,10 +25,7 @@ Comment = Callable[[KeyPath], str | None]
 
 
 def write_plan(resolved: ResolvedPlan, source: SourceFile | None = None) -> str:
-    """Write a plan that resolves to the same digest when it lies beside the original.
-
-    With ``source``, every value is followed by the place that it comes from.
-    """
+    """Write a plan with the same digest; with ``source`` each value is followed by its origin."""
     lines = [f"# digest sha256:{resolved.digest}"]
     lines += (f"# {line}" for line in _describe(resolved))
     needs: dict[KeyPath, str] = {
@@ -126,8 +123,7 @@ def write_tables(
     values: Mapping[str, Any],
     comment: Comment = lambda path: None,
 ) -> Iterator[str]:
-    """Lines of a document of the kind ``root``: the plain keys, then the tables below; tables with
-    free keys stay on one line.  ``comment`` gives the remark behind the value at a path."""
+    """Lines of a document: plain keys, then tables; ``comment`` gives the remark behind a value."""
     tables: dict[str, list[Mapping[str, Any]]] = {}
     for key, value in values.items():
         if path[:1] == ("blocks",):
@@ -227,8 +223,7 @@ def list_costs(resolved: ResolvedPlan, path: KeyPath) -> Iterator[Cost]:
 
 
 def _describe_units(resolved: ResolvedPlan, names: KeyPath) -> Iterator[Cost]:
-    """What dense units need of memory that is counted apart, or one of them; what the others need
-    is part of the segment ``hot``."""
+    """Memory needed by dense units; units in main memory are part of the segment ``hot``."""
     for name, need in count_unit_needs(resolved).items():
         segment = resolved.name_segment(name)
         if segment == "hot" and names[:1] != (name,):

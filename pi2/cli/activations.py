@@ -78,8 +78,8 @@ def replay_command(trace: Path, given: ReplayOptions) -> None:
 
 
 def count_slots(size: str, trace: RoutingTrace) -> int:
-    """Experts that a size has room for; UserError P552 for one that cannot be read, or that has no
-    room for one token's."""
+    """Experts that fit into ``size``; UserError P552 if it is invalid or below one token's
+    experts."""
     from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
 
     layers, chosen = trace.chosen.shape[1:]
@@ -250,8 +250,8 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
 
 
 def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
-    """Record routing and say how it repeats itself; UserError P664 if there is a recording that may
-    not be replaced, P666 if it cannot be written."""
+    """Record and describe routing; UserError P664 if a recording exists, P666 if it cannot be
+    written."""
     from pi2.measuring.routing import ROUTING, encode_trace, record_routing
 
     path = given.output / ROUTING

@@ -1,7 +1,5 @@
-"""The commands of ``pi2``: functions with the decorator `in_help`, imported when called.
-
-``pi2 --help`` finds the decorators in the texts of this folder's modules, and imports none of them.
-"""
+"""Commands of ``pi2``: functions with the decorator `in_help`, listed from their text, imported
+when run."""
 
 from __future__ import annotations
 
@@ -85,21 +83,19 @@ def discard_output() -> None:
 
 
 def write_text(text: str) -> None:
-    """Write generated text to standard output at once: as it is where that is a file or a pipe,
-    without characters that command a terminal where it is one."""
+    """Write generated text at once, without control characters if standard output is a terminal."""
     sys.stdout.write(show_controls(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def show_controls(text: str) -> str:
-    """The text without characters that command a terminal: a model may write what moves the cursor,
-    or puts something on the clipboard."""
+    """Text without control characters, which a model may write to command a terminal."""
     return "".join("\ufffd" if is_control(letter) else letter for letter in text)
 
 
 def is_control(letter: str) -> bool:
-    """Whether a terminal would obey it: C0 and C1 but for new lines and tabs, and what turns the
-    direction of writing."""
+    """Whether a terminal obeys it: C0 and C1 except new lines and tabs, and text direction
+    marks."""
     code = ord(letter)
     is_turning = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
     return (code < 32 and letter not in "\n\t") or 127 <= code < 160 or is_turning

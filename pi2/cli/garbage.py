@@ -8,13 +8,11 @@ _USUAL = gc.get_threshold()
 
 
 def put_off_collection() -> None:
-    """Hardly ever look, while a command begins: imports make many objects that stay, and looking
-    for garbage among them takes a tenth of the time."""
+    """Collect rarely while a command starts: imports make many lasting objects."""
     gc.set_threshold(100_000, 20, 20)
 
 
 def collect_as_usual() -> None:
-    """Look as often as Python does by itself from now on, but for what there is already: a command
-    that runs for days would keep whatever nobody needs any more."""
+    """Collect as Python usually does from now on, except for objects that exist already."""
     gc.freeze()
     gc.set_threshold(*_USUAL)

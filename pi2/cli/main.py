@@ -1,8 +1,5 @@
-"""The program ``pi2``: exit codes, and what is printed when something goes wrong.
-
-Exit codes: 0 fine, 1 findings, 2 cannot run (usage, unreadable file, this machine), 3 a bug of
-pi2, 130 interrupted, 141 nobody reads the output.
-"""
+"""The program ``pi2``.  Exit codes: 0 fine, 1 findings, 2 cannot run, 3 bug, 130 interrupted, 141
+broken pipe."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Names of plans, for all commands: `pi2 run demo` means the plan of that name, wherever it is.
-
-A name is a path, a pulled or converted model, a plan, device or model that comes with pi2, a
-checkpoint, or a model of the hub that was pulled.
-"""
+"""Resolves names of plans: paths, pulled or converted models, shipped documents, checkpoints."""
 
 from __future__ import annotations
 
@@ -55,13 +51,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def convert_once(path: Path, tokenizer: Path | None = None) -> Path:
-    """The plan of the model that the checkpoint at ``path`` becomes, with another ``tokenizer``
-    than its own: a file, or a folder that has one.
-
-    It is converted if it was not yet, or has changed since; a tokenizer that was given once counts
-    until another one is.  Raises `UserError` as `pi2.importing.convert.convert_checkpoint` does,
-    P026 if no plan fits this machine.
-    """
+    """The plan of a checkpoint, converted if it is new or changed; a given ``tokenizer`` stays in
+    use. UserError as `convert_checkpoint`, P026 if no plan fits this machine."""
     if tokenizer is not None:
         from pi2.importing.checkpoint import find_tokenizer
 
@@ -83,10 +74,8 @@ def convert_once(path: Path, tokenizer: Path | None = None) -> Path:
 
 
 def write_plan(folder: Path) -> None:
-    """Write the plan that the store ``folder`` lacks: there may be more memory now.
-
-    UserError P026, with the least that is needed, if there is not.
-    """
+    """Write the plan that the store ``folder`` lacks; UserError P026 if there is too little
+    memory."""
     from pi2.cli.convert import draft_plan_here
     from pi2.cli.options import read_model
     from pi2.pulled_models import PLAN
@@ -164,10 +153,7 @@ def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -
 
 
 def describe_titled(checkpoint: Checkpoint, title: str) -> Model:
-    """The document of a checkpoint's model, called ``title``: many do not say what they are called.
-
-    Raises `UserError` as `pi2.importing.new_model.describe_checkpoint` does.
-    """
+    """Describe a checkpoint's model under the name ``title``; raises as `describe_checkpoint`."""
     from pi2.importing.new_model import describe_checkpoint, make_id
 
     document = describe_checkpoint(checkpoint, make_id(title)).model
@@ -184,8 +170,8 @@ def make_model(
     origin: str,
     replace: bool,
 ) -> Path:
-    """Make the store ``output``, with a model ``document`` and a plan for this machine; returns the
-    plan's path, which may not exist."""
+    """Make the store ``output`` with model and plan; return the plan's path, which may not
+    exist."""
     from pi2.cli.convert import choose_precision, write_notes
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
@@ -221,8 +207,7 @@ def make_model(
 
 
 def find_precision(checkpoint: Checkpoint) -> str | None:
-    """The precision nearest to that of a GGUF file, whose user has chosen one already; None for
-    other checkpoints."""
+    """The precision nearest to a GGUF file's own; None for other checkpoints."""
     from math import prod
 
     from pi2.importing.gguf_checkpoint import GgufCheckpoint
@@ -242,21 +227,16 @@ HUB = "hf:"
 
 
 def find_plan_path(path: Path, *, has_files: bool = False) -> Path:
-    """The plan that ``path`` names; a checkpoint is converted, once: `convert_once`.
-
-    With ``has_files`` a GGUF file stands for the plan that runs it as it is, where that is
-    possible.
-
-    A store stands for the plan in it.  UserError P001 for a name that nothing has.
-    """
+    """The plan that ``path`` names; checkpoints are converted once, unless ``has_files`` and the
+    GGUF file runs as it is. UserError P001 for an unknown name."""
     return _find(path, ("plan",), has_files)
 
 
 def find_retokenized(
     path: Path, tokenizer: Path | None, *, has_files: bool = False
 ) -> tuple[Path, dict[str, object]]:
-    """The plan that ``path`` names, with another ``tokenizer`` if one is given, and the values that
-    this takes; click's UsageError for a plan that is no checkpoint."""
+    """The named plan with ``tokenizer``, and the overrides it needs; UsageError if it is no
+    checkpoint."""
     if tokenizer is None:
         return find_plan_path(path, has_files=has_files), {}
     if not is_checkpoint(path):

@@ -112,8 +112,7 @@ def _list_settings() -> Iterator[str]:
 
 
 def check_output(path: Path, kind: Kind | None, force: bool) -> str:
-    """The name of the document that is to be written to ``path``; UserError P009 for another
-    suffix than the kind's, P027 for a file that exists."""
+    """Name of the document to write; UserError P009 for a wrong suffix, P027 if the file exists."""
     suffix = "" if kind is None else f".{kind}.toml"
     name = path.name.removesuffix(suffix)
     if not path.name.endswith(suffix) or not name:
@@ -226,19 +225,14 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 def option(*names: str, **settings: Any) -> Any:
-    """A field of a dataclass of options that needs more than a default.
-
-    ``names`` are the option's, if they are not the field's.  ``settings`` are click's.
-    """
+    """A field of an options dataclass with click's ``settings``, and ``names`` if they are not the
+    field's."""
     return field(metadata={"names": names, "settings": settings})
 
 
 def take_options(kind: type[Options]) -> Callable[[Command], Command]:
-    """Give a command options, a field of the dataclass ``kind`` each, as the argument ``given``.
-
-    A field's type says what its option takes: a flag for bool, choices for Literal, any number of
-    values for a tuple.  The string below it is the help.
-    """
+    """Give a command the options of dataclass ``kind`` as ``given``: bool is a flag, Literal a
+    choice, a tuple repeatable; the string below a field is its help."""
     stated = dict(_make_options(kind))
 
     def add(command: Command) -> Command:
@@ -463,9 +457,8 @@ def parse_changes(
 def take_plan(
     *, fitted: bool = True, locked: bool = False, tokenizer: bool = False, has_files: bool = False
 ) -> Callable[[Command], Command]:
-    """Give a command the argument PLAN and the option ``--set`` as one `ChosenPlan`; ``fitted``
-    adds ``--memory``, ``locked`` adds ``--locked``, ``tokenizer`` adds ``--tokenizer``;
-    ``has_files``: GGUF files are not converted for it."""
+    """Give a command PLAN and ``--set`` as a `ChosenPlan`; flags add ``--memory``, ``--locked`` and
+    ``--tokenizer``; ``has_files`` runs GGUF files as they are."""
     taken = {"memory": fitted, "settings": True, "locked": locked, "tokenizer": tokenizer}
     options = [
         click.argument("plan", type=click.Path(path_type=Path), shell_complete=suggest_plans),

@@ -85,9 +85,7 @@ def chat_command(plan: ChosenPlan, given: ChatOptions) -> None:
 
 
 def check_template(model: LoadedModel, plan: Path) -> None:
-    """Refuse a model without a chat template before anybody has written anything; UserError P609
-    names the command that continues texts, with ``plan`` as it was given, P608 if the template
-    fails."""
+    """Refuse a model without a working chat template: UserError P609 or P608."""
     try:
         model.render_chat([{"role": "user", "content": "."}])
     except UserError as error:
@@ -341,9 +339,8 @@ def run_server(
     port: int,
     renew: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Load the models and serve until somebody interrupts; SIGHUP calls ``renew``.
-
-    UserError P681 if the address cannot be had, or whatever loading raises."""
+    """Load the models and serve until interrupted; SIGHUP calls ``renew``. UserError P681 if the
+    address is taken."""
     import asyncio
     import socket
 
@@ -405,8 +402,8 @@ def list_plans(
     memory_bytes: int | None = None,
     tokenizer: Path | None = None,
 ) -> list[ServedPlan]:
-    """What is served; a plan that is alone, or has more, is fitted to ``memory_bytes``.  UserError
-    for a plan that is not sound or cannot be fitted, or a name that two have."""
+    """Plans to serve, fitted to ``memory_bytes`` if needed; UserError for unsound plans or equal
+    names."""
     from pi2.refit import read_plan
     from pi2.serving.hosts import ServedPlan
     from pi2.sharing.resolver import LockedReferences

@@ -202,8 +202,7 @@ def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
 
 
 def fit_context(prompt: int, tokens: int, context: int) -> int:
-    """Tokens that fit behind a prompt; UserError P601 where the prompt leaves no room, as in a
-    run."""
+    """Tokens that fit behind the prompt; UserError P601 if none do."""
     room = context - prompt
     if room < 1:
         raise UserError.of(

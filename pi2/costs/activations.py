@@ -44,11 +44,8 @@ _LEAST_CHANCE = 1e-12
 
 
 def find_read_chances(chances: F64, missing: F64, share: float) -> F64:
-    """Return the chance of each class [n] that a neuron that is named and missing is read.
-
-    ``chances`` [n]: that a neuron is named; ``missing`` [n]: part of a class that is missing when
-    it is named; ``share``: part of the mass of all named neurons that may be left out.
-    """
+    """Chance [n] of each class that a named, missing neuron is read, if ``share`` of the named
+    neurons' score mass may be left out; ``missing`` [n] is the absent part of a class."""
     if share <= 0.0:
         return np.ones_like(chances)
     chances = np.clip(chances, _LEAST_CHANCE, 1.0 - _LEAST_CHANCE)
@@ -74,10 +71,7 @@ def _find_means(chances: bytes) -> F64:
 
 
 def _compute_normal(values: F64) -> F64:
-    """The normal distribution function [n], absolute error below 1e-7.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17.
-    """
+    """Normal distribution function [n], error below 1e-7 (Abramowitz and Stegun, 26.2.17)."""
     size = np.abs(values)
     t = 1.0 / (1.0 + 0.2316419 * size)
     series = np.zeros_like(t)
@@ -119,10 +113,8 @@ class Hotness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitedHotness(Hotness):
-    """What several sequences activate together: a neuron counts where any of them uses it.
-
-    ``active`` is of the union, and of the experts that any of the sequences chooses.
-    """
+    """Activation of several sequences together; ``active`` is of the union of their experts'
+    neurons."""
 
     base: Hotness
     """Hotness for one sequence."""
@@ -156,12 +148,8 @@ def unite_chosen(chosen: float, batch: int) -> float:
 
 
 def draw_shifts(tokens: int, variation: float, random: np.random.Generator) -> F64:
-    """How much each token [tokens] moves all neurons' thresholds.
-
-    Most tokens are alike and a few are far off: of PowerInfer-2's times between tokens the 90th
-    percentile is 19 % above the median and the 99th 44 % (Table 5), where a normal law that has the
-    former gives 35 % for the latter, and this one 46 %.
-    """
+    """Shift [tokens] of each token's thresholds, drawn from a Laplace law: PowerInfer-2's times
+    between tokens (Table 5) have tails that a normal law misses."""
     drawn = random.laplace(scale=0.5**0.5, size=tokens)
     return np.asarray(np.clip(drawn, -MOST_SHIFT, MOST_SHIFT) * variation)
 
@@ -268,9 +256,7 @@ def draw_experts(
     random: np.random.Generator,
     always: float = 0.0,
 ) -> TokenDraws:
-    """Draw where the experts of a token are: ``shares`` of what it uses on the dense unit, among
-    the other hot ones, in the cache, and missing; ``used`` neurons in all, ``grain`` of each.
-    ``always`` of them compute every token, and are the last to be missing."""
+    """Draw the places of a token's experts: on the dense unit, hot, cached or missing."""
     fixed, left = [], always
     for share in shares:
         fixed.append(min(share, left))
@@ -290,8 +276,7 @@ def weigh_hot(hot_share: float) -> F64:
 
 @lru_cache(maxsize=1024)
 def _find_centre(active: float, spread: float) -> float:
-    """Mean of the neurons' means for which the classes' chances have the mean ``active``: because
-    the classes' tails are cut off, not quite that of the normal law."""
+    """Mean of the neurons' means at which the classes' chances average ``active``."""
     usual = _NORMAL.inv_cdf(active) * (1.0 + spread * spread) ** 0.5
     quantiles = spread * _list_quantiles(CLASSES)
     low, high = usual - 1.0, usual + 1.0
@@ -326,11 +311,8 @@ def compute_hit_chances(
     token_correlation: float,
     expert_correlation: float,
 ) -> F64:
-    """Chance per class [CLASSES] that an active cold neuron is in the cache.
-
-    ``cold_share``: capacity as a share of all neurons of the layer.  ``chosen``: chance of an
-    expert to compute a token, 1 without experts.
-    """
+    """Chance [CLASSES] that an active cold neuron is cached; ``chosen`` is the chance of an
+    expert."""
     cold = 1.0 - weigh_hot(hot_share)
     absent = float(cold.mean())
     if cold_share <= 0.0 or absent <= 0.0:
@@ -357,11 +339,8 @@ def compute_hit_chances(
 
 
 class _Chain:
-    """A neuron's uses, backwards in time from one of them.
-
-    States of a token further back, none of which used the neuron: the expert was idle since the
-    use (0), it ran without the neuron (1), it is idle but ran without the neuron later (2).
-    """
+    """Uses of a neuron, backwards in time.  States without a use: expert idle since (0), ran
+    without the neuron (1), idle but ran before (2)."""
 
     def __init__(
         self, chances: F64, chosen: float, token_correlation: float, expert_correlation: float
@@ -453,8 +432,8 @@ class CountedHotness(Hotness):
 
 
 def read_counts(store: Path, layers: int, neurons: int) -> F64 | None:
-    """Share of tokens that activate each neuron [layers, neurons], hottest first; None where the
-    store has no such file, or not for this model."""
+    """Share of tokens that activate each neuron [layers, neurons], hottest first; None if
+    unknown."""
     path = store / COUNTS_FILE
     if not path.is_file():
         return None
@@ -484,11 +463,7 @@ def _read_counts(path: Path, _changed: int, layers: int, neurons: int) -> F64 | 
 
 
 def _expect_counts(counts: F64) -> F64:
-    """What as many other tokens are expected to count for neurons with these counts [neurons].
-
-    Neurons that a sample never saw are used, too, and those that it saw once are used less: Good
-    and Turing's estimate, (c + 1) N(c + 1) / N(c), where N(c) neurons have the count c.
-    """
+    """Counts expected in as many other tokens, by Good and Turing: (c + 1) N(c + 1) / N(c)."""
     expected = counts.copy()
     sizes = np.bincount(counts.astype(np.int64), minlength=_RARE + 2)
     last = 0.0
@@ -501,12 +476,8 @@ def _expect_counts(counts: F64) -> F64:
 
 
 def make_counted(shares: F64, named: float) -> CountedHotness:
-    """The distribution of a layer whose neurons are active for ``shares`` [neurons] of the tokens
-    while the engine computes the share ``named`` of them.
-
-    A predictor names more than what is active: as if every neuron's threshold were lower by the
-    same amount, so that rare ones gain most.
-    """
+    """Hotness of a layer with measured ``shares`` [neurons]; a predictor that names more lowers all
+    thresholds by the same amount."""
     size = len(shares) // CLASSES
     classes = shares[: size * CLASSES].reshape(CLASSES, size).mean(axis=1)
     active = float(classes.mean())

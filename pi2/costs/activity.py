@@ -41,14 +41,12 @@ Policy = Literal["lfu", "lru"]
 
 _NORMAL = NormalDist()
 _CHURN = 0.5
-"""Part of a token's misses whose slots are lost to the neurons that stay: what is read takes a slot
-for about a token, whether or not it will be used again.  Counted with `NeuronCache`
-(tests/unit/test_planning_activity.py)."""
+"""Slots lost per missing neuron, which occupies one for about a token; counted with
+`NeuronCache`."""
 _MEMORY_TOKENS = 64.0 / log(2.0)
 """Tokens that the counts of ``lfu`` remember: their half-life is `pi2.memory.policy`'s."""
 ABSENT = 0.8
-"""Chance of a neuron near one that is missing not to be in the cache either.  Requests counted with
-`NeuronCache` ask for 0.55 to 0.95."""
+"""Chance that a missing neuron's neighbour is missing too; counts ask for 0.55 to 0.95."""
 _CROWDED = 0.3
 """Misses of a token over the cache's neurons from which ``lru`` may be the better policy."""
 _STEPS = 24
@@ -89,8 +87,7 @@ class LayerActivity:
     never: int = 0
     """Neurons that no token computes: they fill up layers that have fewer experts than others."""
     products: float | None = None
-    """Mean neurons that a step computes, once for every sequence that uses one; None for ``used``:
-    one sequence."""
+    """Mean neurons that a step of several sequences computes; None for ``used``."""
 
     @property
     def varied(self) -> int:
@@ -114,8 +111,7 @@ class LayerActivity:
         )
 
     def divide_room(self, hot: float, cold: float) -> tuple[float, float]:
-        """Shares of the neurons that vary which stay and which a cache holds, where ``hot`` and
-        ``cold`` are shares of the layer: what every token uses has its room first."""
+        """Shares of the varying neurons that stay and that the cache holds."""
         if self.varied == self.neurons:
             return hot, cold
         if self.varied == 0:
@@ -127,8 +123,7 @@ class LayerActivity:
     def count_missing(
         self, hot: float, cold: float, policy: Policy, leave_out: float = 0.0
     ) -> float:
-        """Mean neurons that a token reads, where the hottest ``hot`` stay and a cache holds
-        ``cold`` (shares of the layer's neurons), and ``leave_out`` of the scores are left out."""
+        """Mean neurons read per token; ``hot`` and ``cold`` are shares of the layer."""
         lost = max(self.always - (hot + cold) * self.neurons, 0.0)
         hot, cold = self.divide_room(hot, cold)
         if hot + cold >= 1.0:
@@ -137,18 +132,14 @@ class LayerActivity:
         return lost + self._count(hot, hits, self.find_read_chances(hot, hits, leave_out))
 
     def find_read_chances(self, hot: float, hits: F64, leave_out: float) -> F64:
-        """Chance of each class [CLASSES] that one of its neurons that is named and missing is read
-        where ``leave_out`` of the scores are left out; ``hits`` [CLASSES] are `find_hits`'s."""
+        """Chance [CLASSES] that a named, missing neuron is read if ``leave_out`` of the scores may
+        be left out."""
         missing = (1.0 - weigh_hot(hot)) * (1.0 - hits)
         return find_read_chances(self._chances, missing, leave_out)
 
     def find_hits(self, hot: float, cold: float, policy: Policy) -> F64:
-        """Chance of each class [CLASSES] that one of its neurons that is not hot is in the cache
-        when a token uses it; shares are of the neurons that vary (`divide_room`).
-
-        ``lru``: Che's approximation.  ``lfu``: the cache holds the neurons with the highest
-        counts of the last tokens, which chance decides, too; it is never worse than ``lru``.
-        """
+        """Chance [CLASSES] that a used cold neuron is cached; shares are of the varying neurons.
+        ``lru`` by Che's approximation; ``lfu`` keeps the highest counts and is never worse."""
         if hot + cold >= 1.0:
             return np.ones(CLASSES)
         if policy == "lru":
@@ -166,12 +157,8 @@ class LayerActivity:
         return float(chances.sum()) * self._class_uses
 
     def merge_reads(self, hot: float, cold: float, gap: int) -> MergedReads:
-        """What becomes one read where an expert's neurons lie together, by hotness, and up to
-        ``gap`` others between two missing ones are read with them.
-
-        A missing neuron begins a read if none of the ``gap`` + 1 before it is missing, too, which
-        are of its own class.
-        """
+        """Reads that neighbours of an expert share if gaps of up to ``gap`` neurons are read
+        across."""
         weights = self._chances * (1.0 - weigh_hot(min(sum(self.divide_room(hot, cold)), 1.0)))
         if not weights.any():
             return MergedReads()
@@ -187,9 +174,8 @@ class LayerActivity:
         )
 
     def _find_frequent(self, hot: float, cold: float) -> F64:
-        """A neuron that a token uses with the chance c has a count with the mean c m and the
-        variance c m / 2, m being the tokens that counts remember; it stays if that is above what
-        fills the cache."""
+        """A neuron with chance c has a count of mean c m and variance c m / 2 over m remembered
+        tokens."""
         absent = 1.0 - weigh_hot(hot)
         counts = self._chances * self.chosen * _MEMORY_TOKENS
         spread = np.sqrt(np.maximum(counts / 2.0, 1e-12))
@@ -248,8 +234,8 @@ def unite_activity(activity: LayerActivity, batch: int) -> LayerActivity:
 
 @lru_cache(maxsize=512)
 def average_chances(hotness: Hotness) -> F64:
-    """Mean chance of each class [CLASSES] over tokens, some of which use more neurons than others:
-    rare neurons gain by it, and they are the ones that are missing."""
+    """Mean chance [CLASSES] over tokens that use different numbers of neurons; rare neurons
+    gain."""
     if hotness.active >= 1.0:
         return np.ones(CLASSES)
     points, weights = weigh_shifts(25)
@@ -269,10 +255,8 @@ def describe_activity(
     *,
     batch: int = 1,
 ) -> tuple[tuple[LayerActivity, ...], str]:
-    """Activity of every layer in a step of ``batch`` sequences, and where it is known from.
-
-    ``store``: a neuron store's folder; its ``statistics.json`` counts where it has one.
-    """
+    """Activity of every layer for ``batch`` sequences, and its source; ``store`` may have
+    statistics."""
     found, source = _describe_single(model, mode, store, constants)
     # Layers that are alike stay the same object: they cost the same.
     united = {id(item): unite_activity(item, batch) for item in found}
@@ -326,8 +310,8 @@ def _describe_single(
 
 
 def _choose_experts(model: Model, layers: Sequence[LayerActivity]) -> tuple[LayerActivity, ...]:
-    """The layers with the part of their neurons that may compute a token.  Layers that are alike
-    stay the same object."""
+    """The layers with the share of neurons that may compute a token; equal layers stay one
+    object."""
     parts = [block.ffn.neurons / model.layer_neurons for block in model.blocks[: len(layers)]]
     keys = [(id(layer), part) for layer, part in zip(layers, parts, strict=True)]
     made = {
@@ -340,9 +324,7 @@ def _choose_experts(model: Model, layers: Sequence[LayerActivity]) -> tuple[Laye
 def describe_routing(
     model: Model, store: Path | None, constants: Constants
 ) -> tuple[tuple[LayerActivity, ...], str]:
-    """Whole experts, of which a text uses some much more often than others, and those of the last
-    token again; weights that were drawn at random have no such habits.  Shared experts, and the
-    FFNs of layers without a router, compute every token."""
+    """Popularity and repetition of experts; random weights have neither."""
     moe = model.moe
     assert moe is not None
     synthetic = store is not None and _is_synthetic(store)
@@ -395,8 +377,7 @@ def _is_synthetic(store: Path) -> bool:
 
 
 def find_statistics(model: Model, store: Path | None) -> Sequence[LayerStatistics] | None:
-    """Layers of the store's ``statistics.json``, else what the model's document says of them all,
-    where it says as much."""
+    """Layers of the store's ``statistics.json``, else of the model document."""
     found = None if store is None else read_statistics(store, model.shape.layers)
     if found is not None or model.sparsity is None or model.sparsity.gate_open is None:
         return found
@@ -446,11 +427,7 @@ def describe_target_activity(
 
 @lru_cache(maxsize=512)
 def make_hotness(active: float, skew: float, fires: float | None = None) -> Hotness:
-    """The distribution for a mean share of uses and the share that makes 80 % of them.
-
-    ``fires``: share of activations, where the skew is theirs.  Predictors name more neurons than
-    fire, as if all thresholds were lower by the same amount.
-    """
+    """Hotness from the mean share of uses and the share that makes 80 % of activations."""
     if active >= 1.0:
         return Hotness(active=1.0, spread=0.0)
     return Hotness(active=active, spread=find_spread(min(fires or active, active), skew))
@@ -508,11 +485,7 @@ def _average_statistics(found: Sequence[LayerStatistics]) -> LayerStatistics:
 
 
 def _read_model(model: Model, mode: PredictorMode, constants: Constants) -> tuple[float, float]:
-    """Share of the neurons that the engine computes, and how far their means are apart.
-
-    The spread is that of a kind of activation.  A given skew would not do for models of any share:
-    where more neurons are active than the hottest ones can make up for, the rest would never be.
-    """
+    """Share of neurons computed, and the spread of their means, by kind of activation."""
     active = constants.default_active if model.sparsity is None else model.sparsity.active
     spread = constants.smooth_spread if model.is_smooth else constants.default_spread
     if model.sparsity is not None and model.sparsity.skew is not None:

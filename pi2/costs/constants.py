@@ -113,12 +113,8 @@ class Flash:
         core: str | None = None,
         threads: int = 1,
     ) -> float:
-        """Rate of back-to-back reads of ``block_bytes`` within ``range_bytes`` of a file.  Smaller
-        blocks than any that is stated take a read's latency for as many as are under way, and no
-        longer than the smallest one.
-
-        Raises ``LookupError`` where the device has no figure of the pattern.
-        """
+        """Rate of reads of ``block_bytes`` within ``range_bytes`` of a file, interpolated on
+        logarithmic scales; LookupError if the device has no figure of the pattern."""
         points = [item for item in self.points if item.pattern == pattern]
         if not points:
             raise LookupError(pattern)

@@ -43,10 +43,8 @@ from pi2.plan.arithmetic.sizes import (
 
 
 def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
-    """Bytes that are resident after ``tokens`` of context: what the segments need, and the cache.
-
-    Of keys and values only what was used is, and of the rest what it lends to neurons.
-    """
+    """Resident bytes after ``tokens`` of context: needs of the segments, used KV cache, neuron
+    cache."""
     segments = resolved.plan.memory.segments
     needs = dict(find_needs(resolved).items())
     names = ("attention", "kv", "state", "predictor", "hot", "workspace")
@@ -68,8 +66,7 @@ def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
 
 
 def _count_untouched(resolved: ResolvedPlan) -> int:
-    """Bytes of the workspace that generating does not use: logits of more than one token of a
-    chunk, and staging where every neuron is resident."""
+    """Bytes of the workspace that generating does not touch."""
     plan, model = resolved.plan, resolved.model
     if resolved.has_whole_unit:
         return 0
@@ -127,8 +124,8 @@ class Cost:
 
     @property
     def spread_tokens_s(self) -> float:
-        """Tokens per second by which a run may differ from ``tokens_s``, by what measurements of
-        its steps differed; 0 where nobody measured them."""
+        """Standard uncertainty of ``tokens_s`` from the spread of measured steps; 0 if
+        unmeasured."""
         steps = {
             "project": sum(layer.attention_s for layer in self.layers),
             "predict": sum(layer.predict_s for layer in self.layers),
@@ -152,8 +149,8 @@ class Cost:
 
     @property
     def token_j(self) -> float | None:
-        """Joules of a generated token: the processor takes its power all the time, the other unit
-        adds its own while it computes."""
+        """Joules per token; the processor draws power all the time, the other unit while it
+        computes."""
         if self.power_w is None:
             return None
         dense_s = sum(layer.dense_s for layer in self.layers)
@@ -173,11 +170,8 @@ def cost_plan(
     position: int = POSITION,
     prompt: int = PROMPT,
 ) -> Cost:
-    """What a plan costs on its device: a token with ``position`` tokens of context before it, and
-    a prompt of ``prompt`` tokens.
-
-    Raises `UserError` P351 where the device lacks figures.
-    """
+    """Cost of a token after ``position`` tokens, and of a prompt; UserError P351 for missing
+    figures."""
     return cost_resolved(
         resolved, rates, store=resolved.store_path, position=position, prompt=prompt
     )
@@ -192,11 +186,7 @@ def cost_resolved(
     position: int = POSITION,
     prompt: int = PROMPT,
 ) -> Cost:
-    """Predict the cost of a plan that has no file yet.
-
-    ``store`` is the folder of its neuron store; ``activity`` is what `describe_activity` says of
-    it, where that is known already.
-    """
+    """Cost of a plan without a file; ``store`` and ``activity`` give measured statistics."""
     description = describe_plan(resolved, rates, store=store, activity=activity, position=position)
     return cost_description(description, prompt, memory_bytes=count_memory(resolved))
 

@@ -69,8 +69,8 @@ def cost_layer(
     cold: float,
     dense: float = 0.0,
 ) -> LayerCost:
-    """One layer of a token: ``hot`` of its neurons stay, a cache holds ``cold``, a dense unit
-    computes the hottest ``dense``."""
+    """Cost of a layer: ``hot`` neurons stay, the cache holds ``cold``, a dense unit computes
+    ``dense``."""
     terms = find_terms(rates, sizes, settings, activity, hot=hot, dense=dense)
     counts = _count_neurons(settings, activity, terms, hot=hot, cold=cold, dense=dense)
     kind = _Kind(sizes=sizes, settings=settings, activity=activity, hot=hot, cold=cold)
@@ -221,8 +221,8 @@ def _count_neurons(
 
 
 def run_beside(steps: Sequence[Work], terms: LayerTerms) -> float:
-    """Seconds of the processor's ``steps``, one after the other, while the dense unit does its
-    part; where both ask for more than main memory gives, both are slowed down."""
+    """Seconds of the processor's ``steps`` while the dense unit works; both slow if memory
+    saturates."""
     launch_s, dense = terms.launch_s, terms.dense
     if dense.seconds <= 0.0:
         return sum(step.seconds for step in steps)
@@ -243,11 +243,7 @@ def run_beside(steps: Sequence[Work], terms: LayerTerms) -> float:
 def _find_hidden(
     settings: Settings, terms: LayerTerms, compute_s: float, ready_s: float, last_s: float
 ) -> float:
-    """Seconds of reading during which the processor has something to do.
-
-    The last part of what is read is computed, in ``last_s``, when reading is over.  Looking ahead,
-    attention goes on meanwhile, or everything of a layer does, finding the next one's neurons, too.
-    """
+    """Seconds of reading hidden by computing; look-ahead also hides it behind attention."""
     match settings.look_ahead:
         case "none":
             return compute_s - last_s

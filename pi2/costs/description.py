@@ -43,8 +43,7 @@ from pi2.plan.documents.model import Model
 
 
 def list_dense_units(resolved: ResolvedPlan) -> list[str]:
-    """Units that compute neurons densely in steps of ``decode.batch`` sequences, as they come in
-    the layers."""
+    """Units that compute densely in steps of ``decode.batch`` sequences."""
     batch = resolved.plan.decode.batch
     return list(
         dict.fromkeys(
@@ -64,8 +63,7 @@ def list_used_units(resolved: ResolvedPlan) -> list[str]:
 
 
 def list_assumptions(resolved: ResolvedPlan, known: str | None) -> tuple[str, ...]:
-    """A sentence for each difference between predictions and the engine; ``known``: the unit beside
-    the processor whose rates are known."""
+    """A sentence for each difference between prediction and engine; ``known`` has known rates."""
     sparse, prompts = resolved.sparse_unit, resolved.plan.prefill.unit
     units = list_dense_units(resolved)
     found = []
@@ -93,8 +91,8 @@ LAST_KERNELS = 2
 
 
 def read_whole_rates(device: Device, name: str, constants: Constants | None = None) -> Rates:
-    """Collect what the device states of the unit ``name``; ``UserError`` P351 without the rate of
-    its memory."""
+    """Rates of the unit ``name`` that has the whole model; UserError P351 without its memory's
+    rate."""
     constants = constants or Constants()
     unit = device.units[name]
     bytes_s, figures, source = _find_memory_rate(device, name, unit, constants)
@@ -202,8 +200,7 @@ class Description:
     is_smooth: bool = False
     """Whether neurons that do little are never quite zero."""
     embedding_s: float = 0.0
-    """Reading the row of the embedding that a token of one sequence needs, where rows do not
-    stay."""
+    """Seconds to read an embedding row if rows are not resident."""
     activity_source: str = ""
     figures: tuple[Figure, ...] = ()
     """Figures of documents that it comes from."""
@@ -253,11 +250,7 @@ def describe_plan(
     position: int = POSITION,
     constants: Constants | None = None,
 ) -> Description:
-    """Describe a plan; ``UserError`` P351 names the figures that its device lacks.
-
-    ``store`` is the folder of its neuron store; ``activity`` is what `describe_activity` says of
-    it, where that is known already.
-    """
+    """Describe a plan in plain numbers; UserError P351 names missing figures of the device."""
     plan, model = resolved.plan, resolved.model
     units = list_used_units(resolved)
     if rates is None and resolved.has_whole_unit:

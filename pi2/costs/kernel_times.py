@@ -1,8 +1,4 @@
-"""Times of the steps that were measured, at the width of a model: lines through the figures.
-
-A kernel's time is a fixed part and a part in proportion to the bytes that it reads.  A step that
-nobody measured has the read bandwidth and the simulator's constants.
-"""
+"""Times of measured steps at a model's width: a fixed part, and a part in proportion to bytes."""
 
 from __future__ import annotations
 
@@ -45,10 +41,8 @@ class KernelTimes:
         kv: KvType = "fp16",
         activations: ActivationType = "int16",
     ) -> None:
-        """``width``: the model's, between the widths that were measured; None for the largest.
-
-        Kernels that were not measured with ``kv`` and ``activations`` have the time of others.
-        """
+        """``width`` of the model, None for the largest measured; other ``kv`` or ``activations``
+        stand in."""
         self._unit = unit
         self._width = width
         self._constants = constants
@@ -86,8 +80,7 @@ class KernelTimes:
         return values[-1][1]
 
     def find_time(self, kernel: KernelName, default_s: float, *, most: bool = False) -> float:
-        """Time of a step that is the same whatever it works on, or of the least, or ``most``, that
-        it was measured with."""
+        """Seconds of a step that does not depend on its work, or of its least or ``most``."""
         found = self._list_widths(kernel)
         if not found:
             return default_s
@@ -95,8 +88,7 @@ class KernelTimes:
         return self._interpolate([(width, float(items[place].time)) for width, items in found])
 
     def find_linear(self, kernel: KernelName, bandwidth: float, call_s: float) -> Linear:
-        """The line through the largest measurements of two widths; of one, less the fixed part;
-        else the plain bandwidth."""
+        """Line through the largest measurements of two widths, else the plain bandwidth."""
         found = [item for item in self._kernels.get(kernel, []) if item.bytes]
         if not found:
             self.sources[kernel] = "bandwidth and the simulator's barriers"
@@ -145,8 +137,7 @@ class KernelTimes:
         )
 
     def find_look_up(self) -> tuple[Linear, float, float]:
-        """Fixed part of the cache and time per missing neuron; what any missing one adds; and each
-        that is in the cache."""
+        """Seconds of a look-up: fixed, per missing neuron, for any missing one, per cached one."""
         found = [(width, items) for width, items in self._list_widths("look-up") if len(items) > 1]
         if not found:
             return Linear(call_s=self.barrier_s, bytes_s=inf), 0.0, 0.0
@@ -223,10 +214,7 @@ def _draw_gather(items: list[KernelFigure]) -> Linear:
 
 
 def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float]:
-    """Seconds of a look-up with nothing missing, of a missing neuron, and of any missing at all.
-
-    The figures of missing neurons are what these add, few of them and many.
-    """
+    """Seconds of a look-up without misses, per missing neuron, and for any miss."""
     none, few, most = items[0], items[1], items[-1]
     neuron_s = float(most.time) / most.size
     if len(items) > 2:
@@ -236,8 +224,7 @@ def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float]:
 
 
 def _draw_touches(items: list[KernelFigure]) -> tuple[float, float]:
-    """Seconds of a layer that takes none of its neurons from the cache, and for each that it
-    does."""
+    """Seconds of a layer without cached neurons, and per cached neuron."""
     few, many = items[0], items[-1]
     touch_s = max(float(many.time - few.time), 0.0) / max(many.size - few.size, 1)
     return float(few.time) - few.size * touch_s, touch_s

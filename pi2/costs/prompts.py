@@ -1,10 +1,5 @@
-"""How a prompt goes through the layers: what is computed, what is read, and what hides what.
-
-pi2's engine keeps what is hot and streams the rest of a layer in pieces of a staging buffer's size
-(`pi2.costs.settings`).  Engines of devices that pi2 has no kernels for are taken to do what
-PowerInfer-2 does: all of a layer is read, in order, while the layer before is computed; its
-published prompts take as long as that.
-"""
+"""Prompts through the layers: computing one piece hides reading the next; devices without pi2's
+kernels are taken to read whole layers ahead, as PowerInfer-2 does."""
 
 from __future__ import annotations
 
@@ -40,16 +35,13 @@ class PromptSettings:
     context: int
     """Most tokens of a sequence."""
     ffn: tuple[float, float] | None
-    """Seconds of a weight for a pass over it, and for each token of the pass; None where nobody
-    stated an arithmetic rate."""
+    """Seconds per weight for a pass, and for each token of it; None without an arithmetic rate."""
     project: tuple[float, float] | None
     bytes_s: float
-    """Rate at which the unit that computes prompts reads weights from memory; the least time of a
-    pass."""
+    """Rate at which the prompt's unit reads weights; bounds a pass from below."""
     launch_s: float
     skips: bool
-    """Whether ups are computed only where gates are open, and downs only where neurons fire, as by
-    pi2's kernels."""
+    """Whether closed gates skip ups, and zero activations skip downs."""
     reads_all: bool
     """Whether all of a layer is read that does not fit as a whole."""
     stream: Stream | None
@@ -127,8 +119,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
 
 
 def list_prompt_layers(description: Description, tokens: int) -> list[PromptLayer] | None:
-    """The layers of a prompt of ``tokens``, in the order in which they are computed; None where no
-    arithmetic rate is known."""
+    """Layers of a prompt of ``tokens`` in order; None without an arithmetic rate."""
     prompts = description.prompts
     if prompts.ffn is None or prompts.project is None:
         return None
@@ -141,10 +132,7 @@ def list_prompt_layers(description: Description, tokens: int) -> list[PromptLaye
 
 
 def cost_prompt(description: Description, tokens: int = PROMPT) -> float | None:
-    """Tokens per second of a prompt of ``tokens``; None where no arithmetic rate is known.
-
-    A piece is read while the one before it is computed; the first one of all has none before it.
-    """
+    """Tokens per second of a prompt; None without an arithmetic rate."""
     layers = list_prompt_layers(description, tokens)
     if layers is None:
         return None
@@ -253,7 +241,6 @@ def _time_pass(description: Description, kind: LayerKind, tokens: int) -> float:
 def _time_many(
     rate: tuple[float, float], weights: float, products: float, passes: float = 1.0
 ) -> float:
-    """Seconds of parts of ``weights`` each that are brought in ``passes`` times, and of the
-    ``products`` of such a part with a token."""
+    """Seconds of ``passes`` over ``weights``, and of the ``products`` with a token."""
     once_s, token_s = rate
     return weights * (once_s * passes + token_s * products)

@@ -1,8 +1,4 @@
-"""Times of single steps on a device: from measured kernels, else from its bandwidths.
-
-The kernels' times are `pi2.costs.kernel_times`.  A device without `pi2 probe`'s figures has the
-read bandwidth and constants (`pi2.costs.constants`).
-"""
+"""Times of single steps on a device: from measured kernels, else from bandwidths and constants."""
 
 from __future__ import annotations
 
@@ -19,14 +15,13 @@ from pi2.plan.documents.plan import ActivationType, KvType
 
 MISSING_FIGURE = "P351"
 _ENOUGH_SHARE, _ENOUGH_CORES = 0.6, 5.0
-"""Cores that read as fast as all do, where nobody measured fewer: this part of them, so many at
-most.  On the OnePlus 12, PowerInfer-2 computes with five of eight."""
+"""Share and number of cores that read as fast as all; PowerInfer-2 uses five of eight on a
+phone."""
 _STREAM_BLOCK = 4 << 20
 _NOTHING = Linear(call_s=0.0, bytes_s=inf)
 """A step that takes no time."""
 _FAST_CORE_BYTES_S = 8e9
-"""Peak bandwidth for each core beyond which memory is made for cores that compute as fast: 10 GB/s
-of phones and 25 of an Apple M3, where boards have 2 to 7."""
+"""Bandwidth per core above which cores compute as fast: 10 GB/s on phones, 2 to 7 on boards."""
 _WIDE_BYTES_S, _SERVER_CORES = 200e9, 32
 """Peak bandwidth beyond what two channels give, and cores of a processor that is made for it."""
 
@@ -57,8 +52,7 @@ class Rates:
     warm_share: float = 1.0
     """Part of the processor's rates that stays in long runs which read from flash."""
     core_ops_s: float | None = None
-    """Operations per second that a core does for one token; None where kernels were measured, or
-    another unit computes."""
+    """Operations per second of a core for one token; None if kernels were measured."""
     bandwidth_bytes_s: float
     """Rate at which the processor reads memory."""
     multiply: Linear
@@ -88,13 +82,11 @@ class Rates:
     wake_s: float = 0.0
     """What a call takes more after threads had nothing to do."""
     room_s: float = 0.0
-    """Finding room for a neuron that was read: what the thread that reads does where nobody
-    measured look-ups, as in PowerInfer-2 and in the simulator."""
+    """Seconds to find room for a read neuron, if look-ups were not measured."""
     touch_s: float = 0.0
     """Each neuron that is found in the cache: its use is counted."""
     dense_many: tuple[float, float] | None = None
-    """Seconds of a weight of dense neurons for a pass over it, and for each token of the pass; None
-    where nobody stated an arithmetic rate."""
+    """Seconds per weight of dense neurons for a pass, and for each token of it; None if unknown."""
     project_many: tuple[float, float] | None = None
     """Seconds of a weight of a layer's projections, for a pass and for each of its tokens."""
     few_ops_s: float | None = None
@@ -103,8 +95,7 @@ class Rates:
     dense: DenseUnit | None = None
     flash: Flash | None = None
     whole_unit: str | None = None
-    """The GPU or NPU that has the whole model, and whose rates these are
-    (`pi2.costs.description`); None where the processor computes."""
+    """The GPU or NPU that has the whole model; None if the processor computes."""
     overlap: float = 1.0
     """Part of reading that computing with all cores can hide."""
     power_w: float | None = None
@@ -153,8 +144,7 @@ class Rates:
 
     @property
     def fair_share(self) -> float:
-        """Part of a matrix that the dense unit computes while the processor computes the rest; 0
-        where it has memory of its own, which projections would have to fit into, too."""
+        """Share of a matrix that the dense unit computes; 0 if it has memory of its own."""
         if self.dense is None or self.dense.has_memory:
             return 0.0
         return round(self.dense.bytes_s / (self.dense.bytes_s + self.bandwidth_bytes_s), 2)
@@ -180,11 +170,8 @@ def read_rates(
     *,
     unit: str | None = None,
 ) -> Rates:
-    """Collect a device's rates; ``UserError`` P351 names every figure that is missing.
-
-    ``width``: the model's, between the widths that were measured; None for the largest.  ``unit``:
-    the NPU or GPU that computes densely; None for the first whose read bandwidth is stated.
-    """
+    """Rates of a device at a model's ``width`` for the dense ``unit``; UserError P351 for missing
+    figures."""
     return _Reader(device, width, constants or Constants()).read(unit)
 
 
@@ -331,8 +318,7 @@ class _Reader:
 
     @property
     def _is_unseen(self) -> bool:
-        """Whether nobody saw a model run there: the CPU's rate is not stated, and the storage's are
-        of a benchmark or a vendor, not estimated from runs."""
+        """Whether the device was never run: its rates come from benchmarks or a vendor."""
         reads = self._device.storage.reads
         return self._cpu.read_bandwidth is None and any(x.status != "estimated" for x in reads)
 
@@ -346,8 +332,8 @@ class _Reader:
         return constants.x86_of_peak if is_x86 else constants.arm_of_peak
 
     def _find_core_ops(self) -> float | None:
-        """Operations per second of a core for a token; None of cores that nothing is known of, and
-        where a stated rate of reading has their arithmetic in it."""
+        """Operations per second of a core for a token; None if unknown or part of a reading
+        rate."""
         stated = self._times.measured or self._cpu.read_bandwidth is not None
         if stated or self._cpu.architecture is None:
             return None
@@ -381,8 +367,7 @@ class _Reader:
         return 1.0
 
     def _read_dense(self, chosen: str | None) -> DenseUnit | None:
-        """The unit ``chosen``, else the NPU, else the GPU, if somebody stated how fast it reads its
-        memory."""
+        """The unit ``chosen``, else an NPU or GPU whose memory rate is stated."""
         units = self._device.units
         if chosen in units:
             return self._describe_dense(chosen, units[chosen], estimated=True)

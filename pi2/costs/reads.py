@@ -1,10 +1,6 @@
-"""How neurons may be read, and how long that takes: the choices of ``[io]``.
-
-A batch of reads takes a fixed time, until it has been asked for and its last read is over, and a
-time for every read.  The latter is the rate of many reads at a time, the former what a few take
-beyond it.  What one setting takes never depends on what others take, so that a device that is
-better in one figure is never worse in what follows from it.
-"""
+"""Ways to read neurons and their times: a batch takes a fixed time, and a time for every read. A
+setting's time never depends on other settings, so a better figure never makes a prediction
+worse."""
 
 from __future__ import annotations
 
@@ -21,16 +17,13 @@ Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()
 """Every missing neuron has a read of its own."""
 STRETCH_WORTH = (0.92, 0.96)
-"""Time of stretches over that of single reads: below the second they are read by some layers of
-some tokens, which miss more than others, and below the first by all.  Chosen with published points
-in view (tools/paper/freedoms.py)."""
+"""Time of stretches relative to single reads below which some, or all, layers read stretches."""
 _MOST_GAP = 16
 """Most unwanted neurons between two that are read with them."""
 _LONG = 512 * 1024
 """Bytes of a long read in order."""
 _SMALLER_POWER = 0.7
-"""Rate over block size where other settings of a device have smaller blocks than this one: what 4
-and 8 KiB have on the disk of a virtual machine, where 8 KiB come with 1.62 times the rate of 4."""
+"""Rate over block size below the measured blocks, as on a virtual machine's disk at 4 and 8 KiB."""
 _BUSY = 32
 """Reads under way with which a storage is as busy as it can be."""
 _THREADS = (1, 2, 4, 8)
@@ -90,8 +83,7 @@ class Reads:
     request_share: float = 0.0
     """Part of a neuron's time that a longer read takes once, for all of its neurons."""
     merge_gap: int | None = None
-    """Most unwanted neurons between two that are read with them; None where the store's order puts
-    no neighbours together."""
+    """Most unwanted neurons read between two wanted ones; None if the order groups nothing."""
     phases: Phases | None = None
     """Where a neuron is read in two, its gate first."""
     first_share: float = 1.0
@@ -100,11 +92,9 @@ class Reads:
     run: int = 1
     """Neurons of an expert that a request reads."""
     place_s: float = 0.0
-    """Finding room for a neuron, part of each one's time: what comes in stretches is computed where
-    it arrives instead."""
+    """Seconds to find room for a neuron; stretches are computed where they arrive."""
     whole_byte_s: float | None = None
-    """Seconds of a byte of a long read, for engines that read stretches of neurons, wanted or not,
-    where they miss many of them; None for others."""
+    """Seconds per byte of a long read, for engines that read stretches; None for others."""
     most_parts: float | None = None
     """Most parts of a layer's reads; None for two of each thread."""
 
@@ -120,9 +110,7 @@ class Reads:
         return self.phases.gate_bytes + self.phases.open_share * rest
 
     def merge_dense(self, missing: float, absent: float) -> MergedReads | None:
-        """What is read with each other where an engine may read stretches: None where single reads
-        are as good.  ``absent``: neurons of the layer that are not hot, which the missing ones lie
-        among."""
+        """The joint reads of an engine that reads stretches; None if single reads are as good."""
         if self.whole_byte_s is None or missing <= 0.0 or self.run > 1:
             return None
         single_s = self._time_single(missing, ALONE) / missing
@@ -134,9 +122,7 @@ class Reads:
     def time(
         self, missing: float, merged: MergedReads = ALONE, absent: float | None = None
     ) -> float:
-        """Seconds until ``missing`` neurons are there, nothing else going on; neighbours share a
-        read.  A thread reads a part: with few parts, others rest.  ``absent``: neurons of the layer
-        that are not hot."""
+        """Seconds to read ``missing`` neurons of ``absent`` ones, nothing else going on."""
         if missing <= 0:
             return 0.0
         dense = None if absent is None else self.merge_dense(missing, absent)
@@ -169,9 +155,8 @@ class Reads:
 
 
 def find_stretches(single_s: float, stream_s: float, density: float) -> MergedReads:
-    """The best way to read neurons of which a part ``density`` is missing, where those between two
-    missing ones may be read with them: ``single_s`` is a neuron's own read, ``stream_s`` its part
-    of a long one.  Gaps up to a length are read across; without end, all is one read."""
+    """The best gap to read across if a share ``density`` is missing: ``single_s`` is a neuron's own
+    read, ``stream_s`` its part of a long one."""
     density = min(max(density, 1e-9), 1.0)
     best, best_s = MergedReads(unwanted=1.0 / density - 1.0, requests=0.0), stream_s / density
     unwanted, rest = 0.0, 1.0
@@ -193,15 +178,8 @@ def time_stretches(single_s: float, stream_s: float, merged: MergedReads) -> flo
 def list_io_choices(
     flash: Flash, stride: int, range_bytes: int, place_s: float = 0.0, *, run: int = 1
 ) -> list[IoChoice]:
-    """The settings that somebody measured, each with a neuron's time, the fastest first.
-
-    ``range_bytes``: stretch of the file that a layer's reads fall into; ``place_s``: finding room
-    for what is read, where the thread that reads does it; ``run``: neurons of an expert that one
-    request reads.
-
-    Figures that state neither depth nor threads are those of a full queue; threads that nobody
-    measured wait for each read of theirs.
-    """
+    """Measured settings with a neuron's time, fastest first; figures without depth or threads are
+    of a full queue."""
     settings = sorted(
         {(item.depth, item.threads) for item in flash.points if item.pattern == "random"}, key=str
     )
@@ -237,13 +215,8 @@ def find_reads(
     streams: bool = False,
     run: int = 1,
 ) -> Reads:
-    """A plan's reads: those of the nearest settings that were measured.  ``run``: see
-    `list_io_choices`.
-
-    ``overlap``: of engines for which none was measured; ``phases``: where a neuron is read in two;
-    ``merge_gap``: where neighbours share a read; ``streams``: for an engine that has any number of
-    parts, and reads all absent neurons in order where that is quicker.
-    """
+    """Reads of a plan's settings, from the nearest measured ones; ``overlap`` stands in for
+    unmeasured engines."""
     if phases is None:
         choices = list_io_choices(flash, stride, range_bytes, place_s, run=run)
     else:
@@ -367,10 +340,8 @@ def _make_choice(
 def _time_read(
     flash: Flash, own: list[FlashPoint], size_bytes: float, range_bytes: int, lanes: int
 ) -> float:
-    """Seconds of one of many reads, from what a setting reaches with the blocks that it has.
-
-    Beyond the largest of them, what is more comes at the best rate of the storage.
-    """
+    """Seconds of one of many reads; bytes beyond the largest measured block come at the best
+    rate."""
     blocks = [item.block_bytes for item in own]
     within = min(max(size_bytes, min(blocks)), max(blocks))
     seconds = within / _find_rate(flash, own, round(within), range_bytes, lanes)
@@ -391,9 +362,7 @@ def _time_read(
 def _list_bursts(
     flash: Flash, stride: int, queued: bool, threads: int | None
 ) -> list[tuple[int, float]]:
-    """Numbers of reads at a time and their seconds, ascending; what is more than the block that
-    was measured comes at the best rate.  A short batch does not fill a queue, so that all depths
-    have the same, and a single read takes one thread, whatever the others do."""
+    """Sizes of read bursts and their seconds, ascending; a single read uses one thread."""
     best = max(item.rate_bytes_s for item in flash.points)
     found = []
     for item in flash.bursts:

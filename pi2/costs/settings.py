@@ -1,18 +1,6 @@
-"""A plan's choices as far as time depends on them: how neurons are found, kept, read, computed.
-
-Layers that stream by in pieces, all neurons of each being computed: prompts, and dense decoding.
-
-What the engine does (`pi2.engine.neuron_stream`): a layer's neurons that are not hot are read in
-pieces of a staging buffer's size.  One piece is read while the one before it is computed, never
-more: so while attention and the hot neurons of a layer are computed, only its first piece comes.
-A layer of n pieces takes
-
-    both(before + piece, read) + (n - 1) both(piece, read)
-
-where ``before`` is attention, norms and hot neurons, ``piece`` the arithmetic of a piece, ``read``
-its way from flash, and both(a, b) = a + b - overlap min(a, b).  Of mixtures whose router names
-experts, those in memory are computed between the others, and count as parts of pieces.
-"""
+"""A plan's choices that time depends on, and layers that stream by in pieces. A streamed layer
+takes both(before + piece, read) + (n - 1) both(piece, read), with both(a, b) = a + b - overlap
+min(a, b): one piece is read while the one before it is computed."""
 
 from __future__ import annotations
 
@@ -54,8 +42,8 @@ class Stream:
         return float(ceil(absent / self.neurons - 1e-9)) if absent > 0.0 else 0.0
 
     def time_wait(self, absent: float, before_s: float, compute_s: float) -> float:
-        """Seconds that a layer takes beyond its arithmetic: ``before_s`` first, then ``compute_s``
-        for all ``absent`` neurons."""
+        """Seconds of a layer beyond its arithmetic: ``before_s``, then ``compute_s`` for ``absent``
+        neurons."""
         pieces = self.count_pieces(absent)
         if pieces == 0.0:
             return 0.0
@@ -89,8 +77,7 @@ class ReadLimits:
     """Most experts that a layer reads for a token, by the table ``[experts]``."""
 
     read_best: float
-    """Part of a token's experts that are read where they are missing, the mean of all layers:
-    misses are taken to fall on all ranks alike."""
+    """Mean share of a token's missing experts that are read; misses fall on all ranks alike."""
     most_reads: float
 
     def limit(self, missing: Number) -> Number:
@@ -100,8 +87,7 @@ class ReadLimits:
 
 
 def read_limits(resolved: ResolvedPlan) -> ReadLimits | None:
-    """The plan's limits of reads; None where all chosen experts are read.  What ``least_weight``
-    and ``prefer_cached`` save depends on the router's weights, of which nothing is known."""
+    """The plan's limits of reads; None if all chosen experts are read."""
     plan, model = resolved.plan, resolved.model
     if model.moe is None or plan.decode.predictor != "router":
         return None
@@ -164,11 +150,8 @@ def read_settings(
     *,
     named: bool = True,
 ) -> Settings:
-    """A plan's settings, with the time that reading a neuron takes; ``store``: its folder, whose
-    order of neurons says whether neighbours share a read.
-
-    Of the layers whose neurons are ``named``, or else of those that compute all of theirs.
-    """
+    """Settings of a plan with read times, over layers whose neurons are ``named`` or all
+    computed."""
     plan = resolved.plan
     predictor = plan.decode.predictor if named else "none"
     numbers = resolved.named_layers if named else resolved.whole_layers
@@ -217,8 +200,7 @@ def read_settings(
 
 
 def list_dense_graphs(resolved: ResolvedPlan, rates: Rates) -> tuple[int, ...]:
-    """Numbers of tokens, ascending, of the dense unit's graphs; none where it computes any number,
-    or nothing of the plan."""
+    """Token counts of the dense unit's graphs, ascending; none if it takes any number."""
     dense = rates.dense
     if dense is None or dense.name not in resolved.dense_units:
         return ()
@@ -237,11 +219,8 @@ def count_run(resolved: ResolvedPlan, store: Path | None) -> int:
 
 
 def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
-    """The plan's, where a mixture's neurons lie by expert.
-
-    In other orders neighbours are missing together so rarely that rates of reads, which differ by
-    more, say as much: 2 to 10 % of the requests (notes/reads.md).
-    """
+    """The plan's gap if a mixture's neurons lie by expert; other orders have few missing
+    neighbours."""
     plan = resolved.plan
     if resolved.model.moe is None or plan.pipeline.phases != 1:
         return None
@@ -263,8 +242,7 @@ def _divide_bundle(resolved: ResolvedPlan, rates: Rates) -> Phases | None:
 
 
 def share_cold(resolved: ResolvedPlan, position: int = POSITION) -> list[float]:
-    """Part of each layer's neurons that the cache holds, with ``position`` tokens of context: in
-    proportion to what is not hot, where neurons are named."""
+    """Share of each layer's neurons in the cache after ``position`` tokens."""
     neurons = resolved.model.layer_neurons
     absent = [neurons - layer.hot_neurons for layer in resolved.layers]
     for layer in resolved.whole_layers if resolved.named_layers else ():

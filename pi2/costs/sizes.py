@@ -46,8 +46,7 @@ def read_stored(store: Path | None) -> StoredLayout | None:
 
 
 def find_range_bytes(model: Model, stride: int, store: Path | None = None) -> int:
-    """Stretch of the file that reads of a token's neurons fall into: a layer, of a mixture the
-    neurons of one expert, unless a store has them in another order."""
+    """Range of the file that a token's reads span: a layer, or an expert's neurons if stored so."""
     stored = read_stored(store) if model.moe is not None else None
     apart = stored is not None and stored.order != "expert"
     return (model.layer_neurons if apart else model.shape.ffn) * stride

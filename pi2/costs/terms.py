@@ -1,9 +1,4 @@
-"""What the steps of a layer take, each with nothing else going on: for planner and simulator.
-
-The planner puts expected numbers of neurons into the terms and adds them up
-(`pi2.costs.cost_layer`); the simulator draws numbers for every token and plays the steps
-(`pi2.simulate.layer`).
-"""
+"""Seconds of the steps of a layer, each by itself, for planner and simulator."""
 
 from __future__ import annotations
 
@@ -23,8 +18,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import scale_bytes
 
 _UPPER_SPEED = 2.0
-"""Speed of a token's products where one byte of an activation is multiplied instead of two.
-Projections of 4 and 8 sequences were measured to take 0.52 to 0.64 and 0.44 to 0.75 of the time
+"""Speed of products with one activation byte instead of two, from measured projections
 (docs/reference/performance.md)."""
 
 
@@ -76,16 +70,14 @@ class LayerTerms:
     shared_bytes_s: float
     """Main memory's rate for all units together."""
     hot_part: float
-    """Time of the hot neurons that the processor computes, over that of gathering them: engines
-    that compute clusters densely let those stream by of which most are active."""
+    """Time of hot neurons relative to gathering them; dense clusters stream by."""
 
     @property
     def before_s(self) -> float:
         return self.attention_s + self.norm_s + self.python_s
 
     def time_look_up(self, missing: float, cached: float, *, expected: bool = False) -> float:
-        """Seconds of looking neurons up; ``expected``: of mean numbers, whose chance to be none
-        counts."""
+        """Seconds of looking neurons up; ``expected`` numbers may be below one."""
         chance = find_chance(missing) if expected else float(missing > 0.0)
         seconds = self.look_up_s + missing * self.missing_s + chance * self.place_s
         return seconds + self.touch_s * max(cached, 0.0)
@@ -100,8 +92,7 @@ def find_terms(
     hot: float,
     dense: float = 0.0,
 ) -> LayerTerms:
-    """Terms of a layer of whose neurons ``hot`` stay in memory, and a dense unit computes
-    ``dense``."""
+    """Terms of a layer with ``hot`` neurons resident and ``dense`` ones on a dense unit."""
     speed, batch = rates.scale(settings.threads), settings.batch
     unit = rates.dense
     shared = rates.shared_bytes_s
@@ -171,11 +162,8 @@ def _find_predict(rates: Rates, sizes: Sizes, settings: Settings) -> Work:
 
 
 def _time_attention(rates: Rates, sizes: Sizes, settings: Settings) -> tuple[float, float]:
-    """Seconds of projections, keys and values at the settings' position; and of one more token.
-
-    The dense unit computes its rows of the projections meanwhile, both within what main memory
-    gives.
-    """
+    """Seconds of projections and KV cache at the position, and of one more token; units share
+    memory."""
     speed, batch = rates.scale(settings.threads), settings.batch
     seconds = divide_matrix(
         rates,
@@ -199,8 +187,7 @@ def divide_matrix(
     speed: float,
     weight_s: float,
 ) -> float:
-    """Seconds of a matrix, ``share`` of whose rows the dense unit computes; ``weight_s``: see
-    `time_weight`."""
+    """Seconds of a matrix, ``share`` of whose rows the dense unit computes."""
     whole_s = time_matrix(kernel, size_bytes, weights, weight_s) / speed
     unit = rates.dense
     if share <= 0.0 or unit is None:
@@ -214,8 +201,7 @@ def divide_matrix(
 def _find_hot_part(
     rates: Rates, settings: Settings, activity: LayerActivity, hot: float, dense: float
 ) -> float:
-    """Engines of devices that pi2 has no kernels for are taken to compute hot clusters densely, as
-    PowerInfer-2 does; pi2's own gathers what is named."""
+    """Devices without pi2's kernels compute hot clusters densely, as PowerInfer-2 does."""
     if rates.measured or rates.whole_unit is not None or not settings.is_predicted:
         return 1.0
     if activity.grain > 1:
@@ -230,14 +216,12 @@ def _find_hot_part(
 
 
 def find_chance(missing: float) -> float:
-    """Chance that a layer that misses so many neurons on average misses any of them for a token:
-    misses are taken to be independent."""
+    """Chance of any miss from the mean number of independent misses."""
     return 1.0 - exp(-missing)
 
 
 def time_norm(rates: Rates, sizes: Sizes, settings: Settings) -> float:
-    """Seconds of what the FFN begins and ends with: norms, and a mixture's router.  Looking ahead,
-    once for what a layer is guessed from, and once for the layer."""
+    """Seconds of norms and router; with look-ahead they run twice."""
     seconds = rates.norm_s + (rates.route_s if sizes.experts else 0.0)
     return seconds if settings.look_ahead == "none" else 2.0 * seconds
 
@@ -245,16 +229,14 @@ def time_norm(rates: Rates, sizes: Sizes, settings: Settings) -> float:
 def time_matrix(
     kernel: Linear, size_bytes: float, weights: int, weight_s: float, *, calls: int = 1
 ) -> float:
-    """A matrix in ``calls`` parts: read once, but computed for every sequence (``weight_s``: see
-    `time_weight`)."""
+    """Seconds of a matrix in ``calls`` parts: read once, computed for every sequence."""
     if size_bytes <= 0:
         return 0.0
     return calls * kernel.call_s + max(size_bytes / kernel.bytes_s, weights * weight_s)
 
 
 def time_weight(rates: Rates, settings: Settings) -> float:
-    """Seconds of arithmetic of a matrix's weight for all sequences of a batch; 0 where nobody
-    stated a rate, and of one where kernels were measured: reading hides it there."""
+    """Seconds per weight for all sequences; 0 without a rate, or if reading hides it."""
     batch = settings.batch
     if batch == 1 and rates.core_ops_s is not None:
         # `scale` is of reading, by which callers divide.
@@ -283,8 +265,7 @@ def time_head(rates: Rates, sizes: Sizes, settings: Settings) -> float:
 
 
 def time_row(rates: Rates, model: Model) -> float:
-    """Seconds of reading a token's row of the embedding: its weights, then its scales, which lie
-    apart in the store."""
+    """Seconds to read an embedding row: its weights, and its separate scales."""
     latency_s = rates.constants.read_latency_s if rates.flash is None else rates.flash.latency_s
     scales = scale_bytes(model.shape.stored_hidden, model.quantization.embedding) > 0
     return (1 + scales) * latency_s
@@ -293,11 +274,7 @@ def time_row(rates: Rates, model: Model) -> float:
 def _time_neuron(
     rates: Rates, settings: Settings, activity: LayerActivity, seconds: float
 ) -> float:
-    """Seconds of a neuron that any sequence uses, with all threads; ``seconds`` for one sequence.
-
-    The first sequence brings it from memory; for each other one the same arithmetic is done once
-    more, and reading hides none of it (notes/kernels.md).
-    """
+    """Seconds of a neuron for all sequences: the first reads it, others repeat its arithmetic."""
     named_apart = settings.predictor in ("gate", "low-rank") and rates.measured
     if settings.batch == 1 or not named_apart or not activity.products:
         return seconds
@@ -310,8 +287,7 @@ def _time_neuron(
 def _count_neuron_bytes(
     rates: Rates, sizes: Sizes, settings: Settings, activity: LayerActivity
 ) -> float:
-    """Bytes of a neuron that are read on average: up only behind an open gate, down only if the
-    neuron fires.  Unmeasured devices have a rate for whole neurons."""
+    """Mean bytes read of a neuron: up behind open gates, down if it fires."""
     names_all = settings.predictor in ("none", "router")
     if not rates.measured or not sizes.is_gated or names_all:
         return float(sizes.neuron)

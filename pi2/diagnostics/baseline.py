@@ -202,11 +202,8 @@ def sift(
     checked: Iterable[str],
     project: ProjectSettings | None = None,
 ) -> Sifted:
-    """Leave out what comments and the ``project`` ignore.
-
-    ``sources`` are the texts of documents by name; ignores of the ``checked`` ones that leave
-    nothing out, or cannot be read, are findings themselves.
-    """
+    """Leave out ignored findings; unused or unreadable ignores in ``checked`` files become
+    findings."""
     project = project or ProjectSettings()
     ignores: list[Ignore] = []
     left: list[Diagnostic] = []

@@ -19,15 +19,11 @@ if TYPE_CHECKING:
 
 
 MARKS = (".git", ".hg", "pi2.lock")
-"""A folder that has one of them is the top of a repository.  An earlier one counts more: there may
-be several folders with a lock in a repository."""
+"""A folder with one of them is the top of a repository; earlier marks come first."""
 
 
 def name_in_repository(file: str) -> str | None:
-    """The path of ``file`` from the top of its repository, with ``/``; None outside of any.
-
-    ``file`` is what findings call it: a path from the working directory, or a whole one.
-    """
+    """Path of ``file`` from the top of its repository, with ``/``; None outside of any."""
     try:
         path = Path(os.path.abspath(file))
     except ValueError:  # a name that no file has

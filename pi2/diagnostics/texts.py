@@ -67,10 +67,7 @@ def measure_width(char: str) -> int:
 
 
 def show_line(line: str) -> tuple[str, list[int]]:
-    """Return ``line`` as shown and, for each character and the end, the column where it begins.
-
-    Tabs become blanks up to the next stop, other control characters a visible escape.
-    """
+    """``line`` as shown, and the column of each character and of the end; tabs become blanks."""
     shown: list[str] = []
     columns: list[int] = []
     column = 0

@@ -59,8 +59,7 @@ class Lines:
         return sum(count_units(char, self.encoding) for char in text[:characters])
 
     def convert_span(self, span: Span) -> tuple[int, int, int, int]:
-        """First line and column and last line and column, from 0, of a span; that of a whole file
-        is its first line."""
+        """First line and column, last line and column, from 0; a whole file is its first line."""
         if span.is_whole_file:
             return 0, 0, 0, self.count_column(0, len(self.lines[0]))
         return (
@@ -184,8 +183,7 @@ class Checked:
         return [str(name) for name in units] if isinstance(units, dict) else []
 
     def list_findings(self) -> Iterator[tuple[Span, Diagnostic]]:
-        """Findings with their places in this text; those in other files stand where this one
-        names the file, or at its beginning."""
+        """Findings with their place in this text, or the place that names the other file."""
         own = str(self.path)
         for item in self.report.diagnostics:
             if item.span is not None and item.span.file == own:
@@ -349,8 +347,7 @@ def _read(checked: Checked, span: Span) -> str:
 
 
 def _is_value(text: str) -> bool:
-    """Whether a text is a TOML value, or a number with a unit but no quotes, which was meant as
-    one; not a key or a header."""
+    """Whether a text is a TOML value, or a number with a unit but without quotes."""
     if text[:1] in ("[", "{") or "=" in text:
         return False
     if text[:1].isdigit():

@@ -37,8 +37,7 @@ class Cursor:
 
     role: Role
     path: KeyPath
-    """Path of the key, header or value: for a key or header, the table that it is in with the
-    parts before; for a value, its own."""
+    """The table around a key or header with the parts before it, or a value's own path."""
     prefix: str = ""
     """What of the word stands before the cursor, without its quote."""
     start: int = 0

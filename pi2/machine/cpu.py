@@ -86,8 +86,7 @@ _FEATURES: Mapping[str, Mapping[str, IsaFeature]] = {
         "sve": "sve",
     },
 }
-"""Feature by the name that Linux gives it (arch/x86/include/asm/cpufeatures.h and
-Documentation/arch/arm64/elf_hwcaps.rst)."""
+"""Linux's names (cpufeatures.h, elf_hwcaps.rst) of features."""
 
 _ARM_CORES: Mapping[int, str] = {
     0xD03: "cortex-a53",
@@ -152,11 +151,7 @@ class Cpu:
 def detect_cpu(
     root: Path = Path("/"), *, machine: str | None = None, affinity: int | None = None
 ) -> Cpu:
-    """Look at the processor.
-
-    ``machine`` (as ``platform.machine()`` names it) and ``affinity`` (cores that the scheduler
-    gives this process) are asked of the running system unless they are given.
-    """
+    """Detect the processor; ``machine`` and ``affinity`` replace the running system's answers."""
     reported = (machine or platform.machine()).lower()
     architecture = _ARCHITECTURES.get(reported, reported)
     is_here = machine is None and root == Path("/")
@@ -184,11 +179,8 @@ Processor = Mapping[str, str]
 
 
 def _read_processors(root: Path) -> list[Processor]:
-    """Split ``/proc/cpuinfo`` into its logical processors.
-
-    Some phones put entries of the whole system (``Hardware``, ``Features``) before or after the
-    processors; those fill in what a processor does not state itself.
-    """
+    """Processors of ``/proc/cpuinfo``, completed by entries of the whole system, as phones have
+    them."""
     common: dict[str, str] = {}
     processors: list[dict[str, str]] = []
     for block in (read_text(root / "proc/cpuinfo") or "").split("\n\n"):

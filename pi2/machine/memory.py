@@ -1,12 +1,5 @@
-"""Main memory: how much there is and how much this process may have.
-
-Limits that a container or a service manager sets: Linux control groups, versions 1 and 2.
-
-A group's limit holds for everything below it, so the smallest limit on the way from this process's
-group to the root counts.  Inside a container the path that ``/proc/self/cgroup`` states may not
-exist, because the container sees its own group as the root; groups that are not there set no limit.
-Source: Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst of the Linux kernel.
-"""
+"""Main memory and limits of control groups, versions 1 and 2 (Linux admin-guide). The smallest
+limit from this process's group to the root counts; missing groups set none."""
 
 from __future__ import annotations
 
@@ -28,8 +21,7 @@ class MemoryLimit:
 
     limit_bytes: int
     used_bytes: int
-    """In use and not reclaimable at once: file pages that nobody has touched lately are left
-    out."""
+    """Used and not reclaimable at once: inactive file pages are left out."""
 
 
 def read_text(path: Path) -> str | None:
@@ -138,8 +130,7 @@ def detect_memory(root: Path = Path("/")) -> Memory:
 
 
 def count_own_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process takes and no file gives back: it counts as used, and is part of what
-    the process may have."""
+    """Memory of this process that no file backs."""
     pages = (read_text(root / "proc/self/statm") or "").split()[1:3]
     if len(pages) < 2 or not all(page.isdigit() for page in pages):
         return 0

@@ -138,11 +138,8 @@ def inspect_storage(path: Path, root: Path = Path("/")) -> Storage:
 
 
 def probe_direct_reads(path: Path) -> DirectReads:
-    """Read a block of ``path`` past the page cache.
-
-    ``path`` is a file, or a folder: then a file in it is read, or a temporary one is made.  Opening
-    alone proves nothing, some file systems refuse the read only.
-    """
+    """Read a block of ``path``, a file or folder, past the page cache: some systems fail only
+    then."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return DirectReads(works=False, obstacle="this system has no O_DIRECT")

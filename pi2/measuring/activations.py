@@ -53,8 +53,7 @@ class Counts:
     groups: I64
     """Batches [layers, batch sizes]; of size 1 these are the tokens."""
     together: I64
-    """Tokens in which two sampled neurons fired both [layers, samples, samples]; on the diagonal,
-    tokens in which one fired."""
+    """Tokens in which two sampled neurons fired both [layers, samples, samples]."""
     samples: I32
     """Stored indices of the sampled neurons [samples], the same in every layer."""
     moments: F32
@@ -62,8 +61,8 @@ class Counts:
 
     @classmethod
     def make(cls, layers: int, neurons: int, samples: int, moments_of: int = 0) -> Counts:
-        """Empty counts; ``samples`` neurons, spread evenly over the stored order;
-        ``moments_of``: width of the inputs whose moments are wanted, 0 for none."""
+        """Empty counts with ``samples`` evenly spread neurons; ``moments_of``: input width, 0 for
+        none."""
         chosen = np.unique(np.linspace(0, neurons - 1, min(samples, neurons)).astype(np.int32))
         return cls(
             fired=np.zeros((layers, len(BATCHES), neurons), np.int64),
@@ -82,8 +81,8 @@ class ActivationCounter:
     """An observer of FFNs (`pi2.engine.observation`) that adds to ``counts``."""
 
     def __init__(self, counts: Counts, largest: float | None) -> None:
-        """``largest``: this share of a token's neurons, those of the largest magnitude, counts
-        as active; None counts activations that are not zero."""
+        """``largest``: share of a token's neurons, by magnitude, that counts as active; None:
+        non-zero."""
         self.counts = counts
         self._largest = largest
 
@@ -187,12 +186,9 @@ def record_activations(
     replace: bool = False,
     progress: Progress = ignore_progress,
 ) -> Statistics:
-    """Run ``plan`` over ``passages`` and write the statistics into ``folder``.
-
-    Raises `UserError` as loading does, P660-P662 for text and backend, P664 if the folder has other
-    statistics and ``replace`` is not said, P665 for a model whose neurons never rest, P666 if the
-    folder cannot be written.
-    """
+    """Run ``plan`` over ``passages`` and write statistics into ``folder``; UserError P660-P662 for
+    text and backend, P664 for a foreign folder, P665 for smooth activations, P666 if writing
+    fails."""
     chosen = options or RecordingOptions()
     counter: ActivationCounter | None = None
 

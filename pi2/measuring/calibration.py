@@ -85,8 +85,8 @@ _KIB = 1024
 def describe_changes(
     resolved: ResolvedPlan, thresholds: Thresholds, goal: Goal, file: str
 ) -> dict[str, object]:
-    """Values of the plan, by key, with ``thresholds`` in ``file``: gates first, with room for the
-    gate rows and for the neurons that they open.  The budget grows where it must."""
+    """Changes of the plan for ``thresholds`` in ``file``: gates first, room for gates and open
+    neurons."""
     sparsity: dict[str, object] = {"method": goal.method}
     if goal.target is not None:
         sparsity["target"] = goal.target
@@ -142,8 +142,8 @@ class KeptFindings:
     _written_s: float = field(default_factory=time.monotonic)
 
     def restore(self, digest: str, layers: dict[int, LayerMagnitudes]) -> int:
-        """Fill ``layers`` with what was counted for the plan with the ``digest``; returns how many
-        windows that were: none of other plans, texts or settings."""
+        """Fill ``layers`` with counts of the same plan and texts; return how many windows they
+        cover."""
         text = json.dumps([FORMAT, digest, *self.asked], default=str)
         self._key = hashlib.sha256(text.encode()).hexdigest()
         if self.file is None:
@@ -215,8 +215,7 @@ class KeptFindings:
 
 
 FINEST = 0.005
-"""Error of a perplexity that is small enough, whatever the increase: a change of nothing has no
-share."""
+"""Perplexity error that is always small enough."""
 TIMED, WARM = 32, 8
 """Tokens that are generated to see how fast a plan is, and those of them that do not count."""
 FEWEST_SCORED = 1024
@@ -234,8 +233,7 @@ class Trial:
     increase: float
     """Increase of the perplexity, relative to the dense one."""
     error: float
-    """Standard error of the mean loss less that of the dense run, in nats, token by token: that of
-    ``increase``, to first order."""
+    """Standard error of the mean change of the loss, in nats."""
     agreement: float
     """Share of tokens for which the same token is most likely as in the dense run."""
     computed: float
@@ -290,18 +288,10 @@ def calibrate_thresholds(
     partial: Path | None = None,
     progress: Progress = ignore_progress,
 ) -> Calibration:
-    """Calibrate thresholds for the model of ``plan`` on ``passages``; nothing is written.
-
-    Without ``goal``, the plan's ``[sparsity]`` says what is wanted.  Histograms come from the dense
-    model over the first nine tenths of every text, perplexities from generating over windows of the
-    rest, token by token, as a run would: as many as make the error small (`Goal.max_error`), at
-    most 16 unless ``passages`` says otherwise.  ``partial``: a file that keeps what was found
-    until the end, so that the same call goes on after an interrupt.
-
-    Raises `UserError` as loading does, P257 for a model that needs no thresholds, P660-P662 for
-    text and backend, P668 if there is no goal, P669 if no target keeps the loss, P679 if the text
-    is too short for what would be stated.
-    """
+    """Calibrate thresholds on nine tenths of every text, judge them by generating over windows of
+    the rest until the error is small; ``partial`` keeps findings for a resumed call. UserError
+    P257, P660-P662, P668 without a goal, P669 if no target keeps the loss, P679 for too little
+    text."""
     settings = dict(overrides or {})
     dense_settings = {**settings, "decode.predictor": "none", "decode.look_ahead": "none"}
     chosen_goal = choose_goal(plan, dense_settings, goal, max_error)

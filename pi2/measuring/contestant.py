@@ -117,8 +117,7 @@ def observe_parts(
     read_observer: ReadObserver,
     share_observer: ShareObserver | None = None,
 ) -> Iterator[None]:
-    """Let a loaded model's executor, its reader and the units beside it be observed meanwhile.
-    Only profiles and traces do it: other runs call what they always call."""
+    """Observe executor, reader and units meanwhile; ordinary runs have no observers."""
     if parts.whole is not None:
         try:
             parts.whole.observe(executor_observer)
@@ -179,10 +178,7 @@ class Worker:
         progress: Progress = ignore_progress,
         subject: str = "the measured process",
     ) -> None:
-        """Start the process and wait until the object is made; findings call it ``subject``.
-
-        Raises what making it raised: `UserError` as it was, anything else as `RuntimeError`.
-        """
+        """Start the process and make the object; raises its `UserError`, or RuntimeError."""
         context = multiprocessing.get_context("spawn")
         self._subject = subject
         self._pipe, other = context.Pipe()
@@ -264,8 +260,7 @@ def _end_with_caller() -> None:
 
 
 def _serve(pipe: Connection, recipe: Recipe) -> None:
-    """Serve the caller in the other process: make the object, then answer calls until told to
-    end."""
+    """Make the object in this process and answer calls until told to stop."""
     made: Any = None
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:

@@ -152,8 +152,7 @@ class PlanContestant:
         self._model.close()
 
     def _prepare(self, workload: Workload) -> None:
-        """Begin new sequences and fill them up to the workload's depth; those of a workload that
-        is repeated are taken back to it."""
+        """Fill new sequences up to the workload's depth, or take a repeated workload back to it."""
         context = self._model.plan.plan.kv.context
         if workload.depth + workload.tokens > context:
             raise UserError.of(

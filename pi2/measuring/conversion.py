@@ -1,11 +1,5 @@
-"""What quantisation costs: perplexity by a checkpoint's weights, and by those of its store.
-
-Scores text by weights that need not fit into memory, in float32: layer by layer, all windows.
-
-It is the reference backend with its weights read where they are needed, once for all windows:
-memory is a layer's attention, some neurons and a block of the head, each in float32, whatever the
-model's size.  Work is two operations for every weight and token.
-"""
+"""Perplexity by the weights of a checkpoint and of its store, layer by layer in float32: memory
+holds one layer's attention, some neurons and a block of the head."""
 
 from __future__ import annotations
 
@@ -102,8 +96,7 @@ class StoreWeights:
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint that was checked, as they are; zeros fill up vectors as in a
-    store."""
+    """Weights of a checked checkpoint, padded with zeros as in a store."""
 
     def __init__(self, checkpoint: Checkpoint, model: Model) -> None:
         self._checkpoint = checkpoint
@@ -363,11 +356,7 @@ def measure_conversion(
     *,
     progress: Progress = ignore_progress,
 ) -> ConversionCost:
-    """Score ``texts`` by both weights, every neuron computed, activations in float32.
-
-    Memory does not grow with the model's layers (`pi2.measuring.conversion`).  Raises `UserError`
-    P660 if the text has fewer than two tokens, and as opening checkpoint and store does.
-    """
+    """Score ``texts`` by both weights, densely in float32; UserError P660 for too little text."""
     with NeuronStore.open(store, model=model) as opened:
         windows = _cut(opened, model, texts)
         source = CheckpointWeights(open_checkpoint(checkpoint), model)

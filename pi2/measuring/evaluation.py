@@ -113,13 +113,11 @@ class Run:
     active: float | None
     """Share of neurons with a non-zero activation among all, if only some were computed."""
     replaced: float | None = None
-    """Share of a mixture's routing weight whose experts were replaced by others in memory; None
-    where routing is exact."""
+    """Share of routing weight moved to experts in memory; None if routing is exact."""
     left_out: float | None = None
     """Share whose experts were left out."""
     scores_left_out: float | None = None
-    """Share of the predictor's scores of neurons that were missing and not worth a read; None where
-    the plan reads all of them."""
+    """Share of predictor scores not worth a read; None if the plan reads all."""
     saved_bytes_token: float | None = None
     """Bytes of neurons that were not in memory and not read, because their gates were closed."""
     divergence: float | None = None
@@ -166,15 +164,9 @@ def evaluate_plan(
     with_layers: bool = True,
     progress: Progress = ignore_progress,
 ) -> Evaluation:
-    """Run ``plan`` densely, and with its predictor if it has one, over ``passages``;
-    ``overrides`` are for one that is still to be read.
-
-    ``against`` adds runs: ``reference`` (dense, the reference backend), ``gate`` or ``low-rank``
-    (the plan with that predictor), ``llama.cpp`` (on the same GGUF file), or the path of another
-    plan with the same tokenizer, such as one whose store has another quantisation.  ``with_layers``
-    also compares low-rank predictors with what neurons do.  Raises `UserError` as loading does,
-    P660 and P661 for the text, P663 for a plan that cannot be compared.
-    """
+    """Run ``plan`` densely, and with its predictor, over ``passages``; ``against`` adds
+    ``reference``, ``gate``, ``low-rank``, ``llama.cpp`` or another plan with the same tokenizer.
+    UserError P660 and P661 for the text, P663 for plans that cannot be compared."""
     path, settings = (plan, dict(overrides or {})) if isinstance(plan, Path) else plan.origin
     counter: RecallCounter | None = None
 
@@ -427,11 +419,8 @@ def score_beside(
     windows: Sequence[Window],
     progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[Scores, float]:
-    """llama.cpp's scores of ``windows`` on the file that ``model`` runs, and the mean KL divergence
-    from its distributions to pi2's, in nats.
-
-    `UserError` P663 where the model is no GGUF file, or llama-cpp-python is not installed.
-    """
+    """llama.cpp's scores on the file of ``model``, and its mean KL divergence from pi2 in nats;
+    UserError P663 without a GGUF file or llama-cpp-python."""
     if model.plan.file is None:
         raise UserError.of(
             "P663",

@@ -1,18 +1,8 @@
-"""Fits a layer's predictor: score = outer relu(inner u) + bias, active where score >= 0.
-
-It begins with the best linear guess of that rank (`pi2.measuring.fitting`).  The loss is a
-cross-entropy in which an active neuron weighs more, by the square root of how rare it is: whole
-balance would name far too many.  Adam with a rate that falls to zero, in small batches: what counts
-is the number of steps, a few thousand, far more than the number of tokens.  Weights are then
-rounded as the store keeps them, and the bias is moved until the wanted share of active neurons
-is found in tokens that were not trained on (as PowerInfer's and TurboSparse's predictors are cut).
-
-A first guess of a predictor: the best linear one of its rank, found without iterating.
-
-Which neurons fire is regressed on the input by least squares, and of the result the ``rank / 2``
-directions of the input are kept that explain most (reduced-rank regression).  A predictor has a
-ReLU between its matrices, so each direction comes twice, once with each sign.
-"""
+"""Fits a layer's predictor: score = outer relu(inner u) + bias, active if score >= 0. It starts
+from reduced-rank regression: the ``rank / 2`` input directions that explain most, with both signs.
+Adam then minimises a cross-entropy that weighs active neurons by the square root of their rarity.
+Rounded as in the store, the bias moves until held-out tokens find the wanted share of active
+neurons (as PowerInfer's and TurboSparse's predictors do)."""
 
 from __future__ import annotations
 
@@ -55,10 +45,7 @@ class LayerSamples:
 
 
 class SampleRecorder:
-    """An observer of FFNs (`pi2.engine.observation`) that keeps everything in ``folder``.
-
-    In a mixture every expert has samples of its own, of the tokens that it computes.
-    """
+    """An observer of FFNs that keeps everything in ``folder``, per expert in a mixture."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -109,8 +96,7 @@ class SampleRecorder:
         windows: Sequence[Window],
         progress: Callable[[float], None] = lambda share: None,
     ) -> list[list[LayerSamples]]:
-        """Run ``windows`` through ``model``, whose executor this observes; returns the samples of
-        the experts (one without experts) of every layer."""
+        """Run ``windows`` through the observed ``model``; samples of every layer's experts."""
         tokens = sum(len(window.tokens) for window in windows)
         self.make_room(model.plan.model, tokens)
         for number, window in enumerate(windows):
@@ -169,8 +155,8 @@ def _sum_moments(samples: LayerSamples, tokens: int) -> tuple[F32, F32, F32]:
 
 
 def _find_directions(response: F32, wanted: int, seed: int) -> tuple[F32, F32]:
-    """The ``wanted`` left directions [hidden, wanted] of ``response`` [hidden, neurons] with the
-    largest singular values, and their answers [wanted, neurons]; by subspace iteration."""
+    """The ``wanted`` strongest left directions [hidden, wanted] of ``response``, and their answers
+    [wanted, neurons], by subspace iteration."""
     hidden = len(response)
     random = np.random.default_rng(seed)
     width = min(hidden, wanted + _SPARE)
@@ -205,8 +191,7 @@ class Recipe:
     recall: float = 0.97
     """Share of active neurons that is to be found."""
     passes: float | None = None
-    """Times that every token is seen; None: as often as makes ``STEPS`` steps, within
-    ``FEWEST_PASSES`` and ``MOST_PASSES``."""
+    """Passes over the tokens; None: `STEPS` steps, within `FEWEST_PASSES` and `MOST_PASSES`."""
     batch: int | None = None
     """Tokens of a step; None: 128, more where the matrices are large, whose steps cost more."""
     rate: float = 6e-3

@@ -1,10 +1,5 @@
-"""How long loading takes, beside what bounds it: the disk, and the first touch of memory.
-
-Each repetition does four things, each in a process of its own: it reads as many bytes of the store
-as a load does, in pieces of 1 MiB, touches as many bytes of new memory, twice, and loads.  The
-first touch may be many times as slow as the second where a host has to find memory for a virtual
-machine; what the second process gives back is what the load gets as a rule.
-"""
+"""Times loading against the disk and the first touch of memory, each in a process of its own. On a
+virtual machine a first touch may be many times as slow as a second one."""
 
 from __future__ import annotations
 
@@ -158,10 +153,7 @@ def measure_load(
     repetitions: int,
     progress: Progress = ignore_progress,
 ) -> LoadOutcome:
-    """Load the plan at ``path`` several times with a cold page cache; raises as loading does.
-
-    A load that is not measured comes first: kernels are compiled then, and bytes counted.
-    """
+    """Load the plan several times with a cold page cache, after a warm-up that compiles kernels."""
     resolved = load_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
     store = resolved.store_path
     files = [store / entry.path for entry in read_manifest(store).files]

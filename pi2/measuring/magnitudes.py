@@ -26,9 +26,8 @@ FEWEST_TOKENS = 32
 
 
 def compute_magnitudes(request: BuildRequest, inputs: F32, bundles: U8, cutoffs: F32 | None) -> F32:
-    """|act(gate)| and act(gate) * up [2, T, n] of ``bundles`` [n, .], as
-    ``request.whole_bundle`` says, for ``inputs`` [T, hidden] and ``cutoffs`` [T, 1] of gates, where
-    the layer has them; without gates, those of up, twice."""
+    """|act(gate)| and act(gate) * up [2, T, n] of ``bundles`` [n, .] for ``inputs`` [T, hidden] and
+    ``cutoffs`` [T, 1]; without gates, up twice."""
     layout = request.whole_bundle
     values = []
     for index in range(2 if layout.is_gated else 1):
@@ -97,8 +96,8 @@ class Histogram:
         return LayerThresholds(gate=_shorten(low + part * (high - low)), computed=kept, active=kept)
 
     def _choose_both(self, target: float) -> LayerThresholds:
-        """CATS and TEAL: of all pairs of thresholds that leave out ``target`` of the bytes, the one
-        that loses the least energy of down's inputs."""
+        """CATS and TEAL: the pair of thresholds that leaves out ``target`` and loses the least
+        energy."""
         total = int(self.both.sum())
         # Neurons below each edge of gates, and the energy that goes with them.
         closed = np.concatenate([[0], np.cumsum(self.both.sum(axis=1))]) / total
@@ -141,10 +140,7 @@ class LayerMagnitudes:
     """Number of tokens that each expert has computed."""
 
     def choose(self, target: float) -> LayerThresholds:
-        """Thresholds that leave out ``target`` of what up and down hold.
-
-        In a mixture of each expert; those of experts that have computed few tokens are the layer's.
-        """
+        """Thresholds that leave out ``target``, by expert; rarely used experts take the layer's."""
         whole = sum(self.experts[1:], self.experts[0]).choose(target)
         if len(self.experts) == 1:
             return whole

@@ -28,12 +28,7 @@ from pi2.store.verification import recover_replaced
 
 
 def check_identity(file: Path, store: NeuronStore) -> None:
-    """Raise `UserError` P540 if the counts in ``file`` say that they are of another model than
-    ``store``.
-
-    Weights are compared where the file names them, else names of models, also that of the folder's
-    summary.  Files that say neither, or cannot be read, are left to whoever reads their columns.
-    """
+    """UserError P540 if ``file`` has counts of another model, by weights or else by name."""
     notes = _read_notes(file)
     own = store.manifest.model.id
     named = notes.get(MODEL_NOTE)
@@ -75,13 +70,9 @@ BANDS = (0.0625, 0.125, 0.25, 0.5, 1.0)
 
 
 def choose_orders(path: Path, kind: Kind, statistics: Path | None) -> I32:
-    """The order ``kind`` for the store ``path``: the checkpoint's neuron for every stored place,
-    int32 [layers, neurons].
-
-    ``statistics`` is a folder of `pi2 activations`, or, but for coactivation, a Parquet file of
-    counts; by expert it may be missing.  Raises `UserError` P540 if it is not of this model, P524
-    if there is no such order, and as opening a store does.
-    """
+    """The checkpoint's neuron at every stored place, int32 [layers, neurons]; ``statistics`` is a
+    folder, or a Parquet file of counts. UserError P540 for another model, P524 without such an
+    order."""
     if not path.exists():
         recover_replaced(Path(os.path.realpath(path)))
     with NeuronStore.open(path) as store:
@@ -99,21 +90,12 @@ def choose_orders(path: Path, kind: Kind, statistics: Path | None) -> I32:
 
 
 def order_by_hotness(statistics: Path, layers: int, neurons: int) -> I32:
-    """The checkpoint's neuron for every stored place, int32 [layers, neurons].
-
-    ``statistics`` is a folder of `pi2 activations`, or a Parquet file of counts.  Raises
-    `UserError` P540 if it has no counts of such a model.
-    """
+    """Orders by hotness, int32 [layers, neurons]; UserError P540 without counts of such a model."""
     return order_neurons(read_counts(_find_counts(statistics), layers, neurons))
 
 
 def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
-    """Orders by hotness in bands, by expert within each
-    (`pi2.importing.conversion_job.group_experts`).
-
-    Without ``statistics`` the order by hotness is the store's own.  Raises `UserError` P524 if that
-    is another one, or the model has no experts.
-    """
+    """Orders by hotness in bands, by expert in each; UserError P524 without hotness or experts."""
     manifest, model = store.manifest, store.manifest.describe_model()
     check_experts(model)
     if statistics is not None:
@@ -132,9 +114,8 @@ def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
 
 
 def order_by_coactivation(statistics: Path, layers: int, neurons: int) -> I32:
-    """Orders by hotness in bands, within each in chains of neurons that fire together; those
-    whose pairs were not counted stand behind them in their band. Raises `UserError` P540 also if
-    there are no pairs."""
+    """Orders by hotness in bands, in each by chains of neurons that fire together; UserError
+    P540."""
     counts = read_counts(_find_counts(statistics), layers, neurons)
     pairs = _read_pairs(statistics / COACTIVATIONS, layers, neurons)
     borders = [0, *(round(share * neurons) for share in BANDS)]
@@ -152,8 +133,7 @@ def order_by_coactivation(statistics: Path, layers: int, neurons: int) -> I32:
 
 
 def chain_neurons(weights: F32) -> list[list[int]]:
-    """Chains of 0 ... n - 1, each at least one long, by greedy links of the heaviest ``weights``
-    [n, n] (symmetric; 0 and below links nothing)."""
+    """Chains of 0 ... n - 1 by greedy links of the heaviest positive ``weights`` [n, n]."""
     count = len(weights)
     first, second = np.triu_indices(count, 1)
     values = weights[first, second]
@@ -220,8 +200,7 @@ def _find_counts(statistics: Path) -> Path:
 
 
 def _read_pairs(path: Path, layers: int, neurons: int) -> list[tuple[I32, I64]]:
-    """Read, for each layer, the neurons whose pairs were counted [s] and how often both fired
-    [s, s]."""
+    """Sampled neurons of each layer [s] and how often pairs fired [s, s]."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

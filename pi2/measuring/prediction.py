@@ -21,11 +21,7 @@ from pi2.tracing import add_legend, make_figure, pick_colours, pick_styles, save
 
 
 def draw_activations(folder: Path, statistics: Statistics, file_format: str) -> bytes:
-    """Draw hotness curves of all layers, and the neurons that make 80 % of the activations.
-
-    Raises `UserError` P632 without matplotlib, P633 for an unknown format, P540 if the counts in
-    ``folder`` were damaged.
-    """
+    """Draw hotness curves and skew of all layers; UserError P632, P633, P540."""
     layers = len(statistics.layers)
     rows = count_rows(folder / ACTIVATIONS)
     counts = read_counts(folder / ACTIVATIONS, layers, rows // layers)

@@ -1,8 +1,4 @@
-"""A compiled loop that only reads: the fastest that memory gives a program on this processor.
-
-Compiled in place by TVM, which takes about a second and much memory: only for the process of
-`pi2.measuring.bandwidth`.  Importing this module raises `ImportError` where there is no TVM.
-"""
+"""A compiled loop that only reads memory; ImportError without TVM."""
 
 from __future__ import annotations
 

@@ -150,8 +150,7 @@ def write_speeds(rows: Sequence[Row]) -> str:
 
 
 def write_ratios(rows: Sequence[Row]) -> list[str]:
-    """pi2 against every other engine, and several sequences against one, where both were measured
-    in turns; medians."""
+    """Ratios of medians measured in turns: pi2 to other engines, several sequences to one."""
     lines = []
     for row in rows:
         if row.description.digest is None:

@@ -85,12 +85,9 @@ def record_routing(
     overrides: Mapping[str, object] | None = None,
     progress: Progress = ignore_progress,
 ) -> tuple[RoutingTrace, dict[str, str]]:
-    """Run ``plan`` over ``passages`` and note the routing of every token; return it, and what tells
-    the weights from others'.
-
-    Raises `UserError` as loading does, P660 and P661 for the text, P662 where the backend does not
-    show its routing, P524 for a model without experts.
-    """
+    """Run ``plan`` over ``passages``; return the routing and notes that identify the weights.
+    UserError P660 and P661 for the text, P662 if the backend hides routing, P524 without
+    experts."""
     with load(plan, set=overrides, progress=progress) as model:
         sequences = [window.tokens for window in passages.cut(model)]
         trace = observe_routing(model, sequences, progress)
@@ -229,8 +226,8 @@ def _find_popular(counts: I64) -> float:
 
 
 def _measure_reuse(chosen: I32, sequences: I32, distance: int) -> float:
-    """Share of the experts ``chosen`` [tokens, k] that one of ``distance`` tokens before it in its
-    sequence chose, too; tokens with so many before them count."""
+    """Share of the experts ``chosen`` [tokens, k] that one of ``distance`` tokens before also
+    chose."""
     tokens = len(chosen)
     used = np.zeros((tokens, int(chosen.max()) + 1), bool)
     np.put_along_axis(used, chosen, True, axis=1)
@@ -263,12 +260,8 @@ class Replay:
 
 
 def replay_trace(trace: RoutingTrace, policy: ReplayPolicy, slots: int, *, skip: int = 0) -> Replay:
-    """Take the tokens of ``trace`` through an empty cache with ``slots`` for all layers together;
-    the first ``skip`` fill it and do not count.
-
-    A cache by layer has the same number of slots for each, what is left over going to the first
-    layers.
-    """
+    """Take ``trace`` through an empty cache of ``slots``; the first ``skip`` tokens do not count. A
+    cache by layer divides the slots evenly, the rest going to the first layers."""
     tokens, layers, _ = trace.chosen.shape
     requests = np.sort(trace.chosen, axis=2)
     if policy.startswith("belady"):
@@ -327,8 +320,7 @@ def _replay_belady(requests: I32, experts: int, slots: int, by_layer: bool) -> I
 
 
 def _foresee(requests: I32, slots: int) -> I32:
-    """Hits of each of ``requests`` [n, k], where what is needed last goes, and what comes stays out
-    if it is needed later than all that is there."""
+    """Hits of ``requests`` [n, k] if the latest needed leaves, or does not enter."""
     count = len(requests)
     following = np.full(requests.shape, count, np.int64)
     last: dict[int, int] = {}

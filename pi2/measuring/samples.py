@@ -54,8 +54,8 @@ def list_workloads(
     depths: Sequence[int],
     sequences: Sequence[int | None] = (None,),
 ) -> list[Workload]:
-    """All prompts at all depths, then all answers at all depths, each for all numbers of
-    ``sequences``; lengths of 0 are left out."""
+    """All prompts, then all answers, at all depths and numbers of ``sequences``; 0 lengths are left
+    out."""
     return [
         *(Workload("pp", length, depth) for depth in depths for length in prompts if length),
         *(
@@ -69,11 +69,8 @@ def list_workloads(
 
 
 class TokenSource:
-    """Tokens without end: the same for every program that is given the same list.
-
-    Walks through the vocabulary, or through a text.  Repetitions go on where the last one
-    stopped: a run that saw the same tokens again would find their neurons in the cache.
-    """
+    """Endless tokens, equal for every program; repetitions continue, so that the cache does not
+    know them."""
 
     def __init__(self, tokens: I32) -> None:
         assert len(tokens) > 0
@@ -82,8 +79,7 @@ class TokenSource:
 
     @classmethod
     def walk_vocabulary(cls, vocab: int, without: Sequence[int] = ()) -> TokenSource:
-        """Every token of the vocabulary in order, but for some; not from the beginning, where
-        bytes and marks are."""
+        """The vocabulary in order without some tokens, starting behind bytes and marks."""
         tokens = np.setdiff1d(np.arange(vocab, dtype=np.int32), np.array(without, np.int32))
         return cls(np.roll(tokens, -min(1000, len(tokens) // 4)))
 
@@ -278,15 +274,9 @@ def count_token_bytes(
     shared: float = 1.0,
     sequences: int | None = None,
 ) -> TokenBytes | None:
-    """Bytes per token at a context of ``position`` tokens.
-
-    Where several ``sequences`` generate at the same time (None: as many as the plan says), each
-    token has its part of what is read for all of them; ``shared`` is the number of different
-    neurons of a step, as a share of all that its tokens name.
-    ``active`` is the measured share of neurons with a non-zero activation, in a mixture of those of
-    the token's experts: the others need not be read, even if a predictor names them.  ``ranks`` of
-    the store's predictors.  None where it is not known: in sparse decoding without a share.
-    """
+    """Bytes per token at ``position``; None in sparse decoding without an ``active`` share.
+    ``shared``: different neurons of a step over all that its tokens name; several ``sequences``
+    share reads."""
     plan, model = resolved.plan, resolved.model
     dense = plan.decode.predictor in ("none", "router")
     if active is None and not dense:
@@ -327,8 +317,7 @@ def count_token_bytes(
 
 
 def count_dense_bytes(model: Model, *, position: float) -> TokenBytes:
-    """Bytes per token of a dense engine with fp16 keys and values and the same precisions, at a
-    context of ``position`` tokens; in a mixture it reads the token's experts."""
+    """Bytes per token of a dense engine with an fp16 KV cache and the same precisions."""
     shape = model.shape
     sizes = {tensor.name: _size(tensor) for tensor in list_tensors(model, None)}
     embedding = sizes.pop(EMBEDDING)

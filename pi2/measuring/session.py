@@ -70,8 +70,7 @@ class _Turn:
 
 
 class _Turns:
-    """Contestants that are left.  The first is what is measured: what it raises is raised; others
-    that fail are left out from then on, and what has been measured is kept."""
+    """Contestants that are left: errors of the first are raised, others that fail drop out."""
 
     def __init__(self, contestants: Sequence[Measured], note_lost: NoteLost) -> None:
         self.left = list(contestants)
@@ -101,14 +100,8 @@ def run_session(
     progress: Progress = ignore_progress,
     note_lost: NoteLost = lambda error: None,
 ) -> Iterator[Outcome]:
-    """Measure every workload with every contestant, in turns: A B A B.  Workloads that follow each
-    other and differ in the number of sequences only take turns, too.
-
-    Machines grow slower and faster while a benchmark runs; in turns they do so for all alike.  The
-    first run of each is a warm-up and not counted.  The bandwidth is measured before, after, and
-    in the middle of the repetitions.  A contestant other than the first that raises `UserError` is
-    left out from then on, with its rows of this and later workloads; ``note_lost`` is told why.
-    """
+    """Measure workloads with all contestants in turns, after a warm-up, and the bandwidth in
+    between. A later contestant that raises `UserError` drops out, and ``note_lost`` is told."""
     course = _Turns(contestants, note_lost)
     for _, alike in groupby(workloads, lambda workload: replace(workload, sequences=None)):
         turns = [_Turn(contestant, workload) for workload in alike for contestant in course.left]
@@ -182,8 +175,7 @@ class Course:
     repetitions: int
     with_profile: bool = False
     against: str | None = None
-    """``llama.cpp`` does the same work in turns with the plan, on the GGUF file that the plan runs;
-    or the path of another file for it."""
+    """``llama.cpp`` on the plan's GGUF file, or the path of another file for it."""
     text: str | None = None
     """Tokens are taken from it; without, from the vocabulary in order."""
 
@@ -196,12 +188,8 @@ def measure_plan(
     note_lost: NoteLost = lambda error: None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Outcome]:
-    """Measure the workloads of ``course`` with a plan that was read.
-
-    Raises `UserError` as loading does, P641 and P642 for what cannot be measured, P653 without
-    llama.cpp, P654 without a file for it.  ``note_lost`` is told if llama.cpp fails (P652) or
-    crashes (P640): the plan is measured without it.
-    """
+    """Measure ``course`` with a plan; UserError P641, P642, P653 without llama.cpp, P654 without
+    its file. ``note_lost`` is told if llama.cpp fails (P652) or crashes (P640)."""
     resolved = found.resolved
     against = course.against
     file = None if against is None else _find_file(against, resolved)

@@ -72,11 +72,8 @@ class Passages:
         return replace(self, texts=texts, count=self.held_out or count)
 
     def cut(self, model: LoadedModel) -> list[Window]:
-        """The windows.
-
-        Raises `UserError` P660 if no token could be scored, P661 if context and stride do not go
-        together.
-        """
+        """The windows; UserError P660 if no token is scored, P661 if context and stride do not
+        fit."""
         room = model.plan.plan.kv.context
         size = min(512, room) if self.context is None else self.context
         step = size if self.stride is None else self.stride
@@ -109,12 +106,8 @@ def _find_end(text: str) -> int:
 def cut_windows(
     ids: Sequence[int], *, begin: int | None, context: int, stride: int
 ) -> list[Window]:
-    """Windows over ``ids``, each with ``begin`` first if there is one.
-
-    Every token is scored once, at most: the first window scores all of its tokens that have one
-    before them, each later one its last ``stride``.  A last piece shorter than a window is left
-    out unless it is all there is.
-    """
+    """Windows over ``ids``, each headed by ``begin``; a later one scores its last ``stride``
+    tokens. A shorter last piece is left out unless it is the only one."""
     head = () if begin is None else (begin,)
     body = context - len(head)
     step = min(stride, body)

@@ -1,12 +1,5 @@
-"""What a run did when: every call of a kernel, every read, every wait, as a trace.
-
-The driving thread has one lane: kernels, waiting for reads, and in between Python.  A kernel runs
-on all compute threads at once, so each of them has a lane with the kernels that it took part in.
-Every thread that reads has a lane; a queue of the system (io_uring), and the thread of long reads,
-have as many as reads are under way at a time, from the submission of each until its end was
-noticed.  An arrow goes from the end of a read to the first kernel after it.  A unit beside the
-executor has a lane with the work that it told of.
-"""
+"""Records a run as a trace: lanes for the driver, compute threads, readers, queues and units.
+Arrows lead from the end of a read to the next kernel."""
 
 from __future__ import annotations
 
@@ -261,13 +254,8 @@ def _name_read(layer: int, number: int, batch: ReadBatch | None) -> str:
 def record_run(
     model: LoadedModel, prompt: list[int], tokens: int, *, warm_up: int = 0
 ) -> tuple[Recorder, TraceSummary]:
-    """Process ``prompt``, generate ``warm_up`` tokens that are not recorded, then ``tokens``
-    greedily; the summary is of these alone.
-
-    With random weights the tokens are those of the vocabulary in order, as `pi2 bench` has them:
-    greedily they would soon repeat, and their neurons be in the cache.  As many sequences go on
-    after the prompt as the plan has at a time, each with another token.
-    """
+    """Process ``prompt`` and ``warm_up`` tokens, then record ``tokens`` greedy ones. Synthetic
+    models walk the vocabulary: greedy tokens would repeat, with their neurons cached."""
     model._check_ids(prompt, answer=tokens)
     parts = model._parts
     forward, context = parts.forward, model.plan.plan.kv.context

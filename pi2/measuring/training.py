@@ -112,8 +112,7 @@ class LayerFit:
 def fit_predictors(
     samples: Sequence[LayerSamples], resolved: ResolvedPlan, recipe: Recipe, rank: int | None
 ) -> LayerFit:
-    """Fit the predictors of a layer, with ``rank``, or with the rank that suits the expert that
-    computed most tokens."""
+    """Fit a layer's predictors with ``rank``, or the rank that suits its busiest expert."""
     if rank is None:
         rank = choose_rank(max(samples, key=len), resolved, recipe)
     precision = resolved.model.quantization.predictor
@@ -151,8 +150,8 @@ def choose_rank(samples: LayerSamples, resolved: ResolvedPlan, recipe: Recipe) -
 
 
 def count_token_bytes(fit: Fit, resolved: ResolvedPlan, precision: Precision) -> float:
-    """Bytes that a token takes from a layer, or from one of its experts: the predictor's, and those
-    of the named neurons, of which the plan's share that is not in memory weighs more."""
+    """Bytes per token of a layer or expert: predictor, and named neurons, absent ones weighing
+    more."""
     hidden, neurons = resolved.model.stored_neuron_width, resolved.model.shape.ffn
     rank = fit.weights.rank
     own = matrix_bytes(rank, hidden, precision) + matrix_bytes(neurons, rank, precision)
@@ -318,14 +317,9 @@ def train_predictors(
     rank: int | None = None,
     progress: Progress = ignore_progress,
 ) -> Training:
-    """Train predictors for the model of ``plan`` on what its neurons do in ``passages``.
-
-    ``rank`` is that of every layer; None chooses it for each.  ``output`` is a new folder with a
-    store (its neurons shared with the old one), a model document and a plan; 8 windows of the ends
-    of the texts judge them, unless ``passages`` says otherwise.  Raises `UserError` as loading
-    does, P660-P662 for text and backend, P665 for a model whose neurons never rest, P667 if
-    ``output`` exists.
-    """
+    """Train predictors on ``passages`` into ``output``: a store that shares the neurons, a model
+    and a plan, judged on held-out text. UserError P660-P662, P665 for smooth activations, P667 if
+    ``output`` exists."""
     chosen = recipe or Recipe()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError.of(

@@ -1,8 +1,5 @@
-"""Builds a bundle: a folder with a plan and all that runs it where there is no TVM.
-
-The folder appears under its name when it is whole.  What is in it depends on the plan, the store,
-pi2 and its compiler alone: two builds are equal, byte by byte.
-"""
+"""Builds a bundle, reproducible byte by byte; the folder appears under its name when it is
+whole."""
 
 from __future__ import annotations
 
@@ -94,10 +91,7 @@ def list_npus(resolved: ResolvedPlan) -> Sequence[str]:
 def write_npu(
     room: Path, resolved: ResolvedPlan, unit: str, progress: Progress
 ) -> tuple[HexagonSpec, Path]:
-    """Write an NPU's folder; return its specification and the program that a run starts.
-
-    UserError P650 and P651 where the library cannot be compiled.
-    """
+    """Write an NPU's folder; return its specification and program.  UserError P650, P651."""
     folder, spec = room / FOLDER / unit, describe_npu(resolved, unit)
     write_library(spec, folder, progress)
     package = import_module("pi2.backends.hexagon")
@@ -133,13 +127,8 @@ class Built:
 def build_bundle(
     resolved: ResolvedPlan, wish: Wish, folder: Path, mode: StoreMode, progress: Progress
 ) -> Built:
-    """Build the bundle of a plan at ``folder``, which must not exist, or be empty.
-
-    With the mode ``none`` no store need be at hand: predictors then have the plan's rank.
-
-    UserError P673 for what bundles cannot have, P675 where the folder cannot be written, P650 and
-    P651 where kernels cannot be compiled, and P5xx for a store that a run would refuse.
-    """
+    """Build the bundle of a plan at the new folder ``folder``; UserError P673 for unsupported
+    plans, P675 if writing fails, P650 and P651 for kernels, P5xx for the store."""
     aimed = aim_plan(resolved, wish)
     has_store = (resolved.store_path / MANIFEST).is_file()
     misfits = find_store_misfits(resolved) if has_store else []
@@ -249,8 +238,7 @@ def _describe_tensors(model: Model) -> dict[str, Tensor]:
 
 
 def list_specs(aimed: ResolvedPlan, tensors: Mapping[str, Tensor]) -> list[Spec]:
-    """Return what a run of the plan asks for: the model's kernels, and loops of the host;
-    ``tensors``: those of its store."""
+    """Specs of the kernels and host loops that a run of the plan asks for."""
     unit = aimed.device.units[aimed.sparse_unit]
     assert unit.features is not None and unit.architecture is not None
     features = frozenset(unit.features)

@@ -16,8 +16,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import IsaFeature
 
 ROOTS = ("pi2.phone.runtime.command", "pi2.orchestrator", "pi2.sandbox.template")
-"""What a run begins with, or imports by its name; the module ``backend`` of each backend and all
-formats are such, too."""
+"""Modules that a run starts with or imports by name; backends and formats are added."""
 
 SPARSE_BACKENDS = frozenset({"cpu"})
 """Backends whose executors bundles can have."""
@@ -31,8 +30,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "pi2.logging": "pi2.phone.replacements.logs",
     "pi2.sandbox.tokenizer": "pi2.phone.replacements.tokenizers",
 }
-"""Modules that a bundle has otherwise, and what it has in their place: kernels are found, not
-compiled; ctypes calls them, not tvm_ffi; logs are plain lines; tokenizers are read in Python."""
+"""Modules of pi2 and their replacements in a bundle."""
 
 STAND_INS = ("pydantic", "pydantic_core")
 """Packages that small modules of `pi2.phone.stand_ins` stand for."""
@@ -75,8 +73,7 @@ def list_code(backends: Collection[str]) -> dict[PurePosixPath, Path]:
 
 
 def find_modules(backends: Collection[str]) -> dict[str, Path]:
-    """Return the files of all of pi2's modules that a run with some backends may import, by
-    name."""
+    """Files of pi2's modules that a run with some backends may import, by name."""
     waiting = [*ROOTS, *(f"pi2.backends.{name}.backend" for name in sorted(backends))]
     waiting += [f"pi2.formats.{own.name}" for own in iter_modules(pi2.formats.__path__)]
     found = dict[str, Path]()
@@ -104,8 +101,7 @@ def find_source(module: str) -> Path | None:
 
 
 def list_imports(source: str) -> Iterator[str]:
-    """Yield the modules of pi2 that a source imports, in functions, too; names that it takes from
-    them, which may be modules, follow each."""
+    """Modules of pi2 that a source imports, each followed by names that may be modules."""
     for node in _walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("pi2"))
@@ -138,8 +134,7 @@ USUAL_FEATURES: Mapping[Architecture, tuple[IsaFeature, ...]] = {
     "x86-64": ("avx2", "f16c", "fma"),
     "aarch64": ("dotprod", "fp16", "neon"),
 }
-"""What kernels use where device and user leave it open: processors since 2013 (Haswell), and
-since 2018 (Cortex-A76)."""
+"""Features used if device and user state none: Haswell (2013) and Cortex-A76 (2018)."""
 USUAL_THREADS = 4
 """The big cores of most phones."""
 
@@ -158,11 +153,8 @@ class Wish:
 
 
 def aim_plan(resolved: ResolvedPlan, wish: Wish) -> ResolvedPlan:
-    """Return the plan as the bundle has it: everything stated that a run asks the machine for.
-
-    UserError P673 where it is for another architecture, for units that bundles do not have, or
-    has another model guess tokens.
-    """
+    """The plan with everything stated that a run asks the machine for; UserError P673 for other
+    architectures, unsupported units or draft models."""
     architecture = ARCHITECTURES[wish.triple]
     unit = resolved.device.units[resolved.sparse_unit]
     _check_units(resolved)

@@ -1,7 +1,4 @@
-"""A resolved plan as JSON: how a bundle keeps plan, device, model and thresholds.
-
-Written where the bundle is built, with pydantic; read where it runs, with its stand-in.
-"""
+"""A resolved plan as JSON, written with pydantic and read with its stand-in."""
 
 from __future__ import annotations
 
@@ -74,8 +71,7 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def check_bundle(bundle: Bundle, *, hashed: bool) -> None:
-    """Compare files with the list, sizes or contents (``hashed``); UserError P672 with all that
-    differ."""
+    """Compare sizes, or contents if ``hashed``; UserError P672 lists all that differ."""
     findings = []
     for name, (size, digest) in bundle.files.items():
         path = bundle.folder / name
@@ -118,8 +114,7 @@ def write_resolved(resolved: ResolvedPlan) -> str:
 
 
 def read_resolved(path: Path) -> ResolvedPlan:
-    """Read what `write_resolved` wrote to ``path``; OSError, ValueError or KeyError if it is not
-    that."""
+    """Read a resolved plan; OSError, ValueError or KeyError for anything else."""
     documents = json.loads(path.read_text(encoding="utf-8"))
     thresholds = None
     if documents["thresholds"] is not None:

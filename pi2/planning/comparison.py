@@ -21,8 +21,7 @@ WITHOUT = "none"
 
 
 def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
-    """The fastest of a mixture's plan and the same with the thresholds of its wish, by the cost
-    model; ``planned`` itself where the wish has none, or its plan does not fit them."""
+    """The faster of a mixture's plan and the same with the wish's thresholds, if they fit."""
     wish, cost = planned.wish, planned.cost
     usable = wish.thresholds is not None and wish.model.moe is not None
     if not usable or cost.predictor != "router" or cost.whole_unit is not None:
@@ -130,8 +129,7 @@ def write_table(plans: Sequence[PlannedPlan]) -> Iterator[str]:
 
 
 def draw_curve(plans: Sequence[PlannedPlan], form: str) -> bytes:
-    """The picture's bytes; UserError P632 without matplotlib, P633 for a type of
-    picture that it does not draw."""
+    """The picture's bytes; UserError P632 without matplotlib, P633 for an unknown type."""
     wish = plans[0].wish
     figure = make_figure(7.0, 4.0)
     axes = figure.add_subplot()

@@ -72,11 +72,8 @@ class PlannedPlan:
 
 
 def plan(wish: Wish) -> PlannedPlan:
-    """Find the best plan for a request.
-
-    Raises `UserError` P350 for a wish that cannot be fulfilled, with the nearest that can; P351
-    where the device lacks figures; P352 without a solver.
-    """
+    """The best plan; UserError P350 for an impossible wish, P351 for missing figures, P352 without
+    a solver."""
     if wish.tokens_s is None:
         check_device_memory(wish)
         return _plan_within(wish)
@@ -165,8 +162,7 @@ def _read_rates(wish: Wish) -> Rates:
 def _choose_layout(
     wish: Wish, plans: Sequence[PlannedPlan], stored: StoredLayout | None
 ) -> PlannedPlan:
-    """The best of the plans for several layouts of neurons; what a store has, or would be given by
-    `pi2 convert`, is preferred."""
+    """The best plan over layouts; the store's or the converter's layout is preferred."""
 
     def score(item: PlannedPlan) -> tuple[float, float]:
         slow, value = score_plan(wish, item)
@@ -202,8 +198,8 @@ def _choose_layout(
 
 
 def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -> Iterator[str]:
-    """Say of each unit beside the CPU that has nothing of the plan, why; ``other``: the plan with
-    the unit whose rates are known, where there is one."""
+    """Why units beside the CPU have nothing to do; ``other`` is a plan with the unit of known
+    rates."""
     used = _list_units(chosen.values["layers"])
     known = read_rates(wish.device, wish.model.shape.stored_hidden).dense
     for name, unit in wish.device.units.items():
@@ -296,10 +292,7 @@ def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
 
 
 def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> list[PlannedPlan]:
-    """The best plans for memories from the least to what holds everything, or ``most_bytes``.
-
-    UserError P350 where not even the smallest plan has so little.
-    """
+    """Best plans between the least memory and ``most_bytes``; UserError P350 if nothing fits."""
     problem = pose_problem(replace(wish, memory_bytes=None, tokens_s=None), _read_rates(wish))
     low, high = find_bounds(problem)
     if most_bytes is not None:
@@ -441,8 +434,7 @@ def _write_ranges(layers: Sequence[int]) -> str:
 
 
 def _explain_impossible(problem: Problem, program: Program) -> UserError:
-    """Finding P350: which limit is in the way, and the nearest possible requests; P351 where
-    reads are unknown."""
+    """P350 with the limit in the way and the nearest possible wishes; P351 if reads are unknown."""
     wish = problem.wish
     least = program.solve("memory")
     if least is None:

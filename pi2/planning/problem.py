@@ -1,10 +1,5 @@
-"""The choices of a plan with what each of them costs: the coefficients of the program.
-
-Memory is linear in the shares of neurons that stay.  Missing neurons fall with these shares along
-a convex curve, which is replaced by straight lines that touch it.  Everything else is a choice out
-of a few: predictor, type of keys and values, chunk, engine and depth of reads, looking ahead, and
-the part of the resident neurons that is a cache.
-"""
+"""Coefficients of the program: choices of a plan and their costs. Misses fall with resident shares
+along a convex curve, replaced by tangents; the rest is discrete."""
 
 from __future__ import annotations
 
@@ -84,8 +79,7 @@ class Mode:
     ahead_s: float
     """Norms and predictor of a layer: reads that begin a layer ahead are hidden behind them."""
     neuron_s: tuple[float, ...]
-    """Per group: reading where neurons stream by, whatever the engine; 0 where the engine's choice
-    counts."""
+    """Per group: reading streamed neurons, whatever the engine; 0 if the engine's choice counts."""
     cache_shares: tuple[float, ...]
     """Per group: part of its resident neurons that is a cache; none of layers that stream by."""
 
@@ -174,10 +168,8 @@ class Problem:
 
 
 def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -> Problem:
-    """Collect the choices that the device and the model leave, with their costs.
-
-    ``bundle``: how neurons lie in the store, by default as close as the device can read them.
-    """
+    """Choices that device and model leave, with costs; ``bundle``: layout, by default the
+    closest."""
     model = wish.model
     if bundle is None:
         least = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))
@@ -300,8 +292,7 @@ def _list_kvs(wish: Wish, rates: Rates, bundle: BundleLayout) -> tuple[KvChoice,
 def _list_embeddings(
     wish: Wish, rates: Rates, mode: PredictorMode, bundle: BundleLayout
 ) -> tuple[EmbeddingChoice, ...]:
-    """Choices for the embedding: in memory, or from flash unless it is the head too or reads are
-    unmeasured."""
+    """Embedding in memory, or on flash unless it is also the head or reads are unmeasured."""
     model = wish.model
     places: tuple[Literal["resident", "flash"], ...] = ("resident", "flash")
     if model.tied_head or rates.flash is None:

@@ -117,10 +117,7 @@ class Program:
     def solve(
         self, goal: Goal, *, memory_bytes: float | None = None, token_s: float | None = None
     ) -> Solution | None:
-        """The best plan within the limits; None if there is none.
-
-        UserError P352 without scipy.
-        """
+        """The best plan within the limits; None if there is none.  UserError P352 without scipy."""
         optimize, sparse = import_solver()
         rows = self._list_rows()
         if memory_bytes is not None:
@@ -159,8 +156,8 @@ class Program:
         return None if result.x is None else self._read(result.x)
 
     def _time_prompt_token(self, chunk: ChunkChoice) -> float:
-        """Seconds of a prompt's token that depend on the chunk: all neurons, which stream by and
-        are unpacked once for each chunk."""
+        """Seconds per prompt token that depend on the chunk: streaming and unpacking all
+        neurons."""
         problem = self._problem
         layers = sum(group.count for group in problem.groups)
         size = layers * problem.neurons * problem.stride

@@ -1,6 +1,4 @@
-"""Choices out of a few that no line describes, tried around the program's plan with the cost
-model.
-"""
+"""Discrete choices without a line in the program, tried around its plan with the cost model."""
 
 from __future__ import annotations
 
@@ -48,8 +46,8 @@ class WholePlan:
 def list_whole_plans(
     wish: Wish, bundle: BundleLayout, predictors: tuple[PredictorMode, ...]
 ) -> Iterator[WholePlan]:
-    """Plans within the wish's memories, one for each unit with memory of its own, way to name
-    neurons and type of keys and values; units whose memory's rate nobody states are left out."""
+    """Plans for each unit with its own memory, predictor and KV type; unknown rates are left
+    out."""
     types: tuple[KvType, ...] = ("fp16",) if wish.exact else ("fp16", "int8")
     usual = list_usual_backends()
     for name, unit in wish.device.units.items():
@@ -77,8 +75,8 @@ def list_whole_plans(
 
 
 def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
-    """Give the plan's memories the sizes that they need; None where that is more than there is, or
-    where the backend cannot compute the model."""
+    """Fit the plan's memories to their needs; None if too large, or the backend cannot compute
+    it."""
     resolved = resolve_values(values, wish.device, wish.model)
     backend = find_whole_backend(resolved.name_backend(name))
     assert backend is not None
@@ -106,8 +104,7 @@ def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
 MOST_PADDING = 1.25
 """Distance of whole pages over that of blocks from which it is not worth a plan: small neurons."""
 LEAST_SAVING = 0.2
-"""Part of the distance that has to go with the scales before it is worth a plan.  With a seventh, a
-7B with half of its neurons on flash ran no faster (notes/reads.md)."""
+"""Share of the distance that separate scales must save: with 1/7, a 7B plan ran no faster."""
 REWRITE_GAIN = 0.02
 """Share by which a plan must be faster before an existing store is to be rewritten."""
 
@@ -140,9 +137,7 @@ class LayoutDecision:
 
 
 def list_bundles(device: Device, model: Model, stored: StoredLayout | None) -> list[BundleLayout]:
-    """Layouts that the device can read: with scales in the bundles, the smallest first; with
-    resident ones where that makes bundles smaller by `LEAST_SAVING`, or where the store has
-    them."""
+    """Layouts the device can read: inline scales, and resident ones if they save `LEAST_SAVING`."""
     block = find_block_bytes(device)
     strides = _list_strides(device, model, stored)
     used = model.lay_out_bundle(scales="resident").used_bytes
@@ -159,8 +154,7 @@ def list_bundles(device: Device, model: Model, stored: StoredLayout | None) -> l
 
 
 def needs_rewriting(bundle: BundleLayout, stored: StoredLayout | None) -> bool:
-    """Whether a store has to be written anew to have this layout: one that does not exist yet can
-    be given any distance, and has its scales in the bundles, but for mxfp4."""
+    """Whether a store must be rewritten for this layout; a new one takes any stride."""
     if stored is None:
         return bundle.scales == "resident" and not bundle.parts[-1].spread
     return (bundle.stride, bundle.scales) != (stored.stride, stored.scales)
@@ -293,12 +287,8 @@ def refine_values(
 
 
 def list_whole(problem: Problem, values: Values) -> Iterator[Values]:
-    """Plans with every neuron hot, which saves looking for them in a cache: for each type of keys
-    and values that of the longest pieces of prompts for which there is room.
-
-    The program has no line for this saving: its shares of neurons that stay are those of plans with
-    a cache.  Nothing is given where all of them are hot already, or the memory is not limited.
-    """
+    """Plans with every neuron hot, one for each KV type, with the longest prompt pieces that fit.
+    The program has no line for the look-ups they save."""
     if problem.wish.memory_bytes is None or values["layers"]["hot"] >= 1.0:
         return
     layers = values["layers"]
@@ -395,8 +385,7 @@ def _list_dimensions(
 
 
 def _has_two_reads(problem: Problem, values: Values) -> bool:
-    """Whether a neuron may be read in two parts: where its gate ends in an earlier block, by an
-    engine that other units need as well; pi2's own reads it at once."""
+    """Whether a neuron may be read in two parts by an engine that other units need as well."""
     units = problem.wish.device.units
     layers = values["layers"]
     splits = [layers["split"], *(item.get("split", {}) for item in layers.get("overrides", ()))]

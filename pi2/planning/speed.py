@@ -1,9 +1,4 @@
-"""Wishes for a speed: the least memory at which a plan reaches it, or the nearest wish that can be
-met.
-
-What a plan's memory makes of its speed, only plans say: the program's lines are coarser than the
-cost model.  So plans are made for several memories, until the least is found.
-"""
+"""Wishes for a speed: plans for several memories, until the least that suffices is found."""
 
 from __future__ import annotations
 
@@ -61,12 +56,8 @@ def check_device_memory(wish: Wish) -> int | None:
 
 
 def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> PlannedPlan:
-    """The plan for a wish with a speed: the fastest within a memory that is stated, else the one
-    with least memory or energy.
-
-    ``bounds``: the least memory of any plan, and one in which everything fits.  UserError P350 if
-    there is none, with the nearest wish.
-    """
+    """The plan for a speed: fastest in a stated memory, else least memory or energy.  UserError
+    P350."""
     assert wish.tokens_s is not None
     device_bytes = check_device_memory(wish)
     stated = [size for size in (wish.memory_bytes, device_bytes) if size is not None]
@@ -127,8 +118,8 @@ def _list_sparing(wish: Wish, make_plan: Planner) -> Iterator[PlannedPlan]:
 
 
 def _explain(wish: Wish, fastest: PlannedPlan, needed: PlannedPlan | None) -> UserError:
-    """P350: what limits the fastest plan, and the nearest wishes that can be met; ``needed``: the
-    plan with the memory that the wish takes."""
+    """P350: what limits the fastest plan, and the nearest wishes; ``needed``: the plan with more
+    memory."""
     assert wish.tokens_s is not None
     wished = approximate_number(wish.tokens_s, 9)
     nearest = [f"--speed {_round_down(fastest.cost.tokens_s)}tok/s"]

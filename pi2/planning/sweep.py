@@ -55,12 +55,8 @@ def run_in_processes(
 def run_on_ray(
     run: Callable[[Task], Result], tasks: Sequence[Task], jobs: int | None
 ) -> Iterator[Result]:
-    """Results as they come, from the cluster that RAY_ADDRESS names, else from one that is started
-    on this machine with ``jobs`` workers.
-
-    Ray runs a task whose worker was lost again, `RETRIES` times; then raises `WorkersLost`.
-    `UserError` P355 without Ray, or where there is no such cluster.
-    """
+    """Results from the cluster RAY_ADDRESS, or one with ``jobs`` workers here; raises
+    `WorkersLost`, UserError P355 without Ray."""
     ray = import_ray("pip install 'pi2[ray]', or --on processes")
     started = not ray.is_initialized()
     if started:
@@ -165,11 +161,8 @@ def run_sweep(
     progress: Progress,
     on: Place = "processes",
 ) -> list[Outcome]:
-    """Run what is not done yet, write ``output`` (Parquet), and return all outcomes in order.
-
-    Raises `UserError` P352 without the solver, P353 where workers are lost again and again; what
-    was done is kept.
-    """
+    """Run missing cells, write ``output`` (Parquet), return all; UserError P352, P353 for lost
+    workers."""
     journal = output.with_name(f"{output.name}.cells")
     known = read_journal(journal)
     waiting = [cell for cell in cells if cell.key not in known]
@@ -354,10 +347,7 @@ def find_fastest(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], Outcome]:
 
 
 def draw_matrix(outcomes: Sequence[Outcome], form: str) -> bytes:
-    """Draw which device runs what: a field for each device and model, darker where it is faster.
-
-    UserError P632 without matplotlib.
-    """
+    """Draw the speed of each model on each device; UserError P632 without matplotlib."""
     figure = make_figure(4.0, 1.5)
     devices = list(dict.fromkeys(item.device for item in outcomes))
     models = list(dict.fromkeys(item.model for item in outcomes))

@@ -39,8 +39,7 @@ _TABLES = (
 
 
 def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, name: str) -> str:
-    """The document's text; references as they are to stand in it.  The same wish, device, model
-    and statistics give the same text."""
+    """The document's text; equal wishes and documents give equal texts."""
     values, resolved = planned.values, planned.resolved
     units = {resolved.device.units[name].kind for name in _list_units(planned)}
     memory, segments = values["memory"], _name_segments(planned)
@@ -311,8 +310,8 @@ def _write_row(numbers: list[int], layer: LayerCost) -> str:
 
 
 def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
-    """Terms of every layer on top of each other, those that take any time; UserError P632 without
-    matplotlib, P633 for a type of picture that it does not draw."""
+    """Terms of every layer, stacked; UserError P632 without matplotlib, P633 for an unknown
+    type."""
     figure = make_figure(9.0, 4.0)
     axes = figure.add_subplot()
     places = range(len(cost.layers))

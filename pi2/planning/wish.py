@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 
 
 def read_document(reference: str, kind: Kind, folder: Path | None = None) -> Report:
-    """Check the device or model that a reference means; it is sound.
-
-    ``reference``: a path relative to ``folder``, a short name or a locked reference.  Raises
-    `UserError` P015 for a name that nobody knows, P014 for a document of another kind, or with
-    the document's own findings.
-    """
+    """Read a sound device or model by path, short name or locked reference; UserError P014,
+    P015."""
     folder = folder or Path()
     resolver = LockedReferences(folder)
     try:
@@ -89,8 +85,7 @@ class Wish:
     context: int = 4096
     """Context length in tokens, prompt and answer together."""
     exact: bool = False
-    """Only choices that do not change the result: all gates, fp16 keys and values, no looking
-    ahead."""
+    """Only choices that keep results: all gates, fp16 KV cache, no look-ahead."""
     leave_out: float = 0.0
     """Share of the predictor's scores that a plan may leave out instead of reading neurons."""
     batch: int = 1

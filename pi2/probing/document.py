@@ -260,8 +260,7 @@ def describe(found: Measurements) -> str:
 
 
 def describe_unsteady(device: Device) -> Iterator[str]:
-    """Describe the figures that differed from round to round, the worst first; empty if none
-    did."""
+    """Figures that differed between rounds, worst first; empty if none did."""
     found = sorted(
         (item for item in list_readings(device) if item.spread > NOISY),
         key=lambda item: -item.spread,
@@ -363,7 +362,7 @@ _ARCHITECTURES = {"opencl": "opencl", "webgpu": "vulkan", "cuda": "cuda"}
 
 
 def _describe_others(found: Measurements) -> Iterator[tuple[str, dict[str, Any]]]:
-    """GPUs by name: ``gpu``, ``gpu2``; a processor that plays one is ``opencl-cpu`` or
+    """GPUs by name: ``gpu``, ``gpu2``; emulating processors are ``opencl-cpu`` or
     ``webgpu-cpu``."""
     counts: Counter[str] = Counter()
     for item in found.accelerators.units:

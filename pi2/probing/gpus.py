@@ -85,10 +85,8 @@ class GpuBench:
         return survey_api(api)
 
     def measure(self, api: Api, number: int, rounds: int) -> dict[Key, list[float]]:
-        """Seconds of a call of each step on a device, ``rounds`` medians of it.
-
-        Raises `ArithmeticError` if the device computes something else.
-        """
+        """``rounds`` medians of seconds per call of each step; ArithmeticError for wrong
+        results."""
         bench = DeviceBench(open_device(api, number), self._progress)
         calls = {step.key: bench.prepare(step) for step in STEPS}
         found: dict[Key, list[float]] = {key: [] for key in calls}

@@ -130,8 +130,7 @@ def _shorten(error: UserError | RuntimeError) -> str:
 
 
 def _name_others(root: Path, reasons: Sequence[str], *, has_gpu: bool) -> Iterator[str]:
-    """Units that show as files of the system and that nothing here measures; ``reasons``: why APIs
-    have no devices."""
+    """Units seen by system files and not measured; ``reasons``: why APIs have no devices."""
     seen: set[str] = set()
     for files, known in ((_GPU_FILES, has_gpu), (_NPU_FILES, False)):
         for pattern, what in files.items():
@@ -231,8 +230,8 @@ class KernelBench:
         ]
 
     def measure(self, rounds: int, keys: Collection[Key] | None = None) -> dict[Key, list[float]]:
-        """Seconds per call of each step, ``rounds`` figures of each; of ``keys`` alone, and what is
-        measured together with them, if they are given."""
+        """``rounds`` figures of seconds per call of each step, or of ``keys`` and their
+        companions."""
         if self._bound:
             bind_calling_thread(self._bound)
         try:
@@ -296,13 +295,11 @@ class KernelBench:
 
 
 MOST_ROUNDS, LEAST_ROUNDS = 5, 2
-"""Bounds of the number of rounds over all figures; a figure of a round is the median, or the
-sum, of many calls."""
+"""Bounds of the number of rounds."""
 UNIT_ROUNDS = 3
 """Rounds over GPUs and NPUs; one where the rest took all the time there is."""
 ROUNDS_S = 80.0
-"""No round begins that would end later; the whole takes about two minutes, or more beside the work
-of others."""
+"""No round begins that would end later; the whole takes about two minutes."""
 AGAIN_S = 15.0
 """Time beyond that in which figures are measured again that no two rounds agree about."""
 USUAL_START_S = 15.0
@@ -338,13 +335,8 @@ class Measurements:
 
 
 def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUNDS) -> Measurements:
-    """Measure everything; ``place`` is a folder for a temporary file, or a neuron store.
-
-    Rounds go through everything from the first to the last, so that a machine whose speed drifts
-    shows it in the spread of every figure.
-
-    UserError P340 where the cpu backend cannot run here, P341 where nothing can be read.
-    """
+    """Measure everything in rounds at ``place``, a folder or store, so that drift shows in the
+    spread. UserError P340 without the cpu backend, P341 if nothing can be read."""
     machine = detect_machine()
     check_backend(machine)
     threads = machine.cores

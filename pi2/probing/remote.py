@@ -1,9 +1,5 @@
-"""Times of kernels on another machine, through TVM's RPC: `pi2 probe --rpc`.
-
-The cpu backend's executor runs here as always; only its compiled functions are elsewhere, with the
-arrays that they are bound to.  Seconds are those of the other machine's clock.  What lies between
-the calls (the engine, flash) is not measured: a bundle's ``--probe`` measures flash there.
-"""
+"""Kernel times on another machine through TVM's RPC (`pi2 probe --rpc`), by that machine's
+clock."""
 
 from __future__ import annotations
 
@@ -115,10 +111,7 @@ class RemoteFunctions:
 def measure_remote(
     machine: RemoteMachine, progress: Progress, *, shape: synthetic.ProbeShape = SHAPE
 ) -> tuple[tuple[StepFacts, ...], Mapping[Key, list[float]]]:
-    """Return steps of the engine, and seconds of each on the other machine.
-
-    UserError P342 where TVM's RPC needs packages, or there is no such machine.
-    """
+    """Steps of the engine and their seconds on the other machine; UserError P342."""
     model = synthetic.make_model(shape)
     request = synthetic.make_request(
         model,

@@ -37,14 +37,13 @@ class Variety:
     has_gates: bool = False
 
     def choose_types(self, request: BuildRequest) -> BuildRequest:
-        """``request`` with this variety's types, and gates of no layer where it has gates: all that
-        kernels depend on."""
+        """``request`` with this variety's types, and empty gates if it has gates."""
         gates: dict[int, tuple[U8, Scales | None]] | None = {} if self.has_gates else None
         return replace(request, kv_type=self.kv, token_type=self.activations, gate_rows=gates)
 
     def apply(self, request: BuildRequest, layers: int) -> BuildRequest:
-        """``request`` with this variety's types and gates; tokens go through the first
-        ``layers`` layers."""
+        """``request`` with this variety's types and gates; tokens pass the first ``layers``
+        layers."""
         chosen = self.choose_types(request)
         if not self.has_gates:
             return chosen
@@ -58,8 +57,7 @@ USUAL = Variety()
 GATES = Variety(kv="int8", has_gates=True)
 EXACT = Variety(kv="fp32", activations="fp32")
 _SHARES = {USUAL: (1.0, 0.95, 0.5), GATES: (1.0, 0.5)}
-"""Shares of the neurons that stay where the engine's own part is measured; a cache holds the
-others."""
+"""Shares of resident neurons at which the engine's own part is measured."""
 
 
 class TokenSteps:
@@ -76,8 +74,7 @@ class TokenSteps:
         used_bytes: int,
         loops: HostLoops | None = None,
     ) -> None:
-        """``arena`` [n, stride]: neurons; ``used_bytes``: of one, without what fills it up;
-        ``loops``: the neuron cache's."""
+        """``arena`` [n, stride]: neurons; ``used_bytes``: of one, without padding."""
         self._model, self._sizes, self._variety = model, sizes, variety
         self._used_bytes = used_bytes
         # Not the first token: what a block of keys holds beyond it takes time, too.

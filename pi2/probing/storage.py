@@ -41,8 +41,7 @@ _BATCH_BYTES = 8 * MIB
 _PACKED_BYTES = 7168
 OVERLAP_RUNS = 24
 _MOST_BATCH = 512
-"""Reads that are issued together, at most: the queue drains after each batch, which counts little
-with so many."""
+"""Most reads issued together; the queue drains after each batch."""
 _MISSES = 128
 """Reads that computing is measured beside: about what a layer misses."""
 
@@ -74,10 +73,7 @@ class ReadSpec:
 
 
 def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
-    """What is measured: the rate over each setting, the others being usual.
-
-    ``align_bytes``: what direct reads here begin and end at.
-    """
+    """Reads to measure: the rate over each setting, aligned to ``align_bytes``."""
     kib = 1024
     sizes = (4, 128, 1024, 4096)
     specs = [ReadSpec(pattern="sequential", block_bytes=size * kib) for size in sizes]
@@ -112,8 +108,8 @@ def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
 
 
 def list_overlaps(specs: list[ReadSpec]) -> list[ReadSpec]:
-    """Reads that computing is measured beside: every way to read a layer's missing neurons, and
-    the prefill's stream."""
+    """Reads that computing is measured beside: missing neurons of a layer, and the prefill's
+    stream."""
     return [
         spec
         for spec in specs
@@ -126,11 +122,7 @@ def list_overlaps(specs: list[ReadSpec]) -> list[ReadSpec]:
 
 @contextmanager
 def open_sample(place: Path) -> Iterator[tuple[Path, int]]:
-    """A file to read from, and its bytes: the largest of a store, or a temporary one in a folder,
-    beside a store that is too small.
-
-    UserError P341 where there is no room, or nothing can be written.
-    """
+    """A file to read and its bytes: a store's largest, or a temporary one; UserError P341."""
     layers = sorted(place.glob("layers/*"), key=lambda item: -item.stat().st_size)
     if layers and layers[0].stat().st_size >= SAMPLE_BYTES:
         yield layers[0], layers[0].stat().st_size // MIB * MIB
@@ -213,8 +205,7 @@ class StorageBench:
     def measure_overlap(
         self, specs: list[ReadSpec], compute: Callable[[], None], rounds: int
     ) -> dict[Key, list[float]]:
-        """Part of the shorter one of reading and computing that both at once save, for each way
-        of reading; ``compute`` is some work for all cores."""
+        """Part of the shorter of reading and computing that running both saves, for each read."""
         if not self._has_queue():
             specs = [spec for spec in specs if spec.depth is None]
         found: dict[Key, list[float]] = {spec.key: [] for spec in specs}

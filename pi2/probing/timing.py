@@ -38,12 +38,8 @@ class Summary:
 
 
 def summarise(values: Sequence[float], better: Better = "neither") -> Summary:
-    """Best quartile of times (``less``) or rates (``more``), else the median, rounded to four
-    digits; spread 0 for a single measurement.
-
-    Other work on the machine makes times longer and never shorter: the best quarter of the figures
-    is what the machine does by itself, and no single lucky one.
-    """
+    """Best quartile of times (``less``) or rates (``more``), else the median, and the spread. Other
+    work only slows the machine; the quartile avoids single lucky figures."""
     assert values, "nothing was measured"
     mean = statistics.fmean(values)
     spread = statistics.stdev(values) / mean if len(values) > 1 and mean else 0.0
@@ -69,11 +65,7 @@ def round_digits(value: float) -> float:
 def collect_rounds(
     measures: Sequence[tuple[Key, Callable[[], float]]], rounds: int, progress: Progress, label: str
 ) -> dict[Key, list[float]]:
-    """Measure everything in turn, ``rounds`` times over.
-
-    A machine whose speed drifts then shows it in the spread of every figure, instead of in the
-    difference between two of them.
-    """
+    """Measure everything in turn, ``rounds`` times, so that drift shows in every spread."""
     found: dict[Key, list[float]] = {key: [] for key, _ in measures}
     total = rounds * len(measures)
     for number in range(rounds):
@@ -108,8 +100,7 @@ class StepFacts:
 
 
 def keep_possible(step: StepFacts, times: Sequence[float], memory_bytes_s: float) -> list[float]:
-    """The times of a step that a machine can take whose memory gives ``memory_bytes_s``: other work
-    on it can make a difference of two times as small as anything, and less than nothing."""
+    """Times of a step that memory of this rate allows; noise can make differences too small."""
     size = step.read_bytes or 0
     return [x for x in times if x > 0.0 and size / x <= MOST_CACHED * memory_bytes_s]
 
@@ -117,8 +108,7 @@ def keep_possible(step: StepFacts, times: Sequence[float], memory_bytes_s: float
 def choose_times(
     steps: Sequence[StepFacts], step_s: Mapping[Key, Sequence[float]], memory_bytes_s: float
 ) -> dict[Key, list[float]]:
-    """The possible times of each step; UserError P343 where there is none, but of waking threads,
-    which may take nothing."""
+    """Possible times of each step; UserError P343 if there is none, except for waking threads."""
     found = {step.key: keep_possible(step, step_s[step.key], memory_bytes_s) for step in steps}
     unclear = [step for step in steps if not found[step.key] and step.kernel != "wake"]
     if unclear:

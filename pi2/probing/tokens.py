@@ -1,10 +1,4 @@
-"""Times of the engine's steps within tokens: whole ones of the probe's model, all in memory.
-
-A step that is called again and again finds its weights in the caches nearest to the processor, and
-its threads awake.  In a token all steps take turns, and others have been there since: so tokens go
-through `pi2.engine.forward`, and every call of the executor is timed.  What is left of a token is
-the engine's own part, which is Python.
-"""
+"""Times the engine's steps within whole tokens, where each finds its weights evicted by others."""
 
 from __future__ import annotations
 
@@ -131,11 +125,7 @@ def make_model(sizes: ProbeShape = LARGE) -> Model:
 
 
 def allocate(segment: str, size: int, *, huge: bool = False) -> U8:
-    """Zeroed bytes, page-aligned; in pages of 2 MiB only where asked for.
-
-    Weights lie in those, keys and values and the workspace in small ones (`pi2.memory.budget`),
-    and finding small ones takes time: what is measured has to lie in memory as what runs does.
-    """
+    """Zeroed bytes, page-aligned, in huge pages only if asked for, as in a run."""
     room = mmap.mmap(-1, max(size, 1))
     if sys.platform == "linux":
         room.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
@@ -158,8 +148,7 @@ def make_request(
     progress: Progress,
     filled: bool = True,
 ) -> BuildRequest:
-    """Everything that a backend needs to run the model; weights are random, or not there unless
-    ``filled``, for who asks what would be compiled."""
+    """A backend's request for the model, with random weights if ``filled``."""
     assert model.predictor is not None
     shape = model.shape
     ranks = [model.predictor.rank] * shape.layers
@@ -194,8 +183,7 @@ def make_arena(model: Model, neurons: int) -> U8:
 
 
 def make_gate_rows(model: Model, layers: int) -> list[tuple[U8, F16]]:
-    """Gates of ``layers`` layers, weights [neurons, weight_bytes] and scales [neurons, width / 32],
-    all of them open for an input of ones."""
+    """Gates of ``layers`` layers, weights [neurons, weight_bytes] and scales, open for ones."""
     width, precision = model.stored_neuron_width, model.quantization.ffn
     size = scale_bytes(width, precision) // 2
     found = []
@@ -208,8 +196,7 @@ def make_gate_rows(model: Model, layers: int) -> list[tuple[U8, F16]]:
 
 
 def fill(size: int, mask: int = 0xFF) -> U8:
-    """``size`` random bytes as weights lie in memory, a pattern of 4 MiB over and over; bits that
-    ``mask`` lacks are zero."""
+    """``size`` random bytes, repeated after 4 MiB, without the bits that ``mask`` lacks."""
     pattern = np.random.default_rng(0).integers(0, 256, _PATTERN_BYTES, np.uint8) & np.uint8(mask)
     room = allocate("", size, huge=True)
     for start in range(0, size, _PATTERN_BYTES):
@@ -293,8 +280,7 @@ class TokenTimes:
     python_s: float
 
     def average(self, name: str, *, position: int | None = None, named: int | None = None) -> float:
-        """Mean seconds of a call in all tokens, or in those at this position or with so many
-        neurons."""
+        """Mean seconds of a call, of all tokens or of one position or number of named neurons."""
         return statistics.fmean(
             seconds
             for (call, work), seconds in self.calls.items()
@@ -316,9 +302,8 @@ class TokenSample:
         hot: float = 1.0,
         loops: HostLoops | None = None,
     ) -> None:
-        """``arena`` [n, stride]: neurons, of as many of the model's layers as it has room for;
-        ``hot``: share of them that always stays, while a cache holds the others;
-        ``loops``: the cache's, numpy without."""
+        """``arena`` [n, stride]: neurons of some layers; ``hot``: share that stays, a cache holds
+        the rest."""
         shape = model.shape
         layers = min(shape.layers, len(arena) // shape.ffn)
         stay = round(hot * shape.ffn)
@@ -378,8 +363,7 @@ class TokenSample:
 
 
 class _RecordingExecutor:
-    """Stands for an executor, notes how long its calls take, and has predictors name what is
-    wanted."""
+    """Wraps an executor: times its calls, and predicts the wanted neurons."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -441,8 +425,7 @@ def _draw_neurons(among: int, count: int) -> list[I32]:
 
 
 def _time_recording() -> float:
-    """Seconds that a recorded call takes beyond what is noted: the least of some trials, since
-    others' work only adds to it."""
+    """Least seconds that recording adds to a call."""
     trials = []
     for _ in range(20):
         recorder = _RecordingExecutor(_Nothing())  # type: ignore[arg-type]

@@ -63,10 +63,8 @@ def start_child(module: str, limits: Limits, *, stays: bool = False) -> subproce
 
 
 def run_child(module: str, request: bytes, limits: Limits) -> bytes:
-    """Run ``module`` of this package on ``request`` and return its answer.
-
-    Raises `ChildFailed` if it fails, breaks off, or takes more than its ``limits``.
-    """
+    """Run ``module`` of this package on ``request``; raises `ChildFailed` if it fails or exceeds
+    ``limits``."""
     with start_child(module, limits) as process:
         try:
             answer, errors = process.communicate(request, timeout=START_S + 4 * limits.cpu_s)
@@ -103,12 +101,8 @@ def _describe_memory(limits: Limits) -> str:
 
 
 def serve(work: Callable[[bytes], bytes], explain: Callable[[BaseException], str]) -> None:
-    """Be such a process: take the limits from the command line, do ``work`` on what comes in, and
-    end.  ``explain`` says why it fails, whatever it raises.
-
-    One that stays does so again and again: each request and each answer is preceded by its length,
-    and an answer by whether it has failed, which is the last one then.
-    """
+    """Be such a process: apply limits, do ``work`` on the input, end; ``explain`` words failures.
+    One that stays exchanges messages preceded by their length."""
     cpu_s, memory_mib = float(sys.argv[1]), int(sys.argv[2])
     limits = Limits(cpu_s, memory_mib)
     streams = sys.stdin.buffer, sys.stdout.buffer

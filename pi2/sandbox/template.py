@@ -1,11 +1,6 @@
-"""Renders a chat template in a process of its own: ``python -m pi2.sandbox.template``.
-
-Templates run in jinja2's sandbox, where values cannot be changed and attributes that lead into
-Python cannot be read; results of ``*`` and ``**`` and the text as a whole are limited in size.
-What templates may use beyond plain jinja2 is what transformers gives them: ``raise_exception``,
-``strftime_now``, a ``tojson`` that leaves HTML characters alone, ``break`` and ``continue``, and
-``{% generation %}``, which here marks nothing.  There are no ``lipsum``, ``cycler`` and ``joiner``.
-"""
+"""Renders a chat template in its own process: ``python -m pi2.sandbox.template``. It offers what
+transformers offers (``raise_exception``, ``strftime_now``, ``tojson``, ``break``, ``continue``,
+``{% generation %}``) in jinja2's sandbox, with limited sizes."""
 
 from __future__ import annotations
 

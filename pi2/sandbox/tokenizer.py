@@ -60,10 +60,8 @@ def try_tokenizer(content: bytes) -> Tried:
 
 
 def open_tokenizer(content: bytes) -> Tokenizer:
-    """Try a ``tokenizer.json`` and read it; raises `TokenizerRefused`.
-
-    It neither cuts texts nor fills them up, whatever it says: prompts are taken as they are.
-    """
+    """Try and read a ``tokenizer.json``, without truncation or padding; raises
+    `TokenizerRefused`."""
     from tokenizers import Tokenizer
 
     try_tokenizer(content)
@@ -74,10 +72,7 @@ def open_tokenizer(content: bytes) -> Tokenizer:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of ``text``, without special tokens.
-
-    `UserError` P607 for what is no text (half a character), P605 where the tokenizer fails.
-    """
+    """Token ids without special tokens; `UserError` P607 for half a character, P605 on failure."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -101,8 +96,7 @@ def list_endings(tokenizer: Tokenizer) -> list[int]:
 
 
 def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:
-    """Text of ``ids``, without special tokens unless ``special``; `UserError` P605 where the
-    tokenizer fails."""
+    """Text of ``ids``, without special tokens unless ``special``; `UserError` P605 on failure."""
     try:
         text: str = call_library(
             lambda: tokenizer.decode(list(ids), skip_special_tokens=not special)

@@ -1,9 +1,5 @@
-"""Tries a tokenizer in a process of its own: ``python -m pi2.sandbox.trial``.
-
-The tokenizer library panics on much that a ``tokenizer.json`` may say, when it is read or only when
-it meets a certain text, and a few short rules of it can make gigabytes of a word.  So it is read,
-texts of many kinds go through it and back, and what its rules can do to a text's length is counted.
-"""
+"""Tries a tokenizer in its own process: ``python -m pi2.sandbox.trial``. The library panics on many
+files, and short rules can make gigabytes of a word: texts go through it, lengths are counted."""
 
 from __future__ import annotations
 
@@ -48,8 +44,7 @@ class Refusal(Exception):
 
 
 def try_tokenizer(content: bytes) -> dict[str, Any]:
-    """Facts of the tokenizer (`pi2.sandbox.tokenizer.Tried`); raises `Refusal`, or whatever the
-    library raises."""
+    """Facts of the tokenizer; raises `Refusal`, or whatever the library raises."""
     _check_growth(content)
     tokenizer = Tokenizer.from_buffer(content)
     # Prompts are neither cut nor filled up: `pi2.sandbox.tokenizer` does the same.

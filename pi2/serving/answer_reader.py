@@ -35,8 +35,7 @@ class Format:
     skip: Sequence[str] = ()
     """What says nothing between the parts."""
     is_loose: bool = False
-    """Whether a known tool's call is read without marks: an answer that begins with it, and a code
-    fence that holds it."""
+    """Whether a known tool's call is read without marks, at the beginning or in a code fence."""
     is_channels: bool = False
     """Whether every message has a channel, as gpt-oss writes them."""
 
@@ -91,8 +90,7 @@ def find_pairs(template: str, vocabulary: Iterable[str]) -> list[Pair]:
 
 
 def list_call_forms(format: Format) -> list[tuple[CallForm, bool]]:
-    """How calls are read that begin with one of the format's marks, and whether the way is the
-    format's own."""
+    """Forms of calls that begin with the format's marks, and whether each is the format's own."""
     own = [(form, True) for form in format.calls]
     begins = {form.begin for form in format.calls if form.begin}
     others = [
@@ -182,8 +180,8 @@ class MarkedReader:
         content: Sequence[Pair] = (),
         prompt: str = "",
     ) -> None:
-        """``tools``: what may be called; None leaves calls in the content; ``reasoning``,
-        ``content``: marks around both; ``prompt`` may have written the first of them."""
+        """``tools``: None leaves calls in the content; ``prompt`` may have written the first
+        mark."""
         self._tools = tools
         self._is_loose = format.is_loose and bool(tools)
         self._forms = [] if tools is None else list_call_forms(format)

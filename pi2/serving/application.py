@@ -89,12 +89,8 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 def list_own_names(
     address: str, *, has_keys: bool, origins: Iterable[str] = ()
 ) -> frozenset[str] | None:
-    """Names that requests to a server at ``address`` may have in ``Host``; None lets all be.
-
-    A server that others reach has names that nobody tells it, and one with keys is safe: a page
-    does not know them.  ``origins``: pages that may ask; their hosts are names of a proxy before
-    the server, too.
-    """
+    """Names allowed in ``Host``; None allows all: a public server has unknown names, one with keys
+    is safe."""
     if has_keys or not is_loopback(address) or "*" in origins:
         return None
     return _LOCAL | {_cut_port(address)} | {_cut_port(item.split("://")[-1]) for item in origins}
@@ -153,9 +149,7 @@ class Settings:
 
 
 def make_application(settings: Settings) -> Starlette:
-    """The server as an ASGI application; it loads models when it starts.
-
-    ``application.state.hosts`` are the models, for those who load them themselves."""
+    """The server as an ASGI application; ``application.state.hosts`` are its models."""
     hosts = Hosts(settings.plans, memory_bytes=settings.memory_bytes)
     metrics = Metrics(list(hosts.hosts.values()), replica=settings.replica)
     service = Service(
@@ -317,8 +311,7 @@ def _explain_status(
 
 
 class Gate:
-    """Lets in those who know a key, and whose headers are of a usual size; pages of this server and
-    of ``origins`` alone; requests that know the server by one of ``names``, where there are any."""
+    """Lets in requests with a key, usual headers, an allowed origin and an allowed ``Host``."""
 
     def __init__(
         self,
@@ -366,8 +359,8 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _is_foreign(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a page of another origin asks.  Its browser shows it no answer, but would let it
-        ask without first asking the server (a form, or text that is no JSON by its label)."""
+        """Whether a page of another origin asks: its browser would send a form without asking
+        first."""
         origin = headers.get(b"origin")
         if origin is None or origin in self._origins or b"*" in self._origins:
             return False

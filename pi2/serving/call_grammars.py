@@ -42,8 +42,7 @@ class GrammarWriter:
     """Writes a grammar, rule by rule."""
 
     def __init__(self, facts: ChatFacts, *, prompt: str, may_reason: bool = False) -> None:
-        """``may_reason``: whether the model may reason first if neither ``prompt`` has begun that,
-        nor the family has marks of its own for it."""
+        """``may_reason``: whether the model may reason first if the prompt has not begun that."""
         self._prompt = prompt
         self._may_reason = may_reason or bool(facts.format.reasoning)
         self._marks = facts.marks
@@ -312,8 +311,7 @@ def load_vocabulary(tokenizer: Tokenizer, vocab: int, eos: Sequence[int]) -> LLT
 def write_json_grammar(
     facts: ChatFacts, schema: Mapping[str, Any], *, prompt: str, may_reason: bool = False
 ) -> str:
-    """The grammar of JSON documents of ``schema``.  ApiError 400 for what is no schema that can be
-    kept to."""
+    """The grammar of JSON documents of ``schema``; ApiError 400 for an unusable schema."""
     writer = GrammarWriter(facts, prompt=prompt, may_reason=may_reason)
     return _compile(writer.write_json(schema), "response_format")
 
@@ -326,8 +324,7 @@ def write_call_grammar(
     is_parallel: bool,
     may_reason: bool = False,
 ) -> str:
-    """The grammar of an answer that is calls of ``tools`` (OpenAI's ``function`` objects); one, or
-    with ``is_parallel`` one or more."""
+    """The grammar of an answer that calls ``tools``: one, or with ``is_parallel`` one or more."""
     writer = GrammarWriter(facts, prompt=prompt, may_reason=may_reason)
     return _compile(writer.write_calls(tools, is_parallel=is_parallel), "tools")
 

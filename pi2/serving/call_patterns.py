@@ -137,8 +137,8 @@ class CallForm:
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
 
     def read(self, text: str, at: int, tools: Tools, *, last: bool) -> tuple[list[ToolCall], int]:
-        """The next calls at a place, and where they end.  `NotWhole` if the text may go on to be
-        one; `NoCall`.  ``last``: no more text will come."""
+        """The next calls and where they end; raises `NotWhole` or `NoCall`.  ``last``: the text
+        ends."""
         reader = _Reader(self, text, tools, last=last)
         at = reader.skip(at)
         try:
@@ -376,8 +376,7 @@ class _Reader:
     def _read_parameter_text(
         self, at: int, opening: str, closing: str, rest: Sequence[str]
     ) -> tuple[str, int]:
-        """A value's text, up to a mark after which comes what the pattern has there: marks that are
-        part of the value do not end it."""
+        """A value's text, up to a mark after which the pattern goes on."""
         mark = closing.strip()
         after = "".join(rest) + self._form.end
         end = self._text.find(mark, at)

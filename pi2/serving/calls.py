@@ -98,9 +98,8 @@ class Finished:
 
 
 async def prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]) -> Ask:
-    """What is to be asked for a conversation's next message; ``ask``: the other values of `Ask`.
-
-    Raises ApiError 400 for what cannot be asked."""
+    """The request for a conversation's next message; ApiError 400.  ``ask``: other values of
+    `Ask`."""
     try:
         return await asyncio.to_thread(_prepare_chat, host, conversation, ask)
     except UserError as error:
@@ -146,8 +145,7 @@ def _prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]
 
 
 def _render_as_sampled(host: Host, conversation: Conversation) -> str:
-    """The conversation's prompt, in which calls are written as the model wrote them, where that
-    makes it go on from an earlier turn."""
+    """The prompt, with calls as the model wrote them if that continues an earlier turn."""
     prompt = render_prompt(host, conversation)
     calling = {
         number: (message.get("content") or "", list_calls(message))
@@ -166,11 +164,7 @@ def _render_as_sampled(host: Host, conversation: Conversation) -> str:
 
 
 class Answers:
-    """Sequences under way: what comes of them, and the end of each.
-
-    Raises ApiError: at once 400 for what cannot be asked and 429 if too many wait, later 504 if it
-    takes too long.  Whoever closes it gives all of them up.
-    """
+    """Sequences under way; raises ApiError 400 or 429 at once, 504 later.  Closing gives all up."""
 
     def __init__(self, host: Host, asks: Sequence[Ask], limits: Limits, metrics: Metrics) -> None:
         """Sequences are numbered through, those of the first of ``asks`` first."""
@@ -341,8 +335,7 @@ async def _follow(
 
 
 def _take_calls(items: Items, calls: list[ToolCall], most: int | None) -> Items:
-    """Add the calls among ``items`` to ``calls``, of which there may be ``most``; give the items
-    without those that are too many."""
+    """Add calls to ``calls``, ``most`` at most; return the items without surplus calls."""
     found: Items = []
     for item in items:
         if isinstance(item, ToolCall):

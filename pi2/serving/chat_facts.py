@@ -47,8 +47,8 @@ class ChannelReader:
     """Takes text and gives fragments and calls as soon as they are certain."""
 
     def __init__(self, *, tools: Tools | None = None, prompt: str = "") -> None:
-        """``tools``: what may be called; None leaves calls in the content; ``prompt`` may have
-        written the head of the first message."""
+        """``tools``: None leaves calls in the content; ``prompt`` may have written the first
+        head."""
         self._tools = tools
         self._held = ""
         self._head = ""
@@ -125,8 +125,7 @@ class ChannelReader:
         self._part, self._head, self._state, self._is_new = part, head, "text", True
 
     def _read_text(self, found: Items, last: bool) -> bool:
-        """Give the text up to the mark that ends the message: one that a message follows, or
-        nothing."""
+        """Give the text up to the mark that ends the message, followed by a message or nothing."""
         start = 0
         while True:
             places = [(at, m) for m in _ENDS if (at := self._held.find(m, start)) >= 0]
@@ -215,8 +214,7 @@ class ChatFacts:
 def describe_family(
     template: str, marks: Mapping[str, int], special: frozenset[int], ends: frozenset[int]
 ) -> ChatFacts:
-    """What a template says, with the tokens that are marks, those of them that are special, and
-    those that begin or end texts."""
+    """Facts of a template and its tokens: marks, special marks, and ends."""
     found = find_format(template, marks)
     wraps = [
         pair for pair in found.content if all(mark in template or mark in marks for mark in pair)

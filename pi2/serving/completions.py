@@ -35,8 +35,7 @@ def _limit(value: float) -> float:
 
 
 def _list_byte_characters() -> dict[str, int]:
-    """What tokenizers of bytes write for each byte: visible characters for themselves, and those
-    from 256 on for the others, in their order."""
+    """Visible characters for bytes as tokenizers write them, others from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in visible)
     return {chr(byte): byte for byte in visible} | {
@@ -49,8 +48,8 @@ _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def list_token_bytes(written: str | None, text: str) -> list[int]:
-    """UTF-8 bytes of a token that its tokenizer's vocabulary has ``written`` so, and whose ``text``
-    stands alone so: a part of a character has bytes and no text."""
+    """UTF-8 bytes of a token with this ``text`` and vocabulary entry: parts of characters have no
+    text."""
     if written is not None and "\ufffd" in text:
         fallback = _FALLBACK.fullmatch(written)
         if fallback:
@@ -178,8 +177,7 @@ def list_prompts(
 
 
 def fill_gap(host: Host, before: Any, after: str) -> list[int]:
-    """The prompt that asks for the text between two others; ApiError 400 if the model's vocabulary
-    has no tokens for that."""
+    """The prompt for the text between two others; ApiError 400 without tokens for filling in."""
     model = host.model
     if not isinstance(before, str):
         raise ApiError(400, "With 'suffix', 'prompt' is one text.", param="suffix")

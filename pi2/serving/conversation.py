@@ -35,8 +35,7 @@ class Conversation:
     json_schema: Mapping[str, Any] | None = None
     """What the answer must be, if it must be JSON; `ANY_OBJECT` lets every object be."""
     continues: bool | None = None
-    """Whether the answer continues the last message; by default it does where that is the
-    assistant's and calls nothing."""
+    """Whether the answer continues the last message; by default an assistant's without calls."""
 
     def __post_init__(self) -> None:
         if self.named_tool is not None:
@@ -70,8 +69,7 @@ _OPEN = "\ue000\ue001"
 def read_choice(
     choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What OpenAI's ``tool_choice`` says of a `Conversation` with ``tools``: their kind of call,
-    and those of them that may be called.  ApiError 400 for what is no choice."""
+    """``tool_choice`` of a `Conversation` with ``tools``; ApiError 400 for an invalid one."""
     stated: Mapping[str, Any] = choice if isinstance(choice, Mapping) else {}
     mode, kind = choice if isinstance(choice, str) else "auto", stated.get("type")
     wrapped = stated.get(kind) if isinstance(kind, str) else None
@@ -187,10 +185,8 @@ def name_calls(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[di
 def render_prompt(
     host: Host, conversation: Conversation, written: Mapping[int, str] | None = None
 ) -> str:
-    """The prompt that the model's template makes of a conversation.  UserError P608 or P609.
-
-    ``written``: what stands for messages with calls, by their number, instead of what the template
-    makes of the calls."""
+    """The model's prompt; UserError P608 or P609.  ``written`` replaces messages with calls, by
+    number."""
     facts = host.find_chat_facts()
     messages = [dict(message) for message in conversation.messages]
     for number, message in enumerate(messages):

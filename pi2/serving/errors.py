@@ -124,8 +124,7 @@ def _is_branch(part: str | int) -> bool:
 
 
 def _find_nearest(problems: Sequence[ErrorDetails]) -> ErrorDetails:
-    """The first problem; where a value may have several types, that of the type which it is
-    nearest to."""
+    """The first problem; of a value with several types, the problem of the nearest type."""
     first = problems[0]
     branch = next((at for at, part in enumerate(first["loc"]) if _is_branch(part)), None)
     if branch is None:
@@ -164,8 +163,8 @@ def write_typed_events(events: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def write_stream_error(path: str, error: ApiError, number: int = 0) -> bytes:
-    """The last event of a stream of ``path`` that cannot go on; ``number`` is its place where
-    events have numbers."""
+    """The last event of a failed stream of ``path``; ``number``: its place if events have
+    numbers."""
     problem = error.describe(find_form(path))
     if path.startswith("/api/"):
         return dump_json(problem) + b"\n"

@@ -1,8 +1,5 @@
-"""The address of several replicas of a server: requests pass through it to one of them.
-
-A request whose replica is lost before anything of the answer was sent is given to another one:
-answers depend on nothing but the request.  A stream that has begun ends with an error event.
-"""
+"""One address for several replicas.  A lost replica's request goes to another unless events were
+sent."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ _LEAST_TAKEN_BYTES = 16 << 10
 
 
 class TimedConnection(H11Protocol):
-    """Closes itself where a request has not begun in time: its headers have to come whole, however
-    slowly a client sends them.  Bodies have a limit of their own (`pi2.serving.requests`).  A
-    client that does not read its answer is cut off, and what answers it learns that it has gone.
-    """
+    """Closes itself if headers do not arrive in time, or a client does not read its answer."""
 
     headers_s: ClassVar[float] = 30.0
     """Seconds from the connection, or from the last answer, to the end of a request's headers."""
@@ -114,10 +108,7 @@ class Replicas(Protocol):
     """Servers, of whom any can answer."""
 
     def ask(self, call: Mapping[str, Any], body: bytes) -> AsyncGenerator[Message, None]:
-        """The ASGI messages of an answer, and one of the type `USE`.
-
-        Raises `ReplicaLost`, or ApiError if none can answer.  Whoever closes the generator gives
-        the answer up."""
+        """ASGI messages of an answer, and one of type `USE`; raises `ReplicaLost` or ApiError."""
         ...
 
 
@@ -180,8 +171,8 @@ class _Passed:
         """Whether something of the answer was sent, other than signs of life."""
 
     async def take(self, message: Message) -> None:
-        """Pass a message on; the status waits for the first part of the body, the last part for
-        the end of the replica's work, because a client that has all hangs up."""
+        """Pass a message on, the status with the first body part, the last part after the replica's
+        end."""
         if message["type"] == USE:
             note_use(self._request, **message["values"])
         elif message["type"] == "http.response.start":

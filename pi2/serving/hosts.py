@@ -1,17 +1,5 @@
-"""Served plans, their loaded models, and turns in the memory that they share.
-
-A served plan: its model, loaded when somebody wants it, and the thread that computes.
-
-Conversations that go on are read as they were sampled.
-
-A client sends an answer back as text, and the tokens of that text need not be those that the model
-has drawn.  What was drawn is remembered for a while: where the prompt of the next turn begins with
-the same text, it begins with the same tokens, whose keys and values are known.
-
-Calls of tools come back as names and objects, and templates write these in their own way: with
-other spaces, and without what was thought before.  What the model wrote is remembered by what it
-called.
-"""
+"""Served plans, their models, and turns in shared memory. Sampled tokens and calls are remembered,
+so that a next turn begins with the same tokens."""
 
 from __future__ import annotations
 
@@ -72,14 +60,12 @@ class Replay:
                 self._characters -= len(self._turns.popitem(last=False)[0])
 
     def note_answer(self, prompt: str, prompt_ids: Sequence[int], result: SequenceResult) -> None:
-        """Remember what was sampled after ``prompt``, if the model ended its answer itself: a turn
-        that was cut goes on otherwise than its tokens did."""
+        """Remember what was sampled after ``prompt``, if the model ended its answer itself."""
         if result.finish_reason == "eos":
             self.note(prompt + result.text, [*prompt_ids, *result.token_ids[:-1]])
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Tokens of a prompt: those that are remembered of its longest beginning, and what
-        ``encode`` makes of the rest."""
+        """Tokens of a prompt: remembered ones of its longest beginning, then ``encode``'s."""
         with self._lock:
             found = self._find(text)
             if not found:
@@ -99,8 +85,7 @@ class Replay:
             return len(self._find(text))
 
     def note_calls(self, content: str, calls: Sequence[tuple[str, Any]], written: str) -> None:
-        """Remember how the model wrote ``content`` and ``calls``: names, and arguments as JSON
-        values."""
+        """Remember how the model wrote ``content`` and ``calls``."""
         if len(written) > _MOST_CHARACTERS // _MOST_CALLS:
             return
         with self._lock:
@@ -111,8 +96,8 @@ class Replay:
                 self._calls.popitem(last=False)
 
     def recall(self, answers: Sequence[tuple[str, Sequence[tuple[str, Any]]]]) -> list[str | None]:
-        """What the model wrote when it said and called each of these, one after the other; None for
-        what is not known.  If it did the same several times, the last times count."""
+        """How the model wrote each of these answers, the latest first for repeats; None if
+        unknown."""
         keys = [_describe_answer(content, calls) for content, calls in answers]
         with self._lock:
             known = {key: list(self._calls.get(key, ())) for key in keys}
@@ -278,17 +263,11 @@ class Turn:
 
 
 class Hosts:
-    """All served plans, within one memory budget.
-
-    A request for a model that has no room waits in line.  The first in line decides which models
-    have to leave; new requests for those line up behind it, so that they drain and are given back.
-    All who wait for a model go on with it as soon as it is loaded.  Plans therefore take turns in
-    the order of their first waiters, and nobody waits for more than one turn of each other plan.
-    """
+    """Served plans within one memory budget, which take turns: the first request in line decides
+    which models leave, and later requests for those line up behind it."""
 
     def __init__(self, plans: Sequence[ServedPlan], *, memory_bytes: int | None = None) -> None:
-        """``memory_bytes``: what the budgets of the models in memory may add up to; None lets all
-        of them be there."""
+        """``memory_bytes``: most bytes of all budgets together; None: no limit."""
         self.hosts = {plan.name: Host(plan) for plan in plans}
         assert len(self.hosts) == len(plans), "names are unique"
         self._memory_bytes = memory_bytes
@@ -306,12 +285,9 @@ class Hosts:
         return sum(host.plan.budget_bytes for host in self._list_loaded())
 
     def join(self, name: str, *, waiting: int) -> Turn:
-        """Ask for the plan called ``name``; await ``ready`` of what is returned, and `leave` in any
-        case.
-
-        ApiError 404 if there is none, 429 if ``waiting`` requests are in line for it already and
-        it cannot be had at once, 503 if the server closes or the plan never fits.
-        """
+        """Ask for a plan; await ``ready``, and `leave` in any case.  ApiError 404 for an unknown
+        name, 429 if ``waiting`` requests are in line, 503 if the server closes or the plan never
+        fits."""
         host = self.hosts.get(name) or self.hosts.get(name.removesuffix(":latest"))
         if host is None:
             raise ApiError(
@@ -369,8 +345,7 @@ class Hosts:
             await host.stop()
 
     def _list_loaded(self, *, idle: bool = False) -> list[Host]:
-        """Models in memory, those that nobody has used for longest first; ``idle``: only such as
-        nobody uses."""
+        """Models in memory, least recently used first; ``idle``: only unused ones."""
         found = [host for host in self.hosts.values() if host.is_loaded]
         if idle:
             found = [host for host in found if not host.users]
@@ -424,8 +399,7 @@ class Hosts:
                 self._fail(turn, error)
 
     async def _make_room(self, host: Host) -> bool:
-        """Give models back until there is memory for ``host``; False if nobody waits for it any
-        more."""
+        """Unload models until ``host`` fits; False if no request waits for it any more."""
         # Chosen once: it would not end if the choice followed what is used at the moment.
         self._leaving = self._choose_leaving(host)
         while (missing := self._count_missing_bytes(host)) > 0:
@@ -442,8 +416,7 @@ class Hosts:
         return bool(host.waiting)
 
     def _choose_leaving(self, host: Host) -> list[Host]:
-        """Models that make enough room for ``host``: idle ones first, and of these and the others
-        such as nobody has stopped using for longest."""
+        """Models that make room for ``host``: idle ones first, then least recently used."""
         missing = self._count_missing_bytes(host)
         found = []
         for other in sorted(self._list_loaded(), key=lambda other: other.users > 0):

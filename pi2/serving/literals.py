@@ -247,8 +247,7 @@ class NoCall(Exception):
 
 
 class Literals:
-    """Reads values from a place in a text; `NotWhole` where it ends too early, `NoCall` where it is
-    no value."""
+    """Reads values from a place in a text; raises `NotWhole` or `NoCall`."""
 
     def __init__(self, text: str, at: int, quote: str | None = None) -> None:
         """``quote``: the mark around texts, instead of quotes."""

@@ -298,8 +298,7 @@ async def prepare_talk(host: Host, body: ChatRequest, client: str) -> Writer:
 
 
 async def prepare_text(host: Host, body: GenerateRequest, client: str) -> Writer:
-    """What is to be asked for a prompt: it is a message of the user's, unless it is raw, is filled
-    in, or the model has no chat template."""
+    """The request for a prompt: a user's message, unless raw, filled in, or without a template."""
     if not body.prompt:
         return _OllamaWriter(host, body, [])
     if body.suffix or body.raw or not has_template(host):

@@ -123,10 +123,8 @@ _USED = {
 
 
 def make_tracer(environment: Mapping[str, str] | None = None) -> Tracer | None:
-    """What sends spans to where the variables ``OTEL_*`` say; None where they say nothing.
-
-    `UserError` P691 if the extra is missing, or for an exporter or protocol that is not there.
-    """
+    """A tracer for the variables ``OTEL_*``, None without them; UserError P691 if it cannot be
+    made."""
     values = os.environ if environment is None else environment
     exporter = values.get(_EXPORTER, "otlp" if any(values.get(key) for key in _ENDPOINTS) else "")
     is_off = values.get("OTEL_SDK_DISABLED", "").lower() == "true"

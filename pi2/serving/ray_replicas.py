@@ -1,8 +1,4 @@
-"""Replicas of a server on a Ray cluster: `pi2 serve --on ray`.
-
-Ray Serve starts them where there is memory for a plan's budget, starts lost ones again, scales, and
-replaces them one after the other when the plans change.
-"""
+"""Replicas of a server on a Ray cluster (`pi2 serve --on ray`), replaced one by one."""
 
 from __future__ import annotations
 
@@ -93,13 +89,11 @@ class RayReplicas:
         self._started = False
 
     async def start(self) -> None:
-        """Start the replicas; returns when all are there.  `UserError` P355 without a cluster, P685
-        if they do not start."""
+        """Start all replicas; `UserError` P355 without a cluster, P685 if they do not start."""
         await asyncio.to_thread(self._start)
 
     async def change(self, plans: Sequence[ServedPlan]) -> None:
-        """Replace the replicas by such of ``plans``, one after the other: what they have begun they
-        end.  `UserError` P685 if the new ones do not start."""
+        """Replace the replicas one by one by replicas of ``plans``; `UserError` P685."""
         self._settings = replace(self._settings, plans=plans)
         await asyncio.to_thread(self._start)
 
@@ -132,8 +126,8 @@ class RayReplicas:
         return settings.memory_bytes or sum(plan.budget_bytes for plan in settings.plans)
 
     def _check_room(self) -> None:
-        """`UserError` P685 where a cluster of this machine alone can never hold the replicas; other
-        clusters may grow, and are waited for."""
+        """`UserError` P685 if this machine's cluster can never hold the replicas; others may
+        grow."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         room = sum(
             int(min(node.get("CPU", 0), node.get("memory", 0) // self._need_bytes))

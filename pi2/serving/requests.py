@@ -69,8 +69,7 @@ def find_client(request: Request) -> str:
 
 
 async def read_body(request: Request, body_bytes: int, read_s: float = 30.0) -> bytes:
-    """The body; ApiError 413 if it has more than ``body_bytes``, 408 if it has not come after
-    ``read_s`` seconds."""
+    """The body; ApiError 413 above ``body_bytes``, 408 after ``read_s`` seconds."""
     stated = request.headers.get("content-length", "")
     too_large = ApiError(413, f"A body may have {body_bytes} bytes at most.")
     if stated.isdigit() and int(stated) > body_bytes:
@@ -134,12 +133,8 @@ async def wait_for_client(request: Request, work: Awaitable[Found]) -> Found:
 async def use_model(
     request: Request, service: Service, name: str
 ) -> AsyncIterator[tuple[Host, Limits]]:
-    """The host of the plan called ``name``, loaded, as long as somebody uses it, and the limits of
-    the answer, of whose time the wait is a part.
-
-    Raises ApiError 404 if there is none, 429 if too many wait for it, 504 if it is not there in
-    time, and `ClientGone`.
-    """
+    """The loaded host of a plan while it is used, and the answer's limits, less the wait. Raises
+    ApiError 404, 429 or 504, and `ClientGone`."""
     limits, start = service.limits, time.monotonic()
     turn = service.hosts.join(name, waiting=limits.waiting)
     try:
@@ -291,8 +286,7 @@ class Writer:
 def answer_with(
     prepare: Callable[[Host, Question, str], Awaitable[Writer]],
 ) -> Callable[[Request, Service, Question], Awaitable[Response]]:
-    """What answers bodies of an interface; ``prepare`` makes of the model, the body and the client
-    what is to be asked, and what writes the answer."""
+    """An interface's answer function; ``prepare`` makes the writer of the asks."""
 
     async def answer(request: Request, service: Service, body: Question) -> Response:
         async with AsyncExitStack() as stack:
@@ -313,8 +307,7 @@ def answer_with(
 
 
 class AnswerStream(StreamingResponse):
-    """An answer that is sent as it comes: the header at once, and a sign of life where nothing else
-    comes for a while, because proxies hang up.  Errors are events."""
+    """An answer sent as it comes, with pings, because proxies hang up; errors are events."""
 
     def __init__(
         self, request: Request, answers: Answers, writer: Writer, kept: AsyncExitStack

@@ -1,4 +1,1 @@
-"""Sharing documents: references to other places, fetching, the cache, and the lock file.
-
-Only `pi2 profile` fetches.  Everything else reads `pi2.lock` and the cache, and never a network.
-"""
+"""Sharing documents: references, fetching, cache and lock; only `pi2 profile` uses a network."""

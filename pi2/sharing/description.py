@@ -85,11 +85,7 @@ class Written:
 
 
 def prepare_profile(path: Path) -> Prepared:
-    """Check the device at ``path`` and take out what is private, in comments too.
-
-    Raises `UserError` with the findings of a device that has errors, P740 where the text does not
-    survive, P743 for other documents and for those that need files beside them.
-    """
+    """Check the device and remove private texts; UserError with its findings, P740 or P743."""
     name = display_path(path)
     if detect_kind(path.name) != "device":
         raise UserError.of(
@@ -168,11 +164,8 @@ def _list_keys(values: object) -> object:
 def write_profile(
     prepared: Prepared, clone: Path, *, replace: bool = False, commit: bool = False
 ) -> Written:
-    """Write a prepared device into ``clone``, a work tree of git.
-
-    With ``commit``, the file is committed on a new branch ``profile-ID``.  Raises `UserError` P741
-    (another profile has the name) and P742 (no clone, or git refuses).
-    """
+    """Write a device into the git clone ``clone``, with ``commit`` on a new branch; UserError P741,
+    P742."""
     if not (clone / ".git").exists():
         raise UserError.of(
             "P742",

@@ -24,11 +24,8 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 def fetch_url(url: str, *, timeout_s: float) -> bytes:
-    """Bytes of the file at ``url``.
-
-    Raises `UserError`: P720 (no answer, or not the file), P721 (too slow), P722 (too large), P723
-    (a redirect to another host), P725 (no such file).
-    """
+    """Bytes at ``url``; UserError P720 (no answer), P721 (slow), P722 (large), P723 (redirect),
+    P725."""
     # A thread, because a server that sends a byte now and then keeps within any time of a read.
     outcome: Queue[bytes | BaseException] = Queue()
     Thread(target=_report, args=(url, timeout_s, outcome), daemon=True).start()
@@ -124,10 +121,7 @@ def hash_bytes(data: bytes) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Put ``data`` at ``path``: a reader finds the old file or the new one, never a part.
-
-    Raises `UserError` P003 where the system refuses.
-    """
+    """Write ``data`` whole or not at all; UserError P003 if the system refuses."""
     import tempfile
 
     try:
@@ -189,10 +183,7 @@ class Cache:
         return path
 
     def read(self, sha256: str, name: str) -> bytes | None:
-        """The bytes with this digest; None where they are not here.
-
-        Raises `UserError` P713 where there are other bytes.
-        """
+        """Bytes with this digest; None if absent, UserError P713 for other bytes."""
         path = self.find_path(sha256, name)
         data = read_regular(path)
         if data is not None and hash_bytes(data) != sha256:
@@ -241,10 +232,7 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Settings of the environment's variables ``PI2_GITHUB`` and ``PI2_CACHE_DIR``.
-
-    Empty variables count as not set.
-    """
+    """Settings of the variables ``PI2_GITHUB`` and ``PI2_CACHE_DIR``; empty ones do not count."""
     values = os.environ if environment is None else environment
     github = values.get(GITHUB) or Settings.github
     return Settings(cache=find_cache_folder("profiles", values), github=github.rstrip("/"))

@@ -24,8 +24,7 @@ RevisionKind = Literal["tag", "branch", "commit"]
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256_DIGITS = 64
 _KEPT = frozenset({"GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"})
-"""Variables of git that may speak of the user's configuration; others, such as ``GIT_DIR`` in a
-hook, speak of another repository."""
+"""Git variables of the user's configuration; others may name another repository."""
 _CONFIGURATION = (
     "core.hooksPath=/dev/null",
     "core.fsmonitor=false",
@@ -64,10 +63,7 @@ class Revision:
 
 
 def read_git_file(url: str, path: str, revision: str, *, timeout_s: float) -> GitFile:
-    """Fetch ``path`` of the repository at ``url`` as it is at ``revision``.
-
-    Raises `UserError`: P720 to P728, P732.
-    """
+    """Fetch ``path`` at ``revision`` of a repository; UserError P720 to P728, P732."""
     with _open_repository(url, timeout_s) as repository:
         found = repository.resolve(revision)
         repository.fetch(found.commit)
@@ -125,10 +121,7 @@ class _Repository:
         return kept
 
     def _trust_owner(self, environment: dict[str, str]) -> Path:
-        """Let git serve the named repository even if somebody else owns it.
-
-        Only git's upload-pack runs in it, which is made for repositories that are not trusted.
-        """
+        """Let git serve a repository of another owner; only upload-pack runs in it."""
         place = unquote(urlsplit(self.url).path)
         home = find_home(environment)
         config = Path(environment.get("XDG_CONFIG_HOME") or home / ".config")

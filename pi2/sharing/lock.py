@@ -116,8 +116,7 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def choose_lock(folder: Path) -> Path:
-    """Path of the lock for documents of ``folder``, which need not exist yet: else at the
-    repository's root."""
+    """Path of the lock for ``folder``, which may not exist yet: else at the repository's root."""
     found = find_lock(folder)
     if found is not None:
         return found
@@ -187,10 +186,7 @@ def format_lock(lock: Lock) -> str:
 
 @contextmanager
 def edit_lock(path: Path) -> Iterator[_Edit]:
-    """Read the lock, keep others from writing it, and write what ``edit.lock`` is at the end.
-
-    A lock that did not change is not written.
-    """
+    """Edit the lock exclusively; write it at the end if it changed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -214,10 +210,7 @@ class _Edit:
 
 
 def name_in_lock(reference: Reference, base: Path, folder: Path) -> str:
-    """The reference as the lock writes it: relative paths begin at the lock's ``folder``.
-
-    ``base`` is the folder that they begin at as they are given.
-    """
+    """The reference as the lock writes it: paths relative to ``folder`` instead of ``base``."""
     if not reference.is_local or os.path.isabs(reference.url):
         return reference.text
     url = Path(os.path.relpath(base.absolute() / reference.url, folder.absolute())).as_posix()
@@ -227,8 +220,7 @@ def name_in_lock(reference: Reference, base: Path, folder: Path) -> str:
 
 
 def find_copy(source: Source, cache: Cache) -> Path | None:
-    """The file of a locked source in the cache; None if it is not there.  `UserError` P713 where
-    bytes are not those that were locked."""
+    """The cached file of a locked source, None if absent; `UserError` P713 for other bytes."""
     if cache.read(source.sha256, source.file_name) is None:
         return None
     return cache.find_path(source.sha256, source.file_name)
@@ -251,10 +243,7 @@ def check_agreement(reference: Reference, source: Source, lock: Lock) -> None:
 
 
 def check_drift(reference: Reference, source: Source, lock: Lock, settings: Settings) -> None:
-    """Refuse what this machine shows to be out of date, P714: files and local repositories.
-
-    Reads this machine only.
-    """
+    """Refuse local files and repositories that differ from the lock: P714."""
     from pi2.sharing.fetching import ask_revision, find_place, read_local
 
     if not reference.is_local or not (lock.folder / reference.url).exists():

@@ -55,8 +55,7 @@ class Reference:
     text: str
     scheme: Scheme
     url: str = ""
-    """Repository or file, without path and revision; for ``gh:`` owner and name, for files the
-    path as it was written."""
+    """Repository or file; ``gh:`` owner and name, or the path of a file as written."""
     path: str = ""
     """File inside the repository."""
     revision: str = ""

@@ -1,7 +1,5 @@
-"""References while plans are read: ``pi2.lock`` and the cache, never a network.
-
-Nothing is imported or read before a reference asks for it: most plans have none.
-"""
+"""References while plans are read: ``pi2.lock`` and the cache, never a network, imported when
+needed."""
 
 from __future__ import annotations
 
@@ -19,11 +17,7 @@ if TYPE_CHECKING:
 
 
 class LockedReferences:
-    """The `Resolver` of documents that lie in one folder.
-
-    ``locked`` also refuses references whose source on this machine is not what was locked;
-    ``lock`` stands for the file that would be found.
-    """
+    """The `Resolver` of documents in a folder; ``locked`` also refuses changed local sources."""
 
     def __init__(
         self,
@@ -39,11 +33,8 @@ class LockedReferences:
         self._lock = lock
 
     def find(self, reference: str, kind: Kind) -> Located | None:
-        """The locked file that ``reference`` means; None for a name without a scheme.
-
-        Raises `UserError`: P701 to P706 (no reference), P710 to P715 (not locked, not here, or not
-        the locked bytes).
-        """
+        """The locked file of ``reference``, None for a plain name; UserError P701 to P706, P710 to
+        P715."""
         if not has_scheme(reference):
             return None
         from pi2.sharing.lock import FILE_NAME, find_lock, read_lock
@@ -91,10 +82,8 @@ class LockedReferences:
         return Located(path=path, file_name=source.file_name, name=reference, reference=reference)
 
     def join(self, reference: str, relative: str) -> str:
-        """The reference that the path ``relative`` means in the document ``reference``.
-
-        Raises `UserError` P705 where it leads out of the repository or to another host.
-        """
+        """The reference of ``relative`` seen from ``reference``; UserError P705 if it leads
+        outside."""
         return join_reference(reference, relative)
 
 

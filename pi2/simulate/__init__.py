@@ -69,8 +69,7 @@ class SimulationResult:
 
     @property
     def expected(self) -> Cost:
-        """What expected numbers of neurons take, instead of those that are drawn: the figures of
-        `pi2 plan` and `pi2 explain --cost`."""
+        """Use expected numbers of neurons instead of drawn ones, as `pi2 plan` does."""
         return cost_description(self.inputs)
 
     def describe(self) -> dict[str, Any]:
@@ -237,10 +236,8 @@ UNSUPPORTED_SPLIT = "P331"
 def read_inputs(
     resolved: ResolvedPlan, rates: Rates | None = None, constants: Constants | None = None
 ) -> Description:
-    """Describe a plan; ``UserError`` P330, P331 names every figure that is missing.
-
-    ``rates``: where they are not to be those of the device's document.
-    """
+    """Describe a plan; ``UserError`` P330, P331 names missing figures; ``rates`` replace the
+    device's."""
     findings = list(_check_units(resolved))
     try:
         description = describe_plan(resolved, rates, store=resolved.store_path, constants=constants)

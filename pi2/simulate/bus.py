@@ -46,8 +46,7 @@ class Bus:
     def __init__(
         self, env: simpy.Environment, *, shared_bytes_s: float, read_overlap: float = 1.0
     ) -> None:
-        """``read_overlap``: part of the shorter one of reading and computing that both at once
-        save: 1 where reading costs the cores nothing."""
+        """``read_overlap``: part of the shorter of reading and computing that both at once save."""
         self.env = env
         self.meter = Meter()
         self._shared = shared_bytes_s
@@ -59,11 +58,8 @@ class Bus:
     def work(
         self, unit: UnitName, seconds: float, *, bytes_s: float = 0.0, share: float = 1.0
     ) -> simpy.Event:
-        """Start work of a unit; the event fires when it has ended.
-
-        ``seconds``: with the whole unit, nothing else going on; ``bytes_s``: of main memory in each
-        of them; ``share``: most of the unit that it can use, as one thread of several.
-        """
+        """Start work of ``seconds`` on a whole idle unit; ``bytes_s`` of main memory, ``share`` of
+        the unit."""
         size = seconds * bytes_s
         if unit == "cpu":
             self.meter.cpu_bytes += size

@@ -168,11 +168,7 @@ def _draw_neurons(
 
 
 def add_layers(total: dict[str, F64], simulation: LayerSimulation, work: TokenWork) -> None:
-    """Add the layers' times to their tokens.
-
-    A layer's times depend on two counts only.  They are simulated at the points of a grid around
-    the counts that occur, and interpolated between them.
-    """
+    """Add the layers' times to their tokens, simulated on a grid of counts and interpolated."""
     times = _LayerTable(simulation).look_up(work.resident, work.missing)
     for number, name in enumerate(COLUMNS):
         total[name] += times[..., number].sum(axis=1)
@@ -306,10 +302,7 @@ def _trace_layer(
 def simulate_layers(
     description: Description, *, prompt_tokens: int = 64, tokens: int = 64, seed: int = 0
 ) -> tuple[float, ...]:
-    """Mean time of a token in each layer, in seconds: attention and FFN.
-
-    Layers of one kind have the same time.
-    """
+    """Mean seconds of a token in each layer; layers of one kind are equal."""
     random = np.random.default_rng(seed)
     shifts = draw_shifts(tokens, description.rates.constants.token_variation, random)
     positions = prompt_tokens + np.arange(tokens, dtype=np.float64)

@@ -21,8 +21,7 @@ Process = Generator[simpy.Event, Any, None]
 
 READ_LANE, DENSE_LANE, CPU_LANE = "flash", "dense unit", "cpu"
 _TASKS_PER_WORKER = 2
-"""Resident neurons are handed out in at most this many tasks for each that is computed at a
-time."""
+"""Tasks of resident neurons for each worker, at most."""
 _MERGED = 0.95
 """Requests for each missing neuron below which neighbours are taken to share them."""
 _GATE_SHARE = 1.0 / 3.0
@@ -211,8 +210,7 @@ class LayerRun:
     # ------------------------------------------------------------- dense streams
 
     def _stream_pieces(self) -> Process:
-        """All neurons, those that are not hot in pieces: one is read while the one before it is
-        computed, the first of a layer behind the last one of the layer before and attention."""
+        """All neurons, cold ones in pieces: one is read while the one before it is computed."""
         stream, terms, work = self._settings.stream, self._terms, self._work
         assert stream is not None
         dense = self._env.process(self._compute_dense())
@@ -362,12 +360,8 @@ class LayerSimulation:
         return self.plan.settings.look_ahead != "none"
 
     def run_ahead(self, work: LayerWork) -> LayerTimes:
-        """Run the layer where reads begin earlier, as the plan's ``look_ahead`` says.
-
-        A layer takes as long as if everything were in memory, unless the flash needs longer: from
-        the attention before it on, or, with ``layer``, without ever resting.  What reading takes of
-        the cores is not hidden.
-        """
+        """Run the layer with ``look_ahead``: it takes its computing time unless flash needs
+        longer."""
         times, mode = self.run(work), self.plan.settings.look_ahead
         if mode == "none" or work.missing <= 0 or self.plan.settings.reads is None:
             return times

@@ -1,6 +1,4 @@
-"""Compiled functions as ctypes calls them, in libraries that need no TVM
-(`pi2.backends.compiler.compile`).
-"""
+"""Compiled functions called through ctypes, in libraries that need no TVM."""
 
 from __future__ import annotations
 
@@ -73,8 +71,7 @@ class CompiledFunctions:
     def bind(
         self, name: str, tensors: Sequence[object], given: Sequence[Parameter]
     ) -> tuple[Call, Sequence[object]]:
-        """Return a function that takes ``given`` after ``tensors``; see
-        `pi2.backends.compiler.functions`."""
+        """Return a function that takes ``given`` after ``tensors``."""
         function = getattr(self._library, _PREFIX + name)
         return _make_call(function, self._library.pi2_message, name, tensors, given), ()
 
@@ -102,8 +99,7 @@ def _describe_type(dtype: npt.DTypeLike) -> int:
 
 
 def _write_tensor(words: Words | list[int], first: int, address: int, kind: int) -> None:
-    """Write a DLTensor of one dimension at word ``first`` of what lies at ``address``: all but
-    where the data is (word 0) and its length (word 6)."""
+    """Write a one-dimensional DLTensor, except for its address (word 0) and length (word 6)."""
     words[first + 1] = _CPU
     words[first + 2] = kind
     words[first + 3] = address + 8 * (first + 6)  # shape
@@ -119,10 +115,7 @@ def _make_call(
     tensors: Sequence[Any],
     given: Sequence[Parameter],
 ) -> Call:
-    """Return what calls ``function`` with ``tensors`` and then what it is ``given``.
-
-    Arguments are written into memory of the call's own: several threads may be in a function.
-    """
+    """Call ``function`` with arguments in memory of the call's own: threads may share it."""
     count = len(tensors) + len(given)
     arrays = [place for place, item in enumerate(given) if item.kind == "given"]
     size = 2 * count + _WORDS * len(arrays)

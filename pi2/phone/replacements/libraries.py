@@ -32,8 +32,7 @@ def describe_spec(spec: Spec) -> dict[str, Any]:
 
 
 def load_or_compile(spec: Spec, progress: Progress, compiler: object = None) -> Path:
-    """Return the library of ``spec``, whatever would compile it; UserError P674 if the bundle was
-    built for another one."""
+    """The library of ``spec``; UserError P674 if the bundle was built for another one."""
     del progress, compiler
     folder, wanted = Path(__file__).resolve().parents[5], describe_spec(spec)
     for entry in json.loads((folder / INDEX).read_text(encoding="utf-8")):

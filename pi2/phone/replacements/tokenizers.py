@@ -1,8 +1,4 @@
-"""Tokenizers of a bundle: read in Python, or by the `tokenizers` library where it is installed and
-the file needs it.
-
-The file was tried where the bundle was built (`pi2.sandbox.trial`), and its hash is compared.
-"""
+"""Tokenizers of a bundle, read in Python or by the `tokenizers` library if installed and needed."""
 
 from __future__ import annotations
 

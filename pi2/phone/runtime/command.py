@@ -1,7 +1,5 @@
-"""``python -m pi2_phone [DIR]``: generate text, verify a bundle, or look at the machine.
-
-Exit codes as those of pi2: 0 fine, 1 findings, 2 cannot run, 3 a bug, 130 interrupted.
-"""
+"""``python -m pi2_phone [DIR]``: generate, verify a bundle, look at the machine; exit codes as
+pi2's."""
 
 from __future__ import annotations
 
@@ -89,8 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find_folder(given: Path | None) -> Path:
-    """Return the folder of the bundle that this code lies in; UserError P671 if another one is
-    ``given``: each has the code that it was built with."""
+    """The folder of the bundle that this code is in; UserError P671 if another is ``given``."""
     own = Path(__file__).resolve().parents[5]
     if given is not None and given.resolve() != own:
         raise UserError.of(

@@ -1,9 +1,5 @@
-"""``python -m pi2_phone --probe``: a device file of what a bundle can measure by itself.
-
-Flash is measured with the reader that runs use, memory by numpy's largest of many numbers, noise by
-equal pieces of that, and the processor's kernels as `pi2 probe` does, in the models of
-`pi2.probing.tokens`: the bundle has them compiled, for the threads of its plan (`list_recipes`).
-"""
+"""``python -m pi2_phone --probe``: a device file from reads, memory bandwidth, noise and
+kernels."""
 
 from __future__ import annotations
 
@@ -72,8 +68,7 @@ SUFFIX = ".device.toml"
 
 
 def list_recipes(resolved: ResolvedPlan) -> list[KernelRecipe]:
-    """What times the kernels of a processor, with the threads and features of a bundle's plan; of
-    each, the keys and values and activations that most plans have."""
+    """Recipes to time a processor's kernels with the threads and features of the bundle's plan."""
     unit, threads = resolved.device.units[resolved.sparse_unit], resolved.plan.threads.compute
     assert unit.architecture is not None and threads is not None, "a bundle's plan states them"
     return [
@@ -101,12 +96,8 @@ def has_kernels(recipes: Sequence[KernelRecipe]) -> bool:
 def write_probe(
     output: Path, place: Path, recipes: Sequence[KernelRecipe], *, rounds: int = ROUNDS
 ) -> None:
-    """Measure this machine, the storage at the folder ``place`` and kernels, and write ``output``,
-    a new file.
-
-    UserError P675 if it exists, or cannot be written; P341 where nothing can be read; P674 where
-    the bundle has no such kernels.
-    """
+    """Measure this machine into the new file ``output``; UserError P675, P341, or P674 without
+    kernels."""
     if output.exists():
         raise UserError.of("P675", f"{output} exists already", help="choose another name with -o")
     name = output.name.removesuffix(SUFFIX).removesuffix(".toml").lower()

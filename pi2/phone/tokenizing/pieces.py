@@ -142,8 +142,7 @@ def _read_escape(expression: str, place: int) -> tuple[Ranges, int]:
 
 @cache
 def find_category(name: str) -> Ranges:
-    """Characters of a general category of Unicode, such as ``L`` or ``Nd``, as Python's version of
-    Unicode has them; raises `Unsupported`."""
+    """Characters of a Unicode category such as ``L`` or ``Nd``; raises `Unsupported`."""
     if name[0] not in "LMNPSZ":
         raise Unsupported(f"the category {name!r}")
     category, found = unicodedata.category, list[tuple[int, int]]()
@@ -199,8 +198,7 @@ WHITE = "".join(chr(code) for first, last in SPACES for code in range(first, las
 
 
 def map_bytes() -> list[str]:
-    """The character that stands for each byte: itself where it can be seen, else one from 256 on
-    (Radford et al. 2019)."""
+    """The visible character for each byte (Radford et al. 2019)."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = {byte: chr(byte) for byte in seen}
     others = [byte for byte in range(256) if byte not in characters]

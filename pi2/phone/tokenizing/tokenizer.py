@@ -301,8 +301,7 @@ class Tokenizer:
     """Turns text into tokens and tokens into text."""
 
     def __init__(self, content: bytes) -> None:
-        """Read a ``tokenizer.json``; raises `Unsupported`, or ValueError, KeyError or TypeError if
-        it is none."""
+        """Read a ``tokenizer.json``; raises `Unsupported`, ValueError, KeyError or TypeError."""
         rules = json.loads(content)
         if not isinstance(rules, dict):
             raise Unsupported("a file that is no JSON object")
@@ -360,8 +359,7 @@ class Tokenizer:
 
 
 def _check_beginnings(rules: dict[str, Any]) -> None:
-    """`Unsupported` where the beginning of a text decides, and a normaliser takes it away: places
-    in the text as it was are not kept."""
+    """`Unsupported` if the start of a text matters and a normaliser removes it."""
     changes, cuts = json.dumps(rules.get("normalizer")), json.dumps(rules.get("pre_tokenizer"))
     if '"prepend_scheme": "first"' in cuts and ('"Strip"' in changes or '"content": ""' in changes):
         raise Unsupported("the prepend scheme 'first' after a normaliser that takes text away")

@@ -1,10 +1,5 @@
-"""What documents and manifests need of pydantic, for reading what pi2 has written and checked.
-
-pydantic's core is compiled, and there is none for Android.  A bundle's documents were validated
-where it was built, and their checksums are compared: here values get their types, defaults are
-filled in, and quantities are read; ranges, patterns and unknown keys are not looked at.  A value of
-another kind than its field's is a `ValidationError`.
-"""
+"""The part of pydantic that reads validated documents, because pydantic-core has no build for
+Android. Values get types, defaults and units; ranges, patterns and unknown keys are not checked."""
 
 from __future__ import annotations
 
