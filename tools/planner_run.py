@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pi2.costs.rates import Rates
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.fitting.check import load_plan
 from pi2.machine import list_allowed_cores
-from pi2.measuring.bandwidth import MeterRecipe
+from pi2.measuring.bandwidth import BandwidthMeter
 from pi2.measuring.contestant import Worker
 from pi2.measuring.contestants import PlanContestant, PlanRecipe
 from pi2.measuring.samples import Workload
@@ -105,7 +106,7 @@ def measure_rates(contestant: PlanContestant) -> dict[str, float]:
     """Bytes per second of memory, and of single and long reads, now, as the probe measures them;
     without those that this machine cannot do."""
     parts = contestant._model._parts
-    with Worker(MeterRecipe(threads=os.cpu_count() or 1, size_bytes=METER_BYTES)) as meter:
+    with Worker(partial(BandwidthMeter, os.cpu_count() or 1, METER_BYTES)) as meter:
         found = {"memory": max(meter.call("measure"))}
     if not isinstance(parts.store, NeuronStore):
         return found

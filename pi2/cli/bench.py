@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -56,7 +56,7 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
     predictors is counted layer by layer.  Each token is scored once, with at least CONTEXT - STRIDE
     tokens before it.
     """
-    from pi2.measuring.evaluation import describe_evaluation, evaluate_plan, write_markdown
+    from pi2.measuring.evaluation import evaluate_plan, write_markdown
 
     with ProgressBar() as progress:
         evaluation = evaluate_plan(
@@ -65,7 +65,7 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
             against=[item if item in WORDS else name_other(item) for item in given.against],
             progress=progress,
         )
-    print_found(describe_evaluation(evaluation), write_markdown(evaluation), given.as_json)
+    print_found(asdict(evaluation), write_markdown(evaluation), given.as_json)
 
 
 def name_other(name: str) -> str:
@@ -200,8 +200,6 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
 
 def measure_loads(plans: list[ChosenPlan], repetitions: int, output: str) -> str:
     """Measure how long each plan takes to load; return the figures as ``output`` says."""
-    from dataclasses import asdict
-
     from pi2.measuring.loading import describe_load, measure_load, write_loads
     from pi2.measuring.report import describe_conditions
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,8 +88,6 @@ def parse_rank(text: str) -> int | None:
 
 
 def describe_training(training: Training) -> dict[str, Any]:
-    from pi2.measuring.evaluation import describe_evaluation
-
     return {
         "plan": str(training.plan),
         "layers": [
@@ -101,7 +100,7 @@ def describe_training(training: Training) -> dict[str, Any]:
             }
             for fit in training.fits
         ],
-        "evaluation": describe_evaluation(training.evaluation),
+        "evaluation": asdict(training.evaluation),
     }
 
 
@@ -165,7 +164,7 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     """
     from pi2.authoring.drafting import refer_from, write_changes, write_overlay
     from pi2.authoring.writing import write_document
-    from pi2.measuring.calibration import calibrate_thresholds, describe_changes, relate
+    from pi2.measuring.calibration import calibrate_thresholds, describe_changes
     from pi2.sharing.fetching import write_atomically
 
     goal = parse_goal(given.target, given.loss, given.method)
@@ -193,7 +192,10 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     write_atomically(named, write_document(thresholds).encode())
     user = given.new_plan or plan.path
     changes = describe_changes(
-        calibration.resolved, thresholds, calibration.goal, relate(named, user)
+        calibration.resolved,
+        thresholds,
+        calibration.goal,
+        os.path.relpath(named.resolve(), user.resolve().parent),
     )
     if given.new_plan is not None:
         text = write_overlay(refer_from(plan.path, given.new_plan), changes)

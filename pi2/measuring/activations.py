@@ -288,8 +288,6 @@ def encode_array(array: Raw) -> bytes:
 
 def encode_activations(counts: Counts, original: I32, identity: Mapping[str, str]) -> bytes:
     """Parquet of the counts by layer and neuron of the checkpoint; ``identity``: of which model."""
-    import pyarrow as pa
-
     layers, _, neurons = counts.fired.shape
     sorted_counts = np.empty_like(counts.fired)
     for layer in range(layers):
@@ -303,13 +301,11 @@ def encode_activations(counts: Counts, original: I32, identity: Mapping[str, str
     for place, batch in enumerate(BATCHES[1:], 1):
         columns[f"count_{batch}"] = sorted_counts[:, place].reshape(-1)
         notes[f"batches_{batch}"] = str(int(counts.groups[0, place]))
-    return _encode(pa.table(columns).replace_schema_metadata(notes))
+    return encode_table(columns, notes)
 
 
 def encode_coactivations(counts: Counts, original: I32, identity: Mapping[str, str]) -> bytes:
     """Parquet of the pairs of sampled neurons, ``first`` below ``second``."""
-    import pyarrow as pa
-
     left, right = np.triu_indices(len(counts.samples), 1)
     layers = len(counts.together)
     pairs = np.stack([original[:, counts.samples[left]], original[:, counts.samples[right]]])
@@ -320,13 +316,15 @@ def encode_coactivations(counts: Counts, original: I32, identity: Mapping[str, s
         "count": counts.together[:, left, right].reshape(-1),
     }
     notes = {**identity, "tokens": str(int(counts.groups[0, 0]))}
-    return _encode(pa.table(columns).replace_schema_metadata(notes))
+    return encode_table(columns, notes)
 
 
-def _encode(table: Any) -> bytes:
+def encode_table(columns: Mapping[str, object], notes: Mapping[str, str]) -> bytes:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()
+    table = pa.table(columns).replace_schema_metadata(notes)
     pq.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()
 
@@ -366,8 +364,7 @@ def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | No
 
 def _save(folder: Path, job: str, done: int, counts: Counts) -> None:
     buffer = io.BytesIO()
-    notes: dict[str, Any] = {"job": np.array(job), "done": np.array(done)}
-    notes.update(counts.list_sums())
+    notes: dict[str, Any] = {"job": job, "done": done, **counts.list_sums()}
     np.savez(buffer, **notes)
     _write(folder / UNFINISHED, buffer.getvalue())
 

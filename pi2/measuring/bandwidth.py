@@ -6,15 +6,14 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import numpy as np
 
-from pi2.arrays import U64
 from pi2.measuring.contestant import Worker
 from pi2.measuring.samples import Bandwidth
-from pi2.progress import Progress
+from pi2.progress import Progress, ignore_progress
 
 BUFFER_BYTES = 512 * 2**20
 """Size of the buffer that is read: far more than any cache."""
@@ -23,21 +22,10 @@ PASSES = 4
 Reader = Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeterRecipe:
-    """Makes a meter in a process of its own, so that its buffer is nobody else's memory."""
-
-    threads: int
-    size_bytes: int = BUFFER_BYTES
-
-    def __call__(self, progress: Progress) -> BandwidthMeter:
-        return BandwidthMeter(self.threads, self.size_bytes)
-
-
 class BandwidthMeter:
     """Reads a large buffer with all threads and does next to nothing with it."""
 
-    def __init__(self, threads: int, size_bytes: int) -> None:
+    def __init__(self, threads: int, size_bytes: int, progress: Progress = ignore_progress) -> None:
         self._threads = threads
         # Written once, so that every page is a page of its own.
         self._buffer = np.ones(size_bytes // 8, np.uint64)
@@ -68,18 +56,10 @@ class BandwidthMeter:
 
             return CompiledReader(self._buffer, threads=self._threads), "compiled sum"
         except ImportError:
-            return self._make_numpy_reader(), "numpy maximum"
-
-    def _make_numpy_reader(self) -> Reader:
-        pool = ThreadPoolExecutor(self._threads)
-        self._pool = pool
-        parts = np.array_split(self._buffer, self._threads)
-
-        def find_maximum(part: U64) -> object:
-            return part.max()
-
-        # numpy gives the GIL back while it reduces.
-        return lambda: list(pool.map(find_maximum, parts))
+            pool = self._pool = ThreadPoolExecutor(self._threads)
+            parts = np.array_split(self._buffer, self._threads)
+            # numpy gives the GIL back while it reduces.
+            return lambda: list(pool.map(np.max, parts)), "numpy maximum"
 
 
 class BandwidthLimit:
@@ -87,7 +67,7 @@ class BandwidthLimit:
 
     def __init__(self, threads: int, *, size_bytes: int = BUFFER_BYTES) -> None:
         self._threads = threads
-        self._worker = Worker(MeterRecipe(threads=threads, size_bytes=size_bytes))
+        self._worker = Worker(partial(BandwidthMeter, threads, size_bytes))
         self._method: str = self._worker.call("get_method")
 
     def measure(self) -> list[float]:

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import os
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -118,11 +117,6 @@ def describe_changes(
     return changes
 
 
-def relate(file: Path, plan: Path) -> str:
-    """Path of ``file`` as a plan at ``plan`` names it."""
-    return os.path.relpath(file.resolve(), plan.resolve().parent)
-
-
 FORMAT = 1
 PAUSE_S = 20.0
 """Time between two writes while windows are counted."""
@@ -183,10 +177,14 @@ class KeptFindings:
                     self._arrays[f"{part}.{number}.{expert}"] = getattr(histogram, part)
         self._write()
 
-    def find_scores(self, name: str) -> Scores | None:
-        """Scores that were kept under ``name``."""
-        losses = self._arrays.get(f"losses.{name}")
-        return None if losses is None else Scores(losses, self._arrays[f"choices.{name}"])
+    def find_scores(self, name: str) -> tuple[Scores, tuple[float, ...]] | None:
+        """Scores and figures that were kept under ``name``."""
+        if f"losses.{name}" not in self._arrays:
+            return None
+        losses, choices, figures = (
+            self._arrays[f"{part}.{name}"] for part in ("losses", "choices", "figures")
+        )
+        return Scores(losses, choices), tuple(figures.tolist())
 
     def note_scores(self, name: str, scores: Scores, figures: tuple[float, ...] = ()) -> None:
         self._arrays |= {
@@ -396,8 +394,10 @@ class _Job:
                 self.progress("counting", (number + 1) / len(cut))
             model._parts.executor.observe(None)
             windows = judged.cut(model)
-            dense = self.kept.find_scores("dense")
-            if dense is None:
+            kept = self.kept.find_scores("dense")
+            if kept is not None:
+                dense, _ = kept
+            else:
                 dense = score_windows(
                     model, windows, "prefill", lambda share: self.progress("dense", share)
                 )
@@ -408,14 +408,9 @@ class _Job:
     def measure(self, thresholds: Thresholds, found: _Observed, label: str) -> Trial:
         """Generate over held-out windows with ``thresholds``, until the error is small."""
         name = f"{thresholds.target:.6g}@{self.goal.max_error or self.goal.max_increase or 0:.6g}"
-        scores = self.kept.find_scores(name)
-        if scores is not None:
-            return _describe(
-                thresholds,
-                scores,
-                found.dense,
-                tuple(float(item) for item in self.kept._arrays[f"figures.{name}"]),
-            )
+        if kept := self.kept.find_scores(name):
+            scores, figures = kept
+            return _describe(thresholds, scores, found.dense, figures)
         changes = describe_changes(found.resolved, thresholds, self.goal, "not-yet.thresholds.toml")
         pieces: list[Scores] = []
         with load(

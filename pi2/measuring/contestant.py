@@ -8,11 +8,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pi2.backends.executor import ExecutorObserver
 from pi2.diagnostics import UserError
@@ -48,65 +48,36 @@ class Profile:
         return self.total_s - self.kernels_s - self.io_wait_s - self.unit_wait_s
 
 
-class KernelTimes(ExecutorObserver):
-    """Adds up the time in an executor's kernels."""
+class Profiler(ExecutorObserver, ReadObserver, ShareObserver):
+    """Adds up the times in kernels, and of waiting for reads and for units."""
 
     def __init__(self) -> None:
         self.calls: dict[str, tuple[int, float]] = {}
+        self.io_wait_s = 0.0
+        self.unit_wait_s = 0.0
 
     def note_kernel(self, name: str, layer: int | None, start_s: float, end_s: float) -> None:
         count, seconds = self.calls.get(name, (0, 0.0))
         self.calls[name] = (count + 1, seconds + end_s - start_s)
 
-
-class ReadWaits(ReadObserver):
-    """Adds up the time in which the engine waits for reads."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
     def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
-        self.seconds += end_s - start_s
+        self.io_wait_s += end_s - start_s
 
     def note_run_wait(self, run: WatchedRun, start_s: float, end_s: float) -> None:
-        self.seconds += end_s - start_s
-
-
-class UnitWaits(ShareObserver):
-    """Adds up the time in which the engine waits for units beside the executor."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
+        self.io_wait_s += end_s - start_s
 
     def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
-        self.seconds += end_s - start_s
-
-
-@dataclass(frozen=True, slots=True)
-class Watches:
-    """What observes a run that is profiled."""
-
-    kernels: KernelTimes
-    reads: ReadWaits
-    units: UnitWaits
+        self.unit_wait_s += end_s - start_s
 
     def report(self, tokens: int, total_s: float) -> Profile:
-        calls = dict(self.kernels.calls)
         return Profile(
             tokens=tokens,
             total_s=total_s,
-            kernels_s=sum(seconds for _, seconds in calls.values()),
-            io_wait_s=self.reads.seconds,
-            unit_wait_s=self.units.seconds,
-            calls=calls,
+            kernels_s=sum(seconds for _, seconds in self.calls.values()),
+            io_wait_s=self.io_wait_s,
+            unit_wait_s=self.unit_wait_s,
+            calls=dict(self.calls),
         )
-
-
-@contextmanager
-def watch_parts(parts: Parts) -> Iterator[Watches]:
-    watches = Watches(KernelTimes(), ReadWaits(), UnitWaits())
-    with observe_parts(parts, watches.kernels, watches.reads, watches.units):
-        yield watches
 
 
 @contextmanager
@@ -140,11 +111,8 @@ _STOP, _PEAK = "<stop>", "<peak>"
 _PATIENCE_S = 20.0
 
 
-class Recipe(Protocol):
-    """Makes an object with a ``close``; picklable, because it is sent to the new process."""
-
-    def __call__(self, progress: Progress) -> Any:
-        """Make it; ``progress`` is called with a label and the share done."""
+Recipe = Callable[[Progress], Any]
+"""Makes an object with a ``close`` in the new process, to which it is sent as a pickle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,17 +249,11 @@ def _serve(pipe: Connection, recipe: Recipe) -> None:
             made.close()
 
 
-class ContestantRecipe(Recipe, Protocol):
-    @property
-    def subject(self) -> str:
-        """What findings call the program."""
-
-
 class RemoteContestant:
     """A contestant as its caller sees it.  Use it as a context manager."""
 
-    def __init__(self, recipe: ContestantRecipe, progress: Progress) -> None:
-        self._worker = Worker(recipe, progress, recipe.subject)
+    def __init__(self, recipe: Recipe, progress: Progress, subject: str) -> None:
+        self._worker = Worker(recipe, progress, subject)
         try:
             self.description: Description = self._worker.call("describe")
         except BaseException:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.measuring.contestant import Profile, watch_parts
+from pi2.measuring.contestant import Profile, Profiler, observe_parts
 from pi2.measuring.samples import (
     Description,
     Sample,
@@ -41,10 +41,6 @@ class PlanRecipe:
     overrides: Mapping[str, object]
     text: str | None = None
     """Text that tokens are taken from; without it, tokens of the vocabulary in order."""
-
-    @property
-    def subject(self) -> str:
-        return "pi2"
 
     def __call__(self, progress: Progress) -> PlanContestant:
         model = load(self.path, set=dict(self.overrides), progress=progress)
@@ -74,7 +70,6 @@ class PlanContestant:
 
     def describe(self) -> Description:
         resolved, store = self._model.plan, self._model._parts.store
-        backend = resolved.name_backend(resolved.sparse_unit)
         notes = []
         if self._model.fallback is not None:
             notes.append(f"reads go through the page cache: {self._model.fallback}")
@@ -83,7 +78,7 @@ class PlanContestant:
         return Description(
             engine=f"pi2 {version('pi2')}",
             model=resolved.model.id,
-            backend=backend,
+            backend=resolved.name_backend(resolved.sparse_unit),
             threads=self._model.compute_threads,
             synthetic=isinstance(store, NeuronStore) and store.manifest.synthetic,
             predictor=resolved.plan.decode.predictor,
@@ -112,10 +107,10 @@ class PlanContestant:
 
     def profile(self, workload: Workload) -> Profile | None:
         self._prepare(workload)
-        with watch_parts(self._model._parts) as watches:
+        watch = Profiler()
+        with observe_parts(self._model._parts, watch, watch, watch):
             seconds = self._time(workload)
-        tokens = workload.tokens * self._count_sequences(workload)
-        return watches.report(tokens, seconds)
+        return watch.report(workload.tokens * self._count_sequences(workload), seconds)
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
         store, file = self._model._parts.store, self._model.plan.file
@@ -222,10 +217,6 @@ class LlamaRecipe:
     """Repack weights at loading, as llama.cpp does by default; without, they stay mapped."""
     synthetic: bool = False
     """Whether the file is another one than the plan's, such as one of random weights."""
-
-    @property
-    def subject(self) -> str:
-        return "llama.cpp"
 
     def __call__(self, progress: Progress) -> LlamaContestant:
         check_installed()

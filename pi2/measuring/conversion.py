@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,6 @@ from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.backends.reference.operators import activate, cap, enter_layers, weigh_activations
 from pi2.backends.reference.states import ChunkState, begin_chunk
-from pi2.diagnostics import UserError
 from pi2.engine.loading import read_tokenizer
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint
@@ -23,13 +23,12 @@ from pi2.importing.convert import pad_columns
 from pi2.importing.dense_rows import find_dense_rows, find_ffn_rows, read_factors, read_state_vector
 from pi2.importing.rows import Rows
 from pi2.measuring.evaluation import Scores
-from pi2.measuring.texts import Window, cut_windows
+from pi2.measuring.texts import Window, cut_texts, cut_windows
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, LAYER_EMBEDDING
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
 from pi2.progress import Progress, ignore_progress
-from pi2.sandbox.tokenizer import encode_text
 from pi2.store.reader import NeuronStore
 
 PIECE_NEURONS = 4096
@@ -358,7 +357,10 @@ def measure_conversion(
 ) -> ConversionCost:
     """Score ``texts`` by both weights, densely in float32; UserError P660 for too little text."""
     with NeuronStore.open(store, model=model) as opened:
-        windows = _cut(opened, model, texts)
+        context = min(CONTEXT, model.shape.context)
+        cut = partial(cut_windows, context=context, stride=context)
+        tokenizer = read_tokenizer(opened.tokenizer_path)
+        windows = cut_texts(texts, tokenizer, model, cut, WINDOWS)
         source = CheckpointWeights(open_checkpoint(checkpoint), model)
         before = score_layerwise(
             source, model, windows, lambda share: progress("the checkpoint's perplexity", share)
@@ -380,21 +382,3 @@ def measure_conversion(
         loss_change_error=float(change.std() / np.sqrt(len(change))),
         agreement=float((before.choices == after.choices).mean()),
     )
-
-
-def _cut(store: NeuronStore, model: Model, texts: Sequence[str]) -> list[Window]:
-    tokenizer = read_tokenizer(store.tokenizer_path)
-    begin = model.tokenizer.bos if model.tokenizer.add_bos else None
-    context = min(CONTEXT, model.shape.context)
-    windows: list[Window] = []
-    for text in texts:
-        ids = encode_text(tokenizer, text)
-        windows += cut_windows(ids, begin=begin, context=context, stride=context)
-    if not windows:
-        raise UserError.of(
-            "P660", "the text has fewer than two tokens", help="give a few pages of text"
-        )
-    if len(windows) <= WINDOWS:
-        return windows
-    chosen = np.linspace(0, len(windows) - 1, WINDOWS).round().astype(int)
-    return [windows[index] for index in chosen]

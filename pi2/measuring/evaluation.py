@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -212,7 +212,6 @@ def evaluate_plan(
 
 
 def _run_peer(model: LoadedModel, text: _Text, progress: Progress) -> Run:
-
     scores, divergence = score_beside(model, text.windows, lambda share: progress(PEER, share))
     found = _describe(model, PEER, "none", scores, text)
     return replace(found, backend=PEER, divergence=divergence)
@@ -321,14 +320,6 @@ def _count_bytes(model: LoadedModel, windows: Sequence[Window]) -> int:
         [list(window.tokens[window.first_scored :]) for window in windows]
     )
     return max(1, sum(len(text.encode()) for text in texts))
-
-
-def describe_evaluation(evaluation: Evaluation) -> dict[str, Any]:
-    """Everything, for programs; shares are fractions."""
-    found = asdict(evaluation)
-    found["runs"] = [dict(run) for run in found["runs"]]
-    found["layers"] = [dict(layer) for layer in found["layers"]]
-    return found
 
 
 def write_markdown(evaluation: Evaluation) -> str:

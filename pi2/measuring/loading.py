@@ -9,7 +9,7 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,16 +58,11 @@ class LoadOutcome:
         return statistics.median(values)
 
 
-@dataclass(frozen=True, slots=True)
-class MachineRecipe:
-    """Makes what measures in a process of its own."""
-
-    def __call__(self, progress: Progress) -> LoadMeter:
-        return LoadMeter()
-
-
 class LoadMeter:
     """The measurements; each process makes one."""
+
+    def __init__(self, progress: Progress) -> None:
+        pass
 
     def load(self, path: Path, overrides: Mapping[str, object]) -> tuple[float, float, float, int]:
         """Load a plan: seconds, processor seconds in the program and the system, bytes."""
@@ -157,18 +152,16 @@ def measure_load(
     resolved = load_plan(path, overrides=overrides, resolver=LockedReferences(path.parent))
     store = resolved.store_path
     files = [store / entry.path for entry in read_manifest(store).files]
-    size = _run(lambda worker: worker.call("load", path, dict(overrides)))[-1]
+    size = _run("load", path, dict(overrides))[-1]
     samples = []
     for number in range(repetitions):
         progress("loading", number / repetitions)
-        reads_s = _run(lambda worker: worker.call("read", files, size))
+        reads_s = _run("read", files, size)
         forget_pages(files)
         # Meanwhile a host has had time to take the memory that the last load gave back.
-        touch_s = _run(lambda worker: worker.call("touch", size))
-        touch_again_s = _run(lambda worker: worker.call("touch", size))
-        load_s, user_s, system_s, _ = _run(
-            lambda worker: worker.call("load", path, dict(overrides))
-        )
+        touch_s = _run("touch", size)
+        touch_again_s = _run("touch", size)
+        load_s, user_s, system_s, _ = _run("load", path, dict(overrides))
         samples.append(
             LoadSample(
                 load_s=load_s,
@@ -182,9 +175,9 @@ def measure_load(
     return LoadOutcome(plan=path.name, loaded_bytes=size, samples=tuple(samples))
 
 
-def _run(measure: Callable[[Worker], Any]) -> Any:
-    with Worker(MachineRecipe()) as worker:
-        return measure(worker)
+def _run(name: str, *arguments: Any) -> Any:
+    with Worker(LoadMeter) as worker:
+        return worker.call(name, *arguments)
 
 
 def describe_load(outcome: LoadOutcome) -> dict[str, Any]:

@@ -8,7 +8,6 @@ which compute every token, are left out.
 from __future__ import annotations
 
 import heapq
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from pi2.caches import check_regular
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.importing.conversion_job import note_identity
+from pi2.measuring.activations import encode_table
 from pi2.measuring.texts import Passages
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import PolicyName
@@ -130,9 +130,6 @@ def observe_routing(
 
 
 def encode_trace(trace: RoutingTrace, notes: Mapping[str, str]) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     tokens, layers, chosen = trace.chosen.shape
     columns = {
         "sequence": np.repeat(trace.sequences, layers * chosen),
@@ -142,10 +139,7 @@ def encode_trace(trace: RoutingTrace, notes: Mapping[str, str]) -> bytes:
         "weight": trace.weights.reshape(-1),
     }
     own = {_EXPERTS_NOTE: str(trace.experts), _BYTES_NOTE: str(trace.expert_bytes)}
-    table = pa.table(columns).replace_schema_metadata({**notes, **own})
-    stream = io.BytesIO()
-    pq.write_table(table, stream, compression="zstd")
-    return stream.getvalue()
+    return encode_table(columns, {**notes, **own})
 
 
 def read_trace(path: Path) -> RoutingTrace:

@@ -195,7 +195,7 @@ def measure_plan(
     file = None if against is None else _find_file(against, resolved)
     with ExitStack() as stack:
         recipe = PlanRecipe(path=resolved.path, overrides=dict(found.overrides), text=course.text)
-        contestants = [stack.enter_context(RemoteContestant(recipe, progress))]
+        contestants = [stack.enter_context(RemoteContestant(recipe, progress, "pi2"))]
         threads = contestants[0].description.threads
         if file is not None:
             other = LlamaRecipe(
@@ -206,7 +206,7 @@ def measure_plan(
                 synthetic=against != LLAMA,
             )
             try:
-                contestants.append(stack.enter_context(RemoteContestant(other, progress)))
+                contestants.append(stack.enter_context(RemoteContestant(other, progress, LLAMA)))
             except UserError as error:
                 if error.diagnostics[0].code not in _ENDS:
                     raise

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
+from pi2.plan.documents.model import Model
 from pi2.sandbox.tokenizer import encode_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +89,29 @@ class Passages:
                 f"a context of {size} tokens and a stride of {step} do not fit kv.context = {room}",
                 help="the context is at most kv.context, the stride at most the context",
             )
-        settings = model.plan.model.tokenizer
-        begin = settings.bos if settings.add_bos else None
-        windows: list[Window] = []
-        for text in self.texts:
-            ids = encode_text(model.tokenizer, text)
-            windows += cut_windows(ids, begin=begin, context=size, stride=step)
-        if not windows:
-            raise UserError.of(
-                "P660", "the text has fewer than two tokens", help="give a few pages of text"
-            )
-        if self.count is None or self.count >= len(windows):
-            return windows
-        chosen = np.linspace(0, len(windows) - 1, self.count).round().astype(int)
-        return [windows[index] for index in chosen]
+        cut = partial(cut_windows, context=size, stride=step)
+        return cut_texts(self.texts, model.tokenizer, model.plan.model, cut, self.count)
+
+
+def cut_texts(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    model: Model,
+    cut: Callable[..., list[Window]],
+    count: int | None,
+) -> list[Window]:
+    """Windows that ``cut`` makes, at most ``count`` of them, evenly spread; UserError P660."""
+    begin = model.tokenizer.bos if model.tokenizer.add_bos else None
+    ids = (encode_text(tokenizer, text) for text in texts)
+    windows = [window for item in ids for window in cut(item, begin=begin)]
+    if not windows:
+        raise UserError.of(
+            "P660", "the text has fewer than two tokens", help="give a few pages of text"
+        )
+    if count is None or count >= len(windows):
+        return windows
+    chosen = np.linspace(0, len(windows) - 1, count).round().astype(int)
+    return [windows[index] for index in chosen]
 
 
 def _find_end(text: str) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F32
 from pi2.authoring.writing import write_document
 from pi2.backends.protocol import BuildRequest, Executor
 from pi2.diagnostics import UserError
@@ -95,18 +94,6 @@ class LayerFit:
         weights = self.tokens if any(self.tokens) else [1] * len(self.tokens)
         pairs = zip(shares, weights, strict=True)
         return sum(share * weight for share, weight in pairs) / sum(weights)
-
-    def join_inner(self) -> F32:
-        """First matrices of the experts, one after the other [experts rank, hidden]."""
-        return np.concatenate([fit.weights.inner for fit in self.experts])
-
-    def join_outer(self) -> F32:
-        """Second matrices [neurons, rank]."""
-        return np.concatenate([fit.weights.outer for fit in self.experts])
-
-    def join_bias(self) -> F32:
-        """Biases [neurons]."""
-        return np.concatenate([fit.weights.bias for fit in self.experts])
 
 
 def fit_predictors(
@@ -243,16 +230,19 @@ def write_predictors(
             writer.finish()
 
 
+_ARRAYS = {"predictor_in": "inner", "predictor_out": "outer", "predictor_bias": "bias"}
+
+
 def _read_tensor(old: NeuronStore, fits: Sequence[LayerFit], tensor: DenseTensor) -> TensorPieces:
     kind = tensor.name.rpartition(".")[2]
-    if kind not in ("predictor_in", "predictor_out", "predictor_bias"):
+    if kind not in _ARRAYS:
         known = old.tensors[tensor.name]
         return [(known.weights, known.scales)]
-    fit = fits[int(tensor.name.split(".")[1])]
+    experts = fits[int(tensor.name.split(".")[1])].experts
+    joined = np.concatenate([getattr(fit.weights, _ARRAYS[kind]) for fit in experts])
     if kind == "predictor_bias":
-        return [(fit.join_bias()[None].astype(np.float32), None)]
-    matrix = fit.join_inner() if kind == "predictor_in" else fit.join_outer()
-    return [tensor.packing.quantize(np.ascontiguousarray(matrix))]
+        return [(joined[None].astype(np.float32), None)]
+    return [tensor.packing.quantize(np.ascontiguousarray(joined))]
 
 
 def write_plan_text(resolved: ResolvedPlan, model: Model, device: str) -> str:

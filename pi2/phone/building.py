@@ -28,7 +28,7 @@ from pi2.engine.opened_model import make_request
 from pi2.fitting.misfits import find_store_misfits
 from pi2.fitting.sizes import describe_unit
 from pi2.machine import detect_machine
-from pi2.memory.host_loops import HostSpec, choose_checks
+from pi2.memory.host_loops import CheckInstruction, HostSpec, choose_checks
 from pi2.model.tensors import list_tensors
 from pi2.phone.contents import PACKAGES, Wish, aim_plan, list_code
 from pi2.phone.documents import PLAN, STORE, write_index, write_resolved
@@ -248,11 +248,8 @@ def list_specs(aimed: ResolvedPlan, tensors: Mapping[str, Tensor]) -> list[Spec]
     kernels = make_spec(make_request(aimed, machine, tensors))
     # Where the features do not tell, the phone's processor may have the instruction for checks.
     known = choose_checks(features)
-    choices = (
-        (known,)
-        if known is not None
-        else (None, ("pclmulqdq" if unit.architecture == "x86-64" else "crc32x"))
-    )
+    usual: CheckInstruction = "pclmulqdq" if unit.architecture == "x86-64" else "crc32x"
+    choices = (None, usual) if known is None else (known,)
     name = {"x86-64": "x86_64"}.get(unit.architecture, unit.architecture)
     loops = [HostSpec(architecture=name, system="Linux", checks=item) for item in choices]
     return [kernels, *loops]

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from pi2.machine import (
     inspect_storage,
     list_allowed_cores,
 )
-from pi2.measuring.bandwidth import MeterRecipe
+from pi2.measuring.bandwidth import BandwidthMeter
 from pi2.measuring.contestant import Worker
 from pi2.probing import tokens
 from pi2.probing.steps import EXACT, GATES, USUAL, VARIANTS, Steps, TokenSteps, Variety
@@ -357,8 +358,7 @@ def measure_machine(place: Path, progress: Progress, *, rounds: int = MOST_ROUND
             progress("rounds", number / rounds)
             for count in sorted({1, threads // 2 or 1, threads}):
                 # A new process each time: threads that slept may stay together on one core.
-                meter_recipe = MeterRecipe(threads=count, size_bytes=METER_BYTES)
-                with Worker(meter_recipe) as meter:
+                with Worker(partial(BandwidthMeter, count, METER_BYTES)) as meter:
                     found.add("bandwidth", {(str(count),): [max(meter.call("measure"))]})
             for worker in (bench, small):
                 found.add("steps", worker.call("measure", 1))

@@ -15,7 +15,7 @@ from pi2.arrays import F32, I32
 from pi2.backends.cpu import backend as cpu
 from pi2.backends.protocol import Executor, Foreseer
 from pi2.engine.waves import Foresight
-from pi2.measuring.contestant import KernelTimes, ReadWaits, observe_parts
+from pi2.measuring.contestant import Profiler, observe_parts
 from pi2.orchestrator import load
 from tests.helpers.kernels import DEMO_LIKE, RandomModel
 from tests.helpers.models import make_tiny
@@ -104,9 +104,9 @@ def test_a_layer_beyond_memory_takes_six_calls_at_most(tmp_path: Path, look_ahea
     with load(plan, set={**settings, "decode.look_ahead": look_ahead}) as model:
         if model.io_engine != "io_uring" and look_ahead == "layer":
             pytest.skip("no io_uring: threads take a cluster each")
-        parts, times = model._parts, KernelTimes()
+        parts, times = model._parts, Profiler()
         parts.forward.prefill(np.array([5, 6, 7], np.int32))
-        with observe_parts(parts, times, ReadWaits()):
+        with observe_parts(parts, times, times):
             parts.forward.decode(8)
         layers = len(model.plan.layers)
         assert all(own.misses > 0 for own in parts.cache.counters)

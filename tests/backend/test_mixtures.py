@@ -21,7 +21,7 @@ from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.observation import DenseObserver
 from pi2.fitting.check import load_plan
-from pi2.measuring.contestant import KernelTimes, ReadWaits, observe_parts
+from pi2.measuring.contestant import Profiler, observe_parts
 from pi2.measuring.prediction import RecallCounter
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
 from pi2.store.reordering import repack_store
@@ -208,10 +208,10 @@ def test_tokens_are_routed_alike_alone_and_in_company(silu: Path) -> None:
 def test_a_layer_with_a_router_takes_six_calls_at_most_beyond_memory(silu: Path) -> None:
     settings = {**FLASH, "decode.predictor": "router", "decode.look_ahead": "layer"}
     with pi2.load(silu, set={**settings, "cache.fill": False}) as model:
-        parts, times = model._parts, KernelTimes()
+        parts, times = model._parts, Profiler()
         parts.forward.prefill(np.array(TOKENS, np.int32))
         before = sum(own.misses for own in parts.cache.counters)
-        with observe_parts(parts, times, ReadWaits()):
+        with observe_parts(parts, times, times):
             parts.forward.decode(3)
         layers = len(model.plan.layers)
         assert sum(own.misses for own in parts.cache.counters) > before

@@ -12,7 +12,7 @@ import pytest
 from pi2.arrays import F32, I32
 from pi2.backends.executor import ExecutorObserver
 from pi2.engine.observation import DenseObserver, Routing
-from pi2.measuring.contestant import KernelTimes, ReadWaits, observe_parts
+from pi2.measuring.contestant import Profiler, observe_parts
 from pi2.measuring.timeline import DRIVER, _KernelRecorder, _Tape
 from pi2.memory.bundle_files import ReadObserver
 from pi2.orchestrator import load
@@ -43,7 +43,7 @@ def test_a_profile_and_a_trace_of_a_run_have_the_same_time_in_kernels(
 ) -> None:
     with load(plan, set={"layers.hot": 0.25, "backends.cpu": backend}) as model:
         parts = model._parts
-        tape, times = _Tape(Recorder(), 1, 0.0), KernelTimes()
+        tape, times = _Tape(Recorder(), 1, 0.0), Profiler()
         with observe_parts(parts, Both(times, _KernelRecorder(tape)), ReadObserver()):
             parts.forward.prefill(np.array([5, 6, 7], np.int32))
             for token in range(4):
@@ -59,9 +59,9 @@ def test_a_profile_and_a_trace_of_a_run_have_the_same_time_in_kernels(
 
 def test_kernels_are_seen_wherever_the_executor_keeps_them(plan: Path) -> None:
     with load(plan, set={"layers.hot": 0.25, "backends.cpu": "cpu"}) as model:
-        parts, times = model._parts, KernelTimes()
+        parts, times = model._parts, Profiler()
         parts.forward.prefill(np.array([5, 6, 7], np.int32))
-        with observe_parts(parts, times, ReadWaits()):
+        with observe_parts(parts, times, times):
             for token in range(4):
                 parts.forward.decode(token)
         layers = len(model.plan.layers)
@@ -82,7 +82,7 @@ def test_an_observer_does_not_change_what_is_computed(plan: Path) -> None:
             forward = model._parts.forward
             forward.reset_all()
             if observed:
-                model._parts.executor.observe(KernelTimes())
+                model._parts.executor.observe(Profiler())
             forward.prefill(np.array([5, 6, 7], np.int32))
             answers.append(forward.decode(3).copy())
         model._parts.executor.observe(None)
@@ -93,17 +93,17 @@ def test_an_observer_does_not_change_what_is_computed(plan: Path) -> None:
 def test_one_observer_at_a_time(plan: Path, backend: str) -> None:
     with load(plan, set={"backends.cpu": backend}) as model:
         executor = model._parts.executor
-        executor.observe(KernelTimes())
+        executor.observe(Profiler())
         with pytest.raises(AssertionError):
-            executor.observe(KernelTimes())
+            executor.observe(Profiler())
         executor.observe(None)
-        executor.observe(KernelTimes())
+        executor.observe(Profiler())
 
 
 def test_the_steps_of_several_sequences_are_seen(plan: Path) -> None:
     settings = {"layers.hot": 0.25, "backends.cpu": "cpu", "decode.batch": 3}
     with load(plan, set=settings) as model:
-        parts, times = model._parts, KernelTimes()
+        parts, times = model._parts, Profiler()
         for sequence in range(3):
             parts.forward.prefill(np.array([5, 6, 7], np.int32), sequence=sequence)
         with observe_parts(parts, times, ReadObserver()):

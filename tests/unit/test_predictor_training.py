@@ -167,7 +167,8 @@ def test_every_expert_of_a_mixture_gets_a_predictor(tmp_path: Path) -> None:
             assert len(fit.experts) == 4
             # Nine tenths of the text, a byte each, in whole windows; two experts compute a token.
             assert sum(fit.tokens) == 2 * 400
-            assert store.layers[0].neurons == len(fit.join_bias()) == 800
+            biases = [len(item.weights.bias) for item in fit.experts]
+            assert store.layers[0].neurons == sum(biases) == 800
     assert load_plan(found.plan).model.tensors.predictor_in.count("{expert}") == 1
     low_rank = found.evaluation.runs[1]
     assert low_rank.predicted is not None and low_rank.active is not None
@@ -187,7 +188,8 @@ def test_an_expert_that_no_token_came_to_names_all_of_its_neurons() -> None:
     assert (unknown.recall, unknown.predicted, unknown.active) == (1.0, 1.0, 0.0)
     assert (unknown.weights.score(np.ones((2, 32), np.float32)) >= 0).all()
     assert found.predicted == trained.predicted
-    assert found.join_inner().shape == (64, 32) and found.join_outer().shape == (128, 32)
+    assert unknown.weights.inner.shape == trained.weights.inner.shape == (32, 32)
+    assert unknown.weights.outer.shape == trained.weights.outer.shape == (64, 32)
 
 
 def test_named_neurons_weigh_more_where_they_come_from_flash(tmp_path: Path) -> None:
