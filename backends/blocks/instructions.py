@@ -35,7 +35,7 @@ class Threads:
             own.flush()
             self._library = open_library(Path(own.name))
         self._run = self._library.pi2_blocks_run
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
         self._run.restype = None
         self.count = count
         since = self._library.pi2_blocks_start(count, _PATIENCE)
@@ -51,9 +51,10 @@ class Threads:
             os.sched_setaffinity(0, {core})
         self._library.pi2_blocks_work(ctypes.c_int64(index), since)
 
-    def run(self, program: int, begin: int, end: int) -> None:
-        """Run instructions of the program at an address."""
-        self._run(program, begin, end)
+    def run(self, program: int, begin: int, end: int, most: int) -> None:
+        """Run instructions of the program at an address on all threads, or on the caller's alone
+        (``most`` 1)."""
+        self._run(program, begin, end, most)
 
     def close(self) -> None:
         """End the workers."""

@@ -372,6 +372,8 @@ class BlockModel:
         if builder.routed is not None:
             self.pairs = PairTables(self._program, builder.routed, tokens, self._run)
         self._chunk = chunk
+        self.most_threads = threads
+        """1: the caller computes alone, which wakes nobody: quicker where it will wait anyway."""
         self._count = 0
         self._note: NoteKernel | None = None
         logits = layers.logits
@@ -484,12 +486,12 @@ class BlockModel:
 
     def _run(self, begin: int, end: int) -> None:
         if self._note is None:
-            self._threads.run(self._program.address, begin, end)
+            self._threads.run(self._program.address, begin, end, self.most_threads)
             return
         for number in range(begin, end):
             own = self._program.instructions[number]
             start_s = time.perf_counter()
-            self._threads.run(self._program.address, number, number + 1)
+            self._threads.run(self._program.address, number, number + 1, self.most_threads)
             self._note(own.label, own.layer, start_s, time.perf_counter())
 
     def set_tensor(self, number: int, address: int) -> None:

@@ -179,8 +179,9 @@ done:
   ret void
 }
 
-; Run instructions `begin` to `end` of a program; the caller is thread 0.
-define void @pi2_blocks_run(ptr %code, i64 %begin, i64 %end) {
+; Run instructions `begin` to `end` of a program on all threads, or where `most` is 1 on the caller's
+; alone, which is thread 0.
+define void @pi2_blocks_run(ptr %code, i64 %begin, i64 %end, i32 %most) {
 entry:
   %any = icmp slt i64 %begin, %end
   br i1 %any, label %clear, label %done
@@ -197,7 +198,9 @@ clear:
 
 choose:
   %threads = load i32, ptr @count
-  %several = icmp sgt i32 %threads, 1
+  %others = icmp sgt i32 %threads, 1
+  %wanted = icmp sgt i32 %most, 1
+  %several = and i1 %others, %wanted
   br i1 %several, label %claim, label %alone
 
 claim:

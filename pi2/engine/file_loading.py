@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.backends.blocks.model import BlockModel
+from pi2.backends.host import HostLoops, load_host_loops
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.loading import read_tokenizer
 from pi2.engine.opened_model import check_fit
@@ -21,7 +22,7 @@ from pi2.machine import Machine, detect_machine
 from pi2.machine.memory import release_free_memory
 from pi2.memory.budget import Budget
 from pi2.memory.expert_slots import ExpertSlots, SlotReads
-from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, load_ranges
+from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, WeightStream, load_ranges
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress
@@ -47,6 +48,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         plan, is_mapped = resolved.plan, resolved.plan.memory.weights == "mapped"
         division = divide(resolved, weights, tensors)
         addresses, loaded = place_resident(tensors, division, weights, files, budget, is_mapped)
+        loops = load_host_loops(progress, machine.features)
         slots, ring_bytes = None, plan.memory.segments.cold - resolved.file.slot_bytes
         if resolved.file.expert_bytes:
             # Also what is left where the next matrix is too large to be resident.
@@ -55,16 +57,21 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
                 "hot": max(0, plan.memory.segments.hot - loaded),
             }
             region = budget.allocate_spanning(sizes)
-            slots = open_slots(resolved, weights, files, region, machine, progress)
+            slots = open_slots(resolved, weights, files, region, loops)
         ring = np.zeros(0, np.uint8)
         if ring_bytes:
             ring = budget.allocate("cold", ring_bytes // BLOCK * BLOCK)
+
+        def make_stream(pieces: Sequence[Piece], region: U8) -> WeightStream:
+            engine = files.open_engine(plan.io, loops, has_one_caller=False)
+            return WeightStream(files, pieces, region, engine)
+
         model = FileModel(
             weights,
-            files,
             division,
             addresses,
             ring,
+            make_stream,
             partial(_make_program, resolved, machine, progress),
             slots,
         )
@@ -146,16 +153,9 @@ def place_resident(
 
 
 def open_slots(
-    resolved: ResolvedPlan,
-    weights: GgufWeights,
-    files: DirectFiles,
-    region: U8,
-    machine: Machine,
-    progress: Progress,
+    resolved: ResolvedPlan, weights: GgufWeights, files: DirectFiles, region: U8, loops: HostLoops
 ) -> ExpertSlots:
     """Make slots for experts in ``region``."""
-    from pi2.backends.host import load_host_loops
-
     plan, moe = resolved.plan, resolved.model.moe
     assert moe is not None
     reads = SlotReads(
@@ -166,7 +166,6 @@ def open_slots(
         active=moe.active_experts,
     )
     layers = {layer: describe_experts(own) for layer, own in weights.list_experts().items()}
-    loops = load_host_loops(progress, machine.features)
     return ExpertSlots(files, layers, moe.experts, region, reads, loops)
 
 

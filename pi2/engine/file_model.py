@@ -19,7 +19,7 @@ from pi2.backends.blocks.model import PANEL_ROWS, BlockModel
 from pi2.backends.blocks.routed import PairTables, RoutedLayer
 from pi2.backends.executor import ExecutorObserver
 from pi2.memory.expert_slots import ExpertSlots, Held
-from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, WeightStream
+from pi2.memory.weight_stream import BLOCK, Piece, WeightStream
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 
 _HEAD_PART = 4
@@ -113,17 +113,16 @@ class FileModel:
     def __init__(
         self,
         weights: GgufWeights,
-        files: DirectFiles,
         division: Division,
         addresses: Mapping[str, int],
         ring: U8,
+        make_stream: Callable[[Sequence[Piece], U8], WeightStream],
         make: Callable[[FindWeight], BlockModel],
         slots: ExpertSlots | None = None,
     ) -> None:
         """``addresses``: where resident matrices lie, by name; ``ring``: what the others pass
         through, experts excepted, which go to ``slots``; ``make`` builds the program."""
         self._weights = weights
-        self._files = files
         self._model = model = make(self._find)
         self._embedding: int | None = None
         self._rows: FileTensor | None = None
@@ -155,8 +154,9 @@ class FileModel:
             for own in model.routed:
                 work.append(_Work(own.chosen, own.chosen, action=partial(experts.begin, own)))
                 work.append(_Work(own.begin, own.end, action=partial(experts.compute, own)))
-        self._layers = _Course(model, (0, model.head), layers, work, files, ring[part:])
-        self._head = _Course(model, (model.head, model.end), head, [], files, ring[:part])
+        ends = (0, model.head, model.end)
+        self._layers = _Course(model, ends[:2], layers, work, lambda p: make_stream(p, ring[part:]))
+        self._head = _Course(model, ends[1:], head, [], lambda p: make_stream(p, ring[:part]))
 
     def _name_key(self, key: str) -> str:
         """Key of ``model.tensors`` that a matrix of the program is known by."""
@@ -248,7 +248,6 @@ class FileModel:
         if self._slots is not None:
             self._slots.close()
         self._model.close()
-        self._files.close()
 
 
 class _Course:
@@ -260,11 +259,10 @@ class _Course:
         part: tuple[int, int],
         streamed: Mapping[int, Sequence[tuple[int, Piece]]],
         work: Sequence[_Work],
-        files: DirectFiles,
-        ring: U8,
+        make_stream: Callable[[Sequence[Piece]], WeightStream],
     ) -> None:
         """``part``: first and last instruction; ``work``: what else is not just run."""
-        self._model = model
+        self._model, self._threads = model, model.most_threads
         special = list(work)
         for number, own in streamed.items():
             size = model.count_row_bytes(number)
@@ -282,7 +280,7 @@ class _Course:
         if at < end:
             self._work.append(_Work(at, end))
         cycle = [piece for number in sorted(streamed) for _, piece in streamed[number]]
-        self._stream = WeightStream(files, cycle, ring) if cycle else None
+        self._stream = make_stream(cycle) if cycle else None
         self._done = 0
         """Pieces that have been computed."""
 
@@ -301,21 +299,33 @@ class _Course:
 
     def run(self) -> None:
         """Run the whole part."""
-        model, stream, done = self._model, self._stream, self._done
-        for work in self._work:
-            if work.action is not None:
-                work.action()
-                continue
-            if not work.pieces:
-                model.run(work.begin, work.end)
-                continue
-            assert stream is not None
-            for first, end, before in work.pieces:
-                address = stream.take(done)
-                model.run_rows(work.begin, first, end, address - before)
-                stream.release(done)
-                done += 1
-        self._done = done
+        stream = self._stream
+        try:
+            for work in self._work:
+                if stream is not None:
+                    self._model.most_threads = 1 if stream.is_behind(self._done) else self._threads
+                if work.action is not None:
+                    work.action()
+                elif work.pieces:
+                    self._run_pieces(work)
+                else:
+                    self._model.run(work.begin, work.end)
+        except BaseException:
+            if stream is not None:
+                self._done = stream.rewind()
+            raise
+        finally:
+            self._model.most_threads = self._threads
+
+    def _run_pieces(self, work: _Work) -> None:
+        stream = self._stream
+        assert stream is not None
+        for first, end, before in work.pieces:
+            address = stream.take(self._done)
+            self._model.most_threads = 1 if stream.is_behind(self._done) else self._threads
+            self._model.run_rows(work.begin, first, end, address - before)
+            stream.release(self._done)
+            self._done += 1
 
     def close(self) -> None:
         if self._stream is not None:

@@ -13,16 +13,8 @@ import numpy as np
 
 from pi2.arrays import I32, I64, U8, Bits
 from pi2.memory.cache import Lookup, NeuronCache
-from pi2.memory.io_engine import (
-    PENDING,
-    EngineName,
-    IoEngine,
-    PreadEngine,
-    ReadBatch,
-    read_in_python,
-)
+from pi2.memory.io_engine import PENDING, EngineName, ReadBatch
 from pi2.memory.policy import PolicyName
-from pi2.memory.uring import RingUnavailable, UringEngine
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, count_slot_bytes
 
 if TYPE_CHECKING:
@@ -165,25 +157,10 @@ class ExpertSlots:
         self._layers = {
             layer: _Layer(matrices, by_layer[layer], experts) for layer, matrices in layers.items()
         }
-        self.engine_fallback: str | None = None
-        self.engine: EngineName = "pread"
-        self._engine = self._open_engine(reads, loops)
+        self._engine = files.open_engine(reads, loops)
         self.read_bytes = 0
         """Bytes of experts that were read."""
         self.waited_s = 0.0
-
-    def _open_engine(self, reads: SlotReads, loops: HostLoops | None) -> IoEngine:
-        descriptors = self._files.descriptors
-        if reads.engine == "io_uring":
-            try:
-                engine = UringEngine(descriptors, reads.depth, loops)
-            except RingUnavailable as reason:
-                self.engine_fallback = str(reason)
-            else:
-                self.engine = "io_uring"
-                return engine
-        read_runs = read_in_python if loops is None else loops.read_runs
-        return PreadEngine(descriptors, reads.threads, read_runs)
 
     def locate(self, layer: int) -> list[tuple[int, I32, int]]:
         """Of each matrix of a layer: an address, and where its experts are, counted from there in

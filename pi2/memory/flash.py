@@ -19,7 +19,6 @@ from pi2.memory.granules import divide_slots, expand_stretches
 from pi2.memory.io_engine import (
     EngineName,
     GranuleReads,
-    IoEngine,
     Merging,
     PreadEngine,
     ReadBatch,
@@ -30,9 +29,8 @@ from pi2.memory.io_engine import (
     make_batch,
     make_readers,
     make_rest,
-    read_in_python,
 )
-from pi2.memory.uring import RingUnavailable, UringEngine
+from pi2.memory.uring import UringEngine, open_engine
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops
@@ -107,8 +105,6 @@ class FlashReader:
         )
         self._loops = loops
         self._settings = settings
-        self.engine_fallback: str | None = None
-        """Why the plan's engine was given up, if it was."""
         self._observer: ReadObserver | None = None
         self.read_bytes = 0
         self.waited_s = 0.0
@@ -133,7 +129,9 @@ class FlashReader:
         self.phases_fallback = self._opened.phases_fallback
         """Why gates are not read first, if the plan wants it."""
         try:
-            self._engine, self.engine = self._make_engine(settings)
+            self._engine, self.engine, self.engine_fallback = open_engine(
+                settings, self._opened.descriptors, loops
+            )
         except BaseException:
             self.close()
             raise
@@ -145,16 +143,6 @@ class FlashReader:
             assert len(checks) == len(files), "files without checks cannot be verified"
             self._checks = NeuronChecks(checks, loops)
         self._merging = self._make_merging(settings.merge_gap)
-
-    def _make_engine(self, settings: ReadSettings) -> tuple[IoEngine, EngineName]:
-        descriptors = self._opened.descriptors
-        if settings.engine == "io_uring":
-            try:
-                return UringEngine(descriptors, settings.depth, self._loops), "io_uring"
-            except RingUnavailable as reason:
-                self.engine_fallback = str(reason)
-        read_runs = read_in_python if self._loops is None else self._loops.read_runs
-        return PreadEngine(descriptors, settings.threads, read_runs), "pread"
 
     def _make_merging(self, gap: int) -> Merging:
         if gap == 0 or not self._files:

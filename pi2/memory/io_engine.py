@@ -125,6 +125,22 @@ def make_batch(
     )
 
 
+def make_single(file: int, offset: int, address: int, size: int) -> ReadBatch:
+    """Plan one read of ``size`` bytes at ``offset`` to ``address``."""
+    one = np.zeros(1, np.int32)
+    return ReadBatch(
+        file=file,
+        vectors=np.array([[address, size]], np.int64),
+        firsts=one,
+        counts=one + np.int32(1),
+        offsets=np.array([offset], np.int64),
+        sizes=np.array([size], np.int64),
+        requests=one,
+        results=np.full(1, PENDING, np.int64),
+        parts=(slice(0, 1),),
+    )
+
+
 class GranuleReads:
     """Plans reads of granules, each in equal requests, the first ones first.
 

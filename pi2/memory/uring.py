@@ -17,13 +17,21 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from pi2.arrays import I32, I64, U32
 from pi2.memory.host_loops import BundlePlaces, RingArrays, RingControl
-from pi2.memory.io_engine import MOST_BUNDLES, PENDING, ReadBatch
+from pi2.memory.io_engine import (
+    MOST_BUNDLES,
+    PENDING,
+    EngineName,
+    IoEngine,
+    PreadEngine,
+    ReadBatch,
+    read_in_python,
+)
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops
@@ -63,14 +71,15 @@ class RingUnavailable(Exception):
 class Ring:
     """A submission ring, a completion ring, and the entries, as arrays."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, *, has_one_caller: bool = True) -> None:
+        """``has_one_caller``: only the calling thread will use it."""
         if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
             raise RingUnavailable(f"io_uring is not known on {sys.platform} {platform.machine()}")
         self._system_call = ctypes.CDLL(None, use_errno=True).syscall
         self._system_call.restype = ctypes.c_long
         self._system_call.argtypes = [ctypes.c_long] * _SYSTEM_CALL_WORDS
         try:
-            self._fd, parameters = self._set_up(depth)
+            self._fd, parameters = self._set_up(depth, has_one_caller)
         except OSError as error:
             raise RingUnavailable(_explain_refusal(error)) from None
         try:
@@ -79,9 +88,9 @@ class Ring:
             os.close(self._fd)
             raise
 
-    def _set_up(self, depth: int) -> tuple[int, bytes]:
+    def _set_up(self, depth: int, has_one_caller: bool) -> tuple[int, bytes]:
         """Return the ring's descriptor and ``struct io_uring_params``."""
-        for flags in (_DEFERRED, 0):
+        for flags in (_DEFERRED, 0) if has_one_caller else (0,):
             parameters = ctypes.create_string_buffer(_PARAMETERS_BYTES)
             struct.pack_into("I", parameters, _FLAGS_OFFSET, flags)
             try:
@@ -243,8 +252,6 @@ def _explain_refusal(error: OSError) -> str:
     return f"io_uring cannot be set up: {error.strerror}"
 
 
-__all__ = ["RingUnavailable", "UringEngine"]
-
 _READV = 1
 _FIXED_FILE = 1 << 8
 """Flag of an entry, beside its operation: the file is a registered one."""
@@ -278,12 +285,21 @@ class _Job:
 class UringEngine:
     """Reads with up to ``depth`` requests in flight.  One caller at a time.
 
-    What is under way has to be waited for by the thread that has begun it.
+    What is under way has to be waited for by the thread that has begun it, unless the caller may
+    change (``has_one_caller``).
     """
 
-    def __init__(self, files: Sequence[int], depth: int, loops: HostLoops | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[int],
+        depth: int,
+        loops: HostLoops | None = None,
+        *,
+        has_one_caller: bool = True,
+    ) -> None:
         """``files``: descriptors; ``loops``: compiled code for what is done per request.  Raises
         `RingUnavailable`."""
+        self._has_one_caller = has_one_caller
         self._loops = loops
         self._files = files
         self._depth = depth
@@ -302,7 +318,7 @@ class UringEngine:
     def _open_ring(self, name: int) -> Ring:
         """Open a ring whose first request is called ``name``; the calling thread will be the one
         that submits."""
-        ring = Ring(self._depth)
+        ring = Ring(self._depth, has_one_caller=self._has_one_caller)
         try:
             ring.register_files(self._files)
         except BaseException:
@@ -317,8 +333,7 @@ class UringEngine:
         count = len(batch.firsts)
         if count == 0:
             return
-        if self._thread != threading.get_ident():
-            self._follow_caller()
+        self._follow_caller()
         control = self._ring.control
         first = self._make_room(int(control[RingControl.NAMED]), count)
         place = first & (len(self._results) - 1)
@@ -340,8 +355,7 @@ class UringEngine:
         """Plan reads as `pi2.memory.io_engine.make_batch` does, without gaps, and submit them, in
         one compiled call; there is at least one."""
         assert self._loops is not None
-        if self._thread != threading.get_ident():
-            self._follow_caller()
+        self._follow_caller()
         ring, count = self._ring, len(indices)
         first = self._make_room(int(ring.control[RingControl.NAMED]), count)
         place = first & (len(self._results) - 1)
@@ -418,6 +432,8 @@ class UringEngine:
         entries[:, 4] = np.arange(first, first + len(entries))
 
     def _follow_caller(self) -> None:
+        if not self._has_one_caller or self._thread == threading.get_ident():
+            return
         assert not self._ring.in_flight and not self._waits, "another thread's reads are under way"
         self._ring.close()
         self._ring = self._open_ring(int(self._ring.control[RingControl.NAMED]))
@@ -496,3 +512,36 @@ class UringEngine:
         for job in list(self._jobs):
             self.abandon(job.batch)
         self._ring.close()
+
+
+class EngineSettings(Protocol):
+    """Which engine reads, with how many requests in flight or threads."""
+
+    @property
+    def engine(self) -> EngineName: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+
+def open_engine(
+    settings: EngineSettings,
+    files: Sequence[int],
+    loops: HostLoops | None,
+    *,
+    has_one_caller: bool = True,
+) -> tuple[IoEngine, EngineName, str | None]:
+    """Open an engine for the descriptors ``files``: ``pread`` where there is no io_uring; return it
+    with its name, and why it is another than wanted."""
+    fallback = None
+    if settings.engine == "io_uring":
+        try:
+            engine = UringEngine(files, settings.depth, loops, has_one_caller=has_one_caller)
+            return engine, "io_uring", None
+        except RingUnavailable as reason:
+            fallback = str(reason)
+    read_runs = read_in_python if loops is None else loops.read_runs
+    return PreadEngine(files, settings.threads, read_runs), "pread", fallback

@@ -12,20 +12,25 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.memory.bundle_files import ReadObserver
-from pi2.memory.io_engine import EngineName
+from pi2.memory.io_engine import PENDING, EngineName, IoEngine, ReadBatch, make_single
+from pi2.memory.uring import EngineSettings, open_engine
 from pi2.plan.weights.layout import round_up
+
+if TYPE_CHECKING:
+    from pi2.memory.host_loops import HostLoops
 
 BLOCK = 4096
 """Reads past the page cache begin and end at multiples of it."""
 READERS = 3
-"""Threads that read: reads of 1 MiB that are under way at a time."""
+"""Threads that load what stays in memory, with a read each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,10 @@ def count_slot_bytes(size: int) -> int:
 class DirectFiles:
     """Files that are read past the page cache, or through it where that is refused."""
 
+    engine: EngineName = "pread"
+    engine_fallback: str | None = None
+    """What reads ahead, and why it is not what the plan says."""
+
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self.fallback: str | None = None
@@ -75,6 +84,15 @@ class DirectFiles:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return descriptor
 
+    def open_engine(
+        self, settings: EngineSettings, loops: HostLoops | None, *, has_one_caller: bool = True
+    ) -> IoEngine:
+        """Open what reads ahead from the files; see `pi2.memory.uring.open_engine`."""
+        engine, self.engine, self.engine_fallback = open_engine(
+            settings, self._open, loops, has_one_caller=has_one_caller
+        )
+        return engine
+
     def read(self, piece: Piece, buffer: memoryview) -> int:
         """Read the aligned range around ``piece`` into ``buffer``, whose memory is aligned; return
         the place of its first byte there.  UserError P532 where the file ends before."""
@@ -90,9 +108,14 @@ class DirectFiles:
                     help="restore the file, and load the model again",
                 )
             done += count
-        if self.fallback is not None and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, first, length, os.POSIX_FADV_DONTNEED)
+        self.drop_cached(piece)
         return piece.offset - first
+
+    def drop_cached(self, piece: Piece) -> None:
+        """Forget what the page cache has of ``piece``, where it is not passed by."""
+        if self.fallback is not None and hasattr(os, "posix_fadvise"):
+            first, length = piece.aligned
+            os.posix_fadvise(self._open[piece.file], first, length, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         while self._open:
@@ -114,9 +137,6 @@ class Counts(Protocol):
 class ExpertCounts(Protocol):
     """What a cache of experts says of it."""
 
-    engine: EngineName
-    engine_fallback: str | None
-
     @property
     def counters(self) -> tuple[int, int, int]:
         """Experts that were in memory when they were needed, that were not, and that made room."""
@@ -125,8 +145,6 @@ class ExpertCounts(Protocol):
 class FileReads:
     """What a run says of its reads, as `pi2.memory.flash.FlashReader` does of those of neurons."""
 
-    engine: EngineName = "pread"
-    engine_fallback: str | None = None
     phases_fallback: str | None = None
 
     gate_reads = 0
@@ -134,9 +152,8 @@ class FileReads:
 
     def __init__(self, files: DirectFiles, counts: Counts, slots: ExpertCounts | None) -> None:
         self.fallback = files.fallback
+        self.engine, self.engine_fallback = files.engine, files.engine_fallback
         self._counts, self._slots = counts, slots
-        if slots is not None:
-            self.engine, self.engine_fallback = slots.engine, slots.engine_fallback
 
     @property
     def read_bytes(self) -> int:
@@ -161,92 +178,88 @@ class WeightStream:
     """Reads ``pieces`` in their order, again and again, into slots of ``region``.
 
     Piece number n of all that are ever read is ``pieces[n % len(pieces)]``.  `take` and `release`
-    are called with 0, 1, 2 and so on, by one thread.
+    are called with 0, 1, 2 and so on, by one caller at a time.  No thread is needed: the system
+    reads into all slots that are free while the caller computes.
     """
 
-    def __init__(self, files: DirectFiles, pieces: Sequence[Piece], region: U8) -> None:
+    def __init__(
+        self, files: DirectFiles, pieces: Sequence[Piece], region: U8, engine: IoEngine
+    ) -> None:
+        """``engine`` reads ``files``, and is closed with the stream."""
         assert pieces and region.ctypes.data % BLOCK == 0
-        self._files, self._pieces = files, pieces
+        self._files, self._pieces, self._engine = files, pieces, engine
         self._slot_bytes = max(length for _, length in (piece.aligned for piece in pieces))
         self.slots = len(region) // self._slot_bytes
         assert self.slots >= 2, "a ring has two slots at least"
-        self._region = region
         self._view = memoryview(region)  # type: ignore[arg-type] # numpy has buffers
         self._address = region.ctypes.data
-        self._next = 0
-        """Number of the piece that is read next."""
-        self._released = 0
-        """Pieces whose slots may be filled again."""
-        self._places: dict[int, int] = {}
-        """Where the first byte of each piece lies that has arrived."""
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._is_closed = False
+        self._begun = self._released = 0
+        """Pieces whose reads have begun, and whose slots may be filled again."""
+        self._coming: dict[int, ReadBatch] = {}
+        """Reads of pieces that nobody has waited for."""
         self.read_bytes = 0
         """Bytes of pieces that have arrived."""
         self.waited_s = 0.0
         """Seconds in which `take` has waited."""
-        self._threads = [
-            threading.Thread(target=self._read, name=f"pi2-stream-{number}", daemon=True)
-            for number in range(min(READERS, self.slots - 1))
-        ]
-        for thread in self._threads:
-            thread.start()
 
-    def _read(self) -> None:
-        while True:
-            with self._changed:
-                while self._next >= self._released + self.slots and not self._is_closed:
-                    self._changed.wait()
-                if self._is_closed or self._error is not None:
-                    return
-                number, self._next = self._next, self._next + 1
+    def _read_ahead(self) -> None:
+        """Begin to read into every slot that is free."""
+        while self._begun < self._released + self.slots:
+            number = self._begun
             piece = self._pieces[number % len(self._pieces)]
-            start = number % self.slots * self._slot_bytes
-            try:
-                place = self._files.read(piece, self._view[start : start + self._slot_bytes])
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._places[number] = start + place
-                self.read_bytes += piece.size
-                self._changed.notify_all()
+            first, length = piece.aligned
+            address = self._address + number % self.slots * self._slot_bytes
+            self._coming[number] = batch = make_single(piece.file, first, address, length)
+            self._begun += 1
+            self._engine.submit(batch)
 
     def take(self, number: int) -> int:
         """Address of piece ``number``, once it has arrived; valid until it is released.
 
-        Raises what the read raised.
+        Raises `UserError` P532 where the file ends before.
         """
-        with self._changed:
-            if number not in self._places:
-                from time import perf_counter
+        assert self._released <= number < self._released + self.slots
+        self._read_ahead()
+        piece = self._pieces[number % len(self._pieces)]
+        slot = number % self.slots * self._slot_bytes
+        first, length = piece.aligned
+        batch = self._coming.get(number)
+        if batch is not None:
+            start = perf_counter()
+            self._engine.wait(batch, 0)
+            self.waited_s += perf_counter() - start
+            if batch.results[0] < piece.offset + piece.size - first:
+                # It was interrupted, or the file is shorter than it was.
+                self._files.read(piece, self._view[slot : slot + length])
+            self._files.drop_cached(piece)
+            del self._coming[number]
+            self.read_bytes += piece.size
+        return self._address + slot + piece.offset - first
 
-                start = perf_counter()
-                while number not in self._places and self._error is None:
-                    self._changed.wait()
-                self.waited_s += perf_counter() - start
-            if self._error is not None and number not in self._places:
-                raise self._error
-            return self._address + self._places[number]
+    def is_behind(self, number: int) -> bool:
+        """Whether reads, not computing, are what piece ``number`` and those after it wait for: the
+        half of the slots has nothing that could be computed."""
+        batch = self._coming.get(number + self.slots // 2)
+        return batch is None or batch.results[0] == PENDING
 
     def release(self, number: int) -> None:
         """Let the slot of piece ``number``, and of all before it, be filled again."""
-        with self._changed:
-            for old in range(self._released, number + 1):
-                self._places.pop(old, None)
-            self._released = max(self._released, number + 1)
-            self._changed.notify_all()
+        self._released = number + 1
+        self._read_ahead()
+
+    def rewind(self) -> int:
+        """Give up a round that was not finished; return the number that `take` is called with
+        next: the first piece of another round."""
+        for number, batch in list(self._coming.items()):
+            self._engine.abandon(batch)
+            del self._coming[number]
+        self._begun = self._released = -(-self._begun // len(self._pieces)) * len(self._pieces)
+        return self._begun
 
     def close(self) -> None:
         """End the reads."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self.rewind()
+        self._engine.close()
 
 
 def load_ranges(

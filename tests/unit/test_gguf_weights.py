@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pi2
+from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.engine.file_model import cut_rows, divide_matrices
+from pi2.memory.flash import ReadSettings
+from pi2.memory.io_engine import EngineName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, WeightStream
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 from tests.helpers.gguf_files import write_random_gguf
+
+Ring = tuple[WeightStream, U8]
 
 
 @pytest.fixture(scope="module")
@@ -136,38 +144,58 @@ def test_what_streams_is_cut_into_whole_rows_and_spread_over_the_layers() -> Non
     assert [first for first, _ in cut_rows(tensors[0], 272 * 1000)][:3] == [0, 992, 1984]
 
 
-def test_a_stream_gives_its_pieces_in_order_again_and_again(tmp_path: Path) -> None:
+@contextmanager
+def open_stream(path: Path, pieces: list[Piece], blocks: int, engine: EngineName) -> Iterator[Ring]:
+    """A stream through a ring of so many blocks, and the ring."""
+    region = np.frombuffer(bytearray((blocks + 1) * BLOCK), np.uint8)
+    skip = -region.ctypes.data % BLOCK
+    files = DirectFiles([path])
+    own = ReadSettings(engine=engine, threads=2, depth=8)
+    ring = region[skip : skip + blocks * BLOCK]
+    stream = WeightStream(files, pieces, ring, files.open_engine(own, None, has_one_caller=False))
+    try:
+        yield stream, ring
+    finally:
+        stream.close()
+        files.close()
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "pread"])
+def test_a_stream_gives_its_pieces_in_order_again_and_again(
+    engine: EngineName, tmp_path: Path
+) -> None:
     data = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
     path = tmp_path / "data"
     path.write_bytes(data.tobytes())
     pieces = [Piece(0, 17 + 9000 * n, 9000) for n in range(11)]
-    region = np.frombuffer(bytearray(16 * BLOCK), np.uint8)
-    skip = -region.ctypes.data % BLOCK
-    files = DirectFiles([path])
-    stream = WeightStream(files, pieces, region[skip : skip + 15 * BLOCK])
-    try:
-        for number in range(40):
-            address = stream.take(number) - region.ctypes.data
+    with open_stream(path, pieces, 15, engine) as (stream, ring):
+
+        def take(number: int) -> None:
+            address = stream.take(number) - ring.ctypes.data
             piece = pieces[number % 11]
             expected = data[piece.offset : piece.offset + piece.size]
-            assert np.array_equal(region[address : address + piece.size], expected)
+            assert np.array_equal(ring[address : address + piece.size], expected)
             stream.release(number)
-    finally:
-        stream.close()
-        files.close()
+
+        for number in range(40):
+            take(number)
+        # A round that was interrupted is followed by a whole one.
+        first = stream.rewind()
+        assert first % 11 == 0
+        # Another thread may go on.
+        with ThreadPoolExecutor(1) as pool:
+            list(pool.map(take, range(first, first + 5)))
+        for number in range(first + 5, first + 20):
+            take(number)
 
 
-def test_a_file_that_is_cut_while_it_streams_is_an_error_that_names_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["io_uring", "pread"])
+def test_a_file_that_is_cut_while_it_streams_is_an_error_that_names_it(
+    engine: EngineName, tmp_path: Path
+) -> None:
     path = tmp_path / "cut"
     path.write_bytes(bytes(50_000))
-    region = np.frombuffer(bytearray(40 * BLOCK), np.uint8)
-    skip = -region.ctypes.data % BLOCK
-    files = DirectFiles([path])
-    os.truncate(path, 10_000)
-    stream = WeightStream(files, [Piece(0, 40_000, 5_000)], region[skip : skip + 30 * BLOCK])
-    try:
+    with open_stream(path, [Piece(0, 40_000, 5_000)], 30, engine) as (stream, _):
+        os.truncate(path, 10_000)
         with pytest.raises(UserError, match="cut"):
             stream.take(0)
-    finally:
-        stream.close()
-        files.close()
