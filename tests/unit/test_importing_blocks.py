@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
@@ -100,24 +99,6 @@ def test_a_layer_with_two_mixers_keeps_a_state_and_keys_and_values(plan: Path) -
     assert "2 states" in needs.state.explanation and "2 layers" in needs.kv.explanation
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "key"),
-    [
-        ("outputs = false", "outputs = true", r"norm\.outputs"),
-        ('residual = "sequential"', 'residual = "parallel"', "residual"),
-    ],
-)
-def test_what_comes_between_two_mixers_is_one_norm(
-    plan: Path, tmp_path: Path, before: str, after: str, key: str
-) -> None:
-    document = (plan.parent / "golden.model.toml").read_text()
-    assert document.count(before) == 1
-    (tmp_path / "golden.model.toml").write_text(document.replace(before, after))
-    (tmp_path / "golden.plan.toml").write_text(plan.read_text())
-    with pytest.raises(UserError, match=rf"P275.*{key} has another value than its default"):
-        load_plan(tmp_path / "golden.plan.toml")
-
-
 def test_names_of_two_states_in_a_layer_have_the_number_of_the_mixer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,11 +110,6 @@ def test_names_of_two_states_in_a_layer_have_the_number_of_the_mixer(
     written = "".join(capsys.readouterr())
     assert written.count("error[P247]") == 1
     assert "error[P247]: the name of state_in is the same for every mixer" in written
-
-
-def test_a_gpu_does_not_have_such_a_model_alone(plan: Path) -> None:
-    limits = find_alone_limits(load_plan(plan))
-    assert any("computes one mixer for each layer" in limit for limit in limits)
 
 
 def test_a_run_of_such_a_model_is_simulated(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:

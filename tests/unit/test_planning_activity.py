@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pi2.costs.activations import CLASSES, Hotness, _expect_counts, make_counted
+from pi2.costs.activations import CLASSES, Hotness, _expect_counts
 from pi2.costs.activity import (
     LayerActivity,
-    MergedReads,
     Policy,
     average_chances,
     describe_activity,
@@ -177,43 +176,6 @@ def test_expected_requests_of_a_store_by_expert_are_those_that_are_made(
     assert 1.0 + merged.unwanted == pytest.approx(read / missing, rel=0.15)
 
 
-def test_nothing_is_missing_where_everything_stays() -> None:
-    activity = LayerActivity(named=make_hotness(0.1, 0.3), chosen=1.0, neurons=NEURONS)
-    assert activity.count_missing(1.0, 0.0, "lfu") == 0.0
-    assert activity.count_missing(0.6, 0.4, "lru") == 0.0
-    assert activity.merge_reads(0.6, 0.4, 1) == MergedReads()
-    assert activity.count_within(1.0) == pytest.approx(activity.used)
-
-
-def test_more_memory_means_fewer_misses() -> None:
-    activity = LayerActivity(named=make_hotness(0.1, 0.3), chosen=1.0, neurons=NEURONS)
-    misses = [activity.count_missing(hot, 0.05, "lfu") for hot in (0.0, 0.2, 0.4, 0.6, 0.9)]
-    assert misses == sorted(misses, reverse=True)
-    assert misses[0] > 2 * misses[2]
-
-
-def test_tokens_that_vary_use_rare_neurons_more_often_but_not_more_neurons() -> None:
-    hotness = make_hotness(0.1, 0.3)
-    mean = average_chances(hotness)
-    assert mean.mean() == pytest.approx(0.1)
-    assert mean[-20:].sum() > hotness.compute_chances()[-20:].sum()
-
-
-def test_counted_activations_keep_their_order_and_reach_what_is_named() -> None:
-    shares = np.sort(np.random.default_rng(0).beta(0.3, 3.0, 4096))[::-1]
-    counted = make_counted(shares, 0.2)
-    chances = counted.compute_chances()
-    assert chances.mean() == pytest.approx(0.2, rel=0.01)
-    assert (np.diff(chances) <= 1e-9).all()
-    assert chances[-1] > shares[-1], "rare neurons are named more often than they fire"
-
-
-def test_predictors_name_rare_neurons_more_often_than_the_skew_of_activations_says() -> None:
-    assert make_hotness(0.3, 0.3, 0.2).spread == make_hotness(0.2, 0.3).spread
-    plain, named = make_hotness(0.3, 0.3), make_hotness(0.3, 0.3, 0.2)
-    assert named.compute_chances()[-1] > plain.compute_chances()[-1]
-
-
 def test_a_store_s_counts_come_before_the_model_s_document(tmp_path: Path) -> None:
     model = read_model("bamboo-7b")
     layers, neurons = model.shape.layers, model.layer_neurons
@@ -256,18 +218,6 @@ def test_some_measured_layers_speak_for_all_of_a_synthetic_store(tmp_path: Path)
     assert found[4].named("low-rank") == pytest.approx(0.3)
     (tmp_path / "statistics.json").write_text(json.dumps({**document, "synthetic": False}))
     assert read_statistics(tmp_path, 5) is None
-
-
-def test_a_model_s_document_is_enough() -> None:
-    found, source = describe_activity(read_model("bamboo-7b"), "gate")
-    assert "PowerInfer" in source
-    assert len(found) == 32 and found[0].named.active == 0.10
-
-
-def test_experts_share_the_uses() -> None:
-    found, _ = describe_activity(read_model("turbosparse-mixtral-47b"), "gate")
-    assert found[0].chosen == 0.25
-    assert found[0].used == pytest.approx(found[0].named.active * 2 * 14336)
 
 
 def test_the_demo_model_says_how_many_gates_are_open() -> None:

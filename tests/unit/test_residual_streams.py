@@ -10,9 +10,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import pi2
-from pi2.backends.gpu.alone.sizes import find_alone_limits
-from pi2.backends.limits import list_unknown_weights
-from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.importing.checkpoint import list_tensors, open_checkpoint
 from pi2.importing.dense_rows import CutoffMaker
@@ -26,7 +23,6 @@ from tests.helpers.goldens import (
     FOLDER,
     ROUNDING,
     change_config,
-    check_sequences_together,
     compute_decoded,
     copy_checkpoint,
     make_golden_plan,
@@ -61,11 +57,6 @@ def test_a_matrix_tells_the_cutoff_without_gates(tmp_path: Path, count: int, ali
 
 
 @pytest.mark.parametrize("backend", [TWO, CPU_TWO])
-def test_sequences_together_compute_what_they_do_alone(plan: Path, backend: dict[str, Any]) -> None:
-    check_sequences_together(plan, backend)
-
-
-@pytest.mark.parametrize("backend", [TWO, CPU_TWO])
 def test_neurons_may_come_from_flash(plan: Path, backend: dict[str, Any]) -> None:
     golden = read_golden(NAME)
     expected = compute_decoded(plan, golden.prompt, backend | {"layers.hot": 1.0})
@@ -94,33 +85,6 @@ def test_text_is_scored_layer_by_layer_as_the_engine_computes_it(
     for weights in (StoreWeights(store), CheckpointWeights(checkpoint, model)):
         found = score_layerwise(weights, model, [window])
         np.testing.assert_allclose(found.losses, expected, rtol=1e-3)
-
-
-def test_what_has_no_kernels_for_it_says_so(plan: Path) -> None:
-    resolved = load_plan(plan)
-    assert any("altup" in limit for limit in find_alone_limits(resolved))
-    assert any("gate_sparsity" in limit for limit in list_unknown_weights(resolved.model))
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"altup_active_idx": 1}, "altup_active_idx is 1"),
-        ({"activation_sparsity_pattern": [0.5]}, "not a list of 5 shares"),
-        ({"activation_sparsity_pattern": [1.0] * 5}, "not a list of 5 shares"),
-        ({"intermediate_size": [72, 72, 72, 72, 36]}, "not the same for all layers"),
-        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input != 0"),
-        ({"hidden_activation": "relu"}, "embeddings of layers need a smooth activation"),
-    ],
-)
-def test_what_no_document_states_is_refused(
-    tmp_path: Path, changes: dict[str, Any], problem: str
-) -> None:
-    checkpoint = copy_checkpoint(NAME, tmp_path / "checkpoint")
-    change_config(checkpoint, **changes)
-    with pytest.raises(UserError, match="P544") as caught:
-        describe_checkpoint(checkpoint)
-    assert problem in str(caught.value)
 
 
 def test_a_short_model_without_a_pattern_has_no_cutoffs(tmp_path: Path) -> None:

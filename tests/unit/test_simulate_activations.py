@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from pi2.costs.activations import (
     Hotness,
     compute_hit_chances,
     draw_shifts,
-    draw_tokens,
     find_spread,
     measure_skew,
-    weigh_hot,
 )
 
 
@@ -33,81 +30,12 @@ def test_one_spread_is_near_the_skews_that_were_published_for_relu() -> None:
         assert find_spread(active, skew) == pytest.approx(0.775, abs=0.02)
 
 
-@pytest.mark.parametrize("spread", [0.4, 0.95, 2.5])
-def test_where_more_neurons_are_active_every_class_is_and_more_are_cold(spread: float) -> None:
-    shares = [0.02, 0.05, 0.1, 0.18, 0.25, 0.28, 0.35, 0.5, 0.7, 0.95]
-    chances = [Hotness(active=share, spread=spread).compute_chances() for share in shares]
-    for less, more in pairwise(chances):
-        assert np.all(more >= less - 1e-12)
-    cold = 1.0 - weigh_hot(0.45)
-    missing = [float((row * cold).mean()) for row in chances]
-    assert missing == sorted(missing)
-
-
 def test_a_few_tokens_are_far_from_the_median() -> None:
     """PowerInfer-2, Table 5: P90 19 % and P99 44 % above the median."""
     shifts = draw_shifts(200_000, 0.1, np.random.default_rng(0))
     assert shifts.std() == pytest.approx(0.1, rel=0.02)
     p50, p90, p99 = np.percentile(shifts, [50, 90, 99])
     assert (p99 - p50) / (p90 - p50) == pytest.approx(43.1 / 18.7, rel=0.1)
-
-
-def test_classes_are_ordered_from_hot_to_cold() -> None:
-    chances = Hotness(active=0.15, spread=1.0).compute_chances()
-    assert np.all(np.diff(chances) <= 0)
-    assert chances.min() >= 0 and chances.max() <= 1
-
-
-def test_without_sparsity_every_neuron_is_active() -> None:
-    assert np.all(Hotness(active=1.0, spread=0.0).compute_chances() == 1.0)
-
-
-def test_weights_of_the_hot_region_add_up_to_its_share() -> None:
-    for share in (0.0, 0.123, 0.5, 1.0):
-        assert weigh_hot(share).sum() / CLASSES == pytest.approx(share)
-
-
-class TestDraws:
-    def draw(self, *, variation: float = 0.1, seed: int = 0):  # type: ignore[no-untyped-def]
-        random = np.random.default_rng(seed)
-        hotness = Hotness(active=0.15, spread=1.0)
-        hits = np.full(CLASSES, 0.5)
-        tokens = 4000
-        return draw_tokens(
-            hotness,
-            hits,
-            0.2,
-            0.4,
-            14336.0,
-            shape=(tokens, 4),
-            variation=variation,
-            random=random,
-            shifts=random.standard_normal(tokens) * variation,
-        )
-
-    @pytest.mark.parametrize("variation", [0.01, 0.1, 0.3])
-    def test_the_mean_share_of_active_neurons_is_the_published_one(self, variation: float) -> None:
-        drawn = self.draw(variation=variation)
-        total = drawn.dense + drawn.hot + drawn.cached + drawn.missing
-        assert total.mean() / 14336 == pytest.approx(0.15, rel=0.02)
-
-    def test_half_of_the_cold_ones_is_missing_where_half_is_found(self) -> None:
-        drawn = self.draw()
-        assert drawn.missing.mean() == pytest.approx(drawn.cached.mean(), rel=0.01)
-
-    def test_tokens_with_more_active_neurons_miss_more(self) -> None:
-        drawn = self.draw()
-        active = drawn.dense.sum(axis=1)
-        assert np.corrcoef(active, drawn.missing.sum(axis=1))[0, 1] > 0.8
-
-    def test_the_tail_of_misses_is_wider_than_that_of_active_neurons(self) -> None:
-        drawn = self.draw()
-
-        def spread(values: np.ndarray) -> float:
-            sums = values.sum(axis=1)
-            return float(np.percentile(sums, 99) / sums.mean())
-
-        assert spread(drawn.missing) > spread(drawn.dense) > 1.0
 
 
 class CountedCache:

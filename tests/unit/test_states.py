@@ -13,10 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 import pi2
 from pi2.arrays import F32
-from pi2.backends.arithmetic import slice_tensor
-from pi2.backends.protocol import StateKeeper, Tensor
+from pi2.backends.protocol import StateKeeper
 from pi2.diagnostics import UserError
-from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.requirements import describe_other_parts
@@ -28,7 +26,6 @@ from tests.helpers.goldens import (
     copy_checkpoint,
     make_golden_plan,
     measure_error,
-    read_golden,
 )
 
 NAMES = (
@@ -157,23 +154,6 @@ def interrupt(layer: int) -> None:
         raise KeyboardInterrupt
 
 
-def test_larger_than_memory_gives_the_same_bits(mixture: tuple[str, Path]) -> None:
-    """The experts that a router chooses are read when a token needs them."""
-    name, plan = mixture
-    golden = read_golden(name)
-    routed = {"decode.predictor": "router"}
-    with pi2.load(plan, set=routed | {"layers.hot": 1.0}) as model:
-        expected = model.logits(golden.prompt, mode="decode")
-    need = find_needs(load_plan(plan, overrides=routed | {"layers.hot": 0.0})).cold.bytes
-    little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
-    with pi2.load(plan, set=little) as model:
-        np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)
-        assert model.stats.flash_read_bytes > 0
-        # Of a prompt, chunks may want all experts of one layer and some of the next.
-        error = measure_error(model.logits(golden.prompt), golden.logits)
-        assert error <= ROUNDING
-
-
 @pytest.mark.parametrize("changes", [{"decode.batch": 2}, CPU], ids=["reference", "cpu"])
 def test_the_segment_state_holds_what_is_counted(plan: Path, changes: dict[str, Any]) -> None:
     with pi2.load(plan, set=changes) as model:
@@ -225,10 +205,3 @@ def test_experts_may_lie_in_one_tensor_and_pictures_are_left_out(tmp_path: Path)
     assert len(files) == 4
     for file in files:
         assert (plain / file).read_bytes() == (published / file).read_bytes(), file
-
-
-def test_a_matrix_of_one_row_is_whole() -> None:
-    """Mamba-2 with one head has one step size: 32 elements of 2 bytes."""
-    weights = np.zeros((1, 64), np.uint8)
-    tensor = Tensor(name="gates", rows=1, length=32, precision="fp16", weights=weights)
-    assert slice_tensor(tensor, 0, 1).weights.shape == (1, 64)

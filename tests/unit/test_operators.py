@@ -1,0 +1,239 @@
+"""Golden models of every kind of operator compute the same beyond memory, in company and with
+another unit; what contradicts an operator and what has no kernels for it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.backends.gpu.alone.sizes import find_alone_limits
+from pi2.backends.limits import list_unknown_weights
+from pi2.backends.protocol import ContextKeeper
+from pi2.diagnostics import UserError
+from pi2.fitting.check import load_plan
+from pi2.fitting.sizes import find_needs
+from pi2.importing.new_model import describe_checkpoint
+from tests.helpers.goldens import (
+    CPU,
+    EXACT,
+    ROUNDING,
+    UNROUNDED,
+    change_config,
+    check_sequences_together,
+    compute_decoded,
+    copy_checkpoint,
+    make_golden_plan,
+    measure_error,
+    read_golden,
+)
+
+MakePlan = Callable[[str], Path]
+BACKENDS = pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
+EXPERTS = ("gemma4-e2b", "gemma4-moe", "laguna", "llama4", "nemotron-h-latent")
+"""Layers of different heads, FFNs and widths, and experts that read something of their own."""
+INT8_ROUNDING = 1e-2
+"""Both backends round what is kept to 8 bits; values that differ a little are rounded apart."""
+
+
+@pytest.fixture(scope="module")
+def make_plan(tmp_path_factory: pytest.TempPathFactory) -> MakePlan:
+    """Converts a golden model once for all tests."""
+    return cache(lambda name: make_golden_plan(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, backend) for name in EXPERTS for backend in ({}, CPU)),
+        # Layers with one FFN, biases of experts, a shared expert that is short, states.
+        *(("deepseek-v3", CPU), ("gpt-oss", CPU), ("granite-moe-shared", {})),
+        *(("qwen3-next", {}), ("nemotron-h-moe", {}), ("jamba", {})),
+    ],
+)
+def test_what_is_in_memory_changes_no_bit(
+    make_plan: MakePlan, name: str, backend: dict[str, Any]
+) -> None:
+    golden, plan = read_golden(name), make_plan(name)
+    routed = {**backend, "decode.predictor": "router"}
+    expected = compute_decoded(plan, golden.prompt, routed | {"layers.hot": 1.0})
+    assert measure_error(expected, golden.logits) <= ROUNDING
+    need = find_needs(load_plan(plan, overrides=routed | {"layers.hot": 0.0})).cold.bytes
+    little = routed | {"layers.hot": 0.0, "memory.segments.cold": f"{need} B"}
+    with pi2.load(plan, set=little | {"decode.look_ahead": "layer"}) as model:
+        np.testing.assert_array_equal(model.logits(golden.prompt, mode="decode"), expected)
+        assert model.stats.flash_read_bytes > 0
+        # Of a prompt, chunks may want all experts of one layer and some of the next.
+        assert measure_error(model.logits(golden.prompt), golden.logits) <= ROUNDING
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", [*EXPERTS, "gemma4", "gemma3n", "deepseek-v3"])
+def test_sequences_together_compute_what_they_do_alone(
+    make_plan: MakePlan, name: str, backend: dict[str, Any]
+) -> None:
+    several = {**backend, "decode.batch": 2} if name == "gemma3n" else backend
+    check_sequences_together(make_plan(name), several)
+
+
+@pytest.mark.parametrize("backend", [{}, CPU, {"kv.type": "int8"}])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-e2b"])
+def test_keys_and_values_that_were_kept_serve_another_sequence(
+    make_plan: MakePlan, name: str, backend: dict[str, Any]
+) -> None:
+    ids = np.random.default_rng(3).integers(3, 96, 20).tolist()
+    with pi2.load(make_plan(name), set={**backend, "decode.batch": 2}) as model:
+        forward, executor = model._parts.forward, model._parts.executor
+        assert isinstance(executor, ContextKeeper)
+        forward.prefill(np.array(ids, np.int32), sequence=0)
+        expected = forward.step([7], [0]).copy()
+        forward.prefill(np.array(ids[16:] * 5, np.int32), sequence=1)
+        executor.put_context(1, 0, 16, executor.read_context(0, 0, 16))
+        forward.positions[1] = 16
+        for token in ids[16:]:
+            forward.step([token], [1])
+        error = measure_error(forward.step([7], [1]), expected)
+    assert error <= (INT8_ROUNDING if "kv.type" in backend else ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["llama4", "nemotron-h-latent"])
+def test_a_dense_unit_reads_what_experts_read(make_plan: MakePlan, name: str) -> None:
+    two = {
+        "device": "host-two-units",
+        "backends": {"cpu": "cpu", "npu": "reference"},
+        "layers.split": {"second": 0.3, "cpu": 0.7},
+        "decode.predictor": "router",
+    }
+    golden = read_golden(name)
+    with pi2.load(make_plan(name), set={**CPU, **two}) as model:
+        assert measure_error(model.logits(golden.prompt), golden.logits) <= ROUNDING
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 24])
+def test_prompts_see_their_chunks_however_they_are_divided(make_plan: MakePlan, chunk: int) -> None:
+    golden = read_golden("llama4")
+    with pi2.load(make_plan("llama4"), set={**CPU, "prefill.chunk": chunk}) as model:
+        assert measure_error(model.logits(golden.prompt), golden.logits) <= ROUNDING
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "nemotron-h-latent"])
+def test_backends_agree_about_int4_weights(tmp_path: Path, name: str) -> None:
+    """Sums are in another order than the elements where weights have 4 bits."""
+    golden = read_golden(name)
+    plan = make_golden_plan(name, tmp_path, dict.fromkeys(EXACT, "int4"))
+    with pi2.load(plan) as model:
+        expected = model.logits(golden.prompt)
+    for changes in ({}, {"prefill.chunk": 24}):
+        with pi2.load(plan, set={**CPU, **changes}) as model:
+            assert measure_error(model.logits(golden.prompt), expected) <= ROUNDING
+
+
+def test_backends_agree_about_latent_keys_that_are_kept_in_8_bits(make_plan: MakePlan) -> None:
+    golden, found = read_golden("deepseek-v3"), {}
+    for backend in ("reference", "cpu"):
+        changes = {**UNROUNDED, "backends.cpu": backend, "kv.type": "int8"}
+        with pi2.load(make_plan("deepseek-v3"), set=changes) as model:
+            found[backend] = model.logits(golden.prompt)
+    assert measure_error(found["cpu"], found["reference"]) <= INT8_ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("gemma4-e2b", ["layer_embedding", "attention.kv_shared_layers", 'moe.router = "none"']),
+        (
+            "gemma4-moe",
+            [
+                *("other_heads", "layer_scale", "attention.value_norm", "rope.kind"),
+                *("side_ffn", "moe.router_input", "moe.expert_scale"),
+            ],
+        ),
+        ("nemotron-h-latent", ["moe.latent", "side_ffn"]),
+        ("nemotron-h", ["computes one mixer for each layer"]),
+        ("gemma3n", ["altup"]),
+        ("llama4", []),
+    ],
+)
+def test_what_has_no_kernels_on_a_gpu_is_named(
+    make_plan: MakePlan, name: str, keys: list[str]
+) -> None:
+    resolved = load_plan(make_plan(name))
+    limits = find_alone_limits(resolved)
+    assert bool(limits) == bool(keys)
+    for key in keys:
+        assert any(key in limit for limit in limits), key
+    unknown = list_unknown_weights(resolved.model)
+    assert any("gate_sparsity" in limit for limit in unknown) == (name == "gemma3n")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("gemma4-e2b", {"num_kv_shared_layers": 5}, "kv_shared_layers: no layer before the last 5"),
+        ("gemma4-e2b", {"hidden_activation": "relu"}, "embeddings of layers need a smooth"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 36}}}, "does not divide layers"),
+        ("gemma4", {"num_kv_shared_layers": 4}, "no layer before the last 4"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx is 1"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5]}, "not a list of 5 shares"),
+        ("gemma3n", {"activation_sparsity_pattern": [1.0] * 5}, "not a list of 5 shares"),
+        ("gemma3n", {"intermediate_size": [72, 72, 72, 72, 36]}, "not the same for all layers"),
+        ("gemma3n", {"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input != 0"),
+        ("gemma3n", {"hidden_activation": "relu"}, "embeddings of layers need a smooth"),
+        ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
+        ("llama4", {"layer_types": ["full_attention"]}, "layer_types is not a list of 5 kinds"),
+        ("llama4", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),
+        ("llama4", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ("llama4", {"hidden_act": "relu"}, "activation is 'relu'"),
+    ],
+)
+def test_what_no_document_states_is_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any], problem: str
+) -> None:
+    checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
+    change_config(checkpoint, **changes)
+    with pytest.raises(UserError, match="P544") as caught:
+        describe_checkpoint(checkpoint)
+    assert problem in str(caught.value)
+
+
+SHARED = "[moe]\nshared_experts = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "problem"),
+    [
+        ("nemotron-h-latent", "[moe]\n", SHARED, "P253.*what is shared in a table"),
+        ("nemotron-h-latent", "[moe]\n", '[moe]\nrouter = "none"\n', "P253.*a router"),
+        ("nemotron-h-latent", "norms = false", "norms = true", "P253.*norms of outputs"),
+        ("nemotron-h", "outputs = false", "outputs = true", r"P275.*norm\.outputs has another"),
+        ("nemotron-h", '"sequential"', '"parallel"', "P275.*residual has another value"),
+        ("llama4", 'activation = "silu"', 'activation = "relu"', "P253.*need a smooth"),
+        ("kimi-linear", "key_heads = 3", "key_heads = 1", "as many key heads as value heads"),
+        ("kimi-linear", 'decay_of = "key"', 'decay_of = "head"', "are of decays of keys"),
+        ("bailing-hybrid", 'decay_of = "key"', 'decay_of = "head"', "are of decays of keys"),
+        ("bailing-hybrid", 'gate_of = "head"', 'gate_of = "element"', "a gate for each head"),
+        (
+            *("mamba", "[recurrence]\n", '[recurrence]\ngate = "sigmoid"\n'),
+            "layers of the kind mamba1 have no decays of keys",
+        ),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(
+    make_plan: MakePlan, tmp_path: Path, name: str, before: str, after: str, problem: str
+) -> None:
+    plan = make_plan(name)
+    document = (plan.parent / "golden.model.toml").read_text()
+    # What a later line of the table states is stated once.
+    for line in ("shared_experts = 0\n", 'router = "sigmoid"\n', 'gate = "silu"\n'):
+        document = document.replace(line, "") if line.partition(" ")[0] in after else document
+    assert document.count(before) == 1
+    (tmp_path / "golden.model.toml").write_text(document.replace(before, after))
+    (tmp_path / "golden.plan.toml").write_text(plan.read_text())
+    with pytest.raises(UserError, match=problem):
+        load_plan(tmp_path / "golden.plan.toml")
