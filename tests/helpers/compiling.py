@@ -28,7 +28,6 @@ from pi2.backends.compiler.compilers import LIBRARIES
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.memory.host_loops import HostSpec
 
-
 QUICK = "PI2_TESTS_COMPILE_QUICKLY"
 
 
