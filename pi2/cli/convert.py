@@ -42,7 +42,8 @@ class ConvertOptions:
     output: Path = option("-o", "--output", required=True, metavar="STORE")
     """Output folder of the new neuron store."""
     quantization: str | None = option(type=click.Choice(name_packings("neurons")))
-    """Weight precision; overrides the model document's."""
+    """Weight precision; overrides the model document's.  [default: int4; of GGUF files no fewer
+    bits than they have]"""
     tokenizer: Path | None = TOKENIZER()
     predictors: Path | None = option(metavar="FILE")
     """Activation predictors to use if the checkpoint has none: a safetensors file, or a PowerInfer
@@ -82,6 +83,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     """
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.convert import convert_checkpoint
+    from pi2.importing.kept_bits import describe_kept
     from pi2.importing.new_model import describe_checkpoint, name_origin
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers import Quantizer
@@ -95,8 +97,8 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
             document = announce_predictors(document, opened, given.predictors)
     else:
         document, origin = read_model(given.model), given.model
-    if given.quantization is not None:
-        document = choose_precision(document, given.quantization)
+    if given.quantization is not None or given.model is None:
+        document = choose_precision(document, given.quantization, opened)
     notes, refusal = write_notes(opened, document, origin, given.scales)
     passages = read_texts(given.texts) if given.texts else []
     rounding = Quantizer(
@@ -116,7 +118,9 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
             progress=progress,
         )
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
-    click.echo(f"{given.output}: {len(manifest.files)} files, {size_mib:.1f} MiB", err=True)
+    kept = describe_kept(document)
+    files = len(manifest.files)
+    click.echo(f"{given.output}: {files} files, {size_mib:.1f} MiB ({kept})", err=True)
     for line in describe_other_parts(opened):
         click.echo(line, err=True)
     cost = measure_cost(checkpoint, document, given.output, passages)
@@ -170,11 +174,14 @@ def write_errors(
     return f"{place}: {len(found)} tensors; the worst is {worst.tensor}, {worst.relative:.2%} off"
 
 
-def choose_precision(model: Model, precision: FfnPrecision) -> Model:
+def choose_precision(model: Model, precision: FfnPrecision | None, source: Checkpoint) -> Model:
     """The model with weights of one type; tables, heads and predictors have 8 bits at least, and
-    as projections have that cannot have that type."""
+    as projections have that cannot have that type.  None: no fewer bits than a GGUF file has."""
+    from pi2.importing.kept_bits import keep_bits
     from pi2.plan.documents.model_parts import Quantization
 
+    if precision is None:
+        return keep_bits(source, model)
     packing = find_packing(precision)
     attention = precision if "projections" in packing.uses else "int8"
     careful = precision if packing.is_plain else "int8"

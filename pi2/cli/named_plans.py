@@ -16,7 +16,6 @@ import click
 from pi2.caches import VARIABLE, has_gguf_suffix, is_gguf, show_path
 from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError
-from pi2.formats import find_packing
 from pi2.plan.reading.references import list_shipped
 from pi2.plan.toml.source import KINDS, Kind
 from pi2.pulled_models import (
@@ -175,14 +174,11 @@ def make_model(
     from pi2.cli.convert import choose_precision, write_notes
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
+    from pi2.importing.kept_bits import describe_kept
     from pi2.importing.requirements import describe_other_parts
     from pi2.pulled_models import PLAN, RECORD
 
-    precision = source.quantization
-    if precision is None and not find_packing(document.quantization.ffn).is_published:
-        precision = find_precision(checkpoint)
-    if precision is not None:
-        document = choose_precision(document, precision)
+    document = choose_precision(document, source.quantization, checkpoint)
     notes, refusal = write_notes(checkpoint, document, origin)
     notes[RECORD] = source.write()
     try:
@@ -197,29 +193,13 @@ def make_model(
         checkpoint, document, output, notes=notes, replace=replace, progress=progress
     )
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
-    kind = document.quantization.ffn
-    click.echo(f"{output}: {origin} as {kind}, {size_mib:.1f} MiB", err=True)
+    kept = describe_kept(document)
+    click.echo(f"{output}: {origin}, {size_mib:.1f} MiB ({kept})", err=True)
     for line in describe_other_parts(checkpoint):
         click.echo(line, err=True)
     if PLAN not in notes:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
     return output / PLAN
-
-
-def find_precision(checkpoint: Checkpoint) -> str | None:
-    """The precision nearest to a GGUF file's own; None for other checkpoints."""
-    from math import prod
-
-    from pi2.importing.gguf_checkpoint import GgufCheckpoint
-
-    if not isinstance(checkpoint, GgufCheckpoint):
-        return None
-    matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
-    weights = sum(prod(tensor.shape) for tensor in matrices)
-    bits = 8 * sum(tensor.size_bytes for tensor in matrices) / max(1, weights)
-    if bits < 5:
-        return "int4"
-    return "int8" if bits < 9 else "fp16"
 
 
 MANIFEST = "manifest.json"

@@ -69,12 +69,17 @@ def decode_blocks(raw: U8, block: BlockType) -> F32:
 
 
 def take_blocks(raw: U8, block: BlockType, precision: Precision) -> tuple[U8, F16] | None:
-    """Rows of blocks as packed weights and scales of a store, if they are just that."""
+    """Rows of blocks as packed weights and scales of a store, if they are just that: codes with one
+    scale for 32, in Q4_0, Q5_0, Q8_0 and IQ4_NL."""
     packing = find_packing(precision)
-    if packing.top == 0 or packing.like != block.name.lower():
+    if packing.top == 0 or packing.step > 1 or packing.scaled != "groups":
+        return None
+    if block.is_plain or 8 * block.bytes > (packing.bits + 1) * GROUP:
+        return None
+    if find_format(block.name.lower()).halves != (0,) or block.elements != GROUP:
         return None
     codes, scales = split_blocks(raw, block)
-    if codes.min() < -max(packing.offset, packing.top):
+    if codes.min() < -max(packing.offset, packing.top) or codes.max() > packing.top:
         return None  # a store's int8 is symmetric
     if not np.isfinite(scales).all():
         return None
@@ -82,19 +87,13 @@ def take_blocks(raw: U8, block: BlockType, precision: Precision) -> tuple[U8, F1
 
 
 def split_blocks(raw: U8, block: BlockType) -> tuple[I8, F16]:
-    """Codes int8 [n, length] and scales float16 [n, length / 32] of Q8_0 or Q4_0 rows."""
-    count = len(raw)
-    blocks = raw.reshape(count, -1, block.bytes)
+    """Codes int8 [n, length] and scales float16 [n, length / 32] of rows of blocks that begin with
+    their only scale."""
+    blocks = raw.reshape(len(raw), -1, block.bytes).copy()
     scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
-    if block.name == "Q8_0":
-        codes = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8)
-        return codes.reshape(count, -1), scales
-    codes = np.empty((count, blocks.shape[1], GROUP), np.int8)
-    pairs = blocks[:, :, 2:]
-    codes[:, :, : GROUP // 2] = pairs & np.uint8(15)
-    codes[:, :, GROUP // 2 :] = pairs >> np.uint8(4)
-    codes -= np.int8(8)
-    return codes.reshape(count, -1), scales
+    # What blocks with a scale of 1 stand for are their codes.
+    blocks[:, :, :2] = np.array([1.0], "<f2").view(np.uint8)
+    return decode_blocks(blocks.reshape(raw.shape), block).astype(np.int8), scales
 
 
 _VERSIONS = (2, 3)

@@ -13,14 +13,18 @@ import numpy as np
 import pytest
 
 import pi2
+from pi2.arrays import F32
 from pi2.cli.main import run
-from pi2.cli.named_plans import find_plan_path, find_precision
+from pi2.cli.named_plans import find_plan_path
 from pi2.diagnostics import UserError
+from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.gguf_file import read_gguf
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.weights.bundles import unpack_part
 from pi2.pulled_models import find_model, list_models
+from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import make_sentence_piece, write_gguf
 from tests.helpers.gguf_tensors import translate
@@ -291,7 +295,54 @@ def test_a_store_stands_for_the_plan_in_it_and_a_folder_is_converted_too(
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("Q4_0", "int4"), ("Q8_0", "int8"), ("F16", "fp16")]
+    ("kind", "ffn", "others"),
+    [
+        ("Q4_0", "int8", "int4"),  # its down projections are rounded again, for single neurons
+        ("Q4_1", "int8", "int8"),
+        ("Q5_0", "int8", "int8"),
+        ("Q8_0", "int8", "int8"),
+        ("F16", "fp16", "fp16"),
+    ],
 )
-def test_a_gguf_file_keeps_its_precision(tmp_path: Path, kind: str, expected: str) -> None:
-    assert find_precision(open_checkpoint(write_model(tmp_path, "tiny", kind))) == expected
+def test_a_store_has_no_fewer_bits_than_its_file(
+    tmp_path: Path, kind: str, ffn: str, others: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_model(tmp_path, "tiny", kind)
+    assert run(["convert", str(file), "-o", str(tmp_path / "store")]) == 0
+    assert f"(ffn {ffn}, attention {others}, embedding {others}" in capsys.readouterr().err
+    stored, original = (read_weights(path) for path in (tmp_path / "store", file))
+    assert stored.keys() == original.keys()
+    for name, weights in original.items():
+        wrong = np.abs(stored[name] - weights).max() / np.abs(weights).max()
+        is_rounded = kind == "Q4_1" or (name == "down" and kind != "F16")
+        assert wrong == 0.0 if not is_rounded else wrong < 0.005, name
+
+
+def test_fewer_bits_are_taken_where_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_model(tmp_path, "tiny", "Q8_0")
+    command = ["convert", str(file), "-o", str(tmp_path / "store"), "--quantization", "int4"]
+    assert run(command) == 0
+    assert "(ffn int4, attention int4, embedding int8" in capsys.readouterr().err
+
+
+def read_weights(path: Path) -> dict[str, F32]:
+    """Matrices of the first layer, of a store or of the GGUF file that it was made from."""
+    parts = ("gate", "up", "down")
+    if path.is_file():
+        tensors = open_checkpoint(path).tensors
+        layer = "model.layers.0"
+        found = {part: tensors[f"{layer}.mlp.{part}_proj.weight"].read() for part in parts}
+        found["down"] = found["down"].T
+        found["embedding"] = tensors["model.embed_tokens.weight"].read()
+        return found | {"output": tensors[f"{layer}.self_attn.o_proj.weight"].read()}
+    with NeuronStore.open(path) as store:
+        bundles, bundle = store.layers[0].bundles, store.bundle
+        found = {part: unpack_part(bundles, bundle, n) for n, part in enumerate(parts)}
+        for name, own in (("embedding", "embedding"), ("output", "layers.0.output")):
+            tensor = store.tensors[own]
+            assert tensor.precision is not None
+            packing, weights = find_packing(tensor.precision), tensor.weights.view(np.uint8)
+            found[name] = packing.dequantize(weights, tensor.scales, tensor.length)
+    return found
