@@ -1,4 +1,4 @@
-"""Convert a checkpoint into a neuron store."""
+"""Convert a checkpoint into a neuron store, or into a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pi2.caches import has_gguf_suffix
 from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     FILE,
@@ -24,6 +25,7 @@ from pi2.cli.options import (
 )
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing, name_packings
+from pi2.model.mixtures import MIXTURES
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
@@ -40,10 +42,13 @@ class ConvertOptions:
     model: str | None = option(metavar="FILE", shell_complete=suggest_models)
     """Model document, as a path or short name.  [default: derived from the checkpoint]"""
     output: Path = option("-o", "--output", required=True, metavar="STORE")
-    """Output folder of the new neuron store."""
-    quantization: str | None = option(type=click.Choice(name_packings("neurons")))
-    """Weight precision; overrides the model document's.  [default: int4; of GGUF files no fewer
-    bits than they have]"""
+    """Output folder of the new neuron store, or a GGUF file."""
+    quantization: str | None = option(type=click.Choice((*name_packings("neurons"), *MIXTURES)))
+    """Weight precision; overrides the model document's.  q4_0 and the following are mixtures of
+    GGUF formats: the output is a GGUF file then.  [default: int4; of GGUF files no fewer bits than
+    they have]"""
+    imatrix: Path | None = option(type=FILE, metavar="FILE")
+    """Importance matrix of llama-imatrix, that mixtures are rounded with: .dat or GGUF."""
     tokenizer: Path | None = TOKENIZER()
     predictors: Path | None = option(metavar="FILE")
     """Activation predictors to use if the checkpoint has none: a safetensors file, or a PowerInfer
@@ -76,7 +81,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     with torch, PyTorch files), a GGUF file (any part of a split one; PowerInfer's too), or an
     MLC-LLM folder (mlc-chat-config.json).  The store also gets the model document and a plan for
     this machine, so the model runs at once.  A failed conversion leaves nothing behind; after
-    Ctrl-C the same command resumes.
+    Ctrl-C the same command resumes.  With a mixture such as q4_k_m a GGUF file is written instead.
 
     --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
     two operations per weight and token each time, with one layer in memory.
@@ -97,6 +102,11 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
             document = announce_predictors(document, opened, given.predictors)
     else:
         document, origin = read_model(given.model), given.model
+    if given.quantization in MIXTURES:
+        quantize(opened, document, given)
+        return
+    if given.imatrix is not None:
+        raise click.UsageError(f"--imatrix goes with --quantization {' or '.join(MIXTURES)}")
     if given.quantization is not None or given.model is None:
         document = choose_precision(document, given.quantization, opened)
     notes, refusal = write_notes(opened, document, origin, given.scales)
@@ -132,6 +142,48 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
         click.echo(f"next: pi2 run {given.output / PLAN} --prompt 'Hello'", err=True)
     else:
         click.echo(f"no plan was written for this machine: {refusal}", err=True)
+
+
+def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
+    """Write a GGUF file in a mixture of formats, and say so; click's UsageError for options of
+    stores."""
+    from pi2.importing.imatrix import read_imatrix
+    from pi2.importing.quantize import quantize_checkpoint
+    from pi2.importing.quantizers import ErrorReport
+
+    assert given.quantization is not None
+    stores = ("predictors", "activations", "statistics", "texts")
+    named = [name for name in stores if getattr(given, name)]
+    if named:
+        option_name = "evaluate" if named[0] == "texts" else named[0]
+        raise click.UsageError(f"--{option_name} is for neuron stores, not for GGUF files")
+    if not has_gguf_suffix(given.output):
+        raise click.UsageError(f"--quantization {given.quantization} needs -o FILE.gguf")
+    if given.output.exists() and not given.replace:
+        raise UserError.of(
+            "P521", f"{given.output} exists already", help="choose another name, or give --force"
+        )
+    importance = None if given.imatrix is None else read_imatrix(given.imatrix)
+    errors = None if given.errors is None else ErrorReport()
+    with ProgressBar() as progress:
+        made = quantize_checkpoint(
+            source,
+            model,
+            given.output,
+            given.quantization,
+            importance,
+            errors=errors,
+            progress=progress,
+        )
+    weighed = "" if importance is None else f", {made.weighed} weighed by {given.imatrix}"
+    size_mib = made.size_bytes / MIB
+    click.echo(
+        f"{given.output}: {size_mib:.1f} MiB, {made.quantized} matrices quantised{weighed}",
+        err=True,
+    )
+    if errors is not None:
+        click.echo(write_errors(given.errors, errors.list_errors(), None), err=True)
+    click.echo(f"next: pi2 run {given.output} --prompt 'Hello'", err=True)
 
 
 def measure_cost(

@@ -13,6 +13,9 @@ Activations = Literal["float", "q8_0", "q8_k"]
 (``q8_k``) elements."""
 
 
+MOST_FLOAT16 = 65504.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """A number format: ``block`` elements of a row take ``block_bytes`` together."""
@@ -25,6 +28,8 @@ class Format:
     activations: Activations
     halves: tuple[int, ...] = ()
     """Places of fp16 scales in a block, in bytes."""
+    can_encode: bool = False
+    """Whether `encode` makes blocks."""
 
     @property
     def is_plain(self) -> bool:
@@ -50,6 +55,14 @@ class Format:
             found = quants.dequantize(raw, GGMLQuantizationType(self.number))
         return np.ascontiguousarray(found, np.float32)
 
+    def encode(self, rows: F32, importance: F32 | None = None) -> U8:
+        """Return blocks uint8 [n, m x block_bytes] of ``rows`` float32 [n, m x block].
+
+        ``importance`` float32 [m x block]: what squared errors of each column count, by default
+        the same.  Raises `ValueError` for weights that are not finite or do not fit.
+        """
+        raise NotImplementedError
+
     def find_faults(self, raw: U8) -> Bits:
         """Return which blocks [..., n] of uint8 [..., n x block_bytes] have a scale, or a number,
         that is not finite."""
@@ -63,3 +76,14 @@ class Format:
             )
             found |= (bits & 0x7C00) == 0x7C00
         return found
+
+
+def check_finite(rows: F32, most: float | None = MOST_FLOAT16) -> None:
+    """`ValueError` if a weight is not finite, or larger than ``most``, by default what fp16 has."""
+    import numpy as np
+
+    if not np.isfinite(rows).all():
+        raise ValueError("a weight is not a finite number")
+    peak = float(np.abs(rows).max(initial=0))
+    if most is not None and peak > most:
+        raise ValueError(f"a weight of magnitude {peak:.4g} does not fit into fp16")

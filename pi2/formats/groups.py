@@ -2,26 +2,92 @@
 
 from __future__ import annotations
 
-from pi2.formats.format import Activations, Format
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pi2.formats.fitting import (
+    fit_lines,
+    fit_scales,
+    invert,
+    list_tiles,
+    round_lines,
+    turn_groups,
+    weigh,
+)
+from pi2.formats.format import Format, check_finite
+
+if TYPE_CHECKING:
+    from pi2.arrays import F32, U8
+
+_BLOCK = 32
 
 
-def _make(name: str, number: int, block_bytes: int, *halves: int) -> Format:
-    activations: Activations = "q8_0"
-    return Format(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group(Format):
+    """Scales, minima and codes are bytes in this order; codes of 5 bits have the highest apart."""
+
+    bits: int
+    can_encode: bool = True
+
+    def encode(self, rows: F32, importance: F32 | None = None) -> U8:
+        import numpy as np
+
+        check_finite(rows)
+        found = np.empty((len(rows), self.count_bytes(rows.shape[1])), np.uint8)
+        for own in list_tiles(*rows.shape):
+            weights = turn_groups(weigh(rows[own], importance, _BLOCK), _BLOCK)
+            halves, codes = self._round(turn_groups(rows[own], _BLOCK), weights)
+            blocks = np.ascontiguousarray(codes.T.astype(np.int8)).view(np.uint8)
+            parts = [np.stack(halves, axis=1).astype("<f2").view(np.uint8), *self._pack(blocks)]
+            found[own] = np.concatenate(parts, axis=1).reshape(len(rows[own]), -1)
+        return found
+
+    def _round(self, columns: F32, weights: F32) -> tuple[list[F32], F32]:
+        """Return what precedes the codes, in fp16's numbers, and codes as bits hold them."""
+        import numpy as np
+
+        if len(self.halves) == 2:
+            top = (1 << self.bits) - 1
+            lines = fit_lines(columns, weights, top, is_free=True)
+            lines.scales = lines.scales.astype(np.float16).astype(np.float32)
+            lines.minima = lines.minima.astype(np.float16).astype(np.float32)
+            return [lines.scales, -lines.minima], round_lines(columns, lines, top)
+        top = (1 << (self.bits - 1)) - 1
+        bottom = -top if self.bits == 8 else -top - 1
+        scales = fit_scales(columns, weights, bottom, top)
+        scales = scales.astype(np.float16).astype(np.float32)
+        codes = np.clip(np.rint(columns * invert(scales)), bottom, top)
+        return [scales], codes if self.bits == 8 else codes - np.float32(bottom)
+
+    def _pack(self, codes: U8) -> list[U8]:
+        import numpy as np
+
+        if self.bits == 8:
+            return [codes]
+        low = codes & np.uint8(15)
+        nibbles = low[:, :16] | (low[:, 16:] << np.uint8(4))
+        if self.bits == 4:
+            return [nibbles]
+        return [np.packbits(codes >> np.uint8(4), axis=1, bitorder="little"), nibbles]
+
+
+def _make(name: str, number: int, block_bytes: int, bits: int, *halves: int) -> Format:
+    return _Group(
         name=name,
         number=number,
-        block=32,
+        block=_BLOCK,
         block_bytes=block_bytes,
-        activations=activations,
+        activations="q8_0",
         halves=halves,
+        bits=bits,
     )
 
 
 FORMATS = (
-    _make("q4_0", 2, 18, 0),
-    _make("q4_1", 3, 20, 0, 2),
-    _make("q5_0", 6, 22, 0),
-    _make("q5_1", 7, 24, 0, 2),
-    _make("q8_0", 8, 34, 0),
-    _make("iq4_nl", 20, 18, 0),
+    _make("q4_0", 2, 18, 4, 0),
+    _make("q4_1", 3, 20, 4, 0, 2),
+    _make("q5_0", 6, 22, 5, 0),
+    _make("q5_1", 7, 24, 5, 0, 2),
+    _make("q8_0", 8, 34, 8, 0),
+    Format(name="iq4_nl", number=20, block=_BLOCK, block_bytes=18, activations="q8_0", halves=(0,)),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.formats.format import Format
+from pi2.formats.format import MOST_FLOAT16, Format, check_finite
 from pi2.formats.packing import Packing, explain_overflow
 
 if TYPE_CHECKING:
@@ -15,6 +15,17 @@ class _Plain(Format):
     """Floats; a number of them that is not finite is a fault."""
 
     __slots__ = ()
+
+    def encode(self, rows: F32, importance: F32 | None = None) -> U8:
+        import numpy as np
+
+        check_finite(rows, None if self.block_bytes == 4 or self.name == "bf16" else MOST_FLOAT16)
+        if self.name != "bf16":
+            return np.ascontiguousarray(rows, f"<f{self.block_bytes}").view(np.uint8)
+        bits = np.ascontiguousarray(rows).view(np.uint32)
+        # To nearest, ties to even: bfloat16 is the upper half.
+        bits = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+        return (bits >> np.uint32(16)).astype("<u2").view(np.uint8)
 
     def find_faults(self, raw: U8) -> Bits:
         import numpy as np
@@ -46,9 +57,9 @@ class _PlainVectors(Packing):
 
 
 FORMATS = (
-    _Plain(name="f32", number=0, block=1, block_bytes=4, activations="float"),
-    _Plain(name="f16", number=1, block=1, block_bytes=2, activations="float"),
-    _Plain(name="bf16", number=30, block=1, block_bytes=2, activations="float"),
+    _Plain(name="f32", number=0, block=1, block_bytes=4, activations="float", can_encode=True),
+    _Plain(name="f16", number=1, block=1, block_bytes=2, activations="float", can_encode=True),
+    _Plain(name="bf16", number=30, block=1, block_bytes=2, activations="float", can_encode=True),
 )
 PACKINGS = (
     _PlainVectors(

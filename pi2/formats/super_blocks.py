@@ -1,4 +1,5 @@
-"""Blocks of 256 with an fp16 scale for integer scales of 16 or 32: K, IQ and ternary types."""
+"""Blocks of 256 with an fp16 scale for integer scales of 16 or 32 that pi2 only reads: Q2_K, Q3_K,
+IQ and ternary types."""
 
 from __future__ import annotations
 
@@ -40,9 +41,6 @@ def _make(name: str, number: int, block_bytes: int, *halves: int) -> Format:
 FORMATS = (
     _make("q2_k", 10, 84, 80, 82),
     _make("q3_k", 11, 110, 108),
-    _make("q4_k", 12, 144, 0, 2),
-    _make("q5_k", 13, 176, 0, 2),
-    _make("q6_k", 14, 210, 208),
     _make("iq2_xxs", 16, 66, 0),
     _make("iq2_xs", 17, 74, 0),
     _make("iq3_xxs", 18, 98, 0),

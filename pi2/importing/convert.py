@@ -269,7 +269,7 @@ class _Conversion:
                 None if factors is None else factors[neurons],
             )
 
-        yield from _map_in_order(pool, pack, range(0, len(order), step))
+        yield from map_in_order(pool, pack, range(0, len(order), step))
 
     def _read_layer(self, sources: list[list[Rows]]) -> list[list[Raw]]:
         return [self._read_matrices(group) for group in sources]
@@ -327,7 +327,7 @@ class _Conversion:
             raw = source.read_raw(start, stop)
             return self._pack_rows(raw, tensor.precision, source.tensor, tensor.length)
 
-        yield from _map_in_order(pool, pack, pieces)
+        yield from map_in_order(pool, pack, pieces)
         missing = tensor.rows - sum(source.count for source in sources)
         if missing > 0 and not tensor.packing.is_float32:
             # What is added to the residual stream is as long as its vectors are.
@@ -399,7 +399,7 @@ class _Conversion:
         try:
             return self._quantizer.quantize(rows, precision, source.name, ffn_layer, spread=spread)
         except ValueError as error:
-            raise _explain_weight(source, error) from None
+            raise explain_weight(source, error) from None
 
     def _find_factors(self, layer: int) -> SourceTensor:
         return self._source.tensors[
@@ -417,11 +417,11 @@ class _Conversion:
 def _check_floats(values: F32, source: SourceTensor) -> F32:
     """Return values of ``source``; `UserError` P539 if they hold what cannot be stored."""
     if not np.isfinite(values).all():
-        raise _explain_weight(source, "a weight is not a finite number")
+        raise explain_weight(source, "a weight is not a finite number")
     return values
 
 
-def _explain_weight(source: SourceTensor, error: ValueError | str) -> UserError:
+def explain_weight(source: SourceTensor, error: ValueError | str) -> UserError:
     return UserError.of(
         "P539", f"tensor {source.name!r} in {source.file} cannot be stored: {error}"
     )
@@ -434,7 +434,7 @@ def pad_columns(rows: F32, length: int) -> F32:
     return np.pad(rows, ((0, 0), (0, missing))) if missing else rows
 
 
-def _map_in_order(
+def map_in_order(
     pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]
 ) -> Iterator[Result]:
     """Results in order; only a few pieces are in memory, unlike with ``pool.map``."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.importing.checkpoint import Checkpoint, check_weights
+from pi2.importing.checkpoint import Checkpoint, check_weights, parse_json
 from pi2.importing.conversion_job import make_generation_config
 from pi2.importing.decoded_tensor import PackedTensor, refuse_shape
 from pi2.importing.gguf_architectures import (
@@ -154,6 +154,51 @@ class GgufCheckpoint(Checkpoint):
         return name_in_file(self.names, name)
 
 
+OWN = "pi2"
+"""Architecture of files that `pi2.importing.quantize` makes of a folder."""
+FILES = "pi2.file."
+"""Begins the keys of the small files of the folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderFile(GgufCheckpoint):
+    """A file that holds a Hugging Face folder: its tensors by its names, and its small files."""
+
+    @property
+    def takes_last(self) -> bool:
+        taken: bool = Checkpoint.takes_last.__get__(self)
+        return taken
+
+    def find_unread(self, model: Model) -> Iterator[Diagnostic]:
+        return iter(())
+
+    def read_file(self, name: str) -> bytes | None:
+        text = self.metadata.get(f"{FILES}{name}")
+        return text.encode() if isinstance(text, str) else None
+
+    def list_templates(self) -> dict[str, bytes]:
+        return {}
+
+    def describe_name(self, name: str) -> str:
+        return name
+
+
+def _open_folder_file(path: Path, files: list[GgufFile], metadata: Metadata) -> FolderFile:
+    return FolderFile(
+        folder=path,
+        config=parse_json(path, metadata.read(f"{FILES}config.json", str).encode()),
+        config_file=path,
+        tensors={
+            entry.name: make_tensor(file, entry)
+            for file in files
+            for entry in file.entries.values()
+        },
+        files=tuple(file.path for file in files),
+        statements=metadata,
+        names={},
+    )
+
+
 def open_gguf(path: Path) -> GgufCheckpoint:
     """Open the GGUF file ``path``, or all files of a split one of which it is.
 
@@ -163,6 +208,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     files = [read_gguf(part) for part in find_parts(path)]
     _check_split(files)
     metadata = Metadata(files[0].path, files[0].metadata)
+    if metadata.architecture == OWN:
+        return _open_folder_file(path, files, metadata)
     architecture = find_architecture(metadata.architecture)
     if architecture is None:
         known = ", ".join(list_architectures())
@@ -278,7 +325,7 @@ def _place_tensor(
     have none.  ``scale``: what its numbers are multiplied by, one number or one for each expert."""
     place = find_place(names, entry.name)
     if place is None:
-        return {entry.name: _make_tensor(file, entry)}
+        return {entry.name: make_tensor(file, entry)}
     is_turned = place.kind == "ffn_down_t.weight"
     shape = entry.shape[::-1] if is_turned else entry.shape
     if place.kind == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
@@ -287,7 +334,7 @@ def _place_tensor(
     if place.kind == "shortconv.conv.weight" and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
     tensor = replace(
-        _make_tensor(file, entry),
+        make_tensor(file, entry),
         shape=shape,
         is_turned=is_turned,
         added=architecture.stated.norm_offset if norm else 0.0,
@@ -364,10 +411,11 @@ def _describe_biases(config: dict[str, Any], tensors: Mapping[str, SourceTensor]
 def _read_vector(files: list[GgufFile], name: str) -> F32 | None:
     """The numbers of a tensor that is no part of a checkpoint; None if no file has it."""
     file = next((file for file in files if name in file.entries), None)
-    return None if file is None else _make_tensor(file, file.entries[name]).read()
+    return None if file is None else make_tensor(file, file.entries[name]).read()
 
 
-def _make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
+def make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
+    """A tensor of ``file`` as it lies there."""
     return GgufTensor(
         file=file.path,
         name=entry.name,
@@ -399,8 +447,8 @@ def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
         experts = matrix.shape[0] if len(matrix.shape) == 3 else 1
         count = math.prod(entry.shape)
         if count not in (1, experts):
-            raise refuse_shape(_make_tensor(file, entry), (experts,))
-        numbers = _make_tensor(file, entry).read().reshape(-1)
+            raise refuse_shape(make_tensor(file, entry), (experts,))
+        numbers = make_tensor(file, entry).read().reshape(-1)
         scales[name] = numbers if count == experts else np.repeat(numbers, experts)
     return scales
 

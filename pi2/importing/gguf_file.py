@@ -139,6 +139,8 @@ class GgufFile:
     """Values by key: numbers, texts, numpy arrays of numbers, lists of the rest."""
     entries: Mapping[str, GgufEntry]
     is_powerinfer: bool
+    spans: Mapping[str, tuple[int, int]]
+    """Where each key lies with its value: first byte, and byte after the last."""
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -185,19 +187,26 @@ class _Header:
             self._refuse(f"its version is {version}, only 2 and 3 can be read")
         tensors, keys = self._take_number("<Q"), self._take_number("<Q")
         metadata: dict[str, Any] = {}
+        spans: dict[str, tuple[int, int]] = {}
         for number in range(keys):
+            first = self._place
             self._reading = f"metadata key {number} of {keys}"
             key = self._take_text(strict=True)
             self._reading = f"the value of {key!r}"
             if key in metadata:
                 self._refuse(f"the metadata key {key!r} is there twice")
             metadata[key] = self._take_value(self._take_number("<I"))
+            spans[key] = first, self._place
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             self._refuse(f"general.alignment is {alignment!r}, not a power of two")
         entries = self._take_entries(tensors, alignment)
         return GgufFile(
-            path=self._path, metadata=metadata, entries=entries, is_powerinfer=GGUF_MAGICS[magic]
+            path=self._path,
+            metadata=metadata,
+            entries=entries,
+            is_powerinfer=GGUF_MAGICS[magic],
+            spans=spans,
         )
 
     def _take_entries(self, count: int, alignment: int) -> dict[str, GgufEntry]:

@@ -1,0 +1,221 @@
+"""`pi2 convert -o FILE.gguf --quantization q4_k_m`: a checkpoint as one file that runs as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pi2
+from pi2.arrays import F32
+from pi2.cli.main import run
+from pi2.importing.checkpoint import open_checkpoint
+from pi2.importing.gguf_file import read_gguf
+from pi2.model.mixtures import MIXTURES, takes_care
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.gguf_files import make_sentence_piece, write_gguf
+from tests.helpers.gguf_tensors import translate
+from tests.helpers.models import MIXTURE, draw_weights, make_model
+from tests.unit.test_imatrix import write_old
+
+WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 8}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> tuple[Path, Path]:
+    """A GGUF file, and a Hugging Face folder of the same model."""
+    return write_sources(tmp_path, WIDE)
+
+
+def write_sources(
+    folder: Path, shape: Mapping[str, int], changes: Mapping[str, Any] | None = None
+) -> tuple[Path, Path]:
+    metadata = make_sentence_piece()
+    own = {**shape, "vocab": len(metadata["tokenizer.ggml.tokens"])}
+    usual = {"shape": own, "predictor": None, "ffn": {"activation": "silu"}}
+    model = make_model({**usual, **(changes or {})})
+    weights = draw_weights(model, 0)
+    checkpoint = write_checkpoint(folder / "checkpoint", model, weights)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"max_position_embeddings": model.shape.context, "hidden_act": "silu"}
+    if model.moe is not None:
+        experts, active = model.moe.experts, model.moe.active_experts
+        config |= {"num_local_experts": experts, "num_experts_per_tok": active}
+        config |= {"model_type": "mixtral"}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    further = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in metadata.items()
+    }
+    tensors = translate(weights, config)
+    file = write_gguf(folder / "model.gguf", config, tensors, changes=further)
+    (checkpoint / "tokenizer.json").write_bytes(open_checkpoint(file).read_tokenizer() or b"")
+    return file, checkpoint
+
+
+def list_types(file: Path) -> dict[str, str]:
+    return {name: entry.block.name for name, entry in read_gguf(file).entries.items()}
+
+
+def compute(file: Path) -> F32:
+    with pi2.load(file) as model:
+        return model.logits([1, 2, 3, 4, 5])
+
+
+def quantize(source: Path, output: Path, kind: str, *options: str) -> Path:
+    assert run(["convert", str(source), "-o", str(output), "--quantization", kind, *options]) == 0
+    return output
+
+
+def test_a_file_keeps_its_names_and_metadata(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    file, _ = sources
+    made = quantize(file, tmp_path / "made.gguf", "q4_k_m")
+    before, after = read_gguf(file), read_gguf(made)
+    own = {"general.file_type", "general.quantization_version", "general.alignment"}
+    assert set(before.metadata) | own == set(after.metadata)
+    for key, value in before.metadata.items():
+        if key not in own:
+            np.testing.assert_array_equal(after.metadata[key], value)
+    assert after.metadata["general.file_type"] == MIXTURES["q4_k_m"].number
+    assert list(after.entries) == list(before.entries)
+    assert {n: e.shape for n, e in after.entries.items()} == {
+        n: e.shape for n, e in before.entries.items()
+    }
+
+
+def test_matrices_that_err_most_get_more_bits(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    types = list_types(quantize(sources[0], tmp_path / "made.gguf", "q4_k_m"))
+    for layer in range(WIDE["layers"]):
+        careful = "Q6_K" if takes_care(layer, WIDE["layers"]) else "Q4_K"
+        for part in ("attn_v", "ffn_down"):
+            assert types[f"blk.{layer}.{part}.weight"] == careful
+        for part in ("attn_q", "attn_k", "attn_output", "ffn_up", "ffn_gate"):
+            assert types[f"blk.{layer}.{part}.weight"] == "Q4_K"
+        assert types[f"blk.{layer}.attn_norm.weight"] == "F32"
+    # The embedding is the head, too.
+    assert types["token_embd.weight"] == "Q6_K"
+
+
+@pytest.mark.parametrize(
+    ("kind", "distance"), [("q8_0", 0.05), ("q6_k", 0.1), ("q5_k_m", 0.2), ("q4_k_m", 0.35)]
+)
+def test_a_folder_becomes_a_file_that_runs_as_it_is(
+    sources: tuple[Path, Path], tmp_path: Path, kind: str, distance: float
+) -> None:
+    file, folder = sources
+    expected = compute(file)
+    made = quantize(folder, tmp_path / f"{kind}.gguf", kind)
+    wrong = np.linalg.norm(compute(made) - expected) / np.linalg.norm(expected)
+    assert wrong < distance
+    same = quantize(file, tmp_path / f"{kind}-again.gguf", kind)
+    np.testing.assert_allclose(compute(made), compute(same), atol=0.02 * np.abs(expected).max())
+
+
+def test_texts_of_a_folder_are_in_its_file(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    _, folder = sources
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.25}')
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    made = quantize(folder, tmp_path / "made.gguf", "q8_0")
+    shutil.rmtree(folder)
+    opened = open_checkpoint(made)
+    assert opened.read_template() == b"{{ messages[0].content }}"
+    with pi2.load(made) as model:
+        sampling = model.plan.model.sampling
+        assert sampling is not None and sampling.temperature == 0.25
+        text = model.generate("hello world", max_tokens=2, temperature=0.0)
+        assert len(list(text)) <= 2 and text.result.token_ids
+
+
+def test_experts_lie_side_by_side(tmp_path: Path) -> None:
+    shape = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 2}
+    file, folder = write_sources(tmp_path, shape, MIXTURE)
+    expected = compute(file)
+    for number, source in enumerate((file, folder)):
+        made = quantize(source, tmp_path / f"made-{number}.gguf", "q8_0")
+        wrong = np.linalg.norm(compute(made) - expected) / np.linalg.norm(expected)
+        assert wrong < 0.03
+
+
+def test_rows_that_fill_no_block_get_more_bits(tmp_path: Path) -> None:
+    shape = {"hidden": 96, "heads": 3, "kv_heads": 3, "head_dim": 32, "ffn": 256, "layers": 2}
+    file, _ = write_sources(tmp_path, shape)
+    types = list_types(quantize(file, tmp_path / "made.gguf", "q4_k_m"))
+    assert types["blk.0.attn_q.weight"] == "Q5_0" and types["token_embd.weight"] == "Q8_0"
+    assert types["blk.1.ffn_down.weight"] == "Q6_K"
+
+
+def test_fewer_bits_than_wanted_stay_as_they_are(
+    sources: tuple[Path, Path], tmp_path: Path
+) -> None:
+    first = quantize(sources[0], tmp_path / "first.gguf", "q4_0")
+    second = quantize(first, tmp_path / "second.gguf", "q8_0")
+    assert list_types(first) == list_types(second)
+    for tensor, other in zip(
+        open_checkpoint(first).tensors.values(),
+        open_checkpoint(second).tensors.values(),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(tensor.read_raw(), other.read_raw())
+
+
+def test_an_importance_matrix_weighs_columns(
+    sources: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = np.ones((1, 256), np.float32)
+    weights[0, ::8] = 1000
+    imatrix = write_old(tmp_path / "x.dat", {"blk.0.ffn_up.weight": weights})
+    original = open_checkpoint(sources[1]).tensors["model.layers.0.mlp.up_proj.weight"].read()
+    for number, source in enumerate(sources):
+        plain = quantize(source, tmp_path / f"plain-{number}.gguf", "q4_k_m")
+        aware = tmp_path / f"aware-{number}.gguf"
+        quantize(source, aware, "q4_k_m", "--imatrix", str(imatrix))
+        assert "1 weighed by" in capsys.readouterr().err
+        errors = []
+        for file in (plain, aware):
+            stored = open_checkpoint(file).tensors["model.layers.0.mlp.up_proj.weight"].read()
+            errors.append(float((np.square(stored - original) * weights).sum()))
+        assert errors[1] < 0.8 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["-o", "FOLDER/made"], "needs -o FILE.gguf"),
+        (["-o", "FOLDER/made.gguf", "--activations", "x"], "--activations is for neuron stores"),
+        (["-o", "FOLDER/model.gguf"], "exists already"),
+        (["-o", "FOLDER/made.gguf", "--imatrix", "FOLDER/x.dat"], "names none of its matrices"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    sources: tuple[Path, Path],
+    tmp_path: Path,
+    options: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_old(tmp_path / "x.dat", {"another.weight": np.ones((1, 64), np.float32)})
+    given = [option.replace("FOLDER", str(tmp_path)) for option in options]
+    before = sources[0].read_bytes()
+    assert run(["convert", str(sources[0]), "--quantization", "q4_k_m", *given]) == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
+    assert sources[0].read_bytes() == before
+    assert not list(tmp_path.glob(".*.part")) and not (tmp_path / "made.gguf").exists()
+
+
+def test_a_weight_that_does_not_fit_is_named(
+    sources: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, _ = sources
+    entry = read_gguf(file).entries["blk.3.ffn_up.weight"]
+    with file.open("r+b") as stream:
+        stream.seek(entry.offset)
+        stream.write(np.float32(np.nan).tobytes())
+    command = ["convert", str(file), "-o", str(tmp_path / "made.gguf"), "--quantization", "q4_k_m"]
+    assert run(command) == 2
+    assert "blk.3.ffn_up.weight" in capsys.readouterr().err
+    assert not (tmp_path / "made.gguf").exists()
