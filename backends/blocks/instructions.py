@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import os
 import struct
@@ -17,6 +18,7 @@ import numpy as np
 from pi2.arrays import F32, I32, I64, U8, Raw
 from pi2.backends.blocks.contract import FIELDS
 from pi2.backends.blocks.room import SINGLE, open_library
+from pi2.backends.compiler.functions import refuse_library
 from pi2.formats import Format, find_format
 
 _PATIENCE = 500
@@ -28,12 +30,7 @@ class Threads:
 
     def __init__(self, library: Path, count: int, cores: Sequence[int] = ()) -> None:
         """Run on ``count`` threads, the caller's included; ``cores``: one for each."""
-        # Opened by one path twice, it would be shared, and so would its counters of threads.
-        folder = library.parent if os.access(library.parent, os.W_OK) else None
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so") as own:
-            own.write(library.read_bytes())
-            own.flush()
-            self._library = open_library(Path(own.name))
+        self._library = _open_copy(library)
         self._run = self._library.pi2_blocks_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
         self._run.restype = None
@@ -57,12 +54,32 @@ class Threads:
         self._run(program, begin, end, most)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and give the library's memory and disk space back."""
+        if self.count == 0:
+            return
         if self._workers:
             self._library.pi2_blocks_stop()
             for worker in self._workers:
                 worker.join()
-            self._workers = []
+        self.count, self._workers = 0, []
+        _ctypes.dlclose(self._library._handle)
+
+
+def _open_copy(library: Path) -> ctypes.CDLL:
+    """Open a copy of ``library``: opened twice by one path, it would share its counters of threads.
+
+    `UserError` P655 if neither its folder nor the one for temporary files has room.
+    """
+    content = library.read_bytes()
+    for folder in (library.parent, None):
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, suffix=".so") as own:
+                own.write(content)
+                own.flush()
+                return open_library(Path(own.name))
+        except OSError as error:
+            problem = error
+    raise refuse_library(library, problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ class FileModel:
         """``addresses``: where resident matrices lie, by name; ``ring``: what the others pass
         through, experts excepted, which go to ``slots``; ``make`` builds the program."""
         self._weights = weights
-        self._model = model = make(self._find)
+        self._model = model = make(partial(_find_weight, weights))
         self._embedding: int | None = None
         self._rows: FileTensor | None = None
         self._row_reads = 0
@@ -161,21 +161,6 @@ class FileModel:
     def _name_key(self, key: str) -> str:
         """Key of ``model.tensors`` that a matrix of the program is known by."""
         return "embedding" if key == "head" and self._weights.model.tied_head else key
-
-    def _find(self, key: str, layer: int) -> Weight | None:
-        tensor = None if key.endswith("_bias") else self._weights.find(key, layer)
-        if tensor is not None and tensor.rows > 1:
-            return Weight(
-                format=tensor.format,
-                rows=tensor.rows // tensor.experts,
-                length=tensor.length,
-                experts=tensor.experts,
-                neighbours=tensor.has_neighbours,
-            )
-        vector = self._weights.read_vector(key, layer)
-        if vector is None:
-            return None
-        return Weight(format="f32", rows=1, length=vector.size, data=vector.view(np.uint8))
 
     def expect(self, end: int) -> None:
         self._model.expect(end)
@@ -248,6 +233,22 @@ class FileModel:
         if self._slots is not None:
             self._slots.close()
         self._model.close()
+
+
+def _find_weight(weights: GgufWeights, key: str, layer: int) -> Weight | None:
+    tensor = None if key.endswith("_bias") else weights.find(key, layer)
+    if tensor is not None and tensor.rows > 1:
+        return Weight(
+            format=tensor.format,
+            rows=tensor.rows // tensor.experts,
+            length=tensor.length,
+            experts=tensor.experts,
+            neighbours=tensor.has_neighbours,
+        )
+    vector = weights.read_vector(key, layer)
+    if vector is None:
+        return None
+    return Weight(format="f32", rows=1, length=vector.size, data=vector.view(np.uint8))
 
 
 class _Course:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,11 +65,12 @@ class LoadedModel:
         self.changes: tuple[str, ...] = ()
         """What was made smaller or larger to fit the plan to another budget, a line each."""
         plan = parts.resolved.plan
+        own = weakref.proxy(self)  # no circle: what is closed and dropped gives its memory back
         self._scheduler = Scheduler(
             parts.forward,
             context=plan.kv.context,
             piece_tokens=plan.prefill.chunk * count_chunks(parts.resolved),
-            make_decoder=self._make_decoder,
+            make_decoder=lambda request: own._make_decoder(request),
             speculation=make_speculation(parts),
         )
         self._driver: Driver | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +46,32 @@ def test_mixtures_give_the_logits_of_the_reference(name: str, tmp_path: Path) ->
         one_by_one = model.logits(golden.prompt, mode="decode").copy()
     for found in (together, one_by_one):
         assert_near(found, golden.logits)
+
+
+def test_a_dropped_model_gives_its_memory_back_at_once(tmp_path: Path) -> None:
+    name = "mixtral"
+    config, weights = read_checkpoint(copy_checkpoint(name, tmp_path / "checkpoint"))
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, config, translate(weights, config), changes=make_tokens(config["vocab_size"]))
+    before = read_libraries()
+    gc.collect()
+    gc.disable()  # what is part of a circle would stay
+    try:
+        with pi2.load(file, set={"kv.context": 64}) as model:
+            model.logits([1, 2])
+            assert read_libraries() != before
+        forward = weakref.ref(model._parts.forward)
+        del model
+        assert forward() is None
+    finally:
+        gc.enable()
+    assert read_libraries() <= before
+
+
+def read_libraries() -> set[str]:
+    """Files that are mapped and have no name any more."""
+    lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
+    return {line.split(maxsplit=5)[-1] for line in lines if line.endswith(".so (deleted)")}
 
 
 def test_biases_of_experts_and_routers_and_sinks(tmp_path: Path) -> None:
