@@ -224,8 +224,12 @@ async def run(
 
 def find_wrong(session: Session, name: str, paths: list[Path], most: int) -> tuple[int, int]:
     """Answers that were followed, and answers that no model of ``paths`` would give."""
-    mine = [(prompt, ids) for (model, prompt), seen in session.answers.items() if model == name
-            for ids in seen]  # fmt: skip
+    mine = [
+        (prompt, ids)
+        for (model, prompt), seen in session.answers.items()
+        if model == name
+        for ids in seen
+    ]
     random.Random(0).shuffle(mine)
     wrong = mine[:most]
     for path in paths:
@@ -290,8 +294,8 @@ def main() -> int:
         for name, path in zip(server.names, options.models, strict=True):
             # The replaced file may answer as the file that it was, or as the one that it is.
             paths = [path, options.models[1]] if models[0].stem == name else [path]
-            followed[name] = find_wrong(session, name, [find_plan_path(p, has_files=True) for p in paths],
-                                        options.followed)  # fmt: skip
+            plans = [find_plan_path(one, has_files=True) for one in paths]
+            followed[name] = find_wrong(session, name, plans, options.followed)
     quarters = [divide_in_quarters(life) for life in session.lives if len(life) > 20]
     grown = max((life[-1] - max(life[:2]) for life in quarters), default=0)
     found = {
