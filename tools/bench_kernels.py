@@ -24,7 +24,18 @@ import numpy.typing as npt
 
 from pi2.arrays import U8
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocks_bytes
-from pi2.backends.kernels.spec import KEPT, KV_DTYPES, PANEL, PARTS, SPANS, UNPACKED, KernelSpec
+from pi2.backends.kernels.spec import (
+    KEPT,
+    KV_DTYPES,
+    PANEL,
+    PARTS,
+    SPANS,
+    UNPACKED,
+    KernelSpec,
+    describe_kernels,
+)
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_parts import Ffn, Quantization, Shape
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import Precision, lay_out_bundle, weight_bytes
 
@@ -65,24 +76,18 @@ def align(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def make_spec(threads: int, features: Sequence[str], planes: int) -> KernelSpec:
     """Return a 7B model's sizes."""
-    return KernelSpec(
-        hidden=HIDDEN,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocab=32000,
-        epsilon=1e-5,
-        activation="drelu",
-        threshold=0.0,
-        qkv_bias=False,
-        window=None,
+    sizes = {"layers": 1, "hidden": HIDDEN, "ffn": 32, "vocab": 32000, "context": 32}
+    model = Model(
+        schema_version=2,
+        id="bench",
+        shape=Shape(**sizes, heads=32, kv_heads=8, head_dim=128),
+        ffn=Ffn(activation="drelu"),
+        quantization=Quantization(head="int4"),
+    )
+    return describe_kernels(
+        model,
         kv="fp16",
-        attention="int4",
-        embedding="int8",
-        head="int4",
-        ffn="int4",
-        gate_rows="int4",
-        predictor="int8",
+        gates=True,
         ranks=(512,),
         stride=lay_out_bundle(HIDDEN, "int4").stride,
         threads=threads,
@@ -172,7 +177,7 @@ class Bench:
                 )
                 cache = make_cache(own, keys, values, scales, context, T.min(context, 1))
                 spans = divide_blocks(own, position, sums, tops, totals)
-                with T.parallel(own.kv_heads * spans.count) as task:
+                with T.parallel(own.attention.kv_heads * spans.count) as task:
                     span, head = T.floormod(task, spans.count), T.floordiv(task, spans.count)
                     emit_span_attention(Attending(own, qkv, cache), spans, position, span, head)
                 emit_merge(own, spans, cache, output)
@@ -290,12 +295,21 @@ class Bench:
     def attend(self, kind: KvType, depth: int) -> Work:
         """Attention of one token to ``depth`` tokens, without its projections."""
         spec = self.spec
-        cache = [allocate(KV_DTYPES[kind], depth * spec.kv_heads * spec.head_dim) for _ in range(2)]
+        cache = [
+            allocate(KV_DTYPES[kind], depth * spec.attention.kv_heads * spec.attention.head_dim)
+            for _ in range(2)
+        ]
         read_bytes = sum(array.nbytes for array in cache)
         if kind == "int8":
-            cache += [allocate("float16", depth * spec.kv_heads) for _ in range(2)]
-        spans = [allocate("float32", spec.heads * SPANS * n) for n in (spec.head_dim, 1, 1)]
-        qkv, output = allocate("float32", spec.qkv_rows), allocate("float32", spec.width)
+            cache += [allocate("float16", depth * spec.attention.kv_heads) for _ in range(2)]
+        spans = [
+            allocate("float32", spec.attention.heads * SPANS * n)
+            for n in (spec.attention.head_dim, 1, 1)
+        ]
+        qkv, output = (
+            allocate("float32", spec.attention.projected),
+            allocate("float32", spec.attention.stored_query),
+        )
         kernel = self.kernels[f"attend_{kind}"]
         name = f"attention, {kind}, {depth} tokens"
         rotated = [[align(array) for array in cache] for _ in range(1 + (64 << 20) // read_bytes)]

@@ -100,8 +100,8 @@ def emit_attention(spec: KernelSpec, take: Parameters) -> None:
 def make_attention_row(kernel: Any, spec: KernelSpec, depth: int) -> Row:
     """Return the attention of the last 128 of ``depth`` tokens."""
     rng = np.random.default_rng(0)
-    size = depth * spec.kv_heads
-    arrays = [allocate(KV_DTYPES[spec.kv], size * spec.head_dim) for _ in range(2)]
+    size = depth * spec.attention.kv_heads
+    arrays = [allocate(KV_DTYPES[spec.kv], size * spec.attention.head_dim) for _ in range(2)]
     for array in arrays:
         array[:] = rng.integers(-127, 128, len(array))
     if spec.kv == "int8":
@@ -109,7 +109,10 @@ def make_attention_row(kernel: Any, spec: KernelSpec, depth: int) -> Row:
         for array in arrays[2:]:
             array[:] = 0.01
     layout = lay_out_mixing(spec)
-    qkv, output = allocate("float32", TOKENS * spec.qkv_rows), allocate("float32", TOKENS * HIDDEN)
+    qkv, output = (
+        allocate("float32", TOKENS * spec.attention.projected),
+        allocate("float32", TOKENS * HIDDEN),
+    )
     qkv[:] = rng.standard_normal(len(qkv))
     arrays += [qkv, output, allocate("int8", TOKENS * spec.most_planes * HIDDEN)]
     arrays += [
@@ -121,7 +124,7 @@ def make_attention_row(kernel: Any, spec: KernelSpec, depth: int) -> Row:
     seen = TOKENS * first + TOKENS * (TOKENS + 1) // 2
     return Row(
         name=f"attention, {spec.kv}, {TOKENS} tokens behind {first}",
-        operations=4.0 * seen * spec.width,
+        operations=4.0 * seen * spec.attention.stored_query,
         run=lambda: kernel(TOKENS, first, depth, *arrays),
     )
 

@@ -54,10 +54,11 @@ def compute_key(spec: Spec, triple: str | None = None) -> str:
     """Return the digest of everything that the compiled code depends on; ``triple``: of another
     machine than this one."""
     digest = hashlib.sha256()
-    folders = (Path(__file__).parent, _find_sources(spec))
-    layout = Path(pi2.__file__).parent / "plan" / "weights" / "layout.py"
+    own, home = _find_sources(spec), Path(pi2.__file__).parent
+    layout = home / "plan" / "weights" / "layout.py"
+    folders = (Path(__file__).parent, own, home / "model", home / "formats")
     sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    sources += sorted(folders[1].rglob("*.ll"))
+    sources += sorted(own.rglob("*.ll"))
     for path in (*sources, layout):
         digest.update(path.name.encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())

@@ -10,17 +10,15 @@ import numpy as np
 from pi2.arrays import F32, U8, Raw
 from pi2.backends.arithmetic import RopeTables, compute_growth
 from pi2.backends.compiler.runtime import BoundCall, Library
-from pi2.backends.cpu.specification import describe_attention, list_attention_shapes
 from pi2.backends.cpu.workspace import Scratch, Views, Workspace, count_tokens
 from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
-from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
+from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec, strip_attention
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
-from pi2.model.attention import LatentShape
 from pi2.model.blocks import Attention as AttentionBlock
 from pi2.model.blocks import list_turns
 from pi2.model.states import StateShape, list_state_tensors
 from pi2.model.tensor import Place, name_layer_tensor, name_mixer_norm, name_state_tensor
-from pi2.plan.documents.model_mixing import Rope
+from pi2.plan.documents.model_mixing import Latent, Rope
 from pi2.plan.weights.layout import fill_groups, round_up
 
 
@@ -167,7 +165,6 @@ class Attention:
         }
         growing: dict[bytes, Views] = {}
         self._weights: list[Views] = []
-        shapes = list_attention_shapes(model)
         self._shapes: list[int] = []
         """Number of each layer's shape of attention."""
         self._mixers = [block.mixers for block in model.blocks]
@@ -177,17 +174,20 @@ class Attention:
                 self._weights.append({})
                 self._shapes.append(0)
                 continue
-            self._shapes.append(shapes.index(describe_attention(attention)))
+            seen = strip_attention(attention, spec.model)
+            self._shapes.append(spec.attentions.index(seen))
             names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
             names["norm"] = name_layer_tensor(layer, name_mixer_norm(mixers.index(attention)))
             turned = tables[attention.turn]
-            own = space.wrap_own_rows("qkv", names["qkv"], spec.other_qkv)
-            own |= space.wrap_own_rows("output", names["output"], spec.other_output)
-            own |= self._wrap_growth(request, space, layer, growing) if spec.growth else {}
+            own = space.wrap_own_rows("qkv", names["qkv"], spec.rows.qkv)
+            own |= space.wrap_own_rows("output", names["output"], spec.rows.output)
+            own |= (
+                self._wrap_growth(request, space, layer, growing) if spec.attention.growth else {}
+            )
             self._weights.append(space.wrap_tensors(**names) | own | turned)
         self.states = None if spec.state is None else States(request, space, spec)
         """What layers with a state have."""
-        specs = [spec, *(spec.take_other(number) for number in range(1, len(shapes)))]
+        specs = spec.list_blocks()
         self._specs = [specs[number] for number in self._shapes]
         self._kept: list[list[U8]] = [[] for _ in range(request.sequences)]
         """Keys and values of each sequence, by layer, as bytes [kv_heads, blocks, bytes]."""
@@ -230,7 +230,7 @@ class Attention:
             arrays = _make_cache(space, spec, self.context)
             blocks = self.context // CONTEXT_BLOCK
             for array in arrays.values():
-                heads = spec.kv_heads if spec.latent is None else 1
+                heads = spec.attention.kv_heads if spec.attention.latent is None else 1
                 raw = array.view(np.uint8).reshape(heads, blocks, -1)
                 self._kept[sequence].append(raw)
             return {name: space.wrap(array) for name, array in arrays.items()}
@@ -310,36 +310,38 @@ class Attention:
 
 
 def _find_room(spec: KernelSpec) -> tuple[int, ...]:
-    return spec.kv_heads, spec.head_dim, spec.qkv_rows
+    return spec.attention.kv_heads, spec.attention.head_dim, spec.attention.projected
 
 
 class _Room:
     def __init__(self, space: Workspace, spec: KernelSpec, tokens: int, scratch: Scratch) -> None:
-        self.mixed: F32 = space.make("float32", tokens, spec.width)
-        self.qkv: F32 = space.make("float32", tokens, spec.qkv_rows)
+        self.mixed: F32 = space.make("float32", tokens, spec.attention.stored_query)
+        self.qkv: F32 = space.make("float32", tokens, spec.attention.projected)
         self.views: Views = space.make_activations(
             "mixed",
             tokens,
-            spec.width,
+            spec.attention.stored_query,
             spec.most_planes,
             self.mixed,
             isa=spec.isa,
             upper=spec.upper_steps,
         )
         if spec.isa.unpacks:
-            self.views |= space.make_tiles("mixed", spec, spec.width)
+            self.views |= space.make_tiles("mixed", spec, spec.attention.stored_query)
         self.views["qkv"] = space.wrap(self.qkv)
-        if spec.altup is not None:
+        if spec.model.altup is not None:
             self.views |= _make_laurel_room(
-                space, spec, fill_groups(spec.altup.laurel_rank), tokens
+                space, spec, fill_groups(spec.model.altup.laurel_rank), tokens
             )
-        if spec.latent is not None:
-            self.views |= _make_latent_room(space, spec, spec.latent, tokens)
+        if spec.attention.latent is not None:
+            self.views |= _make_latent_room(space, spec, spec.attention.latent, tokens)
         else:
             self.views |= _cut_mixing_room(space, spec, scratch)
-        summed = spec.head_dim if spec.latent is None else spec.latent.rank
+        summed = (
+            spec.attention.head_dim if spec.attention.latent is None else spec.attention.latent.rank
+        )
         for name, *size in (("sums", summed), ("tops",), ("totals",)):
-            array = space.make("float32", spec.heads, SPANS, *size)
+            array = space.make("float32", spec.attention.heads, SPANS, *size)
             self.views[f"span_{name}"] = space.wrap(array)
 
 
@@ -360,10 +362,8 @@ def _cut_mixing_room(space: Workspace, spec: KernelSpec, scratch: Scratch) -> Vi
     return {name: space.wrap(array) for name, array in zip(sizes, arrays, strict=True)}
 
 
-def _make_latent_room(
-    space: Workspace, spec: KernelSpec, latent: LatentShape, tokens: int
-) -> Views:
-    vectors, planes = tokens * spec.heads, spec.most_planes
+def _make_latent_room(space: Workspace, spec: KernelSpec, latent: Latent, tokens: int) -> Views:
+    vectors, planes = tokens * spec.attention.heads, spec.most_planes
     room: Views = {}
     if latent.query_rank:
         made = fill_groups(latent.query_rank)
@@ -374,7 +374,7 @@ def _make_latent_room(
             room |= space.make_tiles("made", spec, made)
     room |= space.make_activations("plain", vectors, fill_groups(latent.plain), planes)
     room |= space.make_activations("found", vectors, fill_groups(latent.rank), planes)
-    room["queries"] = space.wrap(space.make("float32", tokens, spec.heads * latent.key))
+    room["queries"] = space.wrap(space.make("float32", tokens, spec.attention.heads * latent.key))
     room["absorbed"] = space.wrap(space.make("float32", vectors, latent.kept))
     return room
 
@@ -392,10 +392,10 @@ def make_rope_tables(request: BuildRequest, space: Workspace) -> dict[tuple[Rope
 def _make_cache(space: Workspace, spec: KernelSpec, context: int) -> dict[str, Raw]:
     """Return a layer's keys and values, and their scales if they have any: blocks of tokens of a
     head lie one after the other."""
-    vectors = context * spec.kv_heads
-    sizes = dict.fromkeys(("keys", "values"), vectors * spec.head_dim)
-    if spec.latent is not None:
-        vectors, sizes = context, {"keys": context * spec.latent.kept}
+    vectors = context * spec.attention.kv_heads
+    sizes = dict.fromkeys(("keys", "values"), vectors * spec.attention.head_dim)
+    if spec.attention.latent is not None:
+        vectors, sizes = context, {"keys": context * spec.attention.latent.kept}
     arrays = {
         name: space.make(KV_DTYPES[spec.kv], size, segment="kv") for name, size in sizes.items()
     }

@@ -21,7 +21,7 @@ from pi2.backends.cpu.workspace import (
     make_layer_room,
     make_side_room,
 )
-from pi2.backends.kernels.spec import AltUpShape, KernelSpec
+from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.operators import cap, normalize
 from pi2.model.tensor import (
@@ -39,6 +39,7 @@ from pi2.model.tensor import (
     name_layer_tensor,
 )
 from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import AltUp
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,12 +214,12 @@ class Bindings:
             head_bias=HEAD_BIAS,
         )
         head = EMBEDDING if model.tied_head else HEAD
-        self._vocabulary |= space.wrap_own_rows("head", head, spec.other_head)
+        self._vocabulary |= space.wrap_own_rows("head", head, spec.rows.head)
         self._vocabulary["ids"] = space.wrap(ids)
         self._vocabulary["logits"] = space.wrap(logits)
-        self._vocabulary |= self._make_joining_room(spec.altup, len(logits))
+        self._vocabulary |= self._make_joining_room(spec.model.altup, len(logits))
 
-    def _make_joining_room(self, altup: AltUpShape | None, logits: int) -> Views:
+    def _make_joining_room(self, altup: AltUp | None, logits: int) -> Views:
         """Return views of what joins several residual streams, for so many ``logits``; none where
         there is one."""
         if altup is None:
@@ -237,7 +238,9 @@ class Bindings:
             arrays=arrays,
             embed=bind("embed", "tokens", vocabulary, views),
             embed_layers=self._bind_embed_layers("embed_layers", views),
-            positions=self._bind_positions(views) if self._spec.positions else None,
+            positions=self._bind_positions(views)
+            if self._spec.model.positions is not None
+            else None,
             attend=[] if self._spec.divides_attention else self._attention.bind_chunk(views),
             parts=self._attention.bind_parts(views) if self._spec.divides_attention else [],
             begin=self._bind_begin("ffn", views),
@@ -260,7 +263,7 @@ class Bindings:
             if spec.multiplies_at_end:
                 end = self._bind_end("end_step", arrays)
         positions = []
-        if spec.positions and spec.sequences:
+        if spec.model.positions is not None and spec.sequences:
             positions = [
                 self._bind_positions({"x": self._space.wrap(row)}, 1) for row in arrays.x[:tokens]
             ]
@@ -279,7 +282,7 @@ class Bindings:
 
     def _find_input(self, views: Views) -> Views:
         # With parallel residuals, the FFN reads the layer's input.
-        return {"x": views["before" if self._spec.parallel else "x"]}
+        return {"x": views["before" if self._spec.model.residual == "parallel" else "x"]}
 
     def _bind_begin(self, what: str, views: Views) -> list[BoundCall]:
         """Return the calls that begin the FFN of each layer, in a chunk (``ffn``) or a step."""
@@ -295,7 +298,7 @@ class Bindings:
 
     def _bind_embed_layers(self, function: str, views: Views) -> BoundCall | None:
         """Return the call that makes what layers have of their own; None without that."""
-        if self._spec.layer_input is None:
+        if self._spec.model.layer_embedding is None:
             return None
         arrays = (self._layer_embedding, views)
         return self._library.bind(function, "tokens room", *arrays, name="embed_layers")
@@ -306,7 +309,7 @@ class Bindings:
         views = views | {"whole": views["hidden_values"]}
         calls = []
         for layer, own in enumerate(self._outputs):
-            if self._spec.layer_input is not None:
+            if self._spec.model.layer_embedding is not None:
                 own = own | {"layer_input": self._space.wrap(arrays.layer_inputs[layer])}
             bound = self._library.bind(function, "tokens", own, views, layer=layer, name="end_ffn")
             calls.append(bound)

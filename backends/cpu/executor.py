@@ -48,10 +48,10 @@ class CpuExecutor:
         space = Workspace(request, library)
         self._spec = spec
         self._library = library
-        self._lanes = order_by_lanes(spec.neuron_width, spec.ffn)
+        self._lanes = order_by_lanes(spec.neuron_width, spec.precision.ffn)
         self._ends = DividedEnds(request)
         self._ids = space.make("int32", chunk)
-        self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.vocab)
+        self._logits = space.make("float32", min(chunk, LOGIT_ROWS), spec.model.shape.vocab)
         arrays = [make_arrays(space, spec, chunk) for _ in range(request.chunks)]
         if spec.isa.unpacks:
             tiles = space.make_tiles("hidden", spec, spec.hidden)
@@ -315,7 +315,7 @@ class CpuExecutor:
         """Add the FFN's sum to x."""
         if self._observer is not None:
             self._observer.end_ffn(layer)
-        if self._moe is not None and self._spec.ffn_bias:
+        if self._moe is not None and self._spec.ffn.bias:
             # Here, because a plan may change the routes after ``begin_ffn``.
             self.add_sum(self._routers[layer].add_biases(self.read_routes()))
         end = self._now.end if self._step is None else self._step_calls.end

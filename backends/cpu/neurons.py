@@ -184,9 +184,9 @@ class Neurons:
                 )
                 for layer, scales in enumerate(self._scales)
             ]
-        self._least_gate = spec.threshold
+        self._least_gate = spec.ffn.threshold
         self._layout = request.bundle
-        self._in_pairs = spec.isa.pairs and not find_packing(spec.ffn).is_plain
+        self._in_pairs = spec.isa.pairs and not find_packing(spec.precision.ffn).is_plain
         self._arenas: dict[int, tuple[U8, Any]] = {}
 
     def _make_block_room(self, request: BuildRequest, space: Workspace) -> Views:

@@ -52,7 +52,7 @@ class Prediction:
         self._expert_limits = request.expert_limits
         self._gates: list[list[BoundCall]] = []
         """By layer and expert."""
-        if spec.gate_rows is not None:
+        if spec.gates:
             scores = [space.wrap(row) for row in self._scores]
             wanted = space.wrap(self.wanted)
             self.known_gates = [{"scores": row, "indices": wanted} for row in scores]

@@ -191,16 +191,18 @@ def make_arrays(space: Workspace, spec: KernelSpec, chunk: int) -> Arrays:
         )
     if layer_input is not None:
         views["before"] = space.wrap(layer_input)
-    if spec.altup is not None:
-        views["streams"] = space.wrap(space.make("float32", chunk, spec.altup.others, spec.hidden))
+    if spec.model.altup is not None:
+        views["streams"] = space.wrap(
+            space.make("float32", chunk, spec.model.altup.others, spec.hidden)
+        )
     cutoffs = np.zeros(0, np.float32)
     if spec.cutoff_rows:
         cutoffs = space.make("float32", chunk)
         views["cutoffs"] = space.wrap(cutoffs)
-    own = spec.layer_input
+    own = spec.model.layer_embedding
     layer_inputs = np.zeros((0, chunk, 0), np.float32)
     if own is not None:
-        layer_inputs = space.make("float32", own.layers, chunk, own.stored_width)
+        layer_inputs = space.make("float32", spec.model.shape.layers, chunk, own.stored_width)
         views["layer_inputs"] = space.wrap(layer_inputs)
     return Arrays(
         x=x,
@@ -226,7 +228,7 @@ def make_side_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
     )
     if isa.unpacks:
         room |= space.make_tiles("side_inner", spec, length)
-    sizes = {"side_terms": (1 + spec.gated) * spec.side_ffn}
+    sizes = {"side_terms": (1 + spec.ffn.gated) * spec.side_ffn}
     sizes |= {"side_output": spec.hidden} if spec.side_norms else {}
     for name, size in sizes.items():
         room[name] = space.wrap(space.make("float32", chunk, size))
@@ -235,7 +237,7 @@ def make_side_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
 
 def make_layer_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
     """Return views of what embeddings of layers are computed with; none without them."""
-    own = spec.layer_input
+    own = spec.model.layer_embedding
     if own is None:
         return {}
     isa, width = spec.isa, own.stored_width
@@ -244,7 +246,7 @@ def make_layer_room(space: Workspace, spec: KernelSpec, chunk: int) -> Views:
     )
     if isa.unpacks:
         room |= space.make_tiles("layer_inner", spec, width)
-    room["layer_rows"] = space.wrap(space.make("float32", chunk, own.row))
+    room["layer_rows"] = space.wrap(space.make("float32", chunk, spec.layer_row))
     return room
 
 
@@ -276,9 +278,9 @@ class Scratch:
     """Memory that keeps nothing from call to call."""
 
     def __init__(self, space: Workspace, spec: KernelSpec) -> None:
-        specs = [spec, *(spec.take_other(number + 1) for number in range(len(spec.others)))]
+        specs = spec.list_blocks()
         sizes = [4 * DENSE_FLOATS]
-        if spec.latent is None:
+        if spec.attention.latent is None:
             sizes += [lay_out_mixing(own).room_bytes for own in specs]
         self._raw = space.make("uint8", spec.threads * max(sizes))
 

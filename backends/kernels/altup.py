@@ -25,7 +25,7 @@ _LANES = 16
 
 def take_streams(schedule: Schedule, take: Parameters) -> v.Buffer:
     """Declare the streams beside x."""
-    altup = schedule.spec.altup
+    altup = schedule.spec.model.altup
     assert altup is not None
     return take.take_array("streams", "float32", "tokens", altup.others, schedule.spec.hidden)
 
@@ -42,7 +42,7 @@ class Routing:
 
     def emit(self, x: v.Buffer, base: v.Expr) -> list[v.Expr]:
         """Return the elements, by x from ``base`` on."""
-        spec, altup = self.spec, self.spec.altup
+        spec, altup = self.spec, self.spec.model.altup
         assert altup is not None
         zero = v.constant(0.0, "float32", _LANES)
         squares, sums = v.Cell(zero), [v.Cell(zero) for _ in range(altup.streams)]
@@ -62,7 +62,7 @@ class Routing:
 
 def take_routing(schedule: Schedule, take: Parameters) -> Routing:
     """Declare the parameters."""
-    spec, altup = schedule.spec, schedule.spec.altup
+    spec, altup = schedule.spec, schedule.spec.model.altup
     assert altup is not None
     return Routing(
         spec=spec,
@@ -94,7 +94,7 @@ class Prediction:
 
     def emit_predict(self, x: v.Buffer, token: v.Expr) -> None:
         """Replace the streams of ``token`` by what the layer predicts."""
-        spec, altup = self.schedule.spec, self.schedule.spec.altup
+        spec, altup = self.schedule.spec, self.schedule.spec.model.altup
         assert altup is not None
         base, count = v.let(token * spec.hidden), altup.streams
         first = v.let(token * (altup.others * spec.hidden))
@@ -157,7 +157,7 @@ class Prediction:
 def take_prediction(schedule: Schedule, take: Parameters, count: v.Expr) -> Prediction | None:
     """Declare the parameters; None for models with one stream.  ``count``: see
     `Schedule.take_chunk`."""
-    spec, altup = schedule.spec, schedule.spec.altup
+    spec, altup = schedule.spec, schedule.spec.model.altup
     if altup is None:
         return None
     streams, rank = altup.streams, altup.laurel_rank
@@ -167,8 +167,8 @@ def take_prediction(schedule: Schedule, take: Parameters, count: v.Expr) -> Pred
         routing=take_routing(schedule, take),
         coefficients=take.take_array("altup_predict", "float32", streams * streams, streams),
         streams=take_streams(schedule, take),
-        inner=take_matrix(take, "laurel_in", rank, spec.hidden, spec.attention),
-        outer=take_matrix(take, "laurel_out", spec.hidden, length, spec.attention),
+        inner=take_matrix(take, "laurel_in", rank, spec.hidden, spec.precision.attention),
+        outer=take_matrix(take, "laurel_out", spec.hidden, length, spec.precision.attention),
         norm=take.take_array("laurel_norm", "float32", spec.hidden),
         laurel=schedule.take_chunk(take, "laurel", length, count),
     )
@@ -188,7 +188,7 @@ class Correction:
 
     def emit_correct(self, x: v.Buffer, token: v.Expr) -> None:
         """Correct the streams of ``token``."""
-        spec, altup = self.schedule.spec, self.schedule.spec.altup
+        spec, altup = self.schedule.spec, self.schedule.spec.model.altup
         assert altup is not None
         base = v.let(token * spec.hidden)
         first = v.let(token * (altup.others * spec.hidden))
@@ -218,7 +218,7 @@ class Correction:
 
     def emit_add(self, hidden: Activations, norm: v.Buffer, token: v.Expr) -> None:
         """Add the norm of ``hidden`` of ``token`` to all streams but x."""
-        spec, altup = self.schedule.spec, self.schedule.spec.altup
+        spec, altup = self.schedule.spec, self.schedule.spec.model.altup
         assert altup is not None
         for stream in range(altup.others):
             row = v.let(token * altup.others + stream)
@@ -227,7 +227,7 @@ class Correction:
 
 def take_correction(schedule: Schedule, take: Parameters) -> Correction | None:
     """Declare the parameters; None for models with one stream."""
-    spec, altup = schedule.spec, schedule.spec.altup
+    spec, altup = schedule.spec, schedule.spec.model.altup
     if altup is None:
         return None
     scale = take.take_array("altup_scale", "float32", spec.hidden) if altup.scaled else None
@@ -251,7 +251,7 @@ class Making:
 
     def emit(self, x: v.Buffer, hidden: Activations, tokens: v.Expr) -> None:
         """Set them for all tokens, of x, which ``hidden`` has quantised."""
-        spec, altup = self.schedule.spec, self.schedule.spec.altup
+        spec, altup = self.schedule.spec, self.schedule.spec.model.altup
         assert altup is not None
         own = altup.others * spec.hidden
 
@@ -271,13 +271,13 @@ class Making:
 
 def take_making(schedule: Schedule, take: Parameters) -> Making | None:
     """Declare the parameters; None for models with one stream."""
-    spec, altup = schedule.spec, schedule.spec.altup
+    spec, altup = schedule.spec, schedule.spec.model.altup
     if altup is None:
         return None
     rows = altup.others * spec.hidden
     return Making(
         schedule=schedule,
-        project=take_matrix(take, "stream_in", rows, spec.hidden, spec.attention),
+        project=take_matrix(take, "stream_in", rows, spec.hidden, spec.precision.attention),
         streams=take_streams(schedule, take),
     )
 
@@ -333,13 +333,15 @@ class Joining:
 
 def take_joining(schedule: Schedule, take: Parameters) -> Joining | None:
     """Declare the parameters; None for models with one stream."""
-    spec, altup = schedule.spec, schedule.spec.altup
+    spec, altup = schedule.spec, schedule.spec.model.altup
     if altup is None:
         return None
     return Joining(
         spec=spec,
         projections=[
-            take_matrix(take, f"stream_out_{stream}", spec.hidden, spec.hidden, spec.attention)
+            take_matrix(
+                take, f"stream_out_{stream}", spec.hidden, spec.hidden, spec.precision.attention
+            )
             for stream in range(altup.others)
         ],
         streams=take_streams(schedule, take),

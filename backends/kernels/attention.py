@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.kv import Cache, count_lanes, load_scales
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec
-from pi2.model.attention import LatentShape
+from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.documents.plan import KvType
 
 QUERIES_TOGETHER = 4
@@ -53,11 +53,11 @@ class Spans:
 
 def find_first(spec: KernelSpec, last: v.Expr) -> v.Expr:
     """Return the first token that the query at ``last`` sees."""
-    if spec.window is None:
+    if spec.attention.window is None:
         return T.int32(0)
-    if spec.chunked_windows:
-        return v.let(last - T.floormod(last, spec.window))
-    return v.let(T.max(last - (spec.window - 1), 0))
+    if spec.attention.options.window_kind == "chunked":
+        return v.let(last - T.floormod(last, spec.attention.window))
+    return v.let(T.max(last - (spec.attention.window - 1), 0))
 
 
 def divide_blocks(
@@ -76,13 +76,13 @@ def divide_blocks(
 def find_share(spec: KernelSpec, top: v.Expr, total: v.Expr, sink: v.Expr | None) -> v.Expr:
     """What sums of shares, relative to the largest score ``top``, are multiplied with; a ``sink``
     has a share, too.  One that is far larger leaves nothing."""
-    scale = v.constant(spec.value_scale, "float32")
+    scale = v.constant(spec.attention.options.value_scale, "float32")
     if sink is None:
         return scale / total
     most = v.let(T.max(top, sink))
     own = v.let(v.take_exponential(top - most, 1))
     share = own / (total * own + v.take_exponential(sink - most, 1))
-    return share if spec.value_scale == 1.0 else share * scale
+    return share if spec.attention.options.value_scale == 1.0 else share * scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def emit_span_attention(
 ) -> None:
     """Attend the heads of ``kv_head`` of ``token`` to the blocks of a span."""
     spec = attending.spec
-    group = spec.heads // spec.kv_heads
+    group = spec.attention.heads // spec.attention.kv_heads
     first = find_first(spec, position)
     skipped = v.let(span * spans.size)
     count = v.let(T.min(spans.blocks - skipped, spans.size))
@@ -116,8 +116,8 @@ def emit_span_attention(
             places.append(place)
             queries.append(
                 _Query(
-                    source=v.let(token * spec.qkv_rows + head * spec.head_dim),
-                    result=v.let(place * spec.head_dim),
+                    source=v.let(token * spec.attention.projected + head * spec.attention.head_dim),
+                    result=v.let(place * spec.attention.head_dim),
                     first=first,
                     last=position,
                 )
@@ -141,15 +141,15 @@ def emit_merge(
 ) -> None:
     """Set ``output`` float32 [tokens, heads * head_dim] of ``token`` to what all spans say;
     ``sinks`` float32 [heads] are scores that no token has."""
-    size = spec.head_dim
+    size = spec.attention.head_dim
     lanes = count_lanes(size)
-    with T.serial(spec.heads) as head:
+    with T.serial(spec.attention.heads) as head:
         first = v.let(head * SPANS)
         top = v.Cell(spans.tops[first])
         with T.serial(spans.count - 1) as step:
             top.set(T.max(top.get(), spans.tops[first + step + 1]))
         total = v.Cell(v.constant(0.0, "float32"))
-        result = v.let(token * spec.width + head * size)
+        result = v.let(token * spec.attention.stored_query + head * size)
         with T.serial(size // lanes * cache.once) as part:
             v.store(output, result + part * lanes, v.constant(0.0, "float32", lanes), lanes)
         with T.serial(spans.count) as step:
@@ -169,8 +169,8 @@ def _emit_scale(
     spec: KernelSpec, cache: Cache, target: v.Buffer, base: v.Expr, factor: v.Expr
 ) -> None:
     """Multiply a head's vector at ``base`` by ``factor``."""
-    lanes = count_lanes(spec.head_dim)
-    with T.serial(spec.head_dim // lanes * cache.once) as part:
+    lanes = count_lanes(spec.attention.head_dim)
+    with T.serial(spec.attention.head_dim // lanes * cache.once) as part:
         place = base + part * lanes
         v.store(target, place, v.load(target, place, lanes) * v.splat(factor, lanes), lanes)
 
@@ -189,7 +189,7 @@ def _emit_queries(
     ``finish(index, largest score, total of shares)`` is called for every query at the end.
     """
     spec, qkv, cache = attending.spec, attending.qkv, attending.cache
-    size, count = spec.head_dim, len(queries)
+    size, count = spec.attention.head_dim, len(queries)
     lanes = count_lanes(size)
     # Elements of 16 tokens' keys: a cache line of them, and two at least, as many as sums.
     together = math.gcd(max(cache.line // KV_BLOCK, 2), size)
@@ -226,8 +226,8 @@ def _emit_queries(
                     cell.set(T.fma(value, key, cell.get()))
         for index, cells in enumerate(sums):
             score = cache.scale_keys(cells[0].get() + cells[1].get(), head, block)
-            if spec.score_cap is not None:
-                score = v.take_cap(score, spec.score_cap, 16)
+            if spec.attention.options.softcap is not None:
+                score = v.take_cap(score, spec.attention.options.softcap, 16)
             v.store(scores, index * 16, score, 16)
         where = v.let(T.ramp(block * KV_BLOCK, 1, 16))
         value_scales = cache.load_value_scales(head, block)
@@ -286,7 +286,7 @@ class Kept:
     """What is kept of a sequence: ``rows`` [context, kept], and for ``int8`` the ``scales`` float16
     [context] of them."""
 
-    shape: LatentShape
+    shape: Latent
     kv: KvType
     rows: v.Buffer
     scales: v.Buffer | None

@@ -92,8 +92,8 @@ class MixingBlock:
                 # What attention has read is not needed any more.
                 v.store(hidden.values, place, total, 1)
                 return
-            if spec.residual_factor != 1.0:
-                total = total * v.constant(spec.residual_factor, "float32")
+            if spec.model.multipliers.residual != 1.0:
+                total = total * v.constant(spec.model.multipliers.residual, "float32")
             v.store(x, place, x[place] + total, 1)
 
         emit_each_token(self.tokens, lambda token: emit_quantize(mixed, token))
@@ -158,9 +158,9 @@ class _Block(MixingBlock):
         spec, qkv, bias = self.schedule.spec, self.qkv, self.bias
 
         def store_qkv(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
-            row = v.let(own + spec.other_qkv) if spec.other_qkv else own
+            row = v.let(own + spec.rows.qkv) if spec.rows.qkv else own
             total = value if bias is None else value + bias[row]
-            v.store(qkv, token * spec.qkv_rows + row, total, 1)
+            v.store(qkv, token * spec.attention.projected + row, total, 1)
 
         self.emit_input(store_qkv)
 
@@ -168,19 +168,19 @@ class _Block(MixingBlock):
         """Turn queries and keys of ``token``, which stands ``offset`` behind the position; keep key
         and value, unless they are another layer's."""
         spec, qkv, cache = self.schedule.spec, self.qkv, self.cache
-        is_first = spec.head_norm_place == "before"
+        is_first = spec.attention.options.head_norm_place == "before"
         if self.head_norms is not None and is_first:
             emit_head_norms(spec, qkv, *self.head_norms, cache.once, token)
-        if spec.value_norm and not spec.borrows_keys:
+        if spec.attention.options.value_norm and spec.attention.has_keys:
             emit_value_norms(spec, qkv, cache.once, token)
-        if spec.qkv_clip is not None:
-            emit_clip(spec, qkv, spec.qkv_clip, cache.once, token)
+        if spec.attention.options.clip is not None:
+            emit_clip(spec, qkv, spec.attention.options.clip, cache.once, token)
         at = v.let(self.position + offset)
         emit_rope(spec, qkv, self.tables, cache.once, token, at, self.growth)
         if self.head_norms is not None and not is_first:
             emit_head_norms(spec, qkv, *self.head_norms, cache.once, token)
             emit_scale_queries(spec, qkv, cache.once, token, at, self.growth)
-        if not spec.borrows_keys:
+        if spec.attention.has_keys:
             emit_append(spec, qkv, cache, token, at)
 
     def emit_keep_and_mix(self) -> None:
@@ -198,7 +198,7 @@ class _Block(MixingBlock):
         spec, qkv, cache, position = self.schedule.spec, self.qkv, self.cache, self.position
         spans = divide_blocks(spec, position, *self.spans)
         attending = Attending(spec, qkv, cache)
-        span_bytes = 2 * KV_BLOCK * spec.head_dim * KV_ELEMENT_BYTES[spec.kv]
+        span_bytes = 2 * KV_BLOCK * spec.attention.head_dim * KV_ELEMENT_BYTES[spec.kv]
 
         def attend_span(task: v.Expr) -> None:
             span = v.let(T.floormod(task, spans.count))
@@ -206,8 +206,8 @@ class _Block(MixingBlock):
             emit_span_attention(attending, spans, position, span, head, token)
 
         emit_shared(
-            spec.kv_heads * spans.count,
-            v.wide(spans.blocks) * (span_bytes * spec.kv_heads),
+            spec.attention.kv_heads * spans.count,
+            v.wide(spans.blocks) * (span_bytes * spec.attention.kv_heads),
             attend_span,
         )
         emit_merge(spec, spans, cache, self.mixed.values, token, self.sinks)
@@ -228,12 +228,12 @@ class _Block(MixingBlock):
             room=self.room,
         )
         emit_chunk_attention(chunk)
-        if self.schedule.spec.output_gate or self.mixed_norm is not None:
+        if self.schedule.spec.attention.options.output_gate or self.mixed_norm is not None:
             emit_each_token(self.tokens, self.emit_end)
 
     def emit_end(self, token: v.Expr) -> None:
         """Change what ``token`` has mixed as the projection takes it: gates and a norm."""
-        if self.schedule.spec.output_gate:
+        if self.schedule.spec.attention.options.output_gate:
             self.emit_gates(token)
         if self.mixed_norm is not None:
             spec, once = self.schedule.spec, self.hidden.once
@@ -242,19 +242,23 @@ class _Block(MixingBlock):
     def emit_gates(self, token: v.Expr) -> None:
         """Multiply what ``token`` has mixed by its gates' sigmoids or softplus."""
         spec, values = self.schedule.spec, self.mixed.values
-        size = spec.heads * spec.head_dim
+        size = spec.attention.heads * spec.attention.head_dim
         lanes = count_lanes(size)
-        gates = v.let(token * spec.qkv_rows + (spec.qkv_rows - size))
+        gates = v.let(token * spec.attention.projected + (spec.attention.projected - size))
         with T.serial(size // lanes * self.hidden.once) as step:
-            place = v.let(token * spec.width + step * lanes)
+            place = v.let(token * spec.attention.stored_query + step * lanes)
             gate = v.let(v.load(self.qkv, gates + step * lanes, lanes))
-            take = v.take_softplus if spec.softplus_gates else v.take_sigmoid
+            take = (
+                v.take_softplus
+                if spec.attention.options.output_gate_function == "softplus"
+                else v.take_sigmoid
+            )
             part = v.load(values, place, lanes) * take(gate, lanes)
             v.store(values, place, part, lanes)
 
     def emit_output(self) -> None:
         """Project what was mixed and add it to x."""
-        self.emit_add(self.mixed, self.schedule.spec.other_output)
+        self.emit_add(self.mixed, self.schedule.spec.rows.output)
 
 
 def _take_block(
@@ -268,46 +272,62 @@ def _take_block(
     x = schedule.take_rows(take, "x")
     before = schedule.take_rows(take, "before") if spec.keeps_input else None
     norm = schedule.take_input_norm(take)
-    project = take_matrix(take, "qkv", spec.qkv_rows - spec.other_qkv, spec.hidden, spec.attention)
-    bias = take.take_array("bias", "float32", spec.qkv_rows) if spec.qkv_bias else None
+    project = take_matrix(
+        take, "qkv", spec.attention.projected - spec.rows.qkv, spec.hidden, spec.precision.attention
+    )
+    bias = (
+        take.take_array("bias", "float32", spec.attention.projected)
+        if spec.attention.options.has_bias
+        else None
+    )
     head_norms = None
-    if spec.head_norm:
-        is_whole = spec.head_norm_of == "all"
-        sizes = (spec.heads, spec.kv_heads) if is_whole else (1, 1)
-        query_norm = take.take_array("query_norm", "float32", sizes[0] * spec.head_dim)
+    if spec.attention.head_norm:
+        is_whole = spec.attention.options.head_norm_of == "all"
+        sizes = (spec.attention.heads, spec.attention.kv_heads) if is_whole else (1, 1)
+        query_norm = take.take_array("query_norm", "float32", sizes[0] * spec.attention.head_dim)
         key_norm = None
-        if not spec.borrows_keys:
-            key_norm = take.take_array("key_norm", "float32", sizes[1] * spec.head_dim)
+        if spec.attention.has_keys:
+            key_norm = take.take_array("key_norm", "float32", sizes[1] * spec.attention.head_dim)
         head_norms = (query_norm, key_norm)
-    sinks = take.take_array("sinks", "float32", spec.heads) if spec.sinks else None
-    growth = take.take_array("growth", "float32", "context") if spec.growth else None
+    sinks = (
+        take.take_array("sinks", "float32", spec.attention.heads) if spec.attention.sinks else None
+    )
+    growth = take.take_array("growth", "float32", "context") if spec.attention.growth else None
     output = take_matrix(
-        take, "output", spec.hidden - spec.other_output, spec.width, spec.attention
+        take,
+        "output",
+        spec.hidden - spec.rows.output,
+        spec.attention.stored_query,
+        spec.precision.attention,
     )
     output_bias = (
-        take.take_array("output_bias", "float32", spec.hidden) if spec.output_bias else None
+        take.take_array("output_bias", "float32", spec.hidden)
+        if spec.attention.options.output_bias
+        else None
     )
     output_norm = (
-        take.take_array("output_norm", "float32", spec.hidden) if spec.norm_outputs else None
+        take.take_array("output_norm", "float32", spec.hidden) if spec.norm.outputs else None
     )
-    half = ("float32", "context", spec.head_dim // 2)
+    half = ("float32", "context", spec.attention.head_dim // 2)
     tables = (take.take_array("cosines", *half), take.take_array("sines", *half))
-    kept = (KV_DTYPES[spec.kv], "context", spec.kv_heads, spec.head_dim)
+    kept = (KV_DTYPES[spec.kv], "context", spec.attention.kv_heads, spec.attention.head_dim)
     keys, values = take.take_array("keys", *kept), take.take_array("values", *kept)
     scales = None
     if spec.kv == "int8":
-        each = ("float16", "context", spec.kv_heads)
+        each = ("float16", "context", spec.attention.kv_heads)
         scales = (take.take_array("key_scales", *each), take.take_array("value_scales", *each))
-    qkv = take.take_array("qkv", "float32", "tokens", spec.qkv_rows)
+    qkv = take.take_array("qkv", "float32", "tokens", spec.attention.projected)
     # Which token it is may be 0, and the context never is.
     count = tokens if number == "tokens" else context
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, count)
-    mixed = schedule.take_chunk(take, "mixed", spec.width, count)
+    mixed = schedule.take_chunk(take, "mixed", spec.attention.stored_query, count)
     mixed_norm = (
-        take.take_array("mixed_norm", "float32", spec.width) if spec.attention_sub_norm else None
+        take.take_array("mixed_norm", "float32", spec.attention.stored_query)
+        if spec.attention.options.sub_norm
+        else None
     )
-    spans = (spec.heads, SPANS)
-    sums = take.take_array("span_sums", "float32", *spans, spec.head_dim)
+    spans = (spec.attention.heads, SPANS)
+    sums = take.take_array("span_sums", "float32", *spans, spec.attention.head_dim)
     tops, totals = (
         take.take_array(f"span_{name}", "float32", *spans) for name in ("tops", "totals")
     )

@@ -53,10 +53,10 @@ def emit_chunk_attention(chunk: Chunk) -> None:
     threads = spec.threads
     most = chunk.room.layout.tokens
     # Few tokens are divided among the threads, too.
-    work = v.let(chunk.tokens * spec.kv_heads)
+    work = v.let(chunk.tokens * spec.attention.kv_heads)
     each = v.let(T.min(most, T.floordiv(work + threads - 1, threads)))
     tiles = v.let(T.floordiv(chunk.tokens + each - 1, each))
-    tasks = v.let(tiles * spec.kv_heads)
+    tasks = v.let(tiles * spec.attention.kv_heads)
     with T.parallel(threads) as thread, T.serial(T.floordiv(tasks + threads - 1, threads)) as turn:
         # Back and forth: no thread gets the later token of every pair.
         place = T.Select(T.floormod(turn, 2) == 0, thread, threads - 1 - thread)
@@ -82,7 +82,7 @@ class _Task:
     def group(self) -> int:
         """Heads that share a key and value head."""
         spec = self.chunk.schedule.spec
-        return spec.heads // spec.kv_heads
+        return spec.attention.heads // spec.attention.kv_heads
 
     def emit(self) -> None:
         """Mix for all of its queries."""
@@ -95,9 +95,9 @@ class _Task:
         with T.serial(tiles * rows) as slot:
             # Slots of the last tile that are left over repeat the last query.
             token, head = self._find_query(v.let(T.min(slot, queries - 1)))
-            place = v.let(token * spec.qkv_rows + head * spec.head_dim)
+            place = v.let(token * spec.attention.projected + head * spec.attention.head_dim)
             room.integers["query_places"].store(slot, place, 1)
-            place = v.let(token * spec.width + head * spec.head_dim)
+            place = v.let(token * spec.attention.stored_query + head * spec.attention.head_dim)
             room.integers["result_places"].store(slot, place, 1)
             room.floats["tops"].store(slot, v.constant(NEVER, "float32"), 1)
             zeros = v.constant(0.0, "float32", LANES)
@@ -119,7 +119,7 @@ class _Task:
                 last = T.min(tile * rows + rows, queries) - 1
                 highest = v.let(start + T.floordiv(last, self.group))
                 sees = highest >= token
-                if spec.window is not None:
+                if spec.attention.window is not None:
                     sees = T.And(sees, find_first(spec, lowest) < token + length)
                 with T.If(sees), T.Then():
                     own = Tile(first=v.let(tile * rows), start=start, queries=queries)
@@ -134,7 +134,7 @@ class _Task:
         spec, layout = self.chunk.schedule.spec, self.room.layout
         lowest = v.let(tile.start + T.floordiv(tile.first, self.group))
         sees = block.token + layout.block - 1 <= lowest
-        if spec.window is not None:
+        if spec.attention.window is not None:
             last = T.min(tile.first + layout.rows, tile.queries) - 1
             highest = v.let(tile.start + T.floordiv(last, self.group))
             sees = T.And(sees, find_first(spec, highest) <= block.token)
@@ -144,7 +144,7 @@ class _Task:
         """Ask for a query's part of the next block: all at once, requests would wait for each
         other."""
         cache, layout = self.chunk.cache, self.room.layout
-        size = self.chunk.schedule.spec.head_dim
+        size = self.chunk.schedule.spec.attention.head_dim
         part = round_up(ceil(layout.block * size / layout.slots), cache.line)
         first = v.let((block.head + v.wide(block.token + layout.block)) * size + slot * part)
         for line in range(0, part, cache.line):
@@ -162,9 +162,9 @@ class _Task:
         sink = None if chunk.sinks is None else chunk.sinks[self._find_query(slot)[1]]
         share = find_share(spec, room.floats["tops"].load(slot, 1), total, sink)
         factor = v.let(share)
-        lanes = count_lanes(spec.head_dim)
+        lanes = count_lanes(spec.attention.head_dim)
         result = v.let(room.integers["result_places"].load(slot, 1))
-        with T.serial(spec.head_dim // lanes * chunk.cache.once) as part:
+        with T.serial(spec.attention.head_dim // lanes * chunk.cache.once) as part:
             place = v.let(result + part * lanes)
             value = v.load(chunk.output, place, lanes) * v.splat(factor, lanes)
             v.store(chunk.output, place, value, lanes)
@@ -218,7 +218,7 @@ def _emit_row_shares(
                 where = v.let(T.ramp(block.token + part, 1, LANES))
                 # Not named: TVM's analyzer cannot hold vectors of bool.
                 hidden = where > v.splat(last, LANES)
-                if spec.window is not None:
+                if spec.attention.window is not None:
                     hidden = T.Or(hidden, where < v.splat(find_first(spec, last), LANES))
                 score = v.let(T.Select(hidden, v.constant(NEVER, "float32", LANES), score))
                 scores.store(base + part, score, LANES)

@@ -63,7 +63,7 @@ def find_value(
     if weight is not None and bundles.spec.weighs_input:
         terms, weight = [v.let(term * weight) for term in terms], None
     cutoff = None if cutoffs is None else v.let(cutoffs[token])
-    value = activate(bundles.spec, terms[0], terms[1] if bundles.spec.gated else None, cutoff)
+    value = activate(bundles.spec, terms[0], terms[1] if bundles.spec.ffn.gated else None, cutoff)
     return value if weight is None else value * weight
 
 
@@ -164,8 +164,8 @@ def emit_downs(
 ) -> None:
     """Add each of some down vectors times its value to ``target[base:]`` (lane order), one
     after the other; ``ask`` is told what is read, and when.  ``once``: see `Activations`."""
-    unpacking = find_unpacking(spec.ffn)
-    size = weight_bytes(GROUP, spec.ffn)
+    unpacking = find_unpacking(spec.precision.ffn)
+    size = weight_bytes(GROUP, spec.precision.ffn)
 
     def add_rows(
         vectors: Sequence[Sequence[tuple[v.Expr, v.Expr]]], scales: Sequence[v.Expr], lanes: int

@@ -60,7 +60,7 @@ def emit_dense(
     """
     spec, chosen, count = every.bundles.spec, every.chosen, every.size
     threads, hidden = spec.threads, spec.hidden
-    if takes_blocks(isa, activations, spec.ffn):
+    if takes_blocks(isa, activations, spec.precision.ffn):
         with T.If(has_many(activations, tokens)), T.Then():
             emit_blocks(activations, tokens, chosen)
     with T.serial(T.floordiv(count + PANEL - 1, PANEL)) as number:
@@ -77,7 +77,7 @@ def emit_dense(
         elif not spec.is_smooth or room.squares is not None:
             with T.parallel(tokens) as token:
                 _emit_masks(panel, token, room.masks, room.squares)
-        runs = find_unpacking(spec.ffn).list_tiles(hidden)
+        runs = find_unpacking(spec.precision.ffn).list_tiles(hidden)
         with T.parallel(threads) as thread:
             begin, end = emit_split(thread, threads, sum(tiles for _, _, tiles in runs))
             with T.serial(end - begin) as step:
@@ -108,7 +108,7 @@ def _emit_tile_sum(
     bundles, chosen, spec = panel.bundles, panel.chosen, panel.bundles.spec
     size, values, masks, unpacked = panel.size, panel.values, room.masks, room.unpacked
     scratch, lanes = tile.scratch, tile.lanes
-    unpacking = find_unpacking(spec.ffn)
+    unpacking = find_unpacking(spec.precision.ffn)
     number = T.floordiv(tile.number, unpacking.tiles)
     first = v.let(tile.group + number * unpacking.count_groups(lanes))
     chunk = v.let(T.floormod(tile.number, unpacking.tiles))

@@ -110,10 +110,12 @@ def _take_router(schedule: Schedule, take: Parameters, hidden: Activations) -> R
         return take.take_array(name, "float32", length) if is_there else None
 
     return RouterArrays(
-        inputs=schedule.take_rows(take, "before") if router.reads_layer_input else hidden.values,
+        inputs=schedule.take_rows(take, "before")
+        if router.router_input == "layer"
+        else hidden.values,
         rows=take.take_array("router", "float32", router.experts, spec.hidden),
-        bias=take_row("router_bias", router.has_bias, router.experts),
-        choice_bias=take_row("choice_bias", router.has_choice_bias, router.experts),
+        bias=take_row("router_bias", router.router_bias, router.experts),
+        choice_bias=take_row("choice_bias", router.choice_bias, router.experts),
         shared=take_row("shared_router", router.shared_gate, spec.hidden),
         routes=take.take_array("routes", "float32", "tokens", spec.experts),
     )
@@ -336,11 +338,11 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     x = schedule.take_rows(take, "x")
     y = take.take_array("y", "float32", "tokens", spec.neuron_width)
     # Those of experts are added where tokens are routed.
-    has_bias = spec.ffn_bias and not spec.experts
+    has_bias = spec.ffn.bias and not spec.experts
     bias = take.take_array("down_bias", "float32", spec.hidden) if has_bias else None
-    norm = take.take_array("output_norm", "float32", spec.hidden) if spec.norm_outputs else None
-    whole = schedule.take_rows(take, "whole") if spec.norm_outputs else None
-    scale = take.take_array("layer_scale", "float32", 1) if spec.layer_scale else None
+    norm = take.take_array("output_norm", "float32", spec.hidden) if spec.norm.outputs else None
+    whole = schedule.take_rows(take, "whole") if spec.norm.outputs else None
+    scale = take.take_array("layer_scale", "float32", 1) if spec.model.layer_scale else None
     squares = _take_squares(schedule, take)
     side = take_side_ffn(schedule, take, tokens)
     own = take_layer_input(schedule, take, tokens)
@@ -366,7 +368,7 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
     def add_sum(token: v.Expr, base: v.Expr) -> None:
         if norm is not None and whole is not None:
             emit_fill(whole, base, spec.hidden, 0.0)
-            emit_leave_lane_order(spec.hidden, spec.ffn, y, whole, token)
+            emit_leave_lane_order(spec.hidden, spec.precision.ffn, y, whole, token)
             if bias is not None:
                 emit_add_scaled(bias, whole, base, spec.hidden, 1.0)
             once, given = T.min(tokens, 1), whole
@@ -375,10 +377,10 @@ def emit_end_ffn(schedule: Schedule, take: Parameters) -> None:
                 given = y
             emit_add_normalized(spec, given, x, norm, once, token)
             return
-        emit_scale(y, base, spec.hidden, spec.residual_factor)
-        emit_leave_lane_order(spec.hidden, spec.ffn, y, x, token)
+        emit_scale(y, base, spec.hidden, spec.model.multipliers.residual)
+        emit_leave_lane_order(spec.hidden, spec.precision.ffn, y, x, token)
         if bias is not None:
-            emit_add_scaled(bias, x, base, spec.hidden, spec.residual_factor)
+            emit_add_scaled(bias, x, base, spec.hidden, spec.model.multipliers.residual)
 
     emit_each_token(tokens, finish)
     if own is not None:

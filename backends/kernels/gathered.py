@@ -128,7 +128,7 @@ def emit_gathered_gates(
             for place, gate in zip(places, found, strict=True):
                 v.store(gates, place, gate[0], 1)
 
-    emit_shared(spec.threads, v.wide(count) * vector_bytes(spec.hidden, spec.ffn), emit)
+    emit_shared(spec.threads, v.wide(count) * vector_bytes(spec.hidden, spec.precision.ffn), emit)
 
 
 DOWN_TURNS = 16
@@ -188,8 +188,8 @@ class Run:
         parts, scales = self.take_parts(places, name), self.bundles.scales
         part = next(part for part in self.spec.bundle.parts if part.name == name)
         has_rows = scales is not None and part.resident
-        own = GROUP if part.spread else scale_bytes(GROUP, self.spec.ffn)
-        weights = weight_bytes(GROUP, self.spec.ffn)
+        own = GROUP if part.spread else scale_bytes(GROUP, self.spec.precision.ffn)
+        weights = weight_bytes(GROUP, self.spec.precision.ffn)
 
         def ask(index: int, byte: v.Expr, size: int) -> None:
             # Scales follow the weights: the processor has begun to read ahead by then.
@@ -262,7 +262,7 @@ def emit_gathered(
         if scratch.squares is not None:
             scratch.squares.set_own(thread, scratch.values, first, fired)
 
-    read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.ffn))
+    read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.precision.ffn))
     emit_shared(threads, read_bytes, emit)
     emit_add(spec, scratch.partial, total, token)
     if scratch.squares is not None:

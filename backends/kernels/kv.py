@@ -103,16 +103,16 @@ def emit_rope(
     ``qkv`` float32 [tokens, qkv_rows]; ``tables``: cosines and sines float32 [context, head_dim /
     2]; element d of a head turns with element d + head_dim / 2.
     """
-    size, half = spec.head_dim, spec.head_dim // 2
+    size, half = spec.attention.head_dim, spec.attention.head_dim // 2
     cosines, sines = tables
     lanes = count_lanes(half)
-    start = v.let(token * spec.qkv_rows)
+    start = v.let(token * spec.attention.projected)
     query_scale = _find_query_scale(spec, at, growth)
-    if spec.head_norm and spec.head_norm_place == "after":
+    if spec.attention.head_norm and spec.attention.options.head_norm_place == "after":
         query_scale = v.constant(1.0, "float32")
-    runs = [(0, spec.heads, query_scale)]
-    if not spec.borrows_keys:
-        runs.append((spec.heads, spec.kv_heads, v.constant(1.0, "float32")))
+    runs = [(0, spec.attention.heads, query_scale)]
+    if spec.attention.has_keys:
+        runs.append((spec.attention.heads, spec.attention.kv_heads, v.constant(1.0, "float32")))
     for origin, heads, scale in runs:
         with T.serial(heads) as head, T.serial(half // lanes * once) as step:
             place = v.let(start + (head + origin) * size + step * lanes)
@@ -126,7 +126,9 @@ def emit_rope(
 
 
 def _find_query_scale(spec: KernelSpec, at: v.Expr, growth: v.Buffer | None) -> v.Expr:
-    scale = v.constant(spec.score_scale or 1.0 / math.sqrt(spec.head_dim), "float32")
+    scale = v.constant(
+        spec.attention.options.scale or 1.0 / math.sqrt(spec.attention.head_dim), "float32"
+    )
     return v.let(scale if growth is None else scale * growth[at])
 
 
@@ -139,38 +141,38 @@ def emit_scale_queries(
     growth: v.Buffer | None,
 ) -> None:
     """Multiply queries of ``token``, which stands ``at``, by the score's scale."""
-    size = spec.heads * spec.head_dim
+    size = spec.attention.heads * spec.attention.head_dim
     lanes = count_lanes(size)
     factor = _find_query_scale(spec, at, growth)
     with T.serial(size // lanes * once) as step:
-        place = v.let(token * spec.qkv_rows + step * lanes)
+        place = v.let(token * spec.attention.projected + step * lanes)
         v.store(qkv, place, v.load(qkv, place, lanes) * v.splat(factor, lanes), lanes)
 
 
 def emit_clip(spec: KernelSpec, qkv: v.Buffer, limit: float, once: v.Expr, token: v.Expr) -> None:
     """Cut queries, keys and values of ``token`` to -limit..limit."""
-    own = 0 if spec.borrows_keys else 2 * spec.kv_heads
-    size = (spec.heads + own) * spec.head_dim
+    own = 0 if not spec.attention.has_keys else 2 * spec.attention.kv_heads
+    size = (spec.attention.heads + own) * spec.attention.head_dim
     lanes = count_lanes(size)
     low, high = (v.constant(side, "float32", lanes) for side in (-limit, limit))
     with T.serial(size // lanes * once) as step:
-        place = v.let(token * spec.qkv_rows + step * lanes)
+        place = v.let(token * spec.attention.projected + step * lanes)
         v.store(qkv, place, T.max(T.min(v.load(qkv, place, lanes), high), low), lanes)
 
 
 def emit_append(spec: KernelSpec, qkv: v.Buffer, cache: Cache, token: v.Expr, at: v.Expr) -> None:
     """Append keys and values of ``token``, which stands ``at``, from ``qkv`` float32 [tokens,
     qkv_rows]."""
-    size = spec.head_dim
-    with T.serial(spec.kv_heads) as head:
+    size = spec.attention.head_dim
+    with T.serial(spec.attention.kv_heads) as head:
         context = v.let(v.wide(head) * v.wide(cache.context))
         inside = v.wide(T.floormod(at, KV_BLOCK))
         row = v.let((context + v.wide(at) - inside) * size + inside)
-        source = v.let(token * spec.qkv_rows + (spec.heads + head) * size)
+        source = v.let(token * spec.attention.projected + (spec.attention.heads + head) * size)
         place = v.wide(head) * v.wide(cache.context) + v.wide(at)
         keys = _Kept(cache.keys, row, KV_BLOCK, cache.key_scales, place)
         _emit_vector(spec, qkv, source, keys, cache.once)
-        source = v.let(source + spec.kv_heads * size)
+        source = v.let(source + spec.attention.kv_heads * size)
         row = v.let((context + v.wide(at)) * size)
         values = _Kept(cache.values, row, 1, cache.value_scales, place)
         _emit_vector(spec, qkv, source, values, cache.once)
@@ -189,7 +191,7 @@ class _Kept:
 
 def _emit_vector(spec: KernelSpec, qkv: v.Buffer, source: v.Expr, to: _Kept, once: v.Expr) -> None:
     """Store a head's vector from ``qkv[source:]``."""
-    size = spec.head_dim
+    size = spec.attention.head_dim
     lanes = count_lanes(size)
     dtype = KV_DTYPES[spec.kv]
     factor = None

@@ -33,8 +33,8 @@ from pi2.backends.kernels.matrix import (
 from pi2.backends.kernels.operands import Activations
 from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_activations, take_matrix
 from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS
-from pi2.model.attention import LatentShape
 from pi2.plan.arithmetic.units import KV_ELEMENT_BYTES
+from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.weights.layout import fill_groups, vector_bytes
 
 
@@ -65,7 +65,7 @@ def emit_latent_output(schedule: Schedule, take: Parameters) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block(MixingBlock):
-    latent: LatentShape
+    latent: Latent
     query_norm: v.Buffer | None
     query_out: Matrix | None
     norm_weight: v.Buffer
@@ -90,14 +90,14 @@ class _Block(MixingBlock):
 
     def _find_scale(self, at: v.Expr) -> v.Expr:
         """Return the factor of scores of the token that stands ``at``."""
-        scale = self.schedule.spec.score_scale or 1.0 / math.sqrt(self.latent.key)
+        scale = self.schedule.spec.attention.options.scale or 1.0 / math.sqrt(self.latent.key)
         factor = v.constant(scale, "float32")
         return v.let(factor if self.growth is None else factor * self.growth[at])
 
     def emit_project(self) -> None:
         """Normalise x; queries of what is kept, and what is to be kept, of all tokens."""
         spec, isa, latent = self.schedule.spec, self.schedule.isa, self.latent
-        qkv, bias, rows = self.qkv, self.bias, spec.qkv_rows
+        qkv, bias, rows = self.qkv, self.bias, spec.attention.projected
 
         def store_qkv(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             v.store(qkv, token * rows + row, value if bias is None else value + bias[row], 1)
@@ -105,8 +105,8 @@ class _Block(MixingBlock):
         def normalize(token: v.Expr) -> None:
             place = v.let(token * rows + (rows - latent.kept))
             _emit_vector_norm(self, qkv, place, self.norm_weight, latent.rank, qkv, place)
-            if latent.gates:
-                self._emit_gates(v.let(place - latent.gates))
+            if self.schedule.spec.attention.gates:
+                self._emit_gates(v.let(place - self.schedule.spec.attention.gates))
             rank = latent.query_rank
             if self.made is not None and self.query_norm is not None and rank is not None:
                 start = v.let(token * rows)
@@ -118,7 +118,7 @@ class _Block(MixingBlock):
         self.emit_input(store_qkv)
         emit_each_token(self.tokens, normalize)
         if self.made is not None and self.query_out is not None:
-            width = spec.heads * latent.key
+            width = spec.attention.heads * latent.key
 
             def store_query(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
                 v.store(self.queries, token * width + row, value, 1)
@@ -134,23 +134,23 @@ class _Block(MixingBlock):
 
     def _emit_gates(self, first: v.Expr) -> None:
         """Turn the gates of all heads, from ``first`` on, into factors."""
-        with T.serial(self.latent.gates) as head:
+        with T.serial(self.schedule.spec.attention.gates) as head:
             place = v.let(first + head)
             v.store(self.qkv, place, v.take_sigmoid(v.let(self.qkv[place]), 1), 1)
 
     def _find_query(self, token: v.Expr, head: v.Expr) -> tuple[v.Buffer, v.Expr]:
-        key, heads = self.latent.key, self.schedule.spec.heads
+        key, heads = self.latent.key, self.schedule.spec.attention.heads
         if self.made is None:
-            return self.qkv, v.let(token * self.schedule.spec.qkv_rows + head * key)
+            return self.qkv, v.let(token * self.schedule.spec.attention.projected + head * key)
         return self.queries, v.let((token * heads + head) * key)
 
     def _emit_plain(self, token: v.Expr) -> None:
         """Take the plain parts of the queries of ``token``."""
         size = self.latent.plain
         lanes = math.gcd(size, 16)
-        with T.serial(self.schedule.spec.heads) as head:
+        with T.serial(self.schedule.spec.attention.heads) as head:
             source, place = self._find_query(token, head)
-            vector = v.let(token * self.schedule.spec.heads + head)
+            vector = v.let(token * self.schedule.spec.attention.heads + head)
             with T.serial(size // lanes * self.hidden.once) as step:
                 part = v.load(source, place + step * lanes, lanes)
                 v.store(self.plain.values, vector * self.plain.length + step * lanes, part, lanes)
@@ -168,20 +168,20 @@ class _Block(MixingBlock):
         spec, isa, tokens = self.schedule.spec, self.schedule.isa, self.tokens
 
         def emit_thread(thread: v.Expr) -> None:
-            begin, end = emit_split(thread, spec.threads, spec.heads * rows)
+            begin, end = emit_split(thread, spec.threads, spec.attention.heads * rows)
             with T.serial(end - begin) as step:
                 row = v.let(begin + step)
                 head = v.let(T.floordiv(row, rows))
                 inside = v.let(row - head * rows)
                 with T.serial(tokens) as token:
-                    vector = v.let(token * spec.heads + head)
+                    vector = v.let(token * spec.attention.heads + head)
 
                     def keep(_token: v.Expr, _row: v.Expr, value: v.Expr) -> None:
                         finish(vector, inside, value)
 
                     emit_row(isa, matrix.take_row(row), activations, vector, row, keep)
 
-        read_bytes = spec.heads * rows * vector_bytes(matrix.length, matrix.precision)
+        read_bytes = spec.attention.heads * rows * vector_bytes(matrix.length, matrix.precision)
         with T.If(tokens == 1):
             with T.Then():
                 emit_shared(spec.threads, read_bytes, emit_thread)
@@ -193,13 +193,13 @@ class _Block(MixingBlock):
         the position; keep its row."""
         spec, latent = self.schedule.spec, self.latent
         at = v.let(self.position + offset)
-        row = v.let(token * spec.qkv_rows + (spec.qkv_rows - latent.kept))
+        row = v.let(token * spec.attention.projected + (spec.attention.projected - latent.kept))
         place = v.let(row + latent.rank)
         self._emit_turn(self.qkv, place, self.qkv, place, at)
         emit_keep_row(self.kept, self.qkv, row, at)
-        with T.serial(spec.heads) as head:
+        with T.serial(spec.attention.heads) as head:
             source, query = self._find_query(token, head)
-            target = v.let((token * spec.heads + head) * latent.kept + latent.rank)
+            target = v.let((token * spec.attention.heads + head) * latent.kept + latent.rank)
             first = v.let(query + latent.plain)
             self._emit_turn(source, first, self.absorbed, target, at)
 
@@ -230,7 +230,7 @@ class _Block(MixingBlock):
                 self._emit_mix_chunk()
 
     def _list_heads(self, token: v.Expr, first: v.Expr) -> list[v.Expr]:
-        heads = self.schedule.spec.heads
+        heads = self.schedule.spec.attention.heads
         return [
             v.let(token * heads + first + index) for index in range(count_heads_together(heads))
         ]
@@ -239,7 +239,7 @@ class _Block(MixingBlock):
         """Attention of ``token`` alone, at the position."""
         spec, latent, kept, position = self.schedule.spec, self.latent, self.kept, self.position
         spans = divide_blocks(spec, position, *self.spans)
-        together = count_heads_together(spec.heads)
+        together = count_heads_together(spec.attention.heads)
         row_bytes = KV_BLOCK * latent.kept * KV_ELEMENT_BYTES[spec.kv]
         scale = self._find_scale(position)
 
@@ -260,17 +260,21 @@ class _Block(MixingBlock):
             heads = MixedHeads(self.absorbed, sources, spans.sums, results)
             emit_heads(kept, heads, position, begin, count, scale, finish)
 
-        tasks = spec.heads // together * spans.count
-        emit_shared(tasks, v.wide(spans.blocks) * (row_bytes * spec.heads), attend_span)
+        tasks = spec.attention.heads // together * spans.count
+        emit_shared(tasks, v.wide(spans.blocks) * (row_bytes * spec.attention.heads), attend_span)
         values, length = self.found.values, self.found.length
         emit_merge_spans(
-            kept, spans, spec.heads, values, lambda head: (token * spec.heads + head) * length
+            kept,
+            spans,
+            spec.attention.heads,
+            values,
+            lambda head: (token * spec.attention.heads + head) * length,
         )
 
     def _emit_mix_chunk(self) -> None:
         spec, latent, kept, tokens = self.schedule.spec, self.latent, self.kept, self.tokens
-        together = count_heads_together(spec.heads)
-        with T.parallel(tokens * (spec.heads // together)) as task:
+        together = count_heads_together(spec.attention.heads)
+        with T.parallel(tokens * (spec.attention.heads // together)) as task:
             # Heads outermost: every thread gets early and late tokens alike.
             token = v.let(T.floormod(task, tokens))
             vectors = self._list_heads(token, v.let(T.floordiv(task, tokens) * together))
@@ -292,20 +296,20 @@ class _Block(MixingBlock):
         spec, latent = self.schedule.spec, self.latent
 
         def quantize(token: v.Expr) -> None:
-            with T.serial(spec.heads) as head:
-                emit_quantize(self.found, v.let(token * spec.heads + head))
+            with T.serial(spec.attention.heads) as head:
+                emit_quantize(self.found, v.let(token * spec.attention.heads + head))
 
         def store_value(vector: v.Expr, row: v.Expr, value: v.Expr) -> None:
-            token = v.let(T.floordiv(vector, spec.heads))
-            head = v.let(vector - token * spec.heads)
-            if latent.gates:
-                first = spec.qkv_rows - latent.kept - latent.gates
-                value = value * self.qkv[token * spec.qkv_rows + first + head]
-            place = token * spec.width + head * spec.head_dim + row
+            token = v.let(T.floordiv(vector, spec.attention.heads))
+            head = v.let(vector - token * spec.attention.heads)
+            if self.schedule.spec.attention.gates:
+                first = spec.attention.projected - latent.kept - self.schedule.spec.attention.gates
+                value = value * self.qkv[token * spec.attention.projected + first + head]
+            place = token * spec.attention.stored_query + head * spec.attention.head_dim + row
             v.store(self.mixed.values, place, value, 1)
 
         emit_each_token(self.tokens, quantize)
-        self._emit_by_head(self.to_value, spec.head_dim, self.found, store_value)
+        self._emit_by_head(self.to_value, spec.attention.head_dim, self.found, store_value)
         self.emit_add(self.mixed)
 
 
@@ -335,9 +339,9 @@ def _emit_vector_norm(
 
 def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
     """Declare the parameters; ``number`` names the first: how many tokens, or which."""
-    spec, latent = schedule.spec, schedule.spec.latent
+    spec, latent = schedule.spec, schedule.spec.attention.latent
     assert latent is not None
-    heads, precision = spec.heads, spec.attention
+    heads, precision = spec.attention.heads, spec.precision.attention
     tokens = take.take_number(number)
     position = take.take_number("position")
     context = take.take_number("context")
@@ -346,8 +350,12 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
     x = schedule.take_rows(take, "x")
     before = schedule.take_rows(take, "before") if spec.keeps_input else None
     norm = schedule.take_input_norm(take)
-    project = take_matrix(take, "qkv", spec.qkv_rows, spec.hidden, precision)
-    bias = take.take_array("bias", "float32", spec.qkv_rows) if spec.qkv_bias else None
+    project = take_matrix(take, "qkv", spec.attention.projected, spec.hidden, precision)
+    bias = (
+        take.take_array("bias", "float32", spec.attention.projected)
+        if spec.attention.options.has_bias
+        else None
+    )
     query_norm = query_out = made = None
     if latent.query_rank:
         size = fill_groups(latent.query_rank)
@@ -364,7 +372,7 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
     def take_weights(name: str, rows: int, width: int) -> Matrix:
         return take_matrix(take, name, heads * rows, fill_groups(width), precision)
 
-    output = take_matrix(take, "output", spec.hidden, spec.width, precision)
+    output = take_matrix(take, "output", spec.hidden, spec.attention.stored_query, precision)
     vector = ("float32", spec.hidden)
     half = ("float32", "context", latent.rotated // 2)
     scales = None
@@ -387,21 +395,23 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
         query_out=query_out,
         norm_weight=take.take_array("latent_norm", "float32", latent.rank),
         to_latent=take_weights("latent_key", latent.rank, latent.plain),
-        to_value=take_weights("latent_value", spec.head_dim, latent.rank),
+        to_value=take_weights("latent_value", spec.attention.head_dim, latent.rank),
         output=output,
-        output_bias=take.take_array("output_bias", *vector) if spec.output_bias else None,
-        output_norm=take.take_array("output_norm", *vector) if spec.norm_outputs else None,
+        output_bias=take.take_array("output_bias", *vector)
+        if spec.attention.options.output_bias
+        else None,
+        output_norm=take.take_array("output_norm", *vector) if spec.norm.outputs else None,
         tables=(take.take_array("cosines", *half), take.take_array("sines", *half)),
         kept=Kept(shape=latent, kv=spec.kv, rows=rows, scales=scales, once=hidden.once),
-        qkv=take.take_array("qkv", "float32", "tokens", spec.qkv_rows),
+        qkv=take.take_array("qkv", "float32", "tokens", spec.attention.projected),
         queries=queries,
         made=made,
-        growth=take.take_array("growth", "float32", "context") if spec.growth else None,
+        growth=take.take_array("growth", "float32", "context") if spec.attention.growth else None,
         plain=take_vectors("plain", latent.plain),
         absorbed=take.take_array("absorbed", "float32", "token_heads", latent.kept),
         found=take_vectors("found", latent.rank),
         hidden=hidden,
-        mixed=schedule.take_chunk(take, "mixed", spec.width, count),
+        mixed=schedule.take_chunk(take, "mixed", spec.attention.stored_query, count),
         spans=(
             take.take_array("span_sums", *each, latent.rank),
             take.take_array("span_tops", *each),

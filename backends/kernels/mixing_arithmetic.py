@@ -153,13 +153,13 @@ class BaseArithmetic:
     @property
     def lanes(self) -> int:
         """Lanes of a vector of values."""
-        return count_lanes(self.spec.head_dim)
+        return count_lanes(self.spec.attention.head_dim)
 
     def clear_sum(self, slot: v.Expr) -> None:
         """Begin a query's sum with nothing."""
         lanes = self.lanes
         result = v.let(self.room.integers["result_places"].load(slot, 1))
-        with T.serial(self.spec.head_dim // lanes * self.cache.once) as part:
+        with T.serial(self.spec.attention.head_dim // lanes * self.cache.once) as part:
             v.store(self.output, result + part * lanes, v.constant(0.0, "float32", lanes), lanes)
 
     def emit_runs(self, count: int, emit: Callable[[v.Expr, int], None]) -> None:
@@ -184,8 +184,8 @@ class BaseArithmetic:
 
     def store_scores(self, row: int, place: v.Expr, score: v.Expr) -> None:
         """Keep 16 scores of a row."""
-        if self.spec.score_cap is not None:
-            score = v.take_cap(score, self.spec.score_cap, LANES)
+        if self.spec.attention.options.softcap is not None:
+            score = v.take_cap(score, self.spec.attention.options.softcap, LANES)
         layout = self.room.layout
         self.room.floats["scores"].store(row * layout.block + place, score, LANES)
 
@@ -230,7 +230,7 @@ class FloatArithmetic(BaseArithmetic):
     def emit_scores(self, tile: Tile, block: Block) -> None:
         """Multiply queries with keys."""
         room, layout, cache = self.room, self.room.layout, self.cache
-        size = self.spec.head_dim
+        size = self.spec.attention.head_dim
 
         def emit(first: v.Expr, number: int) -> None:
             cells = make_cells(layout.rows, number, "float32", LANES)
@@ -275,7 +275,7 @@ class FloatArithmetic(BaseArithmetic):
     def emit_sums(self, tile: Tile, block: Block) -> None:
         """Multiply shares with values."""
         room, layout, cache = self.room, self.room.layout, self.cache
-        size, lanes = self.spec.head_dim, self.lanes
+        size, lanes = self.spec.attention.head_dim, self.lanes
         start = v.let(self._find_part(block, T.int32(0)) * size)
 
         def emit(first: v.Expr, number: int) -> None:
@@ -362,7 +362,12 @@ class IntegerArithmetic(BaseArithmetic):
 
     def emit_block(self, block: Block) -> None:
         """Bring four elements of a token's key, and four tokens' values, side by side."""
-        size, cache, room, layout = self.spec.head_dim, self.cache, self.room, self.room.layout
+        size, cache, room, layout = (
+            self.spec.attention.head_dim,
+            self.cache,
+            self.room,
+            self.room.layout,
+        )
         self.emit_scales(block)
         with T.serial(block.parts) as part:
             start = v.let((block.head + v.wide(block.token + part * KV_BLOCK)) * size)

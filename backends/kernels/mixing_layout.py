@@ -95,10 +95,10 @@ def lay_out_mixing(spec: KernelSpec) -> MixingLayout:
         and spec.kv == "int8"
         and spec.chunk_planes < 4
         and spec.most_planes >= PLANES
-        and spec.head_dim % LANES == 0
+        and spec.attention.head_dim % LANES == 0
     )
-    group = spec.heads // spec.kv_heads
-    return _lay_out(group, spec.head_dim, rounds=rounds, is_wide=isa.lanes == LANES)
+    group = spec.attention.heads // spec.attention.kv_heads
+    return _lay_out(group, spec.attention.head_dim, rounds=rounds, is_wide=isa.lanes == LANES)
 
 
 def _lay_out(group: int, head_dim: int, *, rounds: bool, is_wide: bool) -> MixingLayout:

@@ -61,7 +61,7 @@ class Bundles:
             weights_base=v.let(neuron.base + part.weights_offset),
             scales=self.scales if part.resident else self.arena,
             scales_base=v.let(scales_base + part.scales_offset),
-            precision=self.spec.ffn,
+            precision=self.spec.precision.ffn,
             spread=part.spread,
             factor_base=None if factor is None else neuron.base + factor,
         )
@@ -79,7 +79,7 @@ class Bundles:
 def is_firing(spec: KernelSpec, gate: v.Expr, lanes: int = 1) -> v.Expr:
     """Return whether a neuron with this gate can have an effect (never asked for smooth ones)."""
     assert not spec.is_smooth
-    limit = spec.threshold if spec.activation == "fatrelu" else 0.0
+    limit = spec.ffn.threshold
     return gate > v.constant(limit, "float32", lanes)
 
 
@@ -106,7 +106,7 @@ def activate(
         value = activate_smoothly(spec, v.let(gate))
     else:
         value = v.let(T.Select(is_firing(spec, gate), gate, zero))
-        if spec.activation == "relu2":
+        if spec.ffn.activation == "relu2":
             value = value * value
     if up is None:
         return value
@@ -115,12 +115,12 @@ def activate(
 
 def adjust_up(spec: KernelSpec, up: v.Expr) -> v.Expr:
     """Return what gates are multiplied with; scalars."""
-    if spec.activation == "drelu":
+    if spec.ffn.activation == "drelu":
         return T.max(up, v.constant(0.0, "float32"))
-    if spec.gate_limit is not None:
-        low, high = (v.constant(side, "float32") for side in (-spec.gate_limit, spec.gate_limit))
+    if spec.ffn.limit is not None:
+        low, high = (v.constant(side, "float32") for side in (-spec.ffn.limit, spec.ffn.limit))
         up = T.max(T.min(up, high), low)
-    return up + v.constant(spec.up_offset, "float32") if spec.up_offset else up
+    return up + v.constant(spec.ffn.up_offset, "float32") if spec.ffn.up_offset else up
 
 
 def activate_smoothly(spec: KernelSpec, x: v.Expr, lanes: int = 1) -> v.Expr:
@@ -129,17 +129,17 @@ def activate_smoothly(spec: KernelSpec, x: v.Expr, lanes: int = 1) -> v.Expr:
     def number(literal: float) -> v.Expr:
         return v.constant(literal, "float32", lanes)
 
-    if spec.activation == "gelu":
+    if spec.ffn.activation == "gelu":
         inner = v.take_error_function(x * number(0.5**0.5), lanes)
         return number(0.5) * x * (number(1.0) + inner)
-    if spec.activation == "gelu_tanh":
+    if spec.ffn.activation == "gelu_tanh":
         # 0.5 (1 + tanh(z)) is sigmoid(2 z).
         cube = number(0.044715) * x * x * x
         exponent = number(2 * (2 / math.pi) ** 0.5) * (x + cube)
     else:
-        if spec.gate_limit is not None:
-            x = v.let(T.min(x, number(spec.gate_limit)))
-        exponent = x if spec.slope == 1.0 else x * number(spec.slope)
+        if spec.ffn.limit is not None:
+            x = v.let(T.min(x, number(spec.ffn.limit)))
+        exponent = x if spec.ffn.slope == 1.0 else x * number(spec.ffn.slope)
     return x / (number(1.0) + v.take_exponential(number(0.0) - exponent, lanes))
 
 

@@ -77,14 +77,14 @@ def emit_normalize(
             v.store(target.values, token * target.length + step * 16, part, 16)
         emit_quantize(target, token)
         return
-    if spec.norm == "rmsnorm" and norm.bias is None:
+    if spec.norm.kind == "rmsnorm" and norm.bias is None:
         width = spec.normalized_width
-        emit_norm(source, row, norm.weight, spec.epsilon, target, token, width)
+        emit_norm(source, row, norm.weight, spec.norm.epsilon, target, token, width)
         return
     length = target.length
     base = v.let(row * length)
     mean = v.constant(0.0, "float32")
-    if spec.norm == "layernorm":
+    if spec.norm.kind == "layernorm":
         mean = _average(spec, source, base, target.once)
     squares = _add_squares(spec, source, base, mean, target.once)
     factor = invert_root(spec, squares, spec.normalized_width, 16)
@@ -115,11 +115,11 @@ def emit_add_normalized(
     base = v.let(token * length)
     origin = base if row is None else v.let(row * length)
     mean = v.constant(0.0, "float32")
-    if spec.norm == "layernorm":
+    if spec.norm.kind == "layernorm":
         mean = _average(spec, source, base, once)
     squares = _add_squares(spec, source, base, mean, once)
     inverse = invert_root(spec, squares, spec.normalized_width, 16)
-    factor = v.let(inverse * v.constant(spec.residual_factor, "float32"))
+    factor = v.let(inverse * v.constant(spec.model.multipliers.residual, "float32"))
     with T.serial(length // 16 * once) as step:
         place = v.let(base + step * 16)
         part = (v.load(source, place, 16) - v.splat(mean, 16)) * v.splat(factor, 16)
@@ -167,23 +167,25 @@ def emit_head_norms(
     """RMSNorm of every query and key head of ``token`` in ``qkv`` [tokens, qkv_rows], or of all
     query and all key heads together, in place; of queries alone without ``key_weight``."""
     for weight, origin, count in (
-        (query_weight, 0, spec.heads),
-        (key_weight, spec.heads, spec.kv_heads),
+        (query_weight, 0, spec.attention.heads),
+        (key_weight, spec.attention.heads, spec.attention.kv_heads),
     ):
         if weight is None:
             continue
-        heads, size = (count, spec.head_dim)
-        if spec.head_norm_of == "all":
-            heads, size = 1, count * spec.head_dim
-        first = v.let(token * spec.qkv_rows + origin * spec.head_dim)
+        heads, size = (count, spec.attention.head_dim)
+        if spec.attention.options.head_norm_of == "all":
+            heads, size = 1, count * spec.attention.head_dim
+        first = v.let(token * spec.attention.projected + origin * spec.attention.head_dim)
         _emit_head_norm(spec, qkv, weight, once, _Vectors(first, heads, size))
 
 
 def emit_value_norms(spec: KernelSpec, qkv: v.Buffer, once: v.Expr, token: v.Expr) -> None:
     """RMSNorm without weights of every value head of ``token`` in ``qkv`` [tokens, qkv_rows]."""
-    origin = (spec.heads + spec.kv_heads) * spec.head_dim
-    first = v.let(token * spec.qkv_rows + origin)
-    _emit_head_norm(spec, qkv, None, once, _Vectors(first, spec.kv_heads, spec.head_dim))
+    origin = (spec.attention.heads + spec.attention.kv_heads) * spec.attention.head_dim
+    first = v.let(token * spec.attention.projected + origin)
+    _emit_head_norm(
+        spec, qkv, None, once, _Vectors(first, spec.attention.kv_heads, spec.attention.head_dim)
+    )
 
 
 def emit_embedding_norm(spec: KernelSpec, x: v.Buffer, once: v.Expr, token: v.Expr) -> None:
@@ -196,8 +198,13 @@ def emit_mixed_norm(
     spec: KernelSpec, values: v.Buffer, weight: v.Buffer, once: v.Expr, token: v.Expr
 ) -> None:
     """RMSNorm of what all heads of ``token`` have mixed in ``values`` [tokens, width], in place."""
-    first, width = v.let(token * spec.width), spec.heads * spec.head_dim
-    _emit_head_norm(spec, values, weight, once, _Vectors(first, 1, spec.width, width))
+    first, width = (
+        v.let(token * spec.attention.stored_query),
+        spec.attention.heads * spec.attention.head_dim,
+    )
+    _emit_head_norm(
+        spec, values, weight, once, _Vectors(first, 1, spec.attention.stored_query, width)
+    )
 
 
 def take_sub_norm_factor(spec: KernelSpec, squares: v.Expr) -> v.Expr:
@@ -240,5 +247,5 @@ def _emit_head_norm(
 def invert_root(spec: KernelSpec, squares: v.Expr, length: int, lanes: int) -> v.Expr:
     """1 / sqrt(mean of squares + epsilon)."""
     total = v.add_lanes(squares, "float32", lanes)
-    mean = total * v.constant(1.0 / length, "float32") + v.constant(spec.epsilon, "float32")
+    mean = total * v.constant(1.0 / length, "float32") + v.constant(spec.norm.epsilon, "float32")
     return v.let(v.constant(1.0, "float32") / T.sqrt(mean))

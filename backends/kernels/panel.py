@@ -149,10 +149,10 @@ def _emit_products(
         begin=share.start, end=share.stop, parts=parts, take_vectors=take_vectors, finish=finish
     )
     given = (activations, share.tokens, share.thread, items)
-    if takes_pairs(isa, spec.ffn):
+    if takes_pairs(isa, spec.precision.ffn):
         emit_items(*given, panel.chosen)
         return
-    if takes_blocks(isa, activations, spec.ffn):
+    if takes_blocks(isa, activations, spec.precision.ffn):
         with T.If(has_many(activations, share.tokens)):
             with T.Then():
                 emit_block_items(*given)
@@ -217,7 +217,7 @@ class Opened:
 
 def count_sharing(isa: Isa, spec: KernelSpec) -> int:
     """Return how many tokens have their open gates in one list."""
-    return 2 if takes_pairs(isa, spec.ffn) else 1
+    return 2 if takes_pairs(isa, spec.precision.ffn) else 1
 
 
 def emit_open_values(
@@ -237,7 +237,7 @@ def emit_open_values(
         return opens[0] if len(opens) == 1 else T.Or(*opens)
 
     opened = Opened(numbers, emit_list(isa, v.let(share.stop - start), test, numbers), start)
-    if takes_pairs(isa, spec.ffn):
+    if takes_pairs(isa, spec.precision.ffn):
         _emit_paired_ups(activations, panel, opened, token, tokens, share.thread)
     else:
         _emit_listed_ups(isa, activations, panel, opened, token)

@@ -203,7 +203,7 @@ class _LinesAhead:
         every = self._own * len(neurons)
         self._with_inputs = round(INPUTS_SHARE * every)
         self._with_downs = every - self._with_inputs
-        self._vector_bytes = weight_bytes(spec.hidden, spec.ffn)
+        self._vector_bytes = weight_bytes(spec.hidden, spec.precision.ffn)
 
     def ask_with_inputs(self, index: int, byte: v.Expr, size: int) -> None:
         """Ask for the first lines, at the pace at which gates and ups are read."""

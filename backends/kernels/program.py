@@ -34,8 +34,8 @@ Layers whose gates have a cutoff begin with ``begin_cut_ffn``, or ``begin_cut_st
 Where experts have a width of their own, functions of neurons take activations of that width as
 ``hidden``, and such a ``y``; functions of the residual stream know them as ``experts``.
 
-Layers of attention with another shape (`KernelSpec.others`) have functions of their own where it
-makes a difference, whose names end with its number.
+Other attention than the first (`KernelSpec.attentions`) has functions of its own where it makes a
+difference, whose names end with its number.
 
 Layers with a state have ``state_attend``, and for several sequences ``state_attend_project``,
 ``state_attend_mix`` and ``state_attend_output``, which are given the same.
@@ -158,7 +158,7 @@ class Program:
         of_neurons: dict[str, Callable[[Schedule, Parameters], None]] = {
             "add_dense": emit_add_dense
         }
-        if spec.latent is not None:
+        if spec.attention.latent is not None:
             functions["attend"] = emit_latent_attend
         elif not spec.divides_attention:
             functions["attend"] = emit_attend
@@ -170,11 +170,11 @@ class Program:
             of_neurons["find_gates"] = emit_find_gates
         if spec.has_plain_ffn:
             of_neurons["add_plain_neurons"] = emit_add_plain_neurons
-        if spec.layer_input is not None:
+        if spec.model.layer_embedding is not None:
             functions["embed_layers"] = emit_embed_layers
         if spec.cutoff_rows:
             functions["begin_cut_ffn"] = emit_begin_cut_ffn
-        if spec.positions:
+        if spec.model.positions is not None:
             functions["add_positions"] = emit_add_positions
         if spec.uses_known_gates:
             of_neurons["add_open_neurons"] = emit_add_open_neurons
@@ -182,10 +182,8 @@ class Program:
             name: partial(emit, schedule) for name, emit in functions.items()
         }
         bound |= {name: partial(emit, neurons) for name, emit in of_neurons.items()}
-        others = {
-            number: Schedule(spec.take_other(number), self.isa)
-            for number in range(1, len(spec.others) + 1)
-        }
+        blocks = [Schedule(own, self.isa) for own in spec.list_blocks()]
+        others = dict(list(enumerate(blocks))[1:])
         if spec.divides_attention:
             bound["attend_own_project"] = partial(emit_attend_project, schedule)
             bound["attend_mix_tokens"] = partial(emit_attend_mix_tokens, schedule)
@@ -203,7 +201,7 @@ class Program:
             bound[f"predict_low_rank_{rank}"] = partial(emit_predict_low_rank, named, rank)
             if spec.foresees:
                 bound[f"foresee_{rank}"] = partial(emit_foresee, named, rank)
-        if spec.gate_rows is not None:
+        if spec.gates:
             bound["predict_gate"] = partial(emit_predict_gate, named)
         if spec.state is not None:
             bound["state_attend"] = partial(emit_state_attend, schedule)
@@ -213,7 +211,7 @@ class Program:
             bound["state_attend_project"] = partial(emit_state_project, step)
             bound["state_attend_mix"] = partial(emit_state_token, step)
             bound["state_attend_output"] = partial(emit_state_output, step)
-        if spec.latent is not None:
+        if spec.attention.latent is not None:
             bound["attend_project"] = partial(emit_latent_project, step)
             bound["attend_mix"] = partial(emit_latent_mix, step)
             bound["attend_output"] = partial(emit_latent_output, step)
@@ -236,6 +234,6 @@ class Program:
             bound["add_dense_step"] = partial(emit_add_dense, neurons_of_step)
             if spec.multiplies_at_end:
                 bound["end_step"] = partial(emit_end_ffn, step)
-            if spec.layer_input is not None:
+            if spec.model.layer_embedding is not None:
                 bound["embed_layers_step"] = partial(emit_embed_layers, step)
         return bound

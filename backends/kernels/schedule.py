@@ -167,11 +167,11 @@ class Schedule:
 
     def take_input_norm(self, take: Parameters, name: str = "norm") -> NormWeights | None:
         """Declare the norm of what attention or the FFN reads."""
-        return self.take_norm(take, name) if self.spec.norm_inputs else None
+        return self.take_norm(take, name) if self.spec.norm.inputs else None
 
     def take_norm(self, take: Parameters, name: str = "norm") -> NormWeights:
         """Declare weight and bias of a norm of the model's width."""
         width = self.spec.hidden
         weight = take.take_array(name, "float32", width)
-        bias = take.take_array(f"{name}_bias", "float32", width) if self.spec.norm_bias else None
+        bias = take.take_array(f"{name}_bias", "float32", width) if self.spec.norm.bias else None
         return NormWeights(weight=weight, bias=bias)

@@ -173,7 +173,7 @@ class Cutoffs:
 def take_finding(schedule: Schedule, take: Parameters) -> Cutoffs:
     """Declare the parameters of what finds cutoffs."""
     spec = schedule.spec
-    precision = "fp16" if find_packing(spec.attention).is_plain else "int8"
+    precision = "fp16" if find_packing(spec.precision.attention).is_plain else "int8"
     return Cutoffs(
         schedule=schedule,
         sign=take.take_number("sign", "float32"),
@@ -215,7 +215,7 @@ def take_low_rank(
     """Declare what else a prediction takes; return what makes it of ``hidden``: of several tokens,
     given the first and their number, or of the only one."""
     spec, isa = schedule.spec, schedule.isa
-    precision = spec.predictor
+    precision = spec.precision.predictor
     assert precision is not None
     inner = take_matrix(take, "inner", rank, spec.hidden, precision)
     weights, scales = take_rows(take, "outer", "expert", rank, precision)
@@ -243,13 +243,12 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
     Smooth activations are computed too: those that reach ``limit`` count as open.
     """
     spec = schedule.spec
-    precision = spec.gate_rows
-    assert precision is not None
+    precision = spec.precision.ffn
     neurons = take.take_number("neurons")
     least = take.take_number("limit", "float32") if spec.is_smooth else None
     several = _take_several(schedule, take)
     weights, scales = take_rows(take, "gate", "expert", spec.hidden, precision)
-    biases = take.take_array("biases", "float32", "expert") if spec.ffn_bias else None
+    biases = take.take_array("biases", "float32", "expert") if spec.ffn.bias else None
     hidden = schedule.take_hidden(take, neurons)
     lists = _take_lists(take)
     scores = lists.scores
@@ -280,7 +279,7 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
             emit_activate(spec, scores, neurons, token, cutoff)
             emit_compact(isa, lists, neurons, limit, magnitudes=True, token=token)
             return
-        limit = v.constant(spec.threshold if spec.activation == "fatrelu" else 0.0, "float32")
+        limit = v.constant(spec.ffn.threshold, "float32")
         emit_compact(isa, lists, neurons, limit, strict=True, token=token)
 
     _emit_lists(several, emit_list)

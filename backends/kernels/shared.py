@@ -92,7 +92,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
                     v.store(squares.own, place, squares.own[place] + more, 1)
         v.store(scratch.counts, thread, fired.get(), 1)
 
-    read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.ffn))
+    read_bytes = v.wide(count) * (2 * vector_bytes(hidden, spec.precision.ffn))
     emit_shared(threads, read_bytes, emit)
     with T.serial(tokens) as token, T.serial(hidden // 16) as step:
         place = v.let(token * hidden + step * 16)

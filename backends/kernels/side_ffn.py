@@ -20,7 +20,8 @@ from pi2.backends.kernels.neurons import activate, activate_smoothly, emit_leave
 from pi2.backends.kernels.norms import NormWeights, emit_add_normalized, emit_fill, emit_normalize
 from pi2.backends.kernels.operands import LINE, Activations
 from pi2.backends.kernels.schedule import Schedule, emit_each_token, take_matrix
-from pi2.backends.kernels.spec import KernelSpec, RouterShape
+from pi2.backends.kernels.spec import KernelSpec
+from pi2.plan.documents.model_parts import Moe
 from pi2.plan.weights.layout import fill_groups
 
 
@@ -50,12 +51,12 @@ class LatentExperts:
 
         def prepare(token: v.Expr) -> None:
             emit_fill(inner.values, v.let(token * inner.length), inner.length, 0.0)
-            emit_leave_lane_order(inner.length, spec.ffn, y, inner.values, token)
+            emit_leave_lane_order(inner.length, spec.precision.ffn, y, inner.values, token)
             emit_quantize(inner, token)
 
         def add(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             place = v.let(token * spec.hidden + row)
-            factor = v.constant(spec.residual_factor, "float32")
+            factor = v.constant(spec.model.multipliers.residual, "float32")
             v.store(x, place, T.fma(value, factor, x[place]), 1)
 
         emit_each_token(tokens, prepare)
@@ -76,7 +77,7 @@ def take_latent_experts(
     }[name]
     return LatentExperts(
         schedule=schedule,
-        matrix=take_matrix(take, name, rows, length, spec.attention),
+        matrix=take_matrix(take, name, rows, length, spec.precision.attention),
         inner=schedule.take_chunk(take, "experts", width, tokens),
     )
 
@@ -151,20 +152,18 @@ def _emit_products(
             v.store(arrays.routes, token * spec.experts + row, score, 1)
 
 
-def _emit_weights(
-    spec: KernelSpec, router: RouterShape, arrays: RouterArrays, token: v.Expr
-) -> None:
+def _emit_weights(spec: KernelSpec, router: Moe, arrays: RouterArrays, token: v.Expr) -> None:
     """Turn a token's scores into weights."""
     routes, base = arrays.routes, v.let(token * spec.experts)
-    if not router.chooses_scores:
+    if router.choice_bias_of != "score":
         _emit_shares(router, routes, base)
-    chosen = T.alloc_buffer((router.active,), "int32")
-    shares = T.alloc_buffer((router.active,), "float32")
+    chosen = T.alloc_buffer((router.active_experts,), "int32")
+    shares = T.alloc_buffer((router.active_experts,), "float32")
     zero, lowest = v.constant(0.0, "float32"), v.constant(_LOWEST, "float32")
     # The best of those that come after the last one: lower, or equal and further on.
     last, last_place = v.Cell(v.constant(-_LOWEST, "float32")), v.Cell(T.int32(-1))
     total = v.Cell(zero)
-    with T.serial(router.active) as turn:
+    with T.serial(router.active_experts) as turn:
         best, best_place = v.Cell(lowest), v.Cell(T.int32(0))
         with T.serial(router.experts) as expert:
             wanted = routes[base + expert]
@@ -178,33 +177,33 @@ def _emit_weights(
         last.set(best.get())
         last_place.set(best_place.get())
         share = v.let(routes[base + best_place.get()])
-        if router.chooses_scores:
+        if router.choice_bias_of == "score":
             share = v.let(v.take_sigmoid(share, 1))
         v.store(chosen, turn, best_place.get(), 1)
         v.store(shares, turn, share, 1)
         total.set(total.get() + share)
     factor = v.constant(router.scaling, "float32")
-    if router.normalise:
+    if router.normalise_weights:
         factor = v.let(factor / T.max(total.get(), v.constant(1e-20, "float32")))
     with T.serial(spec.experts) as expert:
         v.store(routes, base + expert, zero, 1)
-    with T.serial(router.active) as turn:
+    with T.serial(router.active_experts) as turn:
         v.store(routes, base + chosen[turn], shares[turn] * factor, 1)
-    if router.shared:
+    if router.shared_experts:
         weight = v.constant(router.shared_factor, "float32")
         if arrays.shared is not None:
             share = v.take_sigmoid(_multiply_shared(spec, arrays, token), 1)
             weight = v.let(share * weight if router.shared_factor != 1.0 else share)
-        with T.serial(router.shared) as expert:
+        with T.serial(router.shared_experts) as expert:
             v.store(routes, base + router.experts + expert, weight, 1)
 
 
-def _emit_shares(router: RouterShape, routes: v.Buffer, base: v.Expr) -> None:
+def _emit_shares(router: Moe, routes: v.Buffer, base: v.Expr) -> None:
     """Turn scores from ``base`` on into shares: softmax over all, or the sigmoid of each."""
     steps, rest = divmod(router.experts, 16)
     parts = [(step * 16, 16) for step in range(steps)]
     parts += [(steps * 16 + index, 1) for index in range(rest)]
-    if router.kind == "sigmoid":
+    if router.router == "sigmoid":
         for place, lanes in parts:
             share = v.take_sigmoid(v.load(routes, base + place, lanes), lanes)
             v.store(routes, base + place, share, lanes)
@@ -272,7 +271,7 @@ class SideFfn:
         """Add what it gives to x of all tokens, as attention has left it, or keep it for its
         norm."""
         spec, isa = self.schedule.spec, self.schedule.isa
-        width, terms = spec.side_ffn, (1 + spec.gated) * spec.side_ffn
+        width, terms = spec.side_ffn, (1 + spec.ffn.gated) * spec.side_ffn
 
         def store_term(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
             v.store(self.terms, token * terms + row, value, 1)
@@ -282,17 +281,17 @@ class SideFfn:
             if self.norms is not None:
                 v.store(self.norms.output, place, value, 1)
                 return
-            factor = v.constant(spec.residual_factor, "float32")
+            factor = v.constant(spec.model.multipliers.residual, "float32")
             v.store(x, place, T.fma(value, factor, x[place]), 1)
 
-        lanes = count_lanes(width) if spec.is_smooth and spec.gate_limit is None else 1
+        lanes = count_lanes(width) if spec.is_smooth and spec.ffn.limit is None else 1
 
         def finish(token: v.Expr) -> None:
             # Zeros fill the last group up: nobody writes there.
             with T.serial(width // lanes * self.inner.once) as step:
                 place = v.let(token * terms + step * lanes)
                 gate = v.let(v.load(self.terms, place, lanes))
-                up = v.let(v.load(self.terms, place + width, lanes)) if spec.gated else None
+                up = v.let(v.load(self.terms, place + width, lanes)) if spec.ffn.gated else None
                 if lanes == 1:
                     value = activate(spec, gate, up)
                 else:
@@ -317,7 +316,7 @@ def take_side_ffn(schedule: Schedule, take: Parameters, tokens: v.Expr) -> SideF
     width, hidden = spec.side_ffn, spec.hidden
     if not width:
         return None
-    norms, terms = None, (1 + spec.gated) * width
+    norms, terms = None, (1 + spec.ffn.gated) * width
     if spec.side_norms:
         norms = SideNorms(
             spec=spec,
@@ -328,8 +327,8 @@ def take_side_ffn(schedule: Schedule, take: Parameters, tokens: v.Expr) -> SideF
         )
     return SideFfn(
         schedule=schedule,
-        rows=take_matrix(take, "side_in", terms, hidden, spec.attention),
-        down=take_matrix(take, "side_down", hidden, fill_groups(width), spec.attention),
+        rows=take_matrix(take, "side_in", terms, hidden, spec.precision.attention),
+        down=take_matrix(take, "side_down", hidden, fill_groups(width), spec.precision.attention),
         hidden=schedule.take_chunk(take, "hidden", hidden, tokens),
         inner=schedule.take_chunk(take, "side_inner", fill_groups(width), tokens),
         terms=take.take_array("side_terms", "float32", "tokens", terms),

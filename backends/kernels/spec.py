@@ -9,22 +9,23 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pi2.backends.executor import count_parts
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.model.attention import LatentShape
-from pi2.model.states import StateShape
-from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Activation
+from pi2.model.attention import Attention
+from pi2.model.blocks import list_attention
+from pi2.model.ffn import count_stored_cutoff_rows
+from pi2.model.states import StateShape, describe_state
+from pi2.plan.arithmetic.units import DividedRows
+from pi2.plan.documents.common import Table
+from pi2.plan.documents.model import Model
+from pi2.plan.documents.model_mixing import Positions
+from pi2.plan.documents.model_parts import Ffn, Moe, Norm, Quantization
 from pi2.plan.documents.plan import KvType
-from pi2.plan.weights.layout import (
-    GROUP,
-    BundleLayout,
-    Precision,
-    ScalesPlace,
-    fill_groups,
-    lay_out_bundle,
-)
+from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace, fill_groups, lay_out_bundle
+
+_Table = TypeVar("_Table", bound=Table)
 
 PANEL = 256
 """Neurons whose activations are kept at once by the dense FFN."""
@@ -51,119 +52,57 @@ KV_DTYPES: Mapping[KvType, str] = {"fp32": "float32", "fp16": "float16", "int8":
 """Types of the kernels' arrays that hold it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """What layers of attention differ in."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None
-    """Tokens that a query looks back, itself included."""
-    borrows_keys: bool = False
-    """Whether keys and values are those that another layer has kept."""
-    head_norm: bool = False
-    """Whether queries and keys have a norm."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputShape:
-    """Sizes and factors of embeddings that layers have of their own."""
-
-    layers: int
-    width: int
-    """Elements that a layer has of a token."""
-    factor: float
-    """Of the table's rows."""
-    projection_factor: float
-    """Of what the projection of the first layer's input gives."""
-
-    @property
-    def stored_width(self) -> int:
-        """Length of a layer's vectors: zeros fill up the last group."""
-        return fill_groups(self.width)
-
-    @property
-    def row(self) -> int:
-        """Length of a row of the table."""
-        return fill_groups(self.layers * self.width)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AltUpShape:
-    """Sizes of several residual streams, and of LAuReL."""
-
-    streams: int
-    """Vectors of a token, x included."""
-    laurel_rank: int
-    scaled: bool
-    """Whether what gates a layer's own embedding is multiplied with a vector first."""
-
-    @property
-    def others(self) -> int:
-        """Vectors of a token beside x."""
-        return self.streams - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterShape:
-    """How a mixture's router chooses, where `pi2.backends.kernels.side_ffn` does it."""
-
-    kind: Literal["softmax", "sigmoid"]
-    experts: int
-    """Those that it chooses from."""
-    active: int
-    normalise: bool
-    """Whether weights of the active ones add up to 1."""
-    scaling: float
-    has_bias: bool
-    """Whether scores have a bias."""
-    has_choice_bias: bool
-    """Whether experts are chosen by their weights and a bias of each."""
-    chooses_scores: bool
-    """Whether that bias is added to scores instead, of which sigmoids become weights."""
-    shared: int
-    """Experts beside them that compute every token."""
-    shared_factor: float
-    """What their weights are multiplied by."""
-    shared_gate: bool
-    reads_layer_input: bool
-    """Whether it reads the layer's input, instead of the FFN's."""
+NO_ROWS = DividedRows(unit="")
+_UNSEEN = {
+    "model": (
+        *("name", "description", "licence", "rope", "other_rope", "other_heads", "layers"),
+        *("recurrence", "convolution", "tied_head", "pooling", "tokenizer", "tensors"),
+        *("predictor", "sparsity", "sampling"),
+    ),
+    "norm": ("weights", "weight_offset"),
+    "attention": (
+        *("head_norm", "head_norm_weights", "head_norm_layers", "value_width", "output_gate_of"),
+        *("sinks", "sink_layers", "growth", "growth_interval", "growth_offset", "growth_layers"),
+        *("sliding_window", "window_layers", "kv_shared_layers"),
+    ),
+    "ffn": ("absent_layers", "gate_sparsity"),
+    "moe": ("shared_ffn", "dense_layers", "dense_ffn"),
+    "layer_embedding": ("vocab",),
+}
+"""Keys of a model, by table, that change no kernel: numbers in `KernelSpec`, tensors and tables of
+positions say what they mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
-    """Sizes and choices that the kernels of one model are specialised for.
+    """Operators of a model and choices of a run that its kernels are specialised for.
 
     Context length and chunk size are not part of it: they are arguments of the kernels.
     """
 
     program: ClassVar[str] = "pi2.backends.kernels.program"
-    hidden: int
-    """Length of the residual stream's vectors: zeros fill up the last group."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    epsilon: float
-    activation: Activation
-    threshold: float
-    """Threshold of ``fatrelu``; 0 for other activations."""
-    qkv_bias: bool
-    window: int | None
-    """Tokens that a query looks back, itself included."""
+    model: Model
+    """The model without what changes no kernel (`describe_kernels`)."""
+    attentions: tuple[Attention, ...]
+    """Attention of distinct blocks; functions of the second one have number 1, and so on."""
+    state: StateShape | None
+    """Sizes of layers with a state, if there are some."""
+    experts: int
+    """Experts of a mixture, shared ones included; 0 if the model is none."""
+    side_ffn: int
+    """Neurons of a dense FFN beside the experts; 0 without it."""
+    sub_norm: int
+    """Neurons whose activations are normalised together; 0 if they are not."""
+    cutoff_rows: int
+    """Rows of the matrices that tell cutoffs of gates; 0 if no layer has one."""
     kv: KvType
-    attention: Precision
-    embedding: Precision
-    head: Precision
-    ffn: Precision
-    gate_rows: Precision | None
-    """Precision of the resident gate rows; None if there are none."""
-    predictor: Precision | None
-    """Precision of the low-rank predictors; None if there are none."""
+    gates: bool
+    """Whether there are resident gate rows."""
     ranks: tuple[int, ...]
-    """Different ranks among the layers' predictors, ascending."""
+    """Different ranks among the layers' low-rank predictors, ascending."""
     stride: int
+    scales: ScalesPlace = "inline"
+    """Where the scales of neurons lie."""
     threads: int
     planes: int
     """Bytes of an activation: 1 (int8), 2 (int16 as two int8 planes), 4 (float32, not rounded)."""
@@ -174,183 +113,134 @@ class KernelSpec:
     """Sorted."""
     upper_steps: bool = False
     """Whether several tokens of a step are multiplied by the upper 8 of their 16 bits alone."""
-    other_qkv: int = 0
-    """First rows of the projection to queries, keys and values that another unit computes."""
-    other_output: int = 0
-    """First rows of the projection of what attention has mixed that another unit computes."""
-    other_head: int = 0
-    """First rows of the head that another unit computes."""
+    rows: DividedRows = NO_ROWS
+    """First rows of projections and of the head that another unit computes."""
     sequences: bool = False
     """Whether tokens of several sequences are decoded together: there are functions for it."""
     looks_ahead: bool = False
     """Whether predictions are made before the layer's own input is known."""
     passes: Literal[1, 2] = 1
     """Passes over gathered neurons: one for everything, or gates first (`kernels.gathered`)."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_width: int = 0
-    """Elements that norms of the residual stream are taken of; 0 stands for all."""
-    norm_bias: bool = False
-    norm_inputs: bool = True
-    """Whether what attention and the FFN read is normalised."""
-    norm_outputs: bool = False
-    """Whether what attention and the FFN give is normalised before it is added."""
-    parallel: bool = False
-    """Whether the FFN reads the layer's input."""
-    embedding_norm: bool = False
-    positions: bool = False
-    """Whether there are learned position vectors."""
-    output_bias: bool = False
-    head_norm: bool = False
-    """Whether queries and keys have a norm."""
-    head_norm_of: Literal["head", "all"] = "head"
-    """Whether that is of every head, or of all together."""
-    head_norm_place: Literal["before", "after"] = "before"
-    """Whether it comes before or after the rotation."""
-    qkv_clip: float | None = None
-    """Largest magnitude of queries, keys and values."""
-    sinks: bool = False
-    """Whether every head has a score that no token has."""
-    value_norm: bool = False
-    value_scale: float = 1.0
-    """Factor of values, by which what heads mix is multiplied."""
-    growth: bool = False
-    """Whether queries have a factor for each position."""
-    score_scale: float | None = None
-    """Factor of attention scores; None stands for 1 / sqrt(head_dim)."""
-    score_cap: float | None = None
-    """Soft cap of attention scores."""
-    borrows_keys: bool = False
-    """Whether keys and values are those that another layer has kept."""
-    chunked_windows: bool = False
-    """Whether windows are chunks of so many tokens, counted from the first."""
-    others: tuple[AttentionShape, ...] = ()
-    """Shapes of attention that some layers have instead; their functions have numbers from 1 on."""
-    gated: bool = True
-    slope: float = 1.0
-    """Factor of x in the sigmoid of SiLU."""
-    gate_limit: float | None = None
-    """Largest gate, and largest magnitude of an up."""
-    up_offset: float = 0.0
-    """Added to ups before they are multiplied with gates."""
-    ffn_bias: bool = False
-    sub_norm: int = 0
-    """Neurons whose activations are normalised together; 0 where they are not."""
-    attention_sub_norm: bool = False
-    """Whether what the heads have mixed is normalised before it is projected."""
-    weighs_input: bool = False
-    """Whether weights of experts multiply what these read."""
-    experts: int = 0
-    """Experts of a mixture, shared ones included; 0 where the model is none."""
-    side_ffn: int = 0
-    """Neurons of a dense FFN beside the experts; 0 without it."""
-    side_norms: bool = True
-    latent_experts: int = 0
-    """Elements that experts read and give; 0 where it is the residual stream's."""
-    layer_input: LayerInputShape | None = None
-    """Embeddings that layers have of their own, if there are some."""
-    altup: AltUpShape | None = None
-    """Several residual streams, if the model has them."""
-    cutoff_rows: int = 0
-    """Rows of the matrices that tell cutoffs of gates; 0 where no layer has one."""
-    router: RouterShape | None = None
-    """The mixture's router; None where none is compiled."""
-    keeps_input: bool = False
-    """Whether the layer's input is kept: for the FFN, or for the router."""
-    embedding_factor: float = 1.0
-    residual_factor: float = 1.0
-    logit_factor: float = 1.0
-    logit_cap: float | None = None
-    head_bias: bool = False
-    scales: ScalesPlace = "inline"
-    """Where the scales of neurons lie."""
-    layer_scale: bool = False
-    """Whether what a layer gives is multiplied by a number."""
-    output_gate: bool = False
-    """Whether gates of what attention mixes come with queries, keys and values."""
-    softplus_gates: bool = False
-    """Whether these multiply by their softplus, and not by their sigmoids."""
-    latent: LatentShape | None = None
-    """Sizes of latent attention, if the model has it."""
-    state: StateShape | None = None
-    """Sizes of layers with a state, if there are some."""
+    of_neurons: bool = False
+    """Whether it is of functions that know neurons and what these read, and nothing of the
+    residual stream."""
 
     def __post_init__(self) -> None:
-        assert self.hidden % GROUP == 0 and self.norm_width <= self.hidden, self
-        assert self.latent is not None or self.head_dim % 2 == 0
-        assert self.heads % self.kv_heads == 0
+        own = self.attention
+        assert self.hidden % GROUP == 0, self
+        assert own.latent is not None or own.head_dim % 2 == 0
+        assert own.heads % own.kv_heads == 0
         assert {self.planes, self.chunk_planes} <= {1, 2, 4} and self.threads >= 1
         assert list(self.features) == sorted(set(self.features))
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    @property
+    def attention(self) -> Attention:
+        """The attention that functions are made for."""
+        return self.attentions[0]
+
+    @property
+    def norm(self) -> Norm:
+        return self.model.norm
+
+    @property
+    def ffn(self) -> Ffn:
+        return self.model.ffn
+
+    @property
+    def precision(self) -> Quantization:
+        """Precision of the weights by class of tensor."""
+        return self.model.quantization
 
     @property
     def divides_attention(self) -> bool:
         """Whether another unit computes rows of the attention block's projections."""
-        return self.other_qkv > 0 or self.other_output > 0
+        return self.rows.qkv > 0 or self.rows.output > 0
 
-    def take_other(self, number: int) -> KernelSpec:
-        """The spec of layers with another shape of attention."""
-        shape = self.others[number - 1]
-        return dataclasses.replace(
-            self,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            window=shape.window,
-            borrows_keys=shape.borrows_keys,
-            head_norm=shape.head_norm,
-            others=(),
-        )
+    def list_blocks(self) -> list[KernelSpec]:
+        """A spec for each distinct attention, this one's first."""
+        return [dataclasses.replace(self, attentions=(own,)) for own in self.attentions]
 
     def has_other_heads(self, number: int) -> bool:
-        """Whether layers with another shape of attention have other projections, not only a
-        window."""
-        shape = self.others[number - 1]
-        own = (self.heads, self.kv_heads, self.head_dim, self.borrows_keys)
-        return (shape.heads, shape.kv_heads, shape.head_dim, shape.borrows_keys) != own
+        """Whether attention of a number has other projections than the first, not only a window."""
+        first, own = (
+            (own.heads, own.kv_heads, own.head_dim, own.has_keys)
+            for own in (self.attention, self.attentions[number])
+        )
+        return own != first
 
     @property
-    def width(self) -> int:
-        """Length of the attention output: ``heads * head_dim``, and zeros in the last group."""
-        return fill_groups(self.heads * self.head_dim)
+    def hidden(self) -> int:
+        """Length of the residual stream's vectors, or of what functions of neurons read."""
+        return self.neuron_width if self.of_neurons else self.model.shape.stored_hidden
 
     @property
     def normalized_width(self) -> int:
         """Elements that norms of the residual stream are taken of."""
-        return self.norm_width or self.hidden
+        return self.hidden if self.of_neurons else self.model.shape.hidden
 
     @property
-    def qkv_rows(self) -> int:
-        """Rows of the fused query, key and value projection."""
-        if self.latent is not None:
-            return self.latent.count_rows(self.heads)
-        gates = self.heads if self.output_gate else 0
-        own = 0 if self.borrows_keys else 2 * self.kv_heads
-        return (self.heads + own + gates) * self.head_dim
+    def latent_experts(self) -> int:
+        """Elements that experts read and give; 0 if it is the residual stream's."""
+        return 0 if self.model.moe is None or self.of_neurons else self.model.moe.latent or 0
 
     @property
     def neuron_width(self) -> int:
         """Length of what neurons read and add to."""
-        return fill_groups(self.latent_experts) or self.hidden
+        return self.model.stored_neuron_width
 
     def describe_neurons(self) -> KernelSpec:
-        """The spec of functions that know neurons and what these read, and nothing of the residual
-        stream: ``hidden`` is the neurons' width."""
-        if not self.latent_experts:
-            return self
-        return dataclasses.replace(self, hidden=self.neuron_width, latent_experts=0, norm_width=0)
+        """The spec of functions that know neurons only: ``hidden`` is the neurons' width."""
+        return dataclasses.replace(self, of_neurons=True) if self.latent_experts else self
 
     @property
     def bundle(self) -> BundleLayout:
         """Layout of a neuron."""
+        ffn = self.ffn
         return lay_out_bundle(
             self.neuron_width,
-            self.ffn,
+            self.precision.ffn,
             self.stride,
-            gated=self.gated,
-            bias=self.ffn_bias,
-            factor=self.sub_norm > 0,
+            gated=ffn.gated,
+            bias=ffn.bias,
+            factor=ffn.sub_norm,
             mixed=self.experts > 0,
             scales=self.scales,
         )
+
+    @property
+    def layer_row(self) -> int:
+        """Length of a row of the table of layers' own embeddings; 0 without them."""
+        own = self.model.layer_embedding
+        return 0 if own is None else fill_groups(self.model.shape.layers * own.width)
+
+    @property
+    def router(self) -> Moe | None:
+        """The mixture's router; None if none is compiled: those that choose among groups or one
+        expert at a time, have a norm of their own, or factors of the experts' weights."""
+        moe = self.model.moe
+        if moe is None or moe.router in ("mixer", "none") or moe.groups > 1:
+            return None
+        return None if moe.router_input == "stream" or moe.expert_scale else moe
+
+    @property
+    def side_norms(self) -> bool:
+        """Whether the dense FFN beside experts has norms of its own."""
+        return self.model.side_ffn is None or self.model.side_ffn.norms
+
+    @property
+    def weighs_input(self) -> bool:
+        """Whether weights of experts multiply what these read."""
+        return self.model.moe is not None and self.model.moe.weighs == "input"
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the layer's input is kept: for the FFN, for the router, or for AltUp."""
+        model = self.model
+        routes = model.moe is not None and model.moe.router_input == "layer"
+        return model.residual == "parallel" or routes or model.altup is not None
 
     @property
     def most_planes(self) -> int:
@@ -377,12 +267,12 @@ class KernelSpec:
     @property
     def multiplies_at_end(self) -> bool:
         """Whether an FFN ends with projections."""
-        return bool(self.side_ffn or self.latent_experts) or self.layer_input is not None
+        return bool(self.side_ffn or self.latent_experts) or self.model.layer_embedding is not None
 
     @property
     def is_smooth(self) -> bool:
         """Whether no neuron is ever exactly inactive."""
-        return self.activation in SMOOTH_ACTIVATIONS
+        return self.model.is_smooth
 
     @property
     def takes_stretches(self) -> bool:
@@ -405,23 +295,23 @@ class KernelSpec:
     @property
     def uses_known_gates(self) -> bool:
         """Whether gates that have named neurons are not computed again with these."""
-        return self.gate_rows is not None and self.has_gathered_ffn and self.experts == 0
+        return self.gates and self.has_gathered_ffn and self.experts == 0
 
     @property
     def has_gathered_ffn(self) -> bool:
         """Whether `pi2.backends.kernels.gathered` computes the neurons that a predictor names."""
-        return self.gated and not self.ffn_bias
+        return self.ffn.gated and not self.ffn.bias
 
     @property
     def skips_ups(self) -> bool:
         """Whether a chunk's tokens need the ups of those neurons alone whose gates are open: of
         others, the activation is zero."""
-        return self.gated and not self.is_smooth
+        return self.ffn.gated and not self.is_smooth
 
     @property
     def closes_gates(self) -> bool:
         """Whether a gate alone tells that a gathered neuron has no effect."""
-        return self.skips_ups and not self.ffn_bias
+        return self.skips_ups and not self.ffn.bias
 
     @property
     def shares_neurons(self) -> bool:
@@ -430,23 +320,89 @@ class KernelSpec:
 
     def to_json(self) -> str:
         """Return canonical JSON."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        values = dataclasses.asdict(self)
+        values["model"] = self.model.model_dump(mode="json", exclude_defaults=True)
+        for own in values["attentions"]:
+            del own["options"], own["rope"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> KernelSpec:
         """Read what `to_json` wrote."""
         values = json.loads(text)
-        values["ranks"] = tuple(values["ranks"])
-        values["features"] = tuple(values["features"])
-        values["others"] = tuple(AttentionShape(**shape) for shape in values["others"])
-        if values["latent"] is not None:
-            values["latent"] = LatentShape(**values["latent"])
-        if values["layer_input"] is not None:
-            values["layer_input"] = LayerInputShape(**values["layer_input"])
-        if values["altup"] is not None:
-            values["altup"] = AltUpShape(**values["altup"])
-        if values["state"] is not None:
-            values["state"] = StateShape(**values["state"])
-        if values["router"] is not None:
-            values["router"] = RouterShape(**values["router"])
-        return cls(**values)
+        # Formats of stores may be others than those of documents.
+        weights = Quantization.model_construct(**values["model"].pop("quantization", {}))
+        model = Model.model_validate_json(json.dumps(values["model"]))
+        model = model.model_copy(update={"quantization": weights})
+        same: dict[str, Any] = {"options": model.attention, "rope": model.rope}
+        state = values["state"]
+        read = {
+            "model": model,
+            "attentions": tuple(Attention(**same, **own) for own in values["attentions"]),
+            "state": None if state is None else StateShape(**state),
+            "rows": DividedRows(**values["rows"]),
+            "ranks": tuple(values["ranks"]),
+            "features": tuple(values["features"]),
+        }
+        return cls(**(values | read))
+
+
+def describe_kernels(model: Model, **choices: Any) -> KernelSpec:
+    """Return the spec of a model's kernels, with ``choices`` of a run."""
+    seen = _strip_model(model, bool(choices["ranks"]))
+    return KernelSpec(
+        model=seen,
+        attentions=tuple(dict.fromkeys(strip_attention(own, seen) for own in _list_own(model))),
+        state=describe_state(model),
+        experts=0 if model.moe is None else model.expert_count,
+        side_ffn=model.side_width,
+        sub_norm=model.layer_neurons if model.ffn.sub_norm else 0,
+        cutoff_rows=count_stored_cutoff_rows(model) if model.cut_layers else 0,
+        **choices,
+    )
+
+
+def _list_own(model: Model) -> list[Attention]:
+    # A model without attention needs sizes, too.
+    found = [block.attention for block in model.blocks if block.attention is not None]
+    return found or [list_attention(model)[0][0]]
+
+
+def strip_attention(own: Attention, seen: Model) -> Attention:
+    """Return attention of a block without what changes no kernel; ``seen``: the spec's model."""
+    return dataclasses.replace(
+        own,
+        options=seen.attention,
+        rope=seen.rope,
+        sinks=own.options.sinks,
+        growth=float(own.options.growth > 0.0),
+        keys_are_values=False,
+        key_layer=None if own.has_keys else 0,
+    )
+
+
+def _strip_model(model: Model, has_ranks: bool) -> Model:
+    weights, shape, own = model.quantization, model.shape, model.layer_embedding
+    changes: dict[str, Any] = {"id": "kernels", "positions": model.positions and Positions()}
+    changes["shape"] = shape.model_copy(
+        update={"ffn": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "context": 1}
+        | ({"layers": 1} if own is None else {})
+    )
+    changes["quantization"] = weights.model_copy(
+        update={"head": weights.embedding if model.tied_head else weights.head}
+        | ({} if has_ranks else {"predictor": "int8"})
+    )
+    for name in ("norm", "attention", "ffn", "moe", "layer_embedding"):
+        if (table := getattr(model, name)) is not None:
+            changes[name] = _forget(table, _UNSEEN[name])
+    if model.ffn.activation != "fatrelu":
+        changes["ffn"] = changes["ffn"].model_copy(update={"threshold": 0.0})
+    if model.moe is not None and not any(block.ffn.has_router for block in model.blocks):
+        changes["moe"] = changes["moe"].model_copy(update={"router": "none"})
+    return _forget(model, _UNSEEN["model"]).model_copy(update=changes)
+
+
+def _forget(table: _Table, keys: tuple[str, ...]) -> _Table:
+    """Return a table with the defaults of ``keys``."""
+    fields = type(table).model_fields
+    return table.model_copy(update={key: fields[key].default for key in keys})

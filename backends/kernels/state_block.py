@@ -118,16 +118,18 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _StateBloc
     x = schedule.take_rows(take, "x")
     before = schedule.take_rows(take, "before") if spec.keeps_input else None
     norm = schedule.take_input_norm(take)
-    project = take_matrix(take, "state_in", shape.rows, spec.hidden, spec.attention)
+    project = take_matrix(take, "state_in", shape.rows, spec.hidden, spec.precision.attention)
     gates = None
     if shape.gates:
         gates = take_matrix(take, "state_gates", shape.gates, spec.hidden, "fp16")
-    output = take_matrix(take, "state_output", spec.hidden, shape.stored_width, spec.attention)
+    output = take_matrix(
+        take, "state_output", spec.hidden, shape.stored_width, spec.precision.attention
+    )
     bias = output_bias = output_norm = None
     if shape.projection_bias:
         bias = take.take_array("state_in_bias", "float32", shape.rows)
         output_bias = take.take_array("state_output_bias", "float32", spec.hidden)
-    if spec.norm_outputs:
+    if spec.norm.outputs:
         output_norm = take.take_array("output_norm", "float32", spec.hidden)
     count = tokens if number == "tokens" else context
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, count)

@@ -416,5 +416,5 @@ def _invert_root(
 ) -> v.Expr:
     """Return 1 / sqrt(mean of squares + epsilon) of ``size`` mixed elements from ``base`` on."""
     total = _add_squares(arrays, arrays.mixed.values, base, size, lanes)
-    mean = total * v.constant(1.0 / size, "float32") + v.constant(spec.epsilon, "float32")
+    mean = total * v.constant(1.0 / size, "float32") + v.constant(spec.norm.epsilon, "float32")
     return v.let(v.constant(1.0, "float32") / T.sqrt(mean))

@@ -64,17 +64,19 @@ def emit_embed_layers(schedule: Schedule, take: Parameters) -> None:
     """Set ``layer_inputs`` float32 [layers, room, width] of the tokens, by rows of the layers'
     table and a projection of x, and the residual streams beside x; ``room``: tokens that each layer
     has room for."""
-    spec, own = schedule.spec, schedule.spec.layer_input
+    spec, own = schedule.spec, schedule.spec.model.layer_embedding
     assert own is not None
     tokens, room = take.take_number("tokens"), take.take_number("room")
     x = schedule.take_rows(take, "x")
-    table, scales = take_rows(take, "layer_embedding", "tokens", own.row, spec.embedding)
-    rows, width = own.layers * own.width, own.stored_width
-    project = take_matrix(take, "layer_projection", rows, spec.hidden, spec.attention)
+    table, scales = take_rows(
+        take, "layer_embedding", "tokens", spec.layer_row, spec.precision.embedding
+    )
+    rows, width = spec.model.shape.layers * own.width, own.stored_width
+    project = take_matrix(take, "layer_projection", rows, spec.hidden, spec.precision.attention)
     norm = take.take_array("layer_projection_norm", "float32", width)
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, tokens)
-    unpacked = take.take_array("layer_rows", "float32", "tokens", own.row)
-    inputs = take.take_array("layer_inputs", "float32", own.layers, "tokens", width)
+    unpacked = take.take_array("layer_rows", "float32", "tokens", spec.layer_row)
+    inputs = take.take_array("layer_inputs", "float32", spec.model.shape.layers, "tokens", width)
     lanes = count_lanes(own.width)
 
     def store(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
@@ -86,15 +88,15 @@ def emit_embed_layers(schedule: Schedule, take: Parameters) -> None:
         wide = v.wide(token)
         vector = Vector(
             weights=table,
-            weights_base=v.let(wide * weight_bytes(own.row, spec.embedding)),
+            weights_base=v.let(wide * weight_bytes(spec.layer_row, spec.precision.embedding)),
             scales=scales,
-            scales_base=v.let(wide * scale_bytes(own.row, spec.embedding)),
-            precision=spec.embedding,
+            scales_base=v.let(wide * scale_bytes(spec.layer_row, spec.precision.embedding)),
+            precision=spec.precision.embedding,
         )
-        emit_unpack(vector, own.row, unpacked, v.let(token * own.row))
-        with T.serial(own.layers) as layer:
+        emit_unpack(vector, spec.layer_row, unpacked, v.let(token * spec.layer_row))
+        with T.serial(spec.model.shape.layers) as layer:
             base = v.let((layer * room + token) * width)
-            source = v.let(token * own.row + layer * own.width)
+            source = v.let(token * spec.layer_row + layer * own.width)
             squares = v.Cell(v.constant(0.0, "float32", lanes))
             with T.serial(own.width // lanes * hidden.once) as step:
                 part = v.let(v.load(inputs, base + step * lanes, lanes))
@@ -176,7 +178,7 @@ class LayerInput:
 
 def take_layer_input(schedule: Schedule, take: Parameters, tokens: v.Expr) -> LayerInput | None:
     """Declare the parameters; None for models without such embeddings."""
-    spec, own = schedule.spec, schedule.spec.layer_input
+    spec, own = schedule.spec, schedule.spec.model.layer_embedding
     if own is None:
         return None
     width = own.stored_width
@@ -184,8 +186,12 @@ def take_layer_input(schedule: Schedule, take: Parameters, tokens: v.Expr) -> La
         schedule=schedule,
         width=own.width,
         added=take.take_array("layer_input", "float32", "tokens", width),
-        gate=take_matrix(take, "layer_input_gate", own.width, spec.hidden, spec.attention),
-        output=take_matrix(take, "layer_input_output", spec.hidden, width, spec.attention),
+        gate=take_matrix(
+            take, "layer_input_gate", own.width, spec.hidden, spec.precision.attention
+        ),
+        output=take_matrix(
+            take, "layer_input_output", spec.hidden, width, spec.precision.attention
+        ),
         norm=take.take_array("layer_input_norm", "float32", spec.hidden),
         hidden=schedule.take_chunk(take, "hidden", spec.hidden, tokens),
         inner=schedule.take_chunk(take, "layer_inner", width, tokens),
@@ -198,22 +204,22 @@ def emit_embed(schedule: Schedule, take: Parameters) -> None:
     spec = schedule.spec
     tokens = take.take_number("tokens")
     # As many rows as are in memory.
-    weights, scales = take_rows(take, "embedding", "rows", spec.hidden, spec.embedding)
+    weights, scales = take_rows(take, "embedding", "rows", spec.hidden, spec.precision.embedding)
     ids = take.take_array("ids", "int32", "tokens")
     x = schedule.take_rows(take, "x")
     with T.serial(tokens) as token:
         row = v.let(v.wide(ids[token]))
         vector = Vector(
             weights=weights,
-            weights_base=v.let(row * weight_bytes(spec.hidden, spec.embedding)),
+            weights_base=v.let(row * weight_bytes(spec.hidden, spec.precision.embedding)),
             scales=scales,
-            scales_base=v.let(row * scale_bytes(spec.hidden, spec.embedding)),
-            precision=spec.embedding,
+            scales_base=v.let(row * scale_bytes(spec.hidden, spec.precision.embedding)),
+            precision=spec.precision.embedding,
         )
         base = v.let(token * spec.hidden)
         emit_unpack(vector, spec.hidden, x, base)
-        emit_scale(x, base, spec.hidden, spec.embedding_factor)
-        if spec.embedding_norm:
+        emit_scale(x, base, spec.hidden, spec.model.multipliers.embedding)
+        if spec.norm.embedding:
             emit_embedding_norm(spec, x, T.min(tokens, 1), token)
 
 
@@ -237,23 +243,29 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
     tokens = take.take_number("tokens")
     x = schedule.take_rows(take, "x")
     norm = schedule.take_norm(take)
-    head = take_matrix(take, "head", spec.vocab - spec.other_head, spec.hidden, spec.head)
-    bias = take.take_array("head_bias", "float32", spec.vocab) if spec.head_bias else None
+    head = take_matrix(
+        take, "head", spec.model.shape.vocab - spec.rows.head, spec.hidden, spec.precision.head
+    )
+    bias = (
+        take.take_array("head_bias", "float32", spec.model.shape.vocab)
+        if spec.model.head_bias
+        else None
+    )
     # All of them in two planes, however the chunk was computed.
     hidden = take_activations(
         take, "hidden", spec.hidden, spec.planes, tokens, spec.planes, isa=schedule.isa
     )
-    logits = take.take_array("logits", "float32", "logits", spec.vocab)
+    logits = take.take_array("logits", "float32", "logits", spec.model.shape.vocab)
 
     def keep(token: v.Expr, own: v.Expr, value: v.Expr) -> None:
-        row = v.let(own + spec.other_head) if spec.other_head else own
+        row = v.let(own + spec.rows.head) if spec.rows.head else own
         if bias is not None:
             value = value + bias[row]
-        if spec.logit_factor != 1.0:
-            value = value * v.constant(spec.logit_factor, "float32")
-        if spec.logit_cap is not None:
-            value = v.take_cap(value, spec.logit_cap, 1)
-        v.store(logits, v.wide(token) * spec.vocab + v.wide(row), value, 1)
+        if spec.model.multipliers.logits != 1.0:
+            value = value * v.constant(spec.model.multipliers.logits, "float32")
+        if spec.model.logit_softcap is not None:
+            value = v.take_cap(value, spec.model.logit_softcap, 1)
+        v.store(logits, v.wide(token) * spec.model.shape.vocab + v.wide(row), value, 1)
 
     isa = replace(schedule.isa, few_tokens=True)
     joining = take_joining(schedule, take)

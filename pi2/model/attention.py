@@ -12,7 +12,6 @@ from pi2.model.tensor import DenseTensor, Order, Place, Source, fill, list_head_
 
 if TYPE_CHECKING:
     from pi2.plan.documents import model_mixing
-    from pi2.plan.documents.model import Model
 
 _NO_SINK = -1e30
 """Score of a sink beside which that of any token takes all of the attention."""
@@ -88,10 +87,18 @@ class Attention:
     def projected(self) -> int:
         """Rows of the projection ``qkv``: queries, keys, values, gates of the output; with latent
         attention the vectors that these are made of."""
-        gates, latent = self.options.output_gate, self.latent
+        latent = self.latent
         if latent is not None:
-            return (latent.query_rank or self.heads * latent.key) + gates * self.heads + latent.kept
-        return self.query * (1 + gates) + (2 * self.keys if self.has_keys else 0)
+            return (latent.query_rank or self.heads * latent.key) + self.gates + latent.kept
+        return self.query + self.gates + (2 * self.keys if self.has_keys else 0)
+
+    @property
+    def gates(self) -> int:
+        """Rows of ``qkv`` that gate what heads have mixed: of every element, or of every head with
+        latent attention."""
+        if not self.options.output_gate:
+            return 0
+        return self.query if self.latent is None else self.heads
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -213,53 +220,6 @@ def _list_fused_rows(
     turned = own.head_order if part != "value" else None
     inside = range(size) if turned is None else turned
     return [place * size + row for place in places for row in inside]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentShape:
-    """Widths of latent attention's vectors, from which kernels are made."""
-
-    rank: int
-    """Elements of what keys and values are made of."""
-    query_rank: int | None
-    """Elements of what queries are made of; None if they are projected at once."""
-    plain: int
-    """Elements of a head's query that are not rotated."""
-    rotated: int
-    epsilon: float
-    """Epsilon of the norms of what keys, values and queries are made of."""
-    gates: int = 0
-    """Gates of what heads have mixed, one for each, or none."""
-
-    @property
-    def key(self) -> int:
-        """Elements of a head's query."""
-        return self.plain + self.rotated
-
-    @property
-    def kept(self) -> int:
-        """Elements that are kept of a token."""
-        return self.rank + self.rotated
-
-    def count_rows(self, heads: int) -> int:
-        """Rows of the projection that all of it comes from: queries or what they are made of,
-        gates, and what is kept."""
-        return (self.query_rank or heads * self.key) + self.gates + self.kept
-
-
-def describe_latent(model: Model) -> LatentShape | None:
-    """The shape of a model's latent attention, if it has any."""
-    latent = model.attention.latent
-    if latent is None:
-        return None
-    return LatentShape(
-        rank=latent.rank,
-        query_rank=latent.query_rank,
-        plain=latent.plain,
-        rotated=latent.rotated,
-        epsilon=latent.epsilon,
-        gates=model.shape.heads if model.attention.output_gate else 0,
-    )
 
 
 def list_latent_projected(

@@ -23,8 +23,8 @@ from pi2.backends.gpu.kernels.specification import (
 )
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
-from pi2.model.attention import LatentShape
 from pi2.model.states import StateShape
+from pi2.plan.documents.model_mixing import Latent
 
 FFN = FfnKernels(hidden=64, precision="int4", activation="relu")
 
@@ -171,7 +171,7 @@ def test_specifications_survive_json() -> None:
             head_dim=32,
             scale=0.1,
             kv="fp16",
-            latent=LatentShape(rank=24, query_rank=None, plain=12, rotated=8, epsilon=1e-6),
+            latent=Latent(rank=24, plain=12, rotated=8, epsilon=1e-6),
         ),
         state=StateKernels(
             shape=StateShape(kind="convolution", kernel=3, width=32, channels=32), epsilon=1e-5

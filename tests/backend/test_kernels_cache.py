@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def spec() -> KernelSpec:
     """The smallest program."""
-    return make_spec(hidden=32, heads=1, kv_heads=1, head_dim=32, gate_rows=None, ranks=())
+    return make_spec(hidden=32, heads=1, kv_heads=1, head_dim=32, gates=False, ranks=())
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_read_only_cache_folder_does_not_stop_a_run_and_is_named(
     assert path.exists()
     assert tmp_path not in path.parents
     assert cache.load_or_compile(spec, forbid_compiling) == path
-    cache.load_or_compile(dataclasses.replace(spec, vocab=spec.vocab + 32), ignore_progress)
+    cache.load_or_compile(dataclasses.replace(spec, threads=spec.threads + 32), ignore_progress)
     line = json.loads(capsys.readouterr().err)  # one line for all kernels of a process
     assert line["level"] == "warning"
     assert line["folder"] == str(tmp_path / "file" / "kernels")
@@ -223,7 +223,7 @@ def test_a_failing_compiler_is_reported(
     (tmp_path / "tvm").mkdir()
     (tmp_path / "tvm" / "__init__.py").write_text("raise ImportError('no compiler today')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    other = dataclasses.replace(spec, vocab=spec.vocab + 1)
+    other = dataclasses.replace(spec, threads=spec.threads + 1)
     with pytest.raises(UserError) as caught:
         cache.load_or_compile(other, ignore_progress)
     assert caught.value.diagnostics[0].code == "P651"
@@ -238,7 +238,7 @@ def test_a_compiler_without_memory_is_no_faulty_installation(
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     (tmp_path / "tvm" / "__init__.py").write_text(killed)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    other = dataclasses.replace(spec, vocab=spec.vocab + 2)
+    other = dataclasses.replace(spec, threads=spec.threads + 2)
     with pytest.raises(UserError, match="for lack of memory") as caught:
         cache.load_or_compile(other, ignore_progress)
     assert "run the plan once where" in str(caught.value.diagnostics[0].help)

@@ -209,7 +209,7 @@ def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
     if biases is not None:
         sums[0] += biases[:, 0]
     up = sums[1] if gated else np.ones_like(sums[0])
-    active = activate(spec.activation, 0.0, sums[0], up)
+    active = activate(spec.ffn.activation, 0.0, sums[0], up)
     routes = allocate("float32", tokens, 2)
     routes[:] = [[1, 0], [1, 0], [0, 1], [0.25, 0.75], [0.5, 0.5]]
     if owners is not None:

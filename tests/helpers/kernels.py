@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,14 +20,14 @@ from pi2.backends.kernels.isa import (
     count_blocks_bytes,
 )
 from pi2.backends.kernels.mixing_layout import count, lay_out_mixing
-from pi2.backends.kernels.spec import KernelSpec
+from pi2.backends.kernels.spec import KernelSpec, describe_kernels
 from pi2.backends.protocol import BuildRequest, Tensor
 from pi2.formats import find_packing
 from pi2.machine.cpu import detect_cpu
 from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, name_layer_tensor
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Attention, Rope
-from pi2.plan.documents.model_parts import Ffn, Predictor, Quantization, Shape
+from pi2.plan.documents.model_parts import Ffn, Moe, Predictor, Quantization, Shape
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.plan.weights.bundles import slice_part
 from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
@@ -267,37 +268,52 @@ def measure_error(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     return difference / top if top > 0 else difference
 
 
+def make_model(
+    *,
+    activation: str,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    window: int | None = None,
+    experts: int = 0,
+    **changes: Any,
+) -> Model:
+    """A model of one layer; ``changes`` are keys of its shape, FFN or quantisation."""
+    sizes = {"layers": 1, "hidden": 256, "ffn": 32, "vocab": 100, "context": 32} | {
+        key: changes.pop(key) for key in ("hidden", "vocab") if key in changes
+    }
+    own = {key: changes.pop(key) for key in ("threshold", "gated", "bias") if key in changes}
+    mixture = Moe(experts=experts, active_experts=experts, router="none") if experts else None
+    return Model(
+        schema_version=2,
+        id="random",
+        shape=Shape(**sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
+        attention=Attention(sliding_window=window),
+        ffn=Ffn.model_validate({"activation": activation, **own}),
+        moe=mixture,
+        quantization=Quantization().model_copy(update=changes),
+    )
+
+
+_CHOICES = frozenset(field.name for field in dataclasses.fields(KernelSpec))
+
+
 def make_spec(**changes: Any) -> KernelSpec:
-    """Return a small spec for this machine; ``changes`` replaces fields."""
-    hidden = changes.get("hidden", 256)
-    ffn: Precision = changes.get("ffn", "int4")
-    values: dict[str, Any] = {
-        "hidden": hidden,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "vocab": 100,
-        "epsilon": 1e-5,
-        "activation": "drelu",
-        "threshold": 0.0,
-        "qkv_bias": False,
-        "window": None,
+    """Return a small spec for this machine; ``changes`` are of `make_model` and of the run."""
+    run = {key: changes.pop(key) for key in list(changes) if key in _CHOICES - {"experts"}}
+    model = make_model(**{"activation": "drelu"} | changes)
+    choices: dict[str, Any] = {
         "kv": "fp16",
-        "attention": "int4",
-        "embedding": "int8",
-        "head": "int8",
-        "ffn": ffn,
-        "gate_rows": ffn,
-        "predictor": "int8",
+        "gates": True,
         "ranks": (64,),
-        "stride": lay_out_bundle(hidden, ffn).stride,
+        "stride": lay_out_bundle(model.shape.hidden, model.quantization.ffn).stride,
         "threads": 2,
         "planes": 2,
         "chunk_planes": 2,
         "architecture": "x86-64",
         "features": tuple(sorted(find_own_features() - {"avx512vnni"})),
     }
-    return KernelSpec(**(values | changes))
+    return describe_kernels(model, **(choices | run))
 
 
 class RandomModel:

@@ -47,7 +47,7 @@ def make_attention(spec: KernelSpec) -> Callable[[Any], None]:
     from pi2.backends.kernels.mixing_arithmetic import take_room
     from pi2.backends.kernels.schedule import Schedule
 
-    kv, kv_heads = spec.kv, spec.kv_heads
+    kv, kv_heads = spec.kv, spec.attention.kv_heads
 
     def emit(take: Any) -> None:
         tokens, position = take.take_number("tokens"), take.take_number("position")
@@ -113,7 +113,7 @@ def make_small_spec(
 
 def make_room(spec: KernelSpec) -> list[Any]:
     """Codes of queries and where threads mix for several tokens, up to `MOST_TOKENS`."""
-    codes = allocate("int8", MOST_TOKENS, spec.most_planes, spec.width)
+    codes = allocate("int8", MOST_TOKENS, spec.most_planes, spec.attention.stored_query)
     return [codes, *allocate_mixing_room(spec)]
 
 
@@ -304,7 +304,7 @@ def test_how_a_prompt_is_cut_into_chunks_changes_no_bit(
     heads, kv_heads, head_dim, tokens = 6, 2, 48, 200
     spec = make_small_spec(heads, kv_heads, head_dim, window, kv, isa)
     kernel = compile_kernel(make_attention(spec), make_isa(isa))
-    qkv = rng.standard_normal((tokens, spec.qkv_rows)).astype(np.float32)
+    qkv = rng.standard_normal((tokens, spec.attention.projected)).astype(np.float32)
     cosines, sines = (allocate("float32", 208, head_dim // 2) for _ in range(2))
     cosines[:] = 1
     outputs = []
@@ -312,7 +312,7 @@ def test_how_a_prompt_is_cut_into_chunks_changes_no_bit(
         cache, spans = make_arrays(208, kv_heads, head_dim, kv, left), make_spans(heads, head_dim)
         room, parts, position = make_room(spec), [], 0
         for number in chunks:
-            part = allocate("float32", number, spec.qkv_rows)
+            part = allocate("float32", number, spec.attention.projected)
             part[:] = qkv[position : position + number]
             output = allocate("float32", number, heads * head_dim)
             kernel(number, position, 208, part, cosines, sines, *cache, *spans, output, *room)
@@ -332,7 +332,7 @@ def test_queries_and_shares_of_int8_keys_are_rounded_unless_the_plan_rounds_noth
     heads, head_dim, tokens = 4, 64, 300
     spec = make_small_spec(heads, 1, head_dim, None, "int8", "avx512vnni", chunk_planes)
     kernel = compile_kernel(make_attention(spec), make_isa("avx512vnni"))
-    qkv = allocate("float32", tokens, spec.qkv_rows)
+    qkv = allocate("float32", tokens, spec.attention.projected)
     qkv[:] = rng.standard_normal(qkv.shape)
     before = qkv.astype(np.float64).reshape(tokens, -1, head_dim)
     cosines, sines = (allocate("float32", 304, head_dim // 2) for _ in range(2))

@@ -61,7 +61,7 @@ class Layer:
         rng = np.random.default_rng(seed)
         self.spec = spec
         self.tokens = tokens
-        layout = lay_out_bundle(spec.hidden, spec.ffn, spec.stride)
+        layout = lay_out_bundle(spec.hidden, spec.precision.ffn, spec.stride)
         # Of mxfp4, 32 neurons share scales.
         gate, up, down = (
             rng.standard_normal((round_up(neurons, 32), spec.hidden)).astype(np.float32)
@@ -76,13 +76,15 @@ class Layer:
         self.arrays, stands_for = quantize_activations(x, spec.planes)
         own = (spec.isa, spec.threads, tokens, spec.hidden, spec.most_planes)
         self.arrays += allocate_blocks(*own)
-        self.inputs = x.astype(np.float64) if spec.ffn == "fp16" else stands_for
+        self.inputs = x.astype(np.float64) if spec.precision.ffn == "fp16" else stands_for
 
     def compute(self, slots: npt.NDArray[Any]) -> tuple[F64, int]:
         """Sum [tokens, hidden] and the number of non-zero activations, in float64."""
         gate, up, down = (part[slots] for part in self.parts)
         spec = self.spec
-        values = activate(spec.activation, spec.threshold, self.inputs @ gate.T, self.inputs @ up.T)
+        values = activate(
+            spec.ffn.activation, spec.ffn.threshold, self.inputs @ gate.T, self.inputs @ up.T
+        )
         return values @ down, int(np.count_nonzero(values))
 
     def gather(self, slots: npt.NDArray[Any], *, known: bool = False) -> tuple[F32, int]:
@@ -183,7 +185,7 @@ def test_gathered_and_dense_sums_are_those_of_float64(
     if activation != "silu":
         values = activate(
             activation,
-            spec.threshold,
+            spec.ffn.threshold,
             layer.inputs[:1] @ layer.parts[0][slots].T,
             layer.inputs[:1] @ layer.parts[1][slots].T,
         )

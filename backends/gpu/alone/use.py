@@ -20,7 +20,6 @@ from pi2.backends.gpu.kernels.specification import (
     Target,
 )
 from pi2.backends.gpu.sizes import count_experts, describe_model_ffn
-from pi2.model.attention import describe_latent
 from pi2.model.blocks import list_attention
 from pi2.model.states import describe_state
 from pi2.plan.documents.model import Model
@@ -156,7 +155,7 @@ class ModelUse:
             some_full=None in windows,
             sinks=attention.sinks,
             output_gate=attention.output_gate,
-            latent=describe_latent(self.model),
+            latent=latent,
         )
 
     @property

@@ -27,7 +27,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.code import narrow_half, widen_half
 from pi2.backends.gpu.kernels.specification import AttentionKernels, Axis
-from pi2.model.attention import LatentShape
+from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.weights.layout import fill_groups
 
 _LARGEST_CODE = 127.0
@@ -116,7 +116,7 @@ def list_latent_kernels(attention: AttentionKernels) -> Iterator[c.Kernel]:
     yield make_latent_keep(attention, latent)
 
 
-def make_latent_norm(attention: AttentionKernels, latent: LatentShape, query_rank: int) -> c.Kernel:
+def make_latent_norm(attention: AttentionKernels, latent: Latent, query_rank: int) -> c.Kernel:
     """Make ``latent_norm``: a work group normalises what a token's queries are made of."""
     kernel = c.Kernel("latent_norm", (_THREADS, 1, 1))
     filled = fill_groups(query_rank)
@@ -126,7 +126,7 @@ def make_latent_norm(attention: AttentionKernels, latent: LatentShape, query_ran
         made = kernel.take_array("made", "float32")
         kernel.take_number("tokens")
         with kernel.run(Axis(number="tokens")) as place:
-            first = c.let(place.group[0] * latent.count_rows(attention.heads))
+            first = c.let(place.group[0] * attention.latent_rows)
             factor = _find_factor(latent, qkv, first, query_rank, place.thread[0])
             with T.serial(-(-filled // _THREADS)) as turn:
                 element = c.let(turn * _THREADS + place.thread[0])
@@ -137,10 +137,10 @@ def make_latent_norm(attention: AttentionKernels, latent: LatentShape, query_ran
     return kernel
 
 
-def make_latent_keep(attention: AttentionKernels, latent: LatentShape) -> c.Kernel:
+def make_latent_keep(attention: AttentionKernels, latent: Latent) -> c.Kernel:
     """Make ``keep``: a work group for a head's query, and one for what is kept of the token."""
     kernel = c.Kernel("keep", (_THREADS, 1, 1))
-    heads, rows, half = attention.heads, latent.count_rows(attention.heads), latent.rotated // 2
+    heads, rows, half = attention.heads, attention.latent_rows, latent.rotated // 2
     with kernel.declare():
         qkv = kernel.take_array("qkv", "float32")
         made = latent.query_rank is not None
@@ -207,7 +207,7 @@ def make_latent_keep(attention: AttentionKernels, latent: LatentShape) -> c.Kern
 
 
 def _find_factor(
-    latent: LatentShape, vectors: c.Buffer, first: c.Expr, width: int, thread: c.Expr
+    latent: Latent, vectors: c.Buffer, first: c.Expr, width: int, thread: c.Expr
 ) -> c.Expr:
     """Return what the RMSNorm multiplies the vector at ``first`` with, the same in all threads."""
     own = c.Cell(c.number(0.0))

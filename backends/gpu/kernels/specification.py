@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pi2.model.attention import LatentShape
 from pi2.model.states import StateShape
+from pi2.plan.documents.common import Table
+from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Activation
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups
@@ -258,7 +259,7 @@ class AttentionKernels:
     """Whether every head has a score beside those of the tokens."""
     output_gate: bool = False
     """Whether gates of what heads mix come behind the values."""
-    latent: LatentShape | None = None
+    latent: Latent | None = None
     """Latent attention: one key head, whose first elements are the values."""
 
     def __post_init__(self) -> None:
@@ -274,6 +275,13 @@ class AttentionKernels:
     def qkv_pitch(self) -> int:
         """Elements from a token's queries to the next one's."""
         return (self.vectors + self.heads * self.output_gate) * self.head_dim
+
+    @property
+    def latent_rows(self) -> int:
+        """Elements from what a token's queries are made of to the next one's."""
+        assert self.latent is not None
+        queries = self.latent.query_rank or self.heads * self.latent.key
+        return queries + self.heads * self.output_gate + self.latent.kept
 
     @property
     def value_width(self) -> int:
@@ -397,7 +405,8 @@ class GpuSpec:
 
     def to_json(self) -> str:
         """Return canonical JSON."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        values = dataclasses.asdict(self)
+        return json.dumps(values, sort_keys=True, separators=(",", ":"), default=Table.model_dump)
 
     @classmethod
     def from_json(cls, text: str) -> GpuSpec:
@@ -415,7 +424,7 @@ class GpuSpec:
 
 
 def _read_attention(latent: dict[str, Any] | None, **values: Any) -> AttentionKernels:
-    found = None if latent is None else LatentShape(**latent)
+    found = None if latent is None else Latent.model_validate(latent)
     return AttentionKernels(latent=found, **values)
 
 

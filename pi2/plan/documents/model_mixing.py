@@ -336,6 +336,11 @@ class AltUp(Table):
     scaled: bool = True
     """Whether what gates a layer's own embedding is multiplied with a vector first."""
 
+    @property
+    def others(self) -> int:
+        """Vectors of a token after the first."""
+        return self.streams - 1
+
 
 _PART = r"(-?\d{1,4}|\d{1,4}-\d{1,4}|(-?\d{1,4})?:(-?\d{1,4})?(:0*[1-9]\d{0,3})?)"
 LAYER_CHOICE = rf"^\s*{_PART}(\s*,\s*{_PART})*\s*$"
