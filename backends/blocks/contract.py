@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.model import options
+from pi2.model.options import read_options
 from pi2.plan.documents.model import Model
 
 COMMON, STEPS = "common", "steps"
@@ -45,53 +47,41 @@ class BlockSpec:
         return cls(**{**values, "features": tuple(values["features"])})
 
 
-_ROPES = ("halves", "neighbours")
+COMPUTED = read_options("""
+    norm: kind=layernorm bias inputs outputs
+    other_heads: . heads
+    attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
+    attention: head_norm_of=all head_norm_place=after sub_norm sinks sink_layers scale softcap
+    attention: sliding_window window_layers
+    : residual=parallel logit_softcap head_bias other_rope
+    ffn: activation=relu activation=relu2 activation=silu activation=gelu activation=gelu_tanh
+    ffn: gated bias sub_norm limit up_offset
+    moe: . router=sigmoid weighs=input expert_scale normalise_weights shared_experts shared_gate
+    moe: shared_factor shared_ffn router_bias choice_bias choice_bias_of=score groups
+    moe: active_groups group_score=best scaling dense_layers dense_ffn
+    multipliers: embedding residual logits
+    rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
+    rope: pairs=neighbours
+""")
+"""Options of models that there are kernels for."""
+APART = (("moe", "norm.outputs"), ("moe", "ffn.sub_norm"))
+"""Those of them that do not go together."""
 
 
 def find_unknown(model: Model) -> list[str]:
     """Return what a model has that there are no kernels for, by the keys of its document; empty
     where all of it can be computed."""
-    attention, norm, ffn, moe = model.attention, model.norm, model.ffn, model.moe
-    ropes = [model.rope, *([] if model.other_rope is None else [model.other_rope])]
-    found = {
-        "positions": model.positions is not None,
-        "layers": any(block.attention is None or len(block.mixers) > 1 for block in model.blocks),
-        "moe.router": moe is not None and moe.router not in ("softmax", "sigmoid"),
-        "moe.router_input": moe is not None and moe.router_input != "ffn",
-        "moe.latent": moe is not None and moe.latent is not None,
-        "moe (norm.outputs, ffn.sub_norm)": moe is not None and (norm.outputs or ffn.sub_norm),
-        "tensors.experts_turned": moe is not None and model.tensors.experts_turned,
-        "tensors.fused_gate_up (moe)": moe is not None and model.tensors.fused_gate_up is not None,
-        "side_ffn": model.side_ffn is not None,
-        "layer_embedding": model.layer_embedding is not None,
-        "altup": model.altup is not None,
-        "layer_scale": model.layer_scale,
-        "norm.embedding": norm.embedding,
-        "rope.pairs": any(own.pairs not in _ROPES for own in ropes),
-        "other_heads.keys_are_values": (
-            model.other_heads is not None and model.other_heads.keys_are_values
-        ),
-        "attention.latent": attention.latent is not None,
-        "attention.value_width": attention.value_width is not None,
-        "attention.value_scale": attention.value_scale != 1.0,
-        "attention.value_norm": attention.value_norm,
-        "attention.output_gate": attention.output_gate,
-        "attention.clip": attention.clip is not None,
-        "attention.growth": attention.growth != 0.0,
-        "attention.window_kind": attention.window_kind != "sliding",
-        "attention.kv_shared_layers": attention.kv_shared_layers > 0,
-        "ffn.activation": ffn.activation in ("drelu", "fatrelu"),
-        "ffn.absent_layers": bool(ffn.absent_layers),
-        "ffn.gate_sparsity": any(ffn.gate_sparsity),
-        "ffn.slope": ffn.slope != 1.0 and ffn.limit is None,
-        "tensors.fused_order": (
-            model.tensors.fused_qkv is not None and model.tensors.fused_order != "stacked"
-        ),
-        "tensors.gate_up_order": (
-            model.tensors.fused_gate_up is not None and model.tensors.gate_up_order != "stacked"
-        ),
+    tensors, is_mixture = model.tensors, model.moe is not None
+    limited = {"ffn.slope"} if model.ffn.limit is not None else set()
+    fused, order = tensors.fused_gate_up is not None, tensors.gate_up_order
+    lying = {
+        "tensors.experts_turned": is_mixture and tensors.experts_turned,
+        "tensors.fused_gate_up (moe)": is_mixture and fused,
+        "tensors.fused_order": tensors.fused_qkv is not None and tensors.fused_order != "stacked",
+        "tensors.gate_up_order": fused and order != "stacked",
     }
-    return [key for key, is_there in found.items() if is_there]
+    unknown = options.find_unknown(model, COMPUTED | limited, APART)
+    return unknown + [key for key, is_there in lying.items() if is_there]
 
 
 _ROWS = (

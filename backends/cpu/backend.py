@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
+from pi2.backends.limits import list_undivided
 from pi2.formats import find_packing
+from pi2.model.options import find_unknown, read_options
 from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.device import UnitKind
 from pi2.tile_permission import permit_tiles
@@ -30,6 +32,37 @@ COMPUTES = True
 NATIVE = True
 KINDS: tuple[UnitKind, ...] = ("cpu",)
 ONLY_EMULATED = False
+COMPUTED = read_options("""
+    norm: kind=layernorm bias inputs embedding outputs
+    other_heads: . heads keys_are_values
+    positions: . offset
+    attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
+    attention: head_norm_of=all head_norm_place=after value_width value_scale value_norm
+    attention: output_gate output_gate_of=head output_gate_function=softplus sub_norm clip sinks
+    attention: sink_layers growth growth_interval growth_offset growth_layers latent scale
+    attention: softcap sliding_window window_kind=chunked window_layers kv_shared_layers
+    attention.latent: query_rank bias
+    recurrence: . kernel convolution_bias projection_bias step_rank part_norm=plain
+    recurrence: part_norm=weighted part_epsilon decay_of=key decay_rank decay_floor gate=sigmoid
+    recurrence: gate_rank norm_groups shortest_step longest_step
+    convolution: . kernel bias
+    : residual=parallel layer_scale logit_softcap head_bias other_rope
+    ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
+    ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers sub_norm
+    ffn: gate_sparsity slope limit up_offset
+    moe: . router=sigmoid router=mixer router=none router_input=layer router_input=stream
+    moe: input_scale weighs=input expert_scale normalise_weights shared_experts shared_gate
+    moe: shared_factor shared_ffn router_bias choice_bias choice_bias_of=score groups
+    moe: active_groups group_score=best scaling tolerance dense_layers dense_ffn latent
+    side_ffn: . norms
+    layer_embedding: . vocab factor projection_factor
+    altup: . scaled
+    multipliers: embedding residual logits
+    rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=proportional kind=none
+    rope: pairs=swapped pairs=neighbours
+    layers: kinds=+ kinds=none kinds=delta kinds=mamba kinds=mamba1 kinds=convolution
+""")
+"""Options of models that there are kernels for."""
 
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
@@ -48,21 +81,10 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute of a plan."""
     rows, model = facts.resolved.divided_rows, facts.resolved.model
-    if rows is not None and model.state_layers:
-        return ["cannot divide projections and the head of a model whose layers keep a state"]
-    if rows is not None and any(len(block.mixers) != 1 for block in model.blocks):
-        return ["cannot divide projections and the head of a model with layers without attention"]
-    limits = []
-    if rows is not None and rows.output and model.norm.outputs:
-        limits.append("cannot divide projections whose results are normalised (norm.outputs)")
-    if rows is not None and (rows.qkv or rows.output) and model.attention.latent is not None:
-        limits.append("cannot divide the projections of latent attention")
-    if rows is not None and model.other_heads is not None:
-        limits.append("cannot divide projections of layers whose heads differ (other_heads)")
-    if rows is not None and model.attention.kv_shared_layers:
-        limits.append("cannot divide projections of layers that share keys (kv_shared_layers)")
-    if rows is not None and model.altup is not None:
-        limits.append("cannot divide projections of a model with several residual streams (altup)")
+    limits = [f"does not know {key}" for key in find_unknown(model, COMPUTED)]
+    whole = ["norm.outputs"] if rows is not None and rows.output else []
+    whole += ["attention.latent"] if rows is not None and (rows.qkv or rows.output) else []
+    limits += list_undivided(facts, whole)
     has_gates = facts.resolved.plan.decode.predictor == "gate"
     if has_gates and find_packing(model.quantization.ffn).shares_down_scales:
         limits.append(f"keeps no gates of {model.quantization.ffn}: no `gate` predictor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
-from pi2.backends.limits import list_unknown_weights
+from pi2.backends.limits import list_undivided, list_unknown_weights
 from pi2.formats import find_packing
 from pi2.plan.arithmetic.sizes import (
     LOGIT_ROWS,
@@ -103,18 +103,7 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute of a plan."""
     model = facts.resolved.model
-    is_divided = facts.resolved.divided_rows is not None
-    if is_divided and model.state_layers:
-        return ["cannot divide projections and the head of a model whose layers keep a state"]
-    if is_divided and any(len(block.mixers) != 1 for block in model.blocks):
-        return ["cannot divide projections and the head of a model with layers without attention"]
-    limits = []
-    if is_divided and model.other_heads is not None:
-        limits.append("cannot divide projections of layers whose heads differ (other_heads)")
-    if is_divided and model.attention.kv_shared_layers:
-        limits.append("cannot divide projections of layers that share keys (kv_shared_layers)")
-    if is_divided and model.altup is not None:
-        limits.append("cannot divide projections of a model with several residual streams (altup)")
+    limits = list_undivided(facts)
     if facts.neurons is not None:
         limits += list_unknown_weights(model)
     has_gates = facts.resolved.plan.decode.predictor == "gate"

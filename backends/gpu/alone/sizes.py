@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.sizes import PACKING_COPIES, TILE, count_tile_bytes
-from pi2.backends.limits import list_unknown_weights
-from pi2.model.blocks import list_attention, list_turns
-from pi2.model.states import describe_state
+from pi2.backends.limits import list_unknown_formats
+from pi2.model.blocks import list_attention
+from pi2.model.options import find_unknown, read_options
 from pi2.model.tensor import POSITIONS, DenseTensor
 from pi2.model.tensors import list_tensors as list_all_tensors
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, STAGED_NEURONS, count_chunk_tokens
@@ -19,7 +19,6 @@ from pi2.plan.weights.layout import fill_groups, round_up
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
-    from pi2.plan.documents.model import Model
 
 
 PARTIAL_ROWS = 64
@@ -33,6 +32,31 @@ JOINED = {
 """Tensors that lie in an array of their layer together, and which of its parts each is."""
 _VECTOR_BYTES = 16
 """Arrays are whole vectors."""
+COMPUTED = read_options("""
+    norm: kind=layernorm bias outputs
+    positions: . offset
+    attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
+    attention: head_norm_place=after value_width output_gate output_gate_of=head sinks
+    attention: sink_layers growth growth_interval growth_offset growth_layers latent scale
+    attention: softcap sliding_window window_kind=chunked window_layers
+    recurrence: . kernel convolution_bias projection_bias decay_rank decay_floor gate_rank
+    recurrence: norm_groups shortest_step longest_step
+    convolution: . kernel bias
+    : residual=parallel logit_softcap head_bias other_rope
+    ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
+    ffn: activation=gelu activation=gelu_tanh threshold gated bias slope limit up_offset
+    moe: . router=sigmoid router_input=layer weighs=input normalise_weights shared_experts
+    moe: shared_gate shared_ffn router_bias choice_bias groups active_groups group_score=best
+    moe: scaling dense_layers dense_ffn
+    multipliers: embedding residual logits
+    rope: kind=linear kind=llama3 kind=yarn kind=longrope kind=none pairs=swapped
+    rope: pairs=neighbours
+    layers: kinds=delta kinds=mamba kinds=convolution
+    attention.latent: query_rank bias
+""")
+"""Options of models that there are kernels for."""
+APART = (("attention.growth", "attention.latent"), ("attention.output_gate", "attention.latent"))
+"""Those of them that do not go together."""
 
 
 def list_tensor_arrays(tensor: DenseTensor) -> dict[str, int]:
@@ -228,53 +252,11 @@ def find_alone_limits(resolved: ResolvedPlan) -> list[str]:
         limits.append("knows no thresholds of smooth activations")
     if plan.memory.embedding == "flash" and not model.tied_head:
         limits.append("keeps the embedding in its memory: memory.embedding must not be `flash`")
-    limits += list_unknown_weights(model)
+    limits += list_unknown_formats(model)
     if not limits and resolved.bundle.scales == "resident":
         limits.append("takes no neurons whose scales lie apart: bundle.scales must be `inline`")
-    if any(len(block.mixers) != 1 for block in model.blocks):
-        limits.append("computes one mixer for each layer, not two and not none")
-    if model.ffn.absent_layers:
-        limits.append("computes an FFN in every layer")
-    limits += _list_unknown_layers(model)
+    limits += [f"does not know {key}" for key in find_unknown(model, COMPUTED, APART)]
     each = 4 if plan.kv.type == "int8" else 2
     if list_attention(model)[0][0].kept[2] % each:
         limits.append(f"keeps no {plan.kv.type} heads whose width is not a multiple of {each}")
     return limits
-
-
-def _list_unknown_layers(model: Model) -> list[str]:
-    attention, moe, state = model.attention, model.moe, describe_state(model)
-    named = {
-        "norm.inputs = false": not model.norm.inputs,
-        "norm.embedding": model.norm.embedding,
-        "attention.clip": attention.clip is not None,
-        "attention.growth with latent attention": attention.growth > 0
-        and attention.latent is not None,
-        "attention.output_gate with latent attention": attention.output_gate
-        and attention.latent is not None,
-        "attention.output_gate_function": attention.output_gate_function != "sigmoid",
-        'attention.head_norm_of = "all"': attention.head_norm_of == "all",
-        "attention.value_norm": attention.value_norm,
-        "attention.value_scale": attention.value_scale != 1.0,
-        "attention.sub_norm": attention.sub_norm,
-        "other_heads": model.other_heads is not None,
-        "layers of the kind mamba1": state is not None and state.kind == "mamba1",
-        "recurrence.decay_of": model.recurrence is not None and model.recurrence.decay_of == "key",
-        "recurrence.gate": model.recurrence is not None and model.recurrence.gate != "silu",
-        "layer_scale": model.layer_scale,
-        "layer_embedding": model.layer_embedding is not None,
-        "altup": model.altup is not None,
-        "attention.kv_shared_layers": attention.kv_shared_layers > 0,
-        'rope.kind = "proportional"': any(
-            rope.kind == "proportional" for rope, _ in list_turns(model)
-        ),
-    }
-    if moe is not None:
-        named[f'moe.router = "{moe.router}"'] = moe.router in ("mixer", "none")
-        named['moe.router_input = "stream"'] = moe.router_input == "stream"
-        named["moe.expert_scale"] = moe.expert_scale
-        named["moe.choice_bias_of"] = moe.choice_bias_of == "score"
-        named["moe.shared_factor"] = moe.shared_factor != 1.0
-        named["moe.latent"] = moe.latent is not None
-        named["side_ffn"] = model.side_ffn is not None
-    return [f"does not know {name}" for name, is_there in named.items() if is_there]
