@@ -32,6 +32,11 @@ from pi2.progress import Progress
 
 LABEL = "compiling kernels"
 _DIGITS = 32
+_SHARED = (
+    *("plan/weights/layout.py", "formats/packing.py"),
+    *("model/attention.py", "model/states.py"),
+)
+"""Modules of pi2 that say how long rows are in kernels."""
 _NO_TOOL = 3
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_BYTES = 8 << 20
@@ -55,11 +60,10 @@ def compute_key(spec: Spec, triple: str | None = None) -> str:
     machine than this one."""
     digest = hashlib.sha256()
     own, home = _find_sources(spec), Path(pi2.__file__).parent
-    layout = home / "plan" / "weights" / "layout.py"
-    folders = (Path(__file__).parent, own, home / "model", home / "formats")
+    folders = (Path(__file__).parent, own)
     sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     sources += sorted(own.rglob("*.ll"))
-    for path in (*sources, layout):
+    for path in (*sources, *(home / name for name in _SHARED)):
         digest.update(path.name.encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     for package in ("apache-tvm", "apache-tvm-ffi"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +15,8 @@ from pi2.backends.kernels.spec import KV_BLOCK, KV_DTYPES, SPANS, KernelSpec, st
 from pi2.backends.protocol import CONTEXT_BLOCK, BuildRequest
 from pi2.model.blocks import Attention as AttentionBlock
 from pi2.model.blocks import list_turns
-from pi2.model.states import StateShape, list_state_tensors
-from pi2.model.tensor import Place, name_layer_tensor, name_mixer_norm, name_state_tensor
+from pi2.model.states import StateShape
+from pi2.model.tensor import name_layer_tensor
 from pi2.plan.documents.model_mixing import Latent, Rope
 from pi2.plan.weights.layout import fill_groups, round_up
 
@@ -28,10 +27,8 @@ class States:
     def __init__(self, request: BuildRequest, space: Workspace, spec: KernelSpec) -> None:
         assert spec.state is not None
         shape, model = spec.state, request.model
-        kinds = [tensor.name for tensor in list_state_tensors(Place(model), shape)]
         self.weights: dict[tuple[int, int], Views] = {
-            (layer, number): space.wrap_tensors(**_name_tensors(layer, number, kinds))
-            for layer, number in model.states
+            (layer, number): space.wrap_layer(layer, number) for layer, number in model.states
         }
         """By layer and number of the mixer in it."""
         self._arrays: list[list[F32]] = []
@@ -81,14 +78,6 @@ class States:
             first += len(array)
 
 
-def _name_tensors(layer: int, number: int, kinds: Sequence[str]) -> dict[str, str]:
-    return {kind: name_state_tensor(layer, number, kind) for kind in kinds} | {
-        "norm": name_layer_tensor(layer, name_mixer_norm(number)),
-        "norm_bias": name_layer_tensor(layer, "attention_norm_bias"),
-        "output_norm": name_layer_tensor(layer, "attention_output_norm"),
-    }
-
-
 def _make_state(space: Workspace, shape: StateShape) -> dict[str, F32]:
     """Return the arrays of a state; an element stands for one that is empty."""
     sizes = {"state_tail": shape.kept, "state_memory": shape.memory}
@@ -97,32 +86,6 @@ def _make_state(space: Workspace, shape: StateShape) -> dict[str, F32]:
         for name, size in sizes.items()
     }
 
-
-_WEIGHTS = {
-    "norm": "attention_norm",
-    "norm_bias": "attention_norm_bias",
-    "qkv": "qkv",
-    "bias": "qkv_bias",
-    "query_norm": "query_norm",
-    "key_norm": "key_norm",
-    "mixed_norm": "attention_sub_norm",
-    "output": "output",
-    "output_bias": "output_bias",
-    "output_norm": "attention_output_norm",
-    "sinks": "sinks",
-    "latent_query_norm": "latent_query_norm",
-    "latent_query_out": "latent_query_out",
-    "latent_norm": "latent_norm",
-    "latent_key": "latent_key",
-    "latent_value": "latent_value",
-    "altup_router": "altup_router",
-    "altup_router_norm": "altup_router_norm",
-    "altup_predict": "altup_predict",
-    "laurel_in": "laurel_in",
-    "laurel_out": "laurel_out",
-    "laurel_norm": "laurel_norm",
-}
-"""Tensors of a layer by the kernels' names for them."""
 
 _SHAPED = frozenset({"attend", "attend_mix", "attend_mix_tokens"})
 """Functions in which a window makes a difference."""
@@ -176,15 +139,14 @@ class Attention:
                 continue
             seen = strip_attention(attention, spec.model)
             self._shapes.append(spec.attentions.index(seen))
-            names = {key: name_layer_tensor(layer, kind) for key, kind in _WEIGHTS.items()}
-            names["norm"] = name_layer_tensor(layer, name_mixer_norm(mixers.index(attention)))
+            rows = {"qkv": spec.rows.qkv, "output": spec.rows.output}
             turned = tables[attention.turn]
-            own = space.wrap_own_rows("qkv", names["qkv"], spec.rows.qkv)
-            own |= space.wrap_own_rows("output", names["output"], spec.rows.output)
-            own |= (
-                self._wrap_growth(request, space, layer, growing) if spec.attention.growth else {}
-            )
-            self._weights.append(space.wrap_tensors(**names) | own | turned)
+            own = space.wrap_layer(layer, mixers.index(attention)) | turned
+            for kind, first in rows.items():
+                own |= space.wrap_own_rows(kind, name_layer_tensor(layer, kind), first)
+            if spec.attention.growth:
+                own |= self._wrap_growth(request, space, layer, growing)
+            self._weights.append(own)
         self.states = None if spec.state is None else States(request, space, spec)
         """What layers with a state have."""
         specs = spec.list_blocks()

@@ -24,18 +24,14 @@ from pi2.backends.cpu.workspace import (
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.operators import cap, normalize
+from pi2.model.ffn import list_router_tensors
 from pi2.model.tensor import (
     EMBEDDING,
     FINAL_NORM,
-    GATE_CUTOFF,
     HEAD,
     HEAD_BIAS,
-    LAYER_EMBEDDING,
-    LAYER_PROJECTION,
-    LAYER_PROJECTION_NORM,
-    POSITIONS,
-    STREAM_IN,
     STREAM_OUT,
+    Place,
     name_layer_tensor,
 )
 from pi2.plan.documents.model import Model
@@ -132,18 +128,6 @@ class DividedEnds:
         logits[:, :count] = cap(total, self._model.logit_softcap)
 
 
-_SIDE = (
-    *("side_norm", "side_in", "side_down", "side_output_norm", "experts_output_norm"),
-    "experts_out",
-)
-"""Tensors of an FFN beside a layer's experts, and of what is behind these."""
-_OWN = (
-    *("layer_input_gate", "layer_input_output", "layer_input_norm"),
-    *("altup_router", "altup_router_norm", "altup_correct", "altup_scale"),
-)
-"""Tensors of a layer's own embedding, and of what corrects residual streams."""
-
-
 class Bindings:
     """Binds kernels for the chunks of prompts and for steps."""
 
@@ -168,51 +152,29 @@ class Bindings:
         self._library = library
         self._attention = attention
         self._neurons = neurons
-        self._norms = [
-            space.wrap_tensors(
-                norm=name_layer_tensor(layer, "ffn_norm"),
-                norm_bias=name_layer_tensor(layer, "ffn_norm_bias"),
-                experts_in=name_layer_tensor(layer, "experts_in"),
-                gate_cutoff=name_layer_tensor(layer, GATE_CUTOFF),
-            )
-            for layer in layers
-        ]
         self.signs = [_find_sign(model, layer) for layer in layers]
         """By layer, the side of their mean on which gates have a cutoff; nothing without one."""
         self.is_routed = [spec.router is not None and own.weights is not None for own in routers]
         """By layer of a mixture, whether the call that begins its FFN routes."""
         self.begin_given = [(*self._tell_routed(layer), *self.signs[layer]) for layer in layers]
         """By layer, what a call that begins its FFN is given beside the number of tokens."""
-        self._router_views = self._wrap_routers(len(layers))
+        self._layers = [space.wrap_layer(layer) for layer in layers]
+        """Tensors of each layer; if it has no router, that of another one, which is not used."""
+        spare = next((n for n, routed in enumerate(self.is_routed) if routed), None)
+        if spare is not None:
+            places = (Place(model), model.blocks[spare].ffn)
+            kinds = [tensor.name for tensor in list_router_tensors(*places)]
+            router = {key: view for key, view in self._layers[spare].items() if key in kinds}
+            self._layers = [router | own for own in self._layers]
         self._cutoff_room: Views = {}
         if spec.cutoff_rows:
             parts = space.make("float32", chunk, spec.cutoff_rows)
             self._cutoff_room["cutoff_parts"] = space.wrap(parts)
-        self._outputs = [
-            space.wrap_tensors(
-                down_bias=name_layer_tensor(layer, "down_bias"),
-                output_norm=name_layer_tensor(layer, "ffn_output_norm"),
-                layer_scale=name_layer_tensor(layer, "layer_scale"),
-                **{kind: name_layer_tensor(layer, kind) for kind in (*_SIDE, *_OWN)},
-            )
-            for layer in layers
-        ]
         room = make_layer_room(space, spec, chunk)
         side = make_side_room(space, spec, chunk) | room
-        self._outputs = [own | side for own in self._outputs]
-        self._layer_embedding = room | space.wrap_tensors(
-            layer_embedding=LAYER_EMBEDDING,
-            layer_projection=LAYER_PROJECTION,
-            layer_projection_norm=LAYER_PROJECTION_NORM,
-            stream_in=STREAM_IN,
-        )
-        self._vocabulary = space.wrap_tensors(
-            embedding=EMBEDDING,
-            table=POSITIONS,
-            norm=FINAL_NORM,
-            norm_bias=f"{FINAL_NORM}_bias",
-            head_bias=HEAD_BIAS,
-        )
+        self._outputs = [own | side for own in self._layers]
+        self._vocabulary = space.wrap_layer(None)
+        self._layer_embedding = room | self._vocabulary
         head = EMBEDDING if model.tied_head else HEAD
         self._vocabulary |= space.wrap_own_rows("head", head, spec.rows.head)
         self._vocabulary["ids"] = space.wrap(ids)
@@ -278,7 +240,7 @@ class Bindings:
     def bind_foresight(self, prediction: Prediction, views: Views) -> None:
         """Bind the kernels that predict ahead and begin the present layer's FFN."""
         read = self._find_input(views)
-        prediction.bind_foresight(self._library, self._norms, read, views)
+        prediction.bind_foresight(self._library, self._layers, read, views)
 
     def _find_input(self, views: Views) -> Views:
         # With parallel residuals, the FFN reads the layer's input.
@@ -288,8 +250,8 @@ class Bindings:
         """Return the calls that begin the FFN of each layer, in a chunk (``ffn``) or a step."""
         read, calls = self._find_input(views), []
         routed = "" if self._spec.router is None else "routed"
-        for layer, own in enumerate(self._norms):
-            arrays = (read, own, self._router_views[layer], self._cutoff_room, views)
+        for layer, own in enumerate(self._layers):
+            arrays = (read, own, self._cutoff_room, views)
             name, given = f"begin_{what}", f"tokens {routed}"
             if self.signs[layer]:
                 name, given = f"begin_cut_{what}", f"{given} sign"
@@ -318,27 +280,10 @@ class Bindings:
     def _tell_routed(self, layer: int) -> tuple[int, ...]:
         return () if self._spec.router is None else (int(self.is_routed[layer]),)
 
-    def _wrap_routers(self, layers: int) -> list[Views]:
-        """Return views of the router of each layer that calls which begin FFNs take: where the
-        layer has none, those of another one, which are not used; nothing where the router is not
-        compiled."""
-        if self._spec.router is None:
-            return [{} for _ in range(layers)]
-        kinds = ("router", "router_bias", "choice_bias", "shared_router")
-        found = {
-            layer: self._space.wrap_tensors(
-                **{kind: name_layer_tensor(layer, kind) for kind in kinds}
-            )
-            for layer, is_routed in enumerate(self.is_routed)
-            if is_routed
-        }
-        spare = next(iter(found.values()))
-        return [found.get(layer, spare) for layer in range(layers)]
-
     def _bind_positions(self, views: Views, tokens: int | None = None) -> BoundCall:
         """Return the call that adds learned position vectors, of a chunk or ``tokens``."""
         sizes = None if tokens is None else {"tokens": tokens}
-        table = {"table": self._vocabulary["table_weights"]}
+        table = {"table": self._vocabulary["positions_weights"]}
         return self._library.bind("add_positions", "tokens position", table, views, sizes=sizes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,19 @@ from pi2.backends.kernels.mixing_layout import lay_out_mixing
 from pi2.backends.kernels.spec import KEPT, UNPACKED, KernelSpec
 from pi2.backends.protocol import BuildRequest
 from pi2.model.blocks import list_attention
+from pi2.model.tensor import (
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    name_mixer_norm,
+    split_mixer_kind,
+    split_name,
+)
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.weights.layout import GROUP, fill_groups, round_up
 
 Views = dict[str, View]
 """Views of arrays by the names that parameters of kernels have."""
+_ROLES = ("norm", "norm_bias", "output_norm")
 
 
 class Workspace:
@@ -30,6 +39,11 @@ class Workspace:
         self._request = request
         self._library = library
         self._kept: list[npt.NDArray[Any]] = []
+        self._names: dict[int | None, dict[str, str]] = defaultdict(dict)
+        """Tensors of the store by layer and kind."""
+        for name in request.tensors:
+            layer, kind = split_name(name)
+            self._names[layer][kind] = name
 
     def make(self, dtype: str, *shape: int, segment: str = "workspace") -> npt.NDArray[Any]:
         """Return a zeroed array of the segment."""
@@ -51,6 +65,25 @@ class Workspace:
         weights stand in, and are not read as such.
         """
         return self.wrap_parts(0, 1, **tensors)
+
+    def wrap_layer(self, layer: int | None, mixer: int | None = None) -> Views:
+        """Return views of all tensors of a layer, or of the whole model, by their kinds.
+
+        Its norms are also what they are for its FFN, or for one ``mixer``: ``norm``, ``norm_bias``
+        and ``output_norm``.
+        """
+        kinds = self._names[layer]
+        roles = ("ffn_norm", "ffn_norm_bias", "ffn_output_norm")
+        if layer is None:
+            roles = (FINAL_NORM, FINAL_NORM_BIAS, "")
+        elif mixer is not None:
+            roles = (name_mixer_norm(mixer), "attention_norm_bias", "attention_output_norm")
+        names = {own: kinds[kind] for own, kind in zip(_ROLES, roles, strict=True) if kind in kinds}
+        for kind, name in kinds.items():
+            inner, number = split_mixer_kind(kind)
+            if number == mixer or not number and inner not in names:
+                names[inner] = name
+        return self.wrap_tensors(**names)
 
     def wrap_own_rows(self, parameter: str, name: str, first: int) -> Views:
         """Return views of a packed tensor's rows from ``first`` on."""

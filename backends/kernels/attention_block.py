@@ -276,7 +276,7 @@ def _take_block(
         take, "qkv", spec.attention.projected - spec.rows.qkv, spec.hidden, spec.precision.attention
     )
     bias = (
-        take.take_array("bias", "float32", spec.attention.projected)
+        take.take_array("qkv_bias", "float32", spec.attention.projected)
         if spec.attention.options.has_bias
         else None
     )
@@ -322,7 +322,7 @@ def _take_block(
     hidden = schedule.take_chunk(take, "hidden", spec.hidden, count)
     mixed = schedule.take_chunk(take, "mixed", spec.attention.stored_query, count)
     mixed_norm = (
-        take.take_array("mixed_norm", "float32", spec.attention.stored_query)
+        take.take_array("attention_sub_norm", "float32", spec.attention.stored_query)
         if spec.attention.options.sub_norm
         else None
     )

@@ -352,7 +352,7 @@ def _take_block(schedule: Schedule, take: Parameters, number: str) -> _Block:
     norm = schedule.take_input_norm(take)
     project = take_matrix(take, "qkv", spec.attention.projected, spec.hidden, precision)
     bias = (
-        take.take_array("bias", "float32", spec.attention.projected)
+        take.take_array("qkv_bias", "float32", spec.attention.projected)
         if spec.attention.options.has_bias
         else None
     )
