@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from pi2.backends.reference.operators import (
 )
 from pi2.backends.reference.states import ChunkState, begin_chunk
 from pi2.memory.granules import expand_stretches
+from pi2.model.extras import list_own
 from pi2.model.ffn import count_cutoff_rows
 from pi2.model.tensor import (
     EMBEDDING,
@@ -338,6 +340,8 @@ class ReferenceExecutor(ObservableExecutor):
             now.x = now.x + self._layer_inputs.mix(layer, now.x, now.added[layer])
         if self._model.layer_scale:
             now.x = now.x * self._dense.read_layer(layer, "layer_scale")[0, 0]
+        for own, options in list_own(self._model):
+            now.x = own.compute(now.x, options, partial(self._dense.read_layer, layer))
 
     def _correct_streams(self, layer: int) -> None:
         """Correct what the layer has predicted, and add its own embedding to all streams but x."""

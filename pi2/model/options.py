@@ -47,6 +47,8 @@ def _list_changes(table: Any, prefix: str) -> Iterator[str]:
             if field.default is None:
                 yield key
             yield from _list_changes(value, f"{key}.")
+        elif isinstance(value, dict):
+            yield from (f"{key}.{own}" for own in value)
         elif isinstance(value, str) and value != field.default:
             yield f'{key} = "{value}"'
         elif not isinstance(value, str) and not field.is_required() and value != field.default:

@@ -43,7 +43,8 @@ class Source:
     """What of a checkpoint's tensor goes into a store's."""
 
     key: str
-    """Key of ``model.tensors`` that names it; empty for a constant, which no checkpoint has."""
+    """Key of ``model.tensors`` that names it, or its name with ``{layer}``; empty for a constant,
+    which no checkpoint has."""
     shape: tuple[int, ...]
     """Its shape in the checkpoint."""
     rows: Order | None = None
@@ -66,7 +67,8 @@ class Source:
 
     def name(self, names: Tensors) -> str:
         """What the checkpoint calls it."""
-        pattern = getattr(names, self.key)
+        # Operators that are added say themselves what checkpoints call their tensors.
+        pattern = self.key if "{" in self.key else getattr(names, self.key)
         return fill_name(pattern, self.layer, self.expert, self.stream, self.mixer)
 
 

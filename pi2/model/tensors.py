@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pi2.model.attention import list_attention_tensors
 from pi2.model.blocks import Attention, Block
+from pi2.model.extras import list_own
 from pi2.model.ffn import (
     list_cutoff_tensors,
     list_down_biases,
@@ -56,6 +57,8 @@ def _list_block(model: Model, layer: int, block: Block) -> Iterator[DenseTensor]
     if model.norm.outputs:
         yield at.norm("ffn_output_norm")
     yield from list_layer_tensors(at)
+    for operator, options in list_own(model):
+        yield from operator.list_tensors(at, options)
     yield from list_cutoff_tensors(at, ffn)
     yield from list_router_tensors(at, ffn)
     yield from list_side_tensors(at, ffn)

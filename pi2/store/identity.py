@@ -13,30 +13,13 @@ if TYPE_CHECKING:
     from pi2.plan.weights.layout import Tensor
 
 
-_PARTS = (
-    "shape",
-    "norm",
-    "rope",
-    "other_rope",
-    "other_heads",
-    "positions",
-    "attention",
-    "layers",
-    "recurrence",
-    "convolution",
-    "residual",
-    "ffn",
-    "moe",
-    "side_ffn",
-    "layer_embedding",
-    "altup",
-    "multipliers",
-    "layer_scale",
-    "logit_softcap",
-    "tied_head",
-    "head_bias",
-    "quantization",
+_OTHERS = frozenset(
+    {
+        *("schema_version", "id", "name", "description", "licence", "extends", "inherit", "remove"),
+        *("pooling", "tokenizer", "tensors", "predictor", "sparsity", "sampling"),
+    }
 )
+"""Keys of a model that change no weights of a store."""
 _OLDEST = {
     "shape": ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context"),
     "norm": ("kind", "epsilon"),
@@ -71,7 +54,8 @@ def describe_weights(model: Model) -> dict[str, Any]:
     What is absent from the document is left out, so that an option which a later pi2 adds does
     not change the digest of models that do not use it.
     """
-    parts = model.model_dump(mode="json", include=set(_PARTS), exclude_none=True)
+    kept = set(type(model).model_fields) - _OTHERS
+    parts = model.model_dump(mode="json", include=kept, exclude_none=True)
     if model.other_rope is not None:
         parts["other_rope"] = model.other_rope.model_dump(mode="json", exclude_defaults=True)
     for table, oldest in _OLDEST.items():
@@ -85,7 +69,7 @@ def describe_weights(model: Model) -> dict[str, Any]:
             del parts[table]
     if model.residual == "sequential":
         del parts["residual"]
-    for option in ("head_bias", "layer_scale"):
+    for option in ("head_bias", "layer_scale", "operators"):
         if not parts[option]:
             del parts[option]
     if model.predictor is not None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.additions import run_with
 
 FORMAT = '''
 """Five bits with an fp16 scale for each group: codes from -15 to 15."""
@@ -78,26 +75,6 @@ class Toy(Nibbles):
 
 UNPACKINGS = {"toy5": Toy(find_packing("toy5"))}
 '''
-STARTS = """
-import sys
-from importlib.machinery import PathFinder
-from pathlib import Path
-
-PLACES = {"pi2.formats": "formats", "pi2.backends.kernels.unpacking": "unpacking"}
-
-
-class Finder(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        spec = super().find_spec(name, path, target)
-        if spec is not None and name in PLACES:
-            spec.submodule_search_locations.append(str(Path(__file__).parent / PLACES[name]))
-        return spec
-
-
-sys.meta_path.insert(0, Finder)
-"""
-"""Every process of the test finds the modules of two more folders."""
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -141,14 +118,4 @@ assert np.abs(logits - own_logits).max() < 1e-3 * np.abs(logits).max()
 
 
 def test_a_format_of_five_bits_needs_its_file_and_its_unpacking(tmp_path: Path) -> None:
-    for folder, text in (("formats", FORMAT), ("unpacking", UNPACKING)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "toy.py").write_text(text)
-    (tmp_path / "sitecustomize.py").write_text(STARTS)
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_with(tmp_path, {"formats": FORMAT, "unpacking": UNPACKING}, SCRIPT)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pi2.formats import find_packing
 from pi2.model.blocks import Block, make_blocks
+from pi2.model.extras import check_operators
 from pi2.plan.documents.common import Document, Identifier, Sampling
 from pi2.plan.documents.model_mixing import (
     AltUp,
@@ -81,6 +82,8 @@ class ModelKeys(Document):
     """Embeddings that every layer has of its own, if there are some."""
     altup: AltUp | None = None
     """Several residual streams, if the model has them."""
+    operators: Annotated[dict[str, dict[str, Any]], AfterValidator(check_operators)] = {}
+    """Options of operators at the end of every layer that modules of ``pi2.model`` add, by name."""
     multipliers: Multipliers = Multipliers.default()
     """Constant factors."""
     layer_scale: bool = False
