@@ -29,7 +29,7 @@ from pi2.cli.options import (
 )
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
-from pi2.diagnostics.formats import find_renderer, list_formats
+from pi2.diagnostics.formats import list_formats, render
 
 if TYPE_CHECKING:
     from pi2.authoring.explanation import Explanation
@@ -341,8 +341,7 @@ def _print(
         name: text for name, text in sources.items() if name in shown or not _is_installed(name)
     }
     colour = output_file is None and wants_colour(sys.stdout)
-    render = find_renderer(output_format)
-    text = render(diagnostics, colour=colour, sources=texts, find_page=_find_page)
+    text = render(output_format, diagnostics, colour=colour, sources=texts, find_page=_find_page)
     if output_file is not None:
         from pi2.sharing.fetching import write_report
 

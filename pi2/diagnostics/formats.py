@@ -1,47 +1,49 @@
-"""Output formats of diagnostics: functions ``render_NAME``, imported when they are asked for.
-
-Each is a `Renderer`; its text ends with a newline unless it is empty.  ``find_page`` looks up what
-there is to say about a code.
-"""
+"""Output formats of diagnostics; their modules are imported when they are asked for."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pi2.diagnostics.diagnostic import Diagnostic
 
 if TYPE_CHECKING:
     from pi2.diagnostics.texts import FindPage
 
-_TEXTS, _REPORTS = "pi2.diagnostics.texts", "pi2.diagnostics.reports"
-_HOMES = {
-    **dict.fromkeys(("concise", "full", "json"), _TEXTS),
-    **dict.fromkeys(("github", "gitlab", "junit", "sarif"), _REPORTS),
-}
-"""Modules of the formats by their names."""
-
-
-class Renderer(Protocol):
-    """Writes diagnostics as text."""
-
-    def __call__(
-        self,
-        diagnostics: Sequence[Diagnostic],
-        *,
-        colour: bool = False,
-        sources: Mapping[str, str] | None = None,
-        find_page: FindPage | None = None,
-    ) -> str: ...
-
 
 def list_formats() -> list[str]:
-    return sorted(_HOMES)
+    return ["concise", "full", "github", "gitlab", "json", "junit", "sarif"]
 
 
-def find_renderer(name: str) -> Renderer:
-    """Renderer of the format ``name``."""
-    module = importlib.import_module(_HOMES[name])
-    renderer: Renderer = getattr(module, f"render_{name}")
-    return renderer
+def render(
+    name: str,
+    diagnostics: Sequence[Diagnostic],
+    *,
+    colour: bool = False,
+    sources: Mapping[str, str] | None = None,
+    find_page: FindPage | None = None,
+) -> str:
+    """Diagnostics in the format ``name``, ending with a newline unless empty.
+
+    ``sources``: texts by file name; ``find_page`` looks up what there is to say about a code.
+    """
+    from pi2.diagnostics import texts
+
+    match name:
+        case "full":
+            return texts.render_full(diagnostics, colour=colour, sources=sources)
+        case "concise":
+            return texts.render_concise(diagnostics, colour=colour)
+        case "json":
+            return texts.render_json(diagnostics)
+
+    from pi2.diagnostics import reports
+
+    match name:
+        case "github":
+            return reports.render_github(diagnostics)
+        case "gitlab":
+            return reports.render_gitlab(diagnostics, sources or {})
+        case "junit":
+            return reports.render_junit(diagnostics, sources or {})
+    return reports.render_sarif(diagnostics, sources or {}, find_page)

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics.diagnostic import Diagnostic, Span, label_note
-from pi2.diagnostics.texts import escape_controls, render_full
+from pi2.diagnostics.texts import begin_sentence, escape_controls, render_full
 
 if TYPE_CHECKING:
     from pi2.diagnostics.texts import FindPage, Page
@@ -30,16 +30,9 @@ def name_in_repository(file: str) -> str | None:
         return None
     for mark in MARKS:
         for folder in path.parents:
-            if _exists(folder / mark):
+            if os.path.exists(folder / mark):
                 return path.relative_to(folder).as_posix()
     return None
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def compute_fingerprints(
@@ -73,15 +66,8 @@ _DATA = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
 _PROPERTY = {**_DATA, **str.maketrans({":": "%3A", ",": "%2C"})}
 
 
-def render_github(
-    diagnostics: Sequence[Diagnostic],
-    *,
-    colour: bool = False,
-    sources: Mapping[str, str] | None = None,
-    find_page: FindPage | None = None,
-) -> str:
-    """Write one workflow command per diagnostic; only the diagnostics are used."""
-    del colour, sources, find_page
+def render_github(diagnostics: Sequence[Diagnostic]) -> str:
+    """Write one workflow command per diagnostic."""
     return "".join(_render_command(item) for item in diagnostics)
 
 
@@ -121,15 +107,8 @@ _PROJECT = "."
 """GitLab wants a path of every finding; this is the project as a whole."""
 
 
-def render_gitlab(
-    diagnostics: Sequence[Diagnostic],
-    *,
-    colour: bool = False,
-    sources: Mapping[str, str] | None = None,
-    find_page: FindPage | None = None,
-) -> str:
+def render_gitlab(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
     """Write an array, empty if there is nothing to report; ``sources`` serve the fingerprints."""
-    del colour, find_page
     prints = compute_fingerprints(diagnostics, sources)
     items = [_describe(item, name) for item, name in zip(diagnostics, prints, strict=True)]
     return json.dumps(items, indent=2) + "\n"
@@ -160,18 +139,10 @@ _NO_FILE = "pi2"
 """Case of the findings that belong to no file."""
 
 
-def render_junit(
-    diagnostics: Sequence[Diagnostic],
-    *,
-    colour: bool = False,
-    sources: Mapping[str, str] | None = None,
-    find_page: FindPage | None = None,
-) -> str:
+def render_junit(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]) -> str:
     """Write a suite of one case per file of ``sources`` and of the diagnostics."""
-    del colour, find_page
     from xml.etree import ElementTree
 
-    sources = sources or {}
     cases: dict[str, list[Diagnostic]] = {file: [] for file in sources}
     for item in diagnostics:
         cases.setdefault(_NO_FILE if item.span is None else item.span.file, []).append(item)
@@ -217,14 +188,9 @@ _NOTE = re.compile(
 
 
 def render_sarif(
-    diagnostics: Sequence[Diagnostic],
-    *,
-    colour: bool = False,
-    sources: Mapping[str, str] | None = None,
-    find_page: FindPage | None = None,
+    diagnostics: Sequence[Diagnostic], sources: Mapping[str, str], find_page: FindPage | None
 ) -> str:
     """Write a log of one run; the table of rules has the pages that ``find_page`` knows."""
-    del colour
     codes = sorted({item.code for item in diagnostics})
     numbers = {code: number for number, code in enumerate(codes)}
     prints = compute_fingerprints(diagnostics, sources)
@@ -259,23 +225,19 @@ def _describe_rule(code: str, find_page: FindPage | None) -> dict[str, Any]:
     page = find_page(code) if find_page is not None else None
     if page is None:
         return {"id": code}
-    from pi2.diagnostics.texts import begin_sentence
-
     return {
         "id": code,
         "shortDescription": {"text": page.what},
         "fullDescription": {"text": begin_sentence(page.why)},
         "help": {
-            "text": _write_text(page),
-            "markdown": "\n\n".join(
-                [page.what, *(f"**{heading}:** {text}" for heading, text in page.sections)]
-            ),
+            "text": _write_sections(page, "{}: {}"),
+            "markdown": _write_sections(page, "**{}:** {}"),
         },
     }
 
 
-def _write_text(page: Page) -> str:
-    return "\n\n".join([page.what, *(f"{heading}: {text}" for heading, text in page.sections)])
+def _write_sections(page: Page, form: str) -> str:
+    return "\n\n".join([page.what, *(form.format(*section) for section in page.sections)])
 
 
 def _describe_result(item: Diagnostic, number: int, fingerprint: str) -> dict[str, Any]:
@@ -321,7 +283,6 @@ def _locate(span: Span) -> dict[str, Any]:
 
 
 def _locate_file(file: str) -> dict[str, str]:
-    from pathlib import Path
     from urllib.parse import quote
 
     path = Path(name_in_repository(file) or file)

@@ -139,10 +139,8 @@ def render_full(
     *,
     colour: bool = False,
     sources: Mapping[str, str] | None = None,
-    find_page: FindPage | None = None,
 ) -> str:
     """Write every diagnostic with its source line; files missing in ``sources`` are read."""
-    del find_page
     texts = _Texts(sources or {})
     return "\n".join(_render_one(item, texts, colour) for item in diagnostics)
 
@@ -233,15 +231,8 @@ def _cut(line: str, span: Span) -> tuple[str, int, int]:
     return before + piece + after, offset, min(length, max(1, columns[right] - start))
 
 
-def render_concise(
-    diagnostics: Sequence[Diagnostic],
-    *,
-    colour: bool = False,
-    sources: Mapping[str, str] | None = None,
-    find_page: FindPage | None = None,
-) -> str:
-    """Write one line per diagnostic; only the diagnostics are used."""
-    del sources, find_page
+def render_concise(diagnostics: Sequence[Diagnostic], *, colour: bool = False) -> str:
+    """Write one line per diagnostic."""
     lines = []
     for item in diagnostics:
         place = f"{paint(escape_controls(str(item.span)), 'place', colour)}: " if item.span else ""
@@ -253,14 +244,6 @@ def render_concise(
     return "".join(lines)
 
 
-def render_json(
-    diagnostics: Sequence[Diagnostic],
-    *,
-    colour: bool = False,
-    sources: Mapping[str, str] | None = None,
-    find_page: FindPage | None = None,
-) -> str:
-    """Write an array, empty if there is nothing to report; only the diagnostics are used."""
-    del colour, sources, find_page
-    items = [asdict(item) for item in diagnostics]
-    return json.dumps(items, indent=2, ensure_ascii=False) + "\n"
+def render_json(diagnostics: Sequence[Diagnostic]) -> str:
+    """Write an array, empty if there is nothing to report."""
+    return json.dumps([asdict(item) for item in diagnostics], indent=2, ensure_ascii=False) + "\n"

@@ -193,9 +193,8 @@ class Checked:
 
     def _find_reason(self, item: Diagnostic) -> Span:
         if item.span is not None:
-            for kind in ("device", "model"):
-                source = self.report.files.get("device" if kind == "device" else "model")
-                if source is not None and source.name == item.span.file:
+            for kind, source in self.report.files.items():
+                if kind != "plan" and source.name == item.span.file:
                     return self.spans.find_value((kind,))
         if ("extends",) in self.spans.values:
             return self.spans.values["extends",]

@@ -315,26 +315,21 @@ def _list_values(checked: Checked, kind: Kind, cursor: Cursor, quote: str) -> It
                 yield Item(label=shown, insert=insert, detail=detail)
 
 
-def _offer(value: Any, quote: str, detail: str) -> Iterator[Item]:
+def _offer(value: Any, quote: str, detail: str, sort: SUGGESTED = "value") -> Iterator[Item]:
     if isinstance(value, str):
         insert = write_text(value) if quote else value
-        yield Item(label=value, insert=insert, detail=detail)
+        yield Item(label=value, insert=insert, sort=sort, detail=detail)
     elif quote:
         yield Item(label=str(value), insert=str(value), detail=detail)
 
 
 def _list_documents(checked: Checked, kind: Kind, quote: str) -> Iterator[Item]:
     for reference in _list_locked(checked, kind):
-        yield from _offer_name(reference, quote, "locked")
+        yield from _offer(reference, quote, "locked", "file")
     for name in _list_near(checked, kind):
-        yield from _offer_name(name, quote, "file")
+        yield from _offer(name, quote, "file", "file")
     for name in list_shipped(kind):
-        yield from _offer_name(name, quote, f"{kind} that comes with pi2")
-
-
-def _offer_name(name: str, quote: str, detail: str) -> Iterator[Item]:
-    insert = write_text(name) if quote else name
-    yield Item(label=name, insert=insert, sort="file", detail=detail)
+        yield from _offer(name, quote, f"{kind} that comes with pi2", "file")
 
 
 def _list_locked(checked: Checked, kind: Kind) -> Iterable[str]:
@@ -370,4 +365,4 @@ def _list_stores(checked: Checked, quote: str) -> Iterator[Item]:
     for pattern in ("*/manifest.json", "stores/*/manifest.json", "../stores/*/manifest.json"):
         for path in sorted(own.glob(pattern))[:100]:
             relative = path.parent.as_posix().removeprefix(f"{own.as_posix()}/")
-            yield from _offer_name(relative, quote, "neuron store")
+            yield from _offer(relative, quote, "neuron store", "file")

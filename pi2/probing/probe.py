@@ -67,16 +67,10 @@ class UnitMeasurements:
     step_s: dict[Key, list[float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Accelerators:
-    """What was measured, and a line about each unit that was not."""
+    """Measured units, and a line about each unit that was not measured."""
 
-    units: tuple[UnitMeasurements, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Survey:
     units: list[UnitMeasurements] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -85,7 +79,7 @@ def measure_accelerators(
     progress: Progress, *, rounds: int, root: Path = Path("/"), apis: Sequence[Api] = MEASURED
 ) -> Accelerators:
     """Measure the devices of ``apis``; ``root``: where to look for device files of others."""
-    survey = _Survey()
+    survey = Accelerators()
     reasons: list[str] = []
     for place, api in enumerate(apis):
         obstacle = _measure_api(survey, api, progress, rounds)
@@ -94,10 +88,10 @@ def measure_accelerators(
         progress("GPUs", (place + 1) / len(apis))
     has_gpu = any(not item.facts.is_emulated for item in survey.units)
     survey.notes += _name_others(root, reasons, has_gpu=has_gpu)
-    return Accelerators(units=tuple(survey.units), notes=tuple(survey.notes))
+    return survey
 
 
-def _measure_api(survey: _Survey, api: Api, progress: Progress, rounds: int) -> str | None:
+def _measure_api(survey: Accelerators, api: Api, progress: Progress, rounds: int) -> str | None:
     """Measure what an API has and no other API had; return why it has none."""
     from pi2.probing.gpus import STEPS, GpuRecipe
 

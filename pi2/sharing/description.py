@@ -24,7 +24,7 @@ from pi2.plan.reading.references import has_scheme, list_shipped
 from pi2.plan.toml.source import detect_kind, display_path, parse_source, read_source
 from pi2.plan.toml.text import format_path
 from pi2.sharing.fetching import hash_bytes, read_regular, write_atomically
-from pi2.sharing.lock import find_copy, name_in_lock
+from pi2.sharing.lock import name_in_lock, require_copy
 from pi2.sharing.project import Project
 from pi2.sharing.references import parse_reference
 from pi2.sharing.resolver import LockedReferences
@@ -43,12 +43,10 @@ class Row:
 
 def search_profiles(words: Sequence[str]) -> list[Row]:
     rows = [_describe(name, path) for name, path in list_shipped("device").items()]
-    return [row for row in rows if all(_has_word(row, word) for word in words)]
-
-
-def _has_word(row: Row, word: str) -> bool:
-    text = f"{row.reference} {row.name} {row.description}".casefold()
-    return word.casefold() in text
+    texts = [f"{row.reference} {row.name} {row.description}".casefold() for row in rows]
+    wanted = [word.casefold() for word in words]
+    found = zip(rows, texts, strict=True)
+    return [row for row, text in found if all(word in text for word in wanted)]
 
 
 def _describe(reference: str, path: Path) -> Row:
@@ -111,11 +109,9 @@ def prepare_profile(path: Path) -> Prepared:
             help="take it out by hand: `pi2 validate` shows where it is",
         )
     data = text.encode("utf-8")
-    lines = source.text.split("\n")
     stripped = []
     for item in found:
         line = source.text.count("\n", 0, item.start) + 1
-        assert line <= len(lines)
         stripped.append(f"{name}:{line}: {_WORDS[item.kind]} {item.shortened}")
     if at_home:
         stripped.append(f"{name}: your home folder")
@@ -266,13 +262,7 @@ def _find(project: Project, profile: str) -> tuple[Path, str | None, dict[str, A
     if has_scheme(profile):
         source = lock.find(name_in_lock(parse_reference(profile), project.folder, lock.folder))
     if source is not None:
-        path = find_copy(source, project.cache)
-        if path is None:
-            raise UserError.of(
-                "P715",
-                f"`{profile}` is locked, but its file is not here",
-                help="`pi2 profile add` fetches what is locked",
-            )
+        path = require_copy(source, project.cache)
         kept = {"url", "path", "revision", "revision_kind"}
         origin = source.model_dump(mode="json", include=kept, exclude_defaults=True)
         return path, source.reference, origin

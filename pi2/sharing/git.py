@@ -44,22 +44,19 @@ _SYMLINK, _SUBMODULE, _FOLDER = "120000", "160000", "040000"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GitFile:
-    """A file at a commit."""
-
-    data: bytes
-    commit: str
-    """Commit hash, all 40 digits, or 64 of a repository with SHA-256."""
-    kind: RevisionKind
-    """Kind of the revision: tag, branch or commit."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Revision:
     """What a revision means at this moment."""
 
     commit: str
+    """All 40 digits, or 64 of a repository with SHA-256."""
     kind: RevisionKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class GitFile(Revision):
+    """A file at a commit."""
+
+    data: bytes
 
 
 def read_git_file(url: str, path: str, revision: str, *, timeout_s: float) -> GitFile:

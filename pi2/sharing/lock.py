@@ -20,6 +20,7 @@ the nearest ``pi2.lock`` at or above a document's folder, as far as its reposito
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ def read_lock(path: Path) -> Lock:
         if isinstance(item, dict):
             item.pop("vendored", None)  # a copy that older versions kept: the cache has its bytes
     try:
-        read = _LockFile.model_validate_json(_to_json(source.values))
+        read = _LockFile.model_validate_json(json.dumps(source.values, default=str))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = format_path(first["loc"])
@@ -156,12 +157,6 @@ def read_lock(path: Path) -> Lock:
             path_there = ("sources", number, "reference")
             raise _make_error(source, "P711", message, path_there, "keep one of them")
     return Lock(path=path, sources=read.sources)
-
-
-def _to_json(values: object) -> str:
-    import json
-
-    return json.dumps(values, default=str)
 
 
 def _make_error(
@@ -224,6 +219,18 @@ def find_copy(source: Source, cache: Cache) -> Path | None:
     if cache.read(source.sha256, source.file_name) is None:
         return None
     return cache.find_path(source.sha256, source.file_name)
+
+
+def require_copy(source: Source, cache: Cache) -> Path:
+    """The cached file of a locked source; `UserError` P715 if it is absent, P713."""
+    path = find_copy(source, cache)
+    if path is None:
+        raise UserError.of(
+            "P715",
+            f"`{source.reference}` is locked, but its file is not here",
+            help="`pi2 profile add` fetches what is locked",
+        )
+    return path
 
 
 def check_agreement(reference: Reference, source: Source, lock: Lock) -> None:

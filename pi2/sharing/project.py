@@ -32,6 +32,7 @@ from pi2.sharing.lock import (
     find_lock,
     name_in_lock,
     read_lock,
+    require_copy,
 )
 from pi2.sharing.references import parse_reference
 from pi2.sharing.resolver import LockedReferences, join_reference
@@ -143,9 +144,7 @@ class Project:
 
     def _check_all(self, sources: Sequence[Source], lock: Lock) -> None:
         for source in sources:
-            path = find_copy(source, self.cache)
-            assert path is not None, source.reference
-            self._check_document(path, source.reference, lock)
+            self._check_document(require_copy(source, self.cache), source.reference, lock)
 
     def _check_document(self, path: Path, reference: str, lock: Lock) -> None:
         """Refuse a document with errors, P731, and show them."""
@@ -158,9 +157,7 @@ class Project:
             raise _report_unsound(reference, errors, report.sources)
 
     def _list_further(self, source: Source) -> list[str]:
-        path = find_copy(source, self.cache)
-        assert path is not None, source.reference
-        return list(list_references(path, source.reference))
+        return list(list_references(require_copy(source, self.cache), source.reference))
 
     def update(
         self, references: Sequence[str] = (), *, accept_moved: bool = False
@@ -209,14 +206,7 @@ class Project:
         try:
             reference = parse_reference(source.reference)
             check_agreement(reference, source, lock)
-            path = find_copy(source, self.cache)
-            if path is None:
-                raise UserError.of(
-                    "P715",
-                    f"`{source.reference}` is locked, but its file is not here",
-                    help="`pi2 profile add` fetches what is locked",
-                )
-            self._check_document(path, source.reference, lock)
+            self._check_document(require_copy(source, self.cache), source.reference, lock)
             check_drift(reference, source, lock, self.settings)
             if not self.offline:
                 self._verify_origin(source, lock)

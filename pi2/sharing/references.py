@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, cast, get_args
 from urllib.parse import unquote, urlsplit
 
 from pi2.diagnostics import Diagnostic, Span, UserError
@@ -25,7 +25,7 @@ from pi2.plan.toml.source import KINDS, detect_kind
 
 Scheme = Literal["gh", "git+https", "git+http", "git+file", "https", "http", "file"]
 
-SCHEMES = ("gh", "git+https", "git+http", "git+file", "https", "http", "file")
+SCHEMES = get_args(Scheme)
 KNOWN_ELSEWHERE = {
     "oci": "pi2 reads no OCI registries",
     "hf": "pi2 reads no model hubs",
@@ -105,7 +105,7 @@ def parse_reference(text: str) -> Reference:
     start = len(scheme) + 1
     if scheme in ("https", "http"):
         _check_url(text, scheme, 0, len(text))
-        reference = Reference(text=text, scheme=_as_scheme(scheme), url=text)
+        reference = Reference(text=text, scheme=cast(Scheme, scheme), url=text)
         _check_path(text, urlsplit(text).path.lstrip("/"), text.find("/", start + 2) + 1)
         return reference
     if scheme == "file":
@@ -121,13 +121,6 @@ def _find_paths(text: str, scheme: str) -> int:
         at = text.find("//", text.find("//") + 2 if scheme != "gh" else 0)
         return len(text) if at < 0 else at
     return len(text)
-
-
-def _as_scheme(text: str) -> Scheme:
-    for item in ("gh", "git+https", "git+http", "git+file", "https", "http", "file"):
-        if item == text:
-            return item
-    raise AssertionError(text)
 
 
 def _refuse_scheme(text: str, scheme: str) -> NoReturn:
@@ -194,7 +187,7 @@ def _parse_git(text: str, scheme: str, start: int) -> Reference:
         _check_url(text, url.partition(":")[0], len("git+"), split)
     _check_path(text, path, split + 2)
     _check_revision(text, revision, len(text) - len(revision))
-    return Reference(text=text, scheme=_as_scheme(scheme), url=url, path=path, revision=revision)
+    return Reference(text=text, scheme=cast(Scheme, scheme), url=url, path=path, revision=revision)
 
 
 def _check_url(text: str, scheme: str, start: int, end: int) -> None:

@@ -52,7 +52,7 @@ class LockedReferences:
 
     def _locate(self, reference: str, kind: Kind) -> Located:
         from pi2.sharing.fetching import Cache, read_settings
-        from pi2.sharing.lock import check_agreement, check_drift, find_copy
+        from pi2.sharing.lock import check_agreement, check_drift, require_copy
         from pi2.sharing.references import parse_reference
 
         settings = self._settings or read_settings()
@@ -72,13 +72,7 @@ class LockedReferences:
         check_agreement(parsed, source, lock)
         if self._locked:
             check_drift(parsed, source, lock, settings)
-        path = find_copy(source, Cache(settings.cache))
-        if path is None:
-            raise UserError.of(
-                "P715",
-                f"`{reference}` is locked, but its file is not here",
-                help="`pi2 profile add` fetches what is locked",
-            )
+        path = require_copy(source, Cache(settings.cache))
         return Located(path=path, file_name=source.file_name, name=reference, reference=reference)
 
     def join(self, reference: str, relative: str) -> str:
@@ -106,13 +100,9 @@ def join_reference(reference: str, relative: str) -> str:
 def _join_path(path: str, relative: str, reference: str) -> str:
     joined = posixpath.normpath(posixpath.join(posixpath.dirname(path), relative))
     if relative.startswith("/") or joined.startswith(("../", "/")) or joined in (".", ".."):
-        raise _report_outside(reference, relative)
+        raise UserError.of(
+            "P705",
+            f"`{relative}` leads out of the place of `{reference}`",
+            help="its author can name it by a whole reference",
+        )
     return joined
-
-
-def _report_outside(reference: str, relative: str) -> UserError:
-    return UserError.of(
-        "P705",
-        f"`{relative}` leads out of the place of `{reference}`",
-        help="its author can name it by a whole reference",
-    )

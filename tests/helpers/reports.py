@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.diagnostics.formats import find_renderer
+from pi2.diagnostics.formats import render
 from pi2.diagnostics.texts import Page
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -63,7 +63,7 @@ def find_page(code: str) -> Page | None:
 
 def write_report(name: str) -> str:
     """The report in the format ``name``."""
-    return find_renderer(name)(FINDINGS, colour=True, sources=SOURCES, find_page=find_page)
+    return render(name, FINDINGS, colour=True, sources=SOURCES, find_page=find_page)
 
 
 def main() -> None:

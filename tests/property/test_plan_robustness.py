@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
-from pi2.diagnostics.formats import find_renderer, list_formats
+from pi2.diagnostics.formats import list_formats, render
 from pi2.fitting.check import Report, check_file, check_plan, load_plan
 from pi2.plan.toml.source import parse_source
 from pi2.plan.toml.text import write_key, write_value
@@ -50,7 +50,7 @@ def check(folder: Path, kind: str, data: bytes) -> Report:
     path.write_bytes(data)
     report = check_file(path)
     for name in list_formats():
-        find_renderer(name)(report.diagnostics, colour=True, sources=report.sources)
+        render(name, report.diagnostics, colour=True, sources=report.sources)
     assert report.is_sound or report.resolved is None
     for item in report.diagnostics:
         assert item.span is not None
@@ -168,7 +168,7 @@ settable = st.sampled_from(
 def test_overrides(overrides: dict[str, object]) -> None:
     report = check_plan(ROOT / "plans/demo.plan.toml", overrides=overrides)
     for name in list_formats():
-        find_renderer(name)(report.diagnostics, sources=report.sources)
+        render(name, report.diagnostics, sources=report.sources)
     assert (report.resolved is None) == (not report.is_sound)
 
 

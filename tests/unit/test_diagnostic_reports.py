@@ -16,7 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.diagnostics.formats import find_renderer, list_formats
+from pi2.diagnostics.formats import list_formats
+from pi2.diagnostics.formats import render as render_as
 from pi2.diagnostics.reports import compute_fingerprints
 from tests.helpers.broken_plans import validate
 from tests.helpers.reports import FILES, FINDINGS, GOLDEN, SOURCES, write_report
@@ -30,7 +31,7 @@ def make_finding(**changes: Any) -> Diagnostic:
 
 
 def render(name: str, *items: Diagnostic) -> str:
-    return find_renderer(name)(items, sources={"f": TEXT})
+    return render_as(name, items, sources={"f": TEXT})
 
 
 def hide_version(report: str) -> str:
@@ -141,7 +142,7 @@ def test_the_working_directory_changes_nothing(
     for folder, file in ((".", "plans/a"), ("plans", "a"), ("plans/deep", "../a")):
         monkeypatch.chdir(tmp_path / folder)
         item = make_finding(span=Span(file, 2, 1, 2, 2))
-        reports.add(find_renderer(name)([item], sources={file: TEXT}))
+        reports.add(render_as(name, [item], sources={file: TEXT}))
     (report,) = reports
     assert '"plans/a"' in report or "file=plans/a," in report
 
@@ -277,7 +278,7 @@ SARIF_PART = {
 
 @pytest.mark.parametrize("findings", [FINDINGS, ()], ids=["findings", "none"])
 def test_sarif_has_the_structure_of_the_standard(findings: tuple[Diagnostic, ...]) -> None:
-    log = json.loads(find_renderer("sarif")(findings, sources=SOURCES))
+    log = json.loads(render_as("sarif", findings, sources=SOURCES))
     jsonschema.validate(log, SARIF_PART)
     (run,) = log["runs"]
     assert len(run["results"]) == len(findings)
@@ -338,7 +339,7 @@ def test_junit_has_a_case_per_file_and_failures_inside() -> None:
 @pytest.mark.parametrize("findings", [FINDINGS, ()], ids=["findings", "none"])
 def test_junit_is_accepted_by_its_schema(findings: tuple[Diagnostic, ...]) -> None:
     schema = xmlschema.XMLSchema(GOLDEN / "junit.xsd")
-    report = find_renderer("junit")(findings, sources=SOURCES)
+    report = render_as("junit", findings, sources=SOURCES)
     schema.validate(report)
     with pytest.raises(xmlschema.XMLSchemaValidationError):
         schema.validate(report.replace("classname", "class"))
@@ -364,7 +365,7 @@ def test_junit_without_findings_passes() -> None:
 )
 def test_junit_is_well_formed_for_any_characters(message: str, file: str) -> None:
     item = make_finding(message=message, help=message, span=Span(file, 2, 1, 2, 2))
-    text = find_renderer("junit")([item], sources={file: f"{message}\n{message}"})
+    text = render_as("junit", [item], sources={file: f"{message}\n{message}"})
     text.encode("ascii")
     (failure,) = ElementTree.fromstring(text).iter("failure")
     assert failure.get("type") == "P100"
@@ -374,7 +375,7 @@ def test_junit_is_well_formed_for_any_characters(message: str, file: str) -> Non
 @example("\ud800")
 @pytest.mark.parametrize("name", ["gitlab", "sarif"])
 def test_json_reports_are_ascii_for_any_characters(name: str, text: str) -> None:
-    report = find_renderer(name)([make_finding(message=text, path=text)], sources={"f": text})
+    report = render_as(name, [make_finding(message=text, path=text)], sources={"f": text})
     json.loads(report.encode("ascii"))
 
 

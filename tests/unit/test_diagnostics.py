@@ -8,7 +8,7 @@ import pytest
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
-from pi2.diagnostics.formats import find_renderer, list_formats
+from pi2.diagnostics.formats import list_formats, render
 from pi2.diagnostics.texts import render_concise as concise
 from pi2.diagnostics.texts import render_full as full
 from pi2.diagnostics.texts import render_json as as_json
@@ -65,7 +65,7 @@ def test_json_has_every_member() -> None:
 def test_formats_are_found_by_their_modules() -> None:
     assert {"full", "concise", "json"} <= set(list_formats())
     for name in list_formats():
-        assert isinstance(find_renderer(name)([SHARES]), str)
+        assert isinstance(render(name, [SHARES]), str)
 
 
 def test_tabs_and_wide_characters_keep_carets_in_place() -> None:

@@ -359,7 +359,7 @@ def make_unit(**changes: Any) -> UnitMeasurements:
 
 
 def make_device_with(*units: UnitMeasurements) -> Device:
-    return make_device("my", make_measurements(accelerators=Accelerators(units=units)))
+    return make_device("my", make_measurements(accelerators=Accelerators(units=list(units))))
 
 
 def test_a_gpu_that_was_measured_is_a_unit_that_plans_count_with(tmp_path: Path) -> None:
