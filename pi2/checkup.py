@@ -1,7 +1,5 @@
-"""What this machine has, and which shipped plans can run on it: the facts behind `pi2 doctor`.
-
-TVM is never imported.  Backends are asked what keeps them from running.
-"""
+"""What this machine has, and which shipped plans can run on it, for `pi2 doctor`; TVM is not
+imported."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Logs: lines for people on a terminal, JSON elsewhere, always on stderr.
-
-structlog takes 0.2 s and 6 MiB to import, so it is imported when something is said: runs without
-``-v`` never pay for it.
-"""
+"""Logs on stderr: lines on a terminal, JSON elsewhere; structlog is imported when something is
+said."""
 
 from __future__ import annotations
 

@@ -182,10 +182,8 @@ def _find_or_make(
 
 @cache
 def _make_own_folder(folder: Path, reason: str, *, runs_code: bool) -> Path:
-    """Make a folder that goes with the process, and warn once that ``folder`` is of no use.
-
-    `UserError` P655 where no folder for temporary files can be used either.
-    """
+    """Make a folder that goes with the process, and warn that ``folder`` is unusable; `UserError`
+    P655."""
     try:
         common = Path(tempfile.gettempdir())
     except OSError as error:

@@ -59,11 +59,8 @@ def compile_threads(triple: str, folder: Path) -> Path:
 
 
 def compile_stub(triple: str, folder: Path) -> Path:
-    """Write an object file that defines the names of the C library's functions.
-
-    Android's linker finds functions of the C library only for what says that it needs
-    ``libc.so``.  A library of that name, linked of this, is all that the build needs of it.
-    """
+    """Write an object file with the C library's names: Android's linker needs a ``libc.so`` to link
+    against, and the build makes one of this."""
     code = "".join(f"define void @{name}() {{\n  ret void\n}}\n" for name in C_LIBRARY)
     return compile_text(code, triple, folder / "stub.o")
 
@@ -148,13 +145,9 @@ class OwnProgram(Protocol):
 
 
 def lower(module: tvm.IRModule, target: tvm.target.Target, *, packed: bool = True) -> tvm.IRModule:
-    """Turn functions into what the code generator takes; ``packed``: as tvm_ffi calls them.
-
-    They are explicit loops and vectors over flat buffers: the passes of the default
-    pipeline that look for such structure have nothing to find here.  FlattenBuffer in particular
-    turns vector loads into gathers (it adds a vector of zeros to every index), from which LLVM
-    needs seconds to recover.
-    """
+    """Lower functions for the code generator; ``packed``: as tvm_ffi calls them. They are explicit
+    loops: default passes find nothing, and FlattenBuffer turns vector loads into gathers that take
+    LLVM seconds to undo."""
     calls = [
         tirx.transform.AnnotateEntryFunc(),
         tirx.transform.SplitHostDevice(),
@@ -188,12 +181,8 @@ def compile_library(
     report: Callable[[str, float], None],
     triple: str | None = None,
 ) -> list[str]:
-    """Write the shared library of a program to ``output``, and its signatures beside it; with
-    ``triple`` for another machine, to run without TVM.
-
-    ``report`` is called with what was done and the share of it.  Returns what went wrong with each
-    linker if none works.
-    """
+    """Write a program's shared library and signatures to ``output``; return what each linker failed
+    with. ``triple``: for another machine, without TVM."""
     target = program.target
     if triple is not None:
         target = aim(target, triple)

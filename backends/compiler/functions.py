@@ -27,9 +27,8 @@ from pi2.diagnostics import UserError
 _ANY_CORE, _ONE_CORE_EACH = 1, -2
 """Affinity modes of TVM's thread pool."""
 _SPIN_COUNT = "2000"
-"""How often an idle thread looks for work before it sleeps.  TVM's own 300,000 keep a core from
-reading flash for most of a millisecond: 2.8 instead of 4.0 tokens/s of a 7B with half of its
-neurons on flash, and nothing is gained in memory."""
+"""Spins of an idle thread before it sleeps: TVM's 300,000 keep a core from reading flash (2.8
+instead of 4.0 tokens/s of a 7B)."""
 
 
 _OF_NO_USE = frozenset({"torch", "ml_dtypes"})
@@ -48,10 +47,7 @@ class _WithoutOthers(MetaPathFinder):
 
 
 def import_ffi() -> ModuleType:
-    """Import tvm_ffi, and neither PyTorch nor ml_dtypes with it.
-
-    Where the process has imported one of them before, tvm_ffi sees it.
-    """
+    """Import tvm_ffi without PyTorch and ml_dtypes, unless the process has imported them."""
     finder = _WithoutOthers()
     sys.meta_path.insert(0, finder)
     try:
@@ -114,11 +110,8 @@ class CompiledFunctions:
     """The functions of a library."""
 
     def __init__(self, path: Path, threads: int | None = None, cores: Sequence[int] = ()) -> None:
-        """Load ``path``; its functions run on ``threads``, the calling one included, where they
-        have parallel loops.
-
-        ``cores``: one for each thread to be bound to, the first for the caller, who binds itself.
-        """
+        """Load ``path``; parallel loops run on ``threads``, the caller included, bound to
+        ``cores``."""
         if threads is not None:
             # A library looks for the pool when it is loaded.
             _start_threads(threads, cores)

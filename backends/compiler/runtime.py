@@ -42,12 +42,8 @@ NoteKernel = Callable[[str, int | None, float, float], None]
 
 
 class BoundCall(functools.partial[object]):
-    """A function with its arrays: a call gives what is left, in the order that `Library.bind` was
-    told.
-
-    Arrays come first in a compiled function, so that a call is no more than that of a
-    ``functools.partial``: no line of Python, unless the library is observed.
-    """
+    """A function bound to its arrays, called like a ``functools.partial`` unless the library is
+    observed."""
 
     function: Callable[..., object]
     """The compiled function, whatever is called in its place."""
@@ -106,12 +102,8 @@ class Library:
         cores: Sequence[int] = (),
         functions: Functions | None = None,
     ) -> None:
-        """Load ``path``, unless its ``functions`` are given.
-
-        ``sizes`` says what the symbols in shapes of parameters stand for: what arrays must have
-        room for.  Functions with parallel loops run on ``threads``, the calling one included,
-        each bound to its one of ``cores``, if there are any; the caller binds itself.
-        """
+        """Load ``path``, unless ``functions`` are given; ``sizes`` are the symbols in parameters'
+        shapes. Parallel loops run on ``threads``, the caller included, bound to ``cores``."""
         loaded = CompiledFunctions(path, threads, cores) if functions is None else functions
         self._functions: Functions = loaded
         self._sizes = dict(sizes or {})
@@ -128,13 +120,9 @@ class Library:
         layer: int | None = None,
         name: str | None = None,
     ) -> BoundCall:
-        """Return a function with its arrays, each from the first of ``arrays`` that has its name.
-
-        ``given``: names of what every call gives, in the order in which it does, such as
-        ``"tokens position"``.  ``sizes`` count instead of the library's.  What is missing, has
-        another type or too few elements is a programmer's mistake, and found here.  Observers see
-        ``layer``, and ``name`` instead of the function's.
-        """
+        """Bind arrays, each from the first of ``arrays`` that has its name; ``given`` names what
+        every call adds, such as ``"tokens position"``. Missing or small arrays are a programmer's
+        mistake. Observers see ``layer``, and ``name`` instead of the function's."""
         names = [parameter.name for parameter in self.signatures[function].given]
         assert given.split() == names, f"{function} is given {names}, not {given.split()}"
         views: dict[str, View] = {}
@@ -179,10 +167,7 @@ class Library:
         self._functions.close()
 
     def wrap(self, array: npt.NDArray[Any]) -> View:
-        """Return the functions' view of an array, which the caller keeps alive.
-
-        Read-only arrays (a memory-mapped store) are passed too: no kernel writes to weights.
-        """
+        """The functions' view of an array that the caller keeps alive, read-only ones too."""
         assert array.flags.c_contiguous, "kernels take contiguous arrays"
         assert array.dtype == np.uint8 or array.ctypes.data % ALIGNMENT == 0, "misaligned array"
         flat = array.reshape(-1)

@@ -50,11 +50,7 @@ def wide(value: Expr) -> Expr:
 
 
 def let(value: Expr) -> Expr:
-    """Name a value, so that it is computed once however often it is used.
-
-    Not ``T.bind``: TVM's analyzer follows bound values through every later index, which takes
-    minutes for a long function.
-    """
+    """Name a value to compute it once.  Not ``T.bind``, which makes TVM's analyzer take minutes."""
     return Cell(value).get()
 
 
@@ -175,11 +171,8 @@ def prefetch(buffer: Buffer, index: Expr, level: int = 1) -> None:
 def take_exponential(
     value: Expr, lanes: int, round_off: Callable[[Expr], Expr] = T.nearbyint
 ) -> Expr:
-    """Return exp(value), relative error below 3e-7; arguments below -87 give about 1e-38.
-
-    2^n times the Taylor polynomial of degree 7 over [-ln 2 / 2, ln 2 / 2].  ``round_off`` gives the
-    nearest integer of a small float, where the processor has no instruction for it.
-    """
+    """exp(value), relative error below 3e-7, by 2^n and a Taylor polynomial of degree 7; below -87
+    about 1e-38."""
 
     def number(literal: float) -> Expr:
         return constant(literal, "float32", lanes)
@@ -208,10 +201,7 @@ def take_tanh(value: Expr, lanes: int, round_off: Callable[[Expr], Expr] = T.nea
 def take_error_function(
     value: Expr, lanes: int = 1, round_off: Callable[[Expr], Expr] = T.nearbyint
 ) -> Expr:
-    """Return erf(value), absolute error below 5e-7.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
-    """
+    """erf(value), absolute error below 5e-7 (Abramowitz and Stegun, 7.1.26)."""
 
     def number(literal: float) -> Expr:
         return constant(literal, "float32", lanes)
@@ -246,10 +236,8 @@ def take_silu(value: Expr, lanes: int) -> Expr:
 
 
 def take_softplus(value: Expr, lanes: int) -> Expr:
-    """Return ln(1 + exp(value)), relative error below 1e-6.
-
-    The larger of value and 0, and ln(1 + y) for y = exp(-|value|) as 2 artanh(y / (2 + y)).
-    """
+    """ln(1 + exp(value)), relative error below 1e-6: max(value, 0) + 2 artanh(y / (2 + y)), y =
+    exp(-|value|)."""
 
     def number(literal: float) -> Expr:
         return constant(literal, "float32", lanes)

@@ -22,10 +22,8 @@ from pi2.plan.weights.bundles import slice_experts
 
 
 def list_groups(experts: I32, routes: F32) -> Iterator[tuple[I32, I32]]:
-    """Give the places of an expert's neurons, and its tokens, for every expert that has both.
-
-    ``experts`` [n] of the neurons; ``routes`` [T, experts], not 0 where an expert computes a token.
-    """
+    """An expert's places in ``experts`` [n] and its tokens in ``routes`` [T, experts], if it has
+    both."""
     # A radix sort, where integers are short.
     order = np.argsort(experts.astype(np.uint16), kind="stable").astype(np.int32)
     counts = np.bincount(experts)
@@ -333,9 +331,8 @@ class Neurons:
         *,
         is_step: bool = False,
     ) -> None:
-        """Add contiguous neurons, of which the first has the stored index ``first``, for all
-        tokens of a chunk or a step; in a mixture, where ``routes`` [tokens, experts] are the
-        weights of the experts, each to those tokens that its expert computes."""
+        """Add contiguous neurons from stored index ``first`` for all tokens; in a mixture each to
+        the tokens that its expert computes by ``routes`` [tokens, experts]."""
         if routes is not None:
             self._add_experts(bundles, first, routes, calls, is_step)
             return

@@ -58,12 +58,8 @@ class Workspace:
         return self._library.wrap(array)
 
     def wrap_tensors(self, **tensors: str) -> Views:
-        """Return views of tensors of the store by the kernels' names for them: those that the model
-        has.
-
-        A packed ``qkv`` gives ``qkv_weights`` and ``qkv_scales``; fp16 weights have no scales: the
-        weights stand in, and are not read as such.
-        """
+        """Views of the store's tensors by the kernels' names.  fp16 weights stand in for missing
+        scales."""
         return self.wrap_parts(0, 1, **tensors)
 
     def wrap_layer(self, layer: int | None, mixer: int | None = None) -> Views:
@@ -132,9 +128,8 @@ class Workspace:
         isa: Isa | None = None,
         upper: bool = False,
     ) -> Views:
-        """Return views of codes, scales, sums and values for ``tokens`` vectors; of what the
-        schedules of ``isa`` have of several tokens: an even number of codes and scales, or blocks;
-        with ``upper``, of sums of upper planes."""
+        """Views of codes, scales, sums and values for ``tokens`` vectors, in the layout of
+        ``isa``."""
         if values is None:
             values = self.make("float32", tokens, length)
         groups = length // GROUP

@@ -24,10 +24,7 @@ def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
 
 
 def find_unit_obstacles(unit: Unit) -> list[str]:
-    """Return what keeps every API of the unit from finding a device here, and what to install.
-
-    Drivers are asked in another process.
-    """
+    """Why no API of the unit finds a device here, asked in another process."""
     from pi2.backends.gpu.devices import find_unit_obstacles
 
     return find_unit_obstacles(unit)

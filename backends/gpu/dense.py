@@ -1,6 +1,4 @@
-"""The FFN of neurons on a device: those of layers that stay in its memory, and those that are added
-to a job as they come.  Inputs go in, sums come out.
-"""
+"""The FFN of neurons on a device, resident ones and ones added to a job: inputs in, sums out."""
 
 from __future__ import annotations
 
@@ -210,10 +208,7 @@ class DenseFfn:
     def __init__(
         self, launcher: Launcher, sizes: DenseSizes, ffn: FfnKernels, progress: Progress
     ) -> None:
-        """Make room for what ``sizes`` states.
-
-        Raises P361 where the device has no memory for it, and what `load_kernels` raises.
-        """
+        """Make room for ``sizes``; raises P361 without memory, and as `load_kernels`."""
         self._launcher, self._sizes, self._ffn = launcher, sizes, ffn
         self._layout = sizes.layout
         self._kernels = load_kernels(
@@ -277,9 +272,8 @@ class DenseFfn:
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        """Begin the sum of the first ``neurons`` neurons of ``layer``, by default of all that it
-        has, for ``inputs`` [T, hidden], and return the job's number at once; ``routes`` [T,
-        experts] are the weights of a mixture's experts."""
+        """Begin the sum of the first ``neurons`` neurons of ``layer`` for ``inputs`` [T, hidden]
+        with ``routes`` [T, experts]; return the job's number."""
         self._launcher.enter()
         tokens, room = len(inputs), self._layers[layer]
         assert 0 < tokens <= self._sizes.chunk

@@ -185,9 +185,7 @@ class GpuUnit:
         return total
 
     def _report(self, name: str, start_s: float) -> None:
-        """Count the time from where a job was submitted, or the one before it had ended, until
-        now that its result has arrived: transfers are part of it, and it ends no sooner than it was
-        asked for."""
+        """Count the time from submission, or the end of the job before, to the result's arrival."""
         end_s = time.perf_counter()
         start_s = min(max(start_s, self._end_s), end_s)
         self._busy_s += end_s - start_s

@@ -1,8 +1,4 @@
-"""GPUs of this machine, by API: ``python -m pi2.backends.gpu.devices`` prints them as JSON.
-
-Drivers are libraries of others and are loaded into the process that asks: `survey_devices` asks in
-a process of its own, which a bad one may take with it.
-"""
+"""GPUs of this machine by API, asked in another process, because drivers may crash it."""
 
 from __future__ import annotations
 
@@ -118,10 +114,7 @@ def survey_devices(apis: Sequence[Api] = APIS) -> tuple[Survey, ...]:
 
 
 def open_device(api: Api, number: int | None = None) -> Launcher:
-    """Open a device of ``api``, by default its first that is a GPU, else its first.
-
-    Raises P360 where there is none.
-    """
+    """Open a device of ``api``, by default its first GPU, else its first; raises P360."""
     survey = survey_api(api)
     if not survey.devices:
         raise UserError.of("P360", f"{api}: {survey.obstacle}", help=survey.help)

@@ -41,10 +41,7 @@ class DeviceArrays:
         self._all: list[DeviceArray] = []
 
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, DeviceArray]:
-        """Make arrays of ``sizes`` bytes, by name; none where the size is 0.
-
-        Raises P361 where the device has no memory for them.
-        """
+        """Arrays of ``sizes`` bytes by name, none for 0; raises P361."""
         arrays = {}
         for name, size in sizes.items():
             if size:
@@ -68,11 +65,7 @@ IMAGES = Compiler("pi2.backends.gpu.kernels.compile", ".json")
 
 
 def load_image(spec: GpuSpec, progress: Progress) -> KernelImage:
-    """Return the compiled kernels of ``spec``.
-
-    Raises P363 where they must be compiled and the API's compiler is not installed, P651 where
-    compiling fails.
-    """
+    """Compiled kernels of ``spec``; raises P363 without the API's compiler, P651."""
     return KernelImage.from_json(load_or_compile(spec, progress, IMAGES).read_text())
 
 

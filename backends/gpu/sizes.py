@@ -1,7 +1,4 @@
-"""Bytes that neurons and jobs take on a device: plain arithmetic, for plans and for what allocates.
-
-Kernels read whole tiles of 32 neurons, so that a layer's last tile is filled up.
-"""
+"""Bytes of neurons and jobs on a device; a layer's last tile of 32 neurons is filled up."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The library of a plan's NPU, ahead of time.
-
-Writes ``graphs.elf``, which the emulator runs, ``graphs.o`` for the vendor's linker
-(`backends/hexagon/dsp`), and ``graphs.json``, the index.
-"""
+"""The library of a plan's NPU: ``graphs.elf`` for the emulator, ``graphs.o`` for the vendor's
+linker, ``graphs.json``."""
 
 from __future__ import annotations
 

@@ -76,9 +76,8 @@ class Session:
     def __init__(
         self, machine: Machine, library: str, graphs: int, size: int, scratch: int = 0
     ) -> None:
-        """Start the worker of a library of so many ``graphs`` with ``size`` bytes of memory;
-        ``scratch`` of them are what graphs keep while they run.  `UnitFailed` where that cannot
-        be."""
+        """Start a worker for ``graphs`` with ``size`` bytes, ``scratch`` of them for graphs; raises
+        `UnitFailed`."""
         file = machine.open_memory(size)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -155,11 +154,8 @@ class Session:
         return f": {said[-1]}" if said else ""
 
     def catch_up(self) -> None:
-        """Return when the worker has done what it was asked for, and nothing is left to read.
-
-        An interrupt may have kept back messages and replies, so that these cannot be counted: a
-        message that asks for nothing is answered after all others.
-        """
+        """Wait until the worker is idle, by a message that asks for nothing: an interrupt loses
+        counts."""
         number = self.ask(NOTHING)
         while self.take_reply().number != number:
             pass

@@ -1,6 +1,4 @@
-"""What a unit keeps, where, and how much memory that takes: plain arithmetic, for plans and for
-what allocates.
-"""
+"""What a unit keeps, where, and its bytes, for plans and allocation."""
 
 from __future__ import annotations
 

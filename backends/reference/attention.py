@@ -28,10 +28,8 @@ from pi2.plan.weights.layout import fill_groups
 
 
 def quantize_kv(x: F32) -> tuple[I8, F16]:
-    """int8 codes and fp16 scales [...] of vectors [..., head_dim], as the KV cache keeps them.
-
-    The scale is the largest magnitude / 127, rounded; vectors too small for one become zeros.
-    """
+    """int8 codes and fp16 scales (largest magnitude / 127) of vectors [..., head_dim]; tiny ones
+    become 0."""
     scales = (np.abs(x).max(-1) * np.float32(1 / 127)).astype(np.float16)
     kept = scales.astype(np.float32)[..., None]
     factor = np.divide(np.float32(1), kept, out=np.zeros_like(kept), where=kept > 0)
@@ -39,12 +37,8 @@ def quantize_kv(x: F32) -> tuple[I8, F16]:
 
 
 class KvCache:
-    """Keys (0) and values (1) of all layers, or what latent attention keeps (0): as 8-bit integers
-    where the plan says so, else whole.
-
-    Rounding them to fp16 would cost five times the error of everything else here.  So they are not,
-    although the segment has the size that the plan's type needs.
-    """
+    """Keys (0) and values (1) of all layers, or latent vectors (0): int8 if the plan says so, else
+    unrounded, since fp16 would cost five times the other errors."""
 
     def __init__(self, request: BuildRequest) -> None:
         self._int8 = request.kv_type == "int8"

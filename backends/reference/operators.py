@@ -26,11 +26,8 @@ from pi2.plan.weights.layout import BundleLayout
 
 
 def activate(model: Model, gate: F32, up: F32 | None, cutoffs: F32 | None = None) -> F32:
-    """Apply the model's FFN activation: float32 arrays of equal shape -> the same shape.
-
-    ``up`` is None where neurons have no gate: their own value then comes as ``gate``.  ``cutoffs``:
-    what is subtracted from gates, where those below it are closed.
-    """
+    """The model's FFN activation, shape kept; without gates ``gate`` is the neuron's value.
+    ``cutoffs`` are subtracted from gates, and close those below."""
     if cutoffs is not None:
         gate = np.maximum(gate - cutoffs, 0)
     match model.ffn.activation:
@@ -122,9 +119,8 @@ def compute_activations(
     routes: F32 | None = None,
     cutoffs: F32 | None = None,
 ) -> F32:
-    """Activations float32 [T, n] of the neurons of ``bundles`` [n, stride], which have their
-    scales, for ``inputs`` [T, hidden]; in a mixture times ``routes`` [T, experts], the weights of
-    their experts.  ``cutoffs`` [T, 1] of gates, where the layer has them."""
+    """Activations [T, n] of ``bundles`` [n, stride] for ``inputs`` [T, hidden], times ``routes``
+    [T, experts] in a mixture; ``cutoffs`` [T, 1] of gates."""
     values = []
     for index in range(2 if layout.is_gated else 1):
         value = inputs @ unpack_part(bundles, layout, index).T
@@ -241,11 +237,8 @@ class LayerInputs:
 
 
 class AltUp:
-    """Computes them for a model; one without them asks for none.
-
-    Of T tokens, ``x`` [T, hidden] is the first stream, ``others`` [streams - 1, T, hidden] are the
-    rest.
-    """
+    """AltUp of a model: ``x`` [T, hidden] is the first stream, ``others`` [streams - 1, T, hidden]
+    the rest."""
 
     def __init__(self, model: Model, read: Callable[[str], F32]) -> None:
         """``read`` gives a tensor of the store in float32 [rows, length]."""
@@ -357,10 +350,8 @@ class Prediction:
         return np.asarray(np.maximum(u @ inner.T, 0) @ outer.T + bias)
 
     def find_open(self, layer: int, u: F32, experts: I32, cutoffs: F32 | None) -> I32:
-        """Return the neurons, of ``experts`` in a mixture, whose gates are open.
-
-        By the layer's gate rows; ``cutoffs`` [1, 1] of gates, where the layer has them.
-        """
+        """Neurons whose gates are open by the gate rows, of ``experts`` in a mixture; ``cutoffs``
+        [1, 1]."""
         assert self._request.gate_rows is not None
         weights, scales = self._request.gate_rows[layer]
         layout = self._request.bundle

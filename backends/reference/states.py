@@ -101,11 +101,8 @@ class States:
         return [kept[place] for place in places for kept in (self._tails, self._memories)]
 
     def mix(self, place: _Place, projected: F32, gates: F32, position: int) -> F32:
-        """What a sequence's tokens from ``position`` on mix at ``place``, [T, stored width].
-
-        ``projected`` [T, rows] and ``gates`` [T, gates] as `StateShape` has them.  A sequence that
-        begins (position 0) begins with a state of zeros.
-        """
+        """What tokens from ``position`` on mix at ``place`` [T, stored width], from ``projected``
+        [T, rows] and ``gates`` [T, gates]; position 0 starts with a zero state."""
         shape = self._shape
         if position == 0:
             self._tails[place][:] = 0

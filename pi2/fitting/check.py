@@ -95,11 +95,8 @@ def check_file(
     reuse: Reuse | None = None,
     fill: FillPlan | None = None,
 ) -> Report:
-    """Check the file at ``path``; its suffix says what it is.
-
-    ``reference`` is the one that the file came by, where that has a scheme; ``text`` is what an
-    editor has instead of the file's; ``reuse`` is given to the checks of many files.
-    """
+    """Check the file at ``path`` by its suffix; ``text`` replaces its content, ``reuse`` is shared
+    by many."""
     shown = name or str(path)
     kind = detect_kind(path.name)
     if kind == "plan":
@@ -158,14 +155,9 @@ def check_plan(
     fill: FillPlan | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Read, resolve and validate a plan with its device and its model.
-
-    ``resolver`` finds references with a scheme; without it, they are findings.  ``reference``,
-    ``text`` and ``reuse`` are as in `check_file`.  ``thresholds`` count instead of those that the
-    plan names, which are not read then.  Without ``drafts``, the plan of a model that guesses
-    tokens is not looked at.  ``fill`` completes plans that run a GGUF file; ``values`` stand
-    for a file that is no plan itself.
-    """
+    """Read, resolve and validate a plan with its device and model. ``thresholds`` replace the
+    plan's; without ``drafts`` a draft plan is not read; ``fill`` completes plans of GGUF files;
+    ``values`` stand for a file that is no plan."""
     check = Inspection(resolver, reuse, fill)
     if overrides:
         check.override(overrides)
@@ -236,13 +228,8 @@ def load_plan(
     resolver: Resolver | None = None,
     thresholds: GivenThresholds = None,
 ) -> ResolvedPlan:
-    """Load, resolve and validate the plan at ``path``.
-
-    ``overrides`` replaces values of the plan by dotted key path, such as
-    ``{"decode.predictor": "gate"}``; ``resolver`` finds references with a scheme;
-    ``thresholds`` count instead of those that the plan names, ``"none"`` that there are none yet.
-    Raises ``UserError`` with all findings.
-    """
+    """Load a valid plan with ``overrides`` by dotted key; UserError with all findings.
+    ``thresholds`` replace the plan's, ``"none"`` drops them."""
     report = check_plan(
         Path(path), overrides=overrides or {}, resolver=resolver, thresholds=thresholds
     )

@@ -1,7 +1,5 @@
-"""What a plan for a neuron store does not state, derived from its model, device and budget.
-
-What is stated is kept; the rules check it.  `fit_plan` decides everything that depends on memory.
-"""
+"""Derives what a plan for a neuron store does not state; `fit_plan` decides what depends on
+memory."""
 
 from __future__ import annotations
 
@@ -119,10 +117,7 @@ def fill_gaps(values: Mapping[str, Any]) -> dict[str, Any]:
 def complete_plan(
     values: Mapping[str, Any], device: Device, model: Model, find_memory: FindMemory | None = None
 ) -> Completion:
-    """Derive what ``values`` of a plan leave out.
-
-    Raises `UserError` P026 where the budget is not enough, P242 where predictors cannot be packed.
-    """
+    """Derive what ``values`` of a plan leave out; `UserError` P026 for a small budget, P242."""
     if not has_packable_shape(model):
         raise UserError.of("P242", "the rank of the model's predictors is not a multiple of 32")
     found = Completion(copy.deepcopy(dict(values)))

@@ -63,10 +63,7 @@ class ReadDocument:
 
 @dataclass
 class Reuse:
-    """Devices and models that were read, and what rules found in each of them alone.
-
-    Documents that extend others are left out: what they are depends on other files too.
-    """
+    """Devices and models read before, with findings; documents that extend others are left out."""
 
     documents: dict[FileKey, ReadDocument] = field(default_factory=dict)
     findings: dict[tuple[str, int], tuple[Diagnostic, ...]] = field(default_factory=dict)
@@ -104,11 +101,8 @@ def give_to_author(
     chains: Mapping[str, Chain],
     sources: Mapping[str, str],
 ) -> Diagnostic:
-    """Move a finding about the key at ``path`` from a document that nobody is to change to the
-    entry that takes it up; any other is returned as it is.
-
-    ``chains`` lead from the author's document to the others, ``sources`` are their texts, by name.
-    """
+    """Move a finding from a shipped or fetched document to the entry of ``extends`` that takes it
+    up."""
     span = item.span
     link = None if span is None else find_entry(span.file, chains.get(span.file, ()))
     if span is None or link is None:
@@ -479,11 +473,7 @@ class Inspection:
         *,
         early: bool = False,
     ) -> None:
-        """Run those of ``rules`` whose needs are met and that did not run before; ``early`` those
-        alone that need something.
-
-        A rule without needs looks at each document alone.
-        """
+        """Run rules that did not run and whose needs are met; ``early``: only those with needs."""
         for rule in rules:
             if early and not rule.needs:
                 continue

@@ -24,11 +24,8 @@ _ELSEWHERE = "run it on such a machine, or take a plan that fits this one: `pi2 
 
 
 def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnostic]:
-    """What keeps a plan from running on ``machine``, with the places in the plan's file.
-
-    A plan that only counts (backend ``null``) runs everywhere; one without compiled kernels
-    (``reference``) runs on every processor.
-    """
+    """What keeps a plan from running on ``machine``; plans without compiled kernels run
+    everywhere."""
     backends = [find_backend(name) for name in resolved.list_backends()]
     if not any(backend.COMPUTES for backend in backends):
         return []
@@ -190,11 +187,8 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
 
 
 def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
-    """What a run would refuse about the store of ``resolved``: P502-P506, P508, P520, P605; P689
-    of weights for another program.
-
-    Nothing where no store is there: it may be made later, or be on the device alone.
-    """
+    """What a run would refuse about the store: P502-P506, P508, P520, P605, P689; nothing if it is
+    absent."""
     path = resolved.store_path
     if not path.exists():
         return []

@@ -71,11 +71,8 @@ def compute_needs(resolved: ResolvedPlan) -> Needs:
 
 
 def _need_beside_whole(resolved: ResolvedPlan) -> Needs:
-    """Main memory of a plan whose sparse unit has the whole model: buffers that weights pass
-    through, and what is part of no other segment where the unit uses main memory.
-
-    workspace: two staging buffers of min(f, 512) neurons, and a piece of a dense tensor.
-    """
+    """Main memory of a plan whose unit has the whole model: staging buffers of min(f, 512) neurons
+    and a piece of a dense tensor, and segments that use main memory."""
     name, stride = resolved.sparse_unit, resolved.bundle.stride
     nothing = Need(0, f"nothing, `{name}` has it in its memory")
     staging = STAGING_BUFFERS * count_staged_neurons(resolved) * stride
@@ -141,10 +138,8 @@ def _need_workspace(resolved: ResolvedPlan) -> Need:
 
 
 def count_chunks(resolved: ResolvedPlan) -> int:
-    """Chunks of a prompt that go through a layer before the next layer begins.
-
-    With ``layers-first`` 512 tokens, or as many as the segment ``workspace`` has room for.
-    """
+    """Chunks of a prompt that pass a layer together: with ``layers-first`` 512 tokens, if there is
+    room."""
     plan = resolved.plan
     if plan.pipeline.prefill == "chunks-first" or resolved.has_whole_unit:
         return 1

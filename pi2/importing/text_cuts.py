@@ -1,9 +1,5 @@
-"""How byte-pair tokenizers of GGUF files cut text into words: ``tokenizer.ggml.pre``.
-
-A cut is data: expressions, each of which isolates what it finds in the pieces that the one before
-has left, and a few marks.  They find what llama.cpp finds: its loops, and the standard library of
-C++, differ from the models' own expressions in places.
-"""
+"""How byte-pair tokenizers of GGUF files cut text (``tokenizer.ggml.pre``): expressions that find
+what llama.cpp finds."""
 
 from __future__ import annotations
 

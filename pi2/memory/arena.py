@@ -88,9 +88,8 @@ class ContextLoan:
         release: Callable[[], None],
         never_wanted: int = 0,
     ) -> None:
-        """``cold_slots`` that the cache has for itself; ``release`` lets the system have what keys
-        and values take; ``never_wanted``: neurons that nobody ever looks for in the cache, because
-        units keep them."""
+        """``cold_slots`` are the cache's own; ``never_wanted`` neurons are kept by units;
+        ``release`` gives KV memory to the system."""
         self._cache = cache
         self._memory = memory
         self._cold_slots = cold_slots
@@ -128,12 +127,8 @@ def allocate_cache(
     alone: bool = False,
     granule: int = 1,
 ) -> NeuronCache:
-    """Make one arena for hot and cold neurons; the cold cache takes all of its segment.
-
-    ``alone``: the sparse unit computes what dense units own, too, which lies here then instead of
-    there, if they use main memory.  UserError P610 where there is no room for it.
-    ``granule``: neurons that share a slot (`find_granule`).
-    """
+    """One arena for hot and cold neurons; UserError P610 without room.  ``alone``: without units'
+    neurons elsewhere."""
     stride = resolved.bundle.stride * granule
     ranges = [_find_hot(resolved, layer, alone) for layer in resolved.layers]
     hot, first = [len(own) // granule for own in ranges], [own.start for own in ranges]
@@ -168,11 +163,7 @@ def allocate_cache(
 
 
 def find_granule(resolved: ResolvedPlan, grouped: Sequence[I32] | None) -> int:
-    """Neurons that share a slot of the cache: neighbours of one expert, where a router names
-    experts; ``grouped`` has every layer's stored indices, expert by expert.
-
-    One by one, they go to and from units.
-    """
+    """Neighbours of an expert that share a slot if a router names experts; 1 with units."""
     plan = resolved.plan
     if plan.decode.predictor != "router" or grouped is None:
         return 1

@@ -116,18 +116,12 @@ def _read_sizes(path: Path) -> dict[str, int]:
 
 PAGE = 4096
 HUGE_BYTES: Mapping[str, int] = {"cold": 64 << 20, "attention": 4 << 20, "predictor": 4 << 20}
-"""Segments whose regions of so many bytes and more lie in pages of 2 MiB.  A smaller arena is not
-worth it: one that is hardly used takes as much memory.  Weights are used whole, keys and values
-when they come to be there."""
+"""Least size of regions that lie in pages of 2 MiB: smaller arenas would take memory unused."""
 
 
 class Budget:
-    """Gives out zeroed, page-aligned memory and counts it by segment.
-
-    ``limits`` are the plan's segments in bytes, and the memory of units beside the sparse one as
-    ``units.NAME``.  Memory is reserved, not touched: a page that
-    nobody writes costs nothing.
-    """
+    """Gives out zeroed, page-aligned memory and counts it by segment; pages cost nothing until
+    written."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self._limits = dict(limits)
@@ -167,11 +161,7 @@ class Budget:
         return self.allocate_spanning({segment: size})
 
     def allocate_spanning(self, sizes: Mapping[str, int], *, reserved_bytes: int = 0) -> U8:
-        """Return one contiguous region charged to several segments, in bytes each.
-
-        It is ``reserved_bytes`` longer than what is charged: the caller sees to it that no more
-        than that is in use at a time, and tells ``give_back`` what is not any more.
-        """
+        """One region charged to several segments, ``reserved_bytes`` longer than charged."""
         for segment, size in sizes.items():
             assert size >= 0
             self.charge(segment, size)

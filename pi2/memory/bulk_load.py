@@ -1,10 +1,5 @@
-"""Filling a run's memory: reads of about a MiB, several in flight, while the caller goes on.
-
-Threads read straight into place and compare what they have read while it is in the processor's
-cache.  Memory is touched ahead of them, in stretches of 8 MiB: in pages of 2 MiB where the region
-has them, by few threads, no two of which clear the same page.  Where the host of a virtual machine
-has to find memory first, that takes longer than reading, and goes on beside it.
-"""
+"""Fills a run's memory by reads of a MiB in flight, checked while cached; memory is touched
+ahead."""
 
 from __future__ import annotations
 

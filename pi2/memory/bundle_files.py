@@ -69,11 +69,8 @@ class NeuronChecks:
 
 
 class ReadObserver:
-    """Is told by the reader that it observes; does nothing itself.
-
-    Times are of `time.perf_counter`.  ``note_part`` and ``note_run`` are called by threads that
-    read, all others by the reader's caller.
-    """
+    """Observes reads, doing nothing itself; times are of `time.perf_counter`. ``note_part`` and
+    ``note_run`` come from reading threads."""
 
     def note_start(self, pending: PendingRead, start_s: float) -> None:
         """Reads of neurons were begun, from ``start_s`` on."""
@@ -147,11 +144,8 @@ class BundleFiles:
     def __init__(
         self, files: Sequence[BundleFile], *, direct: bool, gate_bytes: int, room: U8
     ) -> None:
-        """``gate_bytes``: as in the settings of reads; ``room``: where reads are tried, a slot for
-        neurons whose content nobody needs, or nothing.
-
-        Raises `UserError` P506 for a file of another size, P620 for one that cannot be opened.
-        """
+        """``room``: a slot for trial reads.  Raises `UserError` P506 for another size, P620 if it
+        cannot open."""
         self.files = files
         self.descriptors: list[int] = []
         self.fallback: str | None = None

@@ -313,10 +313,7 @@ class NeuronCache:
         return cold
 
     def resize_cold(self, capacity: int) -> None:
-        """Let there be ``capacity`` cold slots; what has to go is what the policy needs least.
-
-        Between two tokens only: nothing may be held; the arena has room for them.
-        """
+        """Set the number of cold slots between tokens; the policy chooses what goes."""
         assert not self._held_count, "neurons are in use"
         assert self._first_cold + capacity <= len(self.arena), "the arena has no more cold slots"
         if capacity < self.cold_capacity:
@@ -383,9 +380,8 @@ class NeuronCache:
         self._policy.drop(slots)
 
     def fill(self, layers: Collection[int] | None = None) -> Iterator[Filling]:
-        """Give the cold slots to the neurons that follow the hot ones in stored order, the same
-        share of each of ``layers``, by default of all; the caller reads them.  Only for a cache
-        that is empty."""
+        """Give the cold slots of an empty cache to neurons behind the hot ones, an equal share per
+        layer."""
         assert (self._owner == ABSENT).all(), "only an empty cache is filled"
         firsts = np.array([self.hot_range(layer).stop for layer in range(len(self.hot_slots))])
         rest = self.neurons - firsts

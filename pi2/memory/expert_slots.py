@@ -131,10 +131,7 @@ class _Layer:
 
 
 class ExpertSlots:
-    """Slots for experts of all layers.  One calling thread.
-
-    Slots are of one size, or of several where layers' formats differ and there is room.
-    """
+    """Slots for experts of all layers, of one size or of several; one calling thread."""
 
     def __init__(
         self,
@@ -221,10 +218,8 @@ class ExpertSlots:
         self._engine.submit(batch)
 
     def wait(self, held: Held, *, inputs_only: bool = False) -> None:
-        """Wait until the missing experts are there, or all of their matrices but the last.
-
-        Raises `UserError` P532 where the file was cut.
-        """
+        """Wait for missing experts, or for all but their last matrix; `UserError` P532 if the file
+        was cut."""
         for batches in (held.inputs,) if inputs_only else (held.inputs, held.outputs):
             while batches:
                 self._finish(self._layers[held.layer].group.region, batches[0])

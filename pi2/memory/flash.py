@@ -273,11 +273,8 @@ class FlashReader:
         return self._engine.is_idle()
 
     def finish(self, pending: PendingRead, number: int, count: int = 1) -> I32:
-        """Wait for a cluster, or for ``count`` of them from ``number`` on, and return their slots.
-
-        A short or failed read is tried again, then UserError P620; a bundle that is not what the
-        store says is read again, then UserError P511.
-        """
+        """Wait for ``count`` clusters from ``number`` on and return their slots; failed or wrong
+        reads are tried again, then UserError P620 or P511."""
         if count > 1 and self._observer is not None:
             # Whoever looks is told of every cluster.
             return np.concatenate([self.finish(pending, number + more) for more in range(count)])

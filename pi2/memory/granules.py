@@ -17,12 +17,8 @@ nothing is left to read, and every call takes its time."""
 
 
 def choose_granule(layers: Sequence[I32], experts: int, stride: int) -> int:
-    """Neurons that should be cached together: the most, up to `MOST_GRANULE_BYTES`, into which
-    the stretches that each expert has in every layer can be divided; 1 where experts do not lie
-    in one stretch.
-
-    ``layers``: stored indices [neurons] of each, expert by expert, ascending within each.
-    """
+    """Most neurons, up to `MOST_GRANULE_BYTES`, that divide every expert's stretch; 1 if experts
+    are scattered. ``layers``: stored indices by expert, ascending in each."""
     for layer in layers:
         groups = layer.reshape(experts, -1)
         size = groups.shape[1]
@@ -40,11 +36,8 @@ def find_granule(size: int, stride: int) -> int:
 
 
 def count_part_neurons(token_neurons: int, size: int, stride: int, parts: int = PARTS) -> int:
-    """Neurons of one of ``parts`` parts, or fewer, of what a token computes in a layer of experts
-    with ``size`` neurons each.
-
-    The order of additions depends on it: it is the same whether or not the cache has granules.
-    """
+    """Neurons of one of ``parts`` parts of a token's layer; equal with and without granules, since
+    the order of additions depends on it."""
     granule = find_granule(size, stride)
     return -(-token_neurons // (parts * granule)) * granule
 

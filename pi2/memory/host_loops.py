@@ -61,11 +61,8 @@ class HostSpec:
 
 
 def choose_checks(features: Set[str]) -> CheckInstruction | None:
-    """Return the instruction that a processor with ``features`` has for sure.
-
-    Every processor with AVX2 has ``pclmulqdq``, every one with ``dotprod`` (ARMv8.2) ``crc32x``:
-    both came before.
-    """
+    """The check instruction that ``features`` imply: AVX2 has ``pclmulqdq``, ``dotprod`` has
+    ``crc32x``."""
     if "avx2" in features:
         return "pclmulqdq"
     return "crc32x" if "dotprod" in features else None

@@ -32,11 +32,7 @@ MOST_BUNDLES = 16
 
 @dataclass(slots=True, eq=False)
 class ReadBatch:
-    """Reads of one file that are issued together: n requests for b bundles.  Not frozen: one is
-    made per layer and token.
-
-    A request fills several places of the memory, one after the other (``struct iovec`` of C).
-    """
+    """Reads of one file issued together: n requests for b bundles, each into several places."""
 
     file: int
     """Number of the file, from 0."""
@@ -142,10 +138,7 @@ def make_single(file: int, offset: int, address: int, size: int) -> ReadBatch:
 
 
 class GranuleReads:
-    """Plans reads of granules, each in equal requests, the first ones first.
-
-    What all of them have in common is made once, for as many as were ever read together.
-    """
+    """Plans reads of granules in equal requests; common parts are made once."""
 
     def __init__(self, *, address: int, size: int, request_bytes: int) -> None:
         """Granules have ``size`` bytes, requests about ``request_bytes``; slot 0 is at
@@ -243,11 +236,8 @@ def _make_merged(
 
 
 def keep_gates(batch: ReadBatch, gate_bytes: int, whole: Bits) -> tuple[ReadBatch, Bits]:
-    """Let a request for one bundle read its first ``gate_bytes`` only; return whether each [b] is
-    read so.
-
-    Neighbours, which share a request, are read whole, and so is what ``whole`` [b] says.
-    """
+    """Let single-bundle requests read ``gate_bytes`` only, except for ``whole`` [b]; return which
+    do."""
     gates = (batch.counts == 1)[batch.requests] & ~whole
     requests = batch.requests[gates]
     batch.vectors[batch.firsts[requests], 1] = gate_bytes
@@ -287,10 +277,7 @@ def divide_clusters(count: int, size: int, most: int) -> tuple[slice, ...]:
 def divide_requests(
     clusters: Sequence[slice], requests: I32
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Move the ends of ``clusters`` to where requests begin; return them, and their requests.
-
-    ``requests`` [n] is the request of each neuron, ascending.
-    """
+    """Move the ends of ``clusters`` to where requests begin; return them and their requests."""
     if len(clusters) == 1:
         return tuple(clusters), (slice(0, int(requests[-1]) + 1),)
     heads = requests.take([cluster.start for cluster in clusters])
@@ -319,10 +306,7 @@ class IoEngine(Protocol):
         """Begin to read, part by part."""
 
     def advance(self) -> None:
-        """Hand over what there is room for by now of what was submitted; never waits.
-
-        Where an engine has no threads of its own, its caller does this now and then.
-        """
+        """Submit what fits now without waiting, for engines without threads."""
 
     def is_idle(self) -> bool:
         """Whether nothing that was submitted is on its way; never waits."""
@@ -338,10 +322,7 @@ class IoEngine(Protocol):
 
 
 def make_readers(threads: int, name: str) -> ThreadPoolExecutor:
-    """Threads that may run on every core that the caller may use now.
-
-    They begin with their first job, when the caller may be bound to a core, and would be, too.
-    """
+    """Threads on every core that the caller may use now, before it is bound to one."""
     ask, put = (getattr(os, f"sched_{verb}affinity", None) for verb in ("get", "set"))
     if ask is None or put is None:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)

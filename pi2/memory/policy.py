@@ -42,11 +42,8 @@ class Policy(Protocol):
         """Begin a request that finds ``keys`` [n] (distinct) in ``slots`` [n]."""
 
     def replace(self, keys: I64, held: Bits) -> I32:
-        """Return distinct slots [n] for ``keys`` [n], which are absent.
-
-        Empty slots go first.  A slot that was touched in this request, or is ``held``
-        [capacity], is not given away; the caller asks for no more than there are others.
-        """
+        """Distinct slots [n] for the absent ``keys`` [n], empty ones first; ``held`` and just used
+        slots stay."""
 
     def adopt(self, keys: I64, order: I32) -> None:
         """Begin anew: slot i holds ``keys[i]`` (ABSENT: it is empty); ``order`` has all slots,
@@ -72,10 +69,8 @@ def carry_over(values: I64, source: I32, empty: int) -> I64:
 
 
 def make_policy(name: PolicyName, capacity: int, keys: int, expected: F32 | None = None) -> Policy:
-    """Make the policy that a plan names, with ``capacity`` empty slots for ``keys`` neurons.
-
-    ``expected`` [keys]: how often each is expected to be used per token, where that is known.
-    """
+    """The policy of a plan with ``capacity`` empty slots; ``expected`` [keys] uses per token, if
+    known."""
     # Imported here, because the policies share the types above.
 
     if name == "lru":
@@ -84,13 +79,8 @@ def make_policy(name: PolicyName, capacity: int, keys: int, expected: F32 | None
 
 
 class LeastRecentlyUsed:
-    """LRU over ``capacity`` slots without a linked list.
-
-    Every use appends (slot, time) to a queue; an entry counts only while its time is the slot's
-    last.  So each slot has exactly one valid entry, a batch of uses is one append, and a batch of
-    evictions takes the first valid entries.  The queue is compacted when it is full; all is O(1)
-    per use, amortised, and free of Python loops.
-    """
+    """LRU without a linked list: uses are appended to a queue, and an entry counts while its time
+    is its slot's last; O(1) per use, amortised."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity >= 0
@@ -194,9 +184,7 @@ _UNKNOWN_USE = 0.1
 _CANDIDATES = 64
 """One slot of so many is a candidate for the next evictions."""
 _FEW_CANDIDATES = 16
-"""Candidates of a cache of some hundred slots, as one of whole experts, which would make a list for
-every read otherwise; one slot of as many at most, since what comes in while a list is used is
-passed over however rarely it is used."""
+"""Candidates of a small cache of experts; one slot of as many at most."""
 _SAMPLE = 4096
 """Slots, at least, whose scores tell what a low one is."""
 _MOST_WEIGHT = 1e6
@@ -218,12 +206,7 @@ def expect_uses(layers: int, neurons: int, *, share: float = _UNKNOWN_USE) -> F3
 
 
 class LeastFrequentlyUsed:
-    """LFU with ageing over ``capacity`` slots for ``keys`` neurons.
-
-    To find the least of all counts for every request would cost too much: a list of the slots with
-    the lowest counts is made now and then, lowest first, and requests take from it those that have
-    not been used since.
-    """
+    """LFU with ageing: requests take slots from a list of the lowest counts, made now and then."""
 
     def __init__(self, capacity: int, keys: int, expected: F32 | None = None) -> None:
         """``expected`` [keys]: uses of each neuron per token."""

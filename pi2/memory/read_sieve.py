@@ -62,9 +62,8 @@ class ReadSieve:
         share: float | None = None,
         neuron_bytes: int,
     ) -> None:
-        """``threshold``: score from which neurons are named.  Either ``least``, the score from
-        which missing ones are read, or ``share``, the part of the mass that may be left out.
-        ``neuron_bytes``: what a read of one has."""
+        """``least``: score from which missing neurons are read, or ``share``: mass that may be left
+        out. ``threshold`` names neurons; ``neuron_bytes``: a read of one."""
         assert (least is None) != (share is None), (least, share)
         self.share = share
         self.mass = 0.0
@@ -86,12 +85,8 @@ class ReadSieve:
         return ReadLimits(zero + margin, zero + margin * self._beside, zero, self._allowance)
 
     def choose(self, indices: I32, missing: Bits, scores: F32) -> tuple[Bits, float]:
-        """Return which of the neurons ``indices`` [n] (ascending) stay: of those that are
-        ``missing`` [n] the ones that are worth a read by their ``scores`` [n], and the mass of the
-        others.
-
-        What is beyond the allowance, in stored order, stays too.
-        """
+        """Which of ``indices`` [n] stay: present ones, and missing ones worth a read or beyond the
+        allowance."""
         least, beside, zero, allowance = self.limits
         sure = missing & (scores >= np.float32(least))
         left = missing & ~sure

@@ -1,8 +1,5 @@
-"""A model as a list of kernels: what is started for a chunk of a prompt, and for a step.
-
-The list depends on numbers of tokens alone: which tokens they are, and where they stand, lies in
-arrays on the device.  So a step's list is recorded once and replayed.
-"""
+"""A model as a list of kernels that depends on token counts only: a step is recorded once and
+replayed."""
 
 from __future__ import annotations
 

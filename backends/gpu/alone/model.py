@@ -22,17 +22,10 @@ from pi2.diagnostics import UserError
 
 
 class GpuModel:
-    """A model that computes on a GPU, through the first of the unit's APIs that has a device.
-
-    A step is one submission: two small uploads, all kernels in one piece, and the download of the
-    logits, which is what the caller waits for.
-    """
+    """A model on a GPU: a step is one submission of uploads, kernels and the logits' download."""
 
     def __init__(self, request: WholeRequest) -> None:
-        """Open the device and make room.
-
-        Raises P360 to P363 where there is no device, no memory, or no compiler.
-        """
+        """Open the device and make room; raises P360 to P363."""
         self._use = use = ModelUse(
             model=request.model,
             layout=request.bundle,

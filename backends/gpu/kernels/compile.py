@@ -64,10 +64,8 @@ class MissingCompiler(Exception):
 
 
 def compile_cubin(source: str, arch: str) -> bytes:
-    """Return the cubin of ``source`` for ``arch`` (``sm_80``).
-
-    Raises `MissingCompiler` without NVRTC, `RuntimeError` with its log where it refuses the source.
-    """
+    """The cubin of ``source`` for ``arch`` (``sm_80``); raises `MissingCompiler`, or RuntimeError
+    with NVRTC's log."""
     nvrtc, headers = find_nvrtc()
     _, program = _check(
         nvrtc.nvrtcCreateProgram(

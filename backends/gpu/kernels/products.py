@@ -65,11 +65,8 @@ def emit_few(
     tokens: Sequence[c.Expr],
     finish: Finish,
 ) -> None:
-    """Multiply the rows of ``tile`` with ``tokens`` of ``inputs`` float32x4 [T, length / 4].
-
-    ``finish(row, turn, values)`` is added for a thread of every row and token: ``turn`` is the
-    token's number among ``tokens``, ``values`` one of each part.
-    """
+    """Multiply the rows of ``tile`` with ``tokens`` of ``inputs`` float32x4 [T, length / 4];
+    ``finish`` gets row, token and one value of each part."""
     row, part_of_row, _ = place.thread
     sums = [c.make_zeros(tiles.parts) for _ in tokens]
     with T.serial(-(-tiles.groups // SLICES)) as turn:
@@ -178,12 +175,8 @@ def emit_many(
     load: Callable[[Panels, c.Expr], None],
     finish: Callable[[c.Expr, int, list[c.Expr]], None],
 ) -> None:
-    """Add up ``steps`` times 32 terms.
-
-    ``load(panels, step)`` fills both panels, all threads together.  ``finish(token, half, sums)``
-    is added for every token of a thread: ``token`` is below 64, and ``sums`` are those of column
-    ``16 half + x`` of every strip, x being the thread's place along the first axis.
-    """
+    """Add up ``steps`` times 32 terms that ``load`` brings into both panels; ``finish(token, half,
+    sums)`` gets a token below 64, and the sums of column ``16 half + x`` of every strip."""
     x, y, _ = place.thread
     panels = Panels()
     sums = [c.make_zeros(_EACH) for _ in range(_EACH)]

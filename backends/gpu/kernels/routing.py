@@ -300,11 +300,8 @@ def make_route_scores(router: RouterKernels) -> c.Kernel:
 
 
 def make_route(router: RouterKernels) -> c.Kernel:
-    """Make ``route``: a work group for a token, a thread for every 64th expert.
-
-    An expert is chosen where fewer than ``active`` others are wanted more, or as much and have a
-    smaller number.
-    """
+    """Make ``route``: a work group per token; an expert is chosen if fewer than ``active`` others
+    win."""
     kernel = c.Kernel("route", (_THREADS, 1, 1))
     experts = router.experts
     with kernel.declare():

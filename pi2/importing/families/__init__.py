@@ -1,8 +1,5 @@
-"""Model documents of the families that `pi2 model new` knows, from their ``config.json``.
-
-A family is a document, ``MODEL_TYPE.family.toml``, of the checkpoint's folder or among those that
-come with pi2; names that begin with ``_`` are of what several share.
-"""
+"""Families of models from ``config.json``: documents ``MODEL_TYPE.family.toml``, of the checkpoint
+or of pi2."""
 
 from __future__ import annotations
 
