@@ -121,11 +121,8 @@ def read_rows(tensor: Tensor) -> F32:
 
 
 def route(moe: Moe, scores: F32, choice_bias: F32 | None = None) -> F32:
-    """Weights float32 [T, experts] of the experts that are not shared, 0 for those that do not
-    compute a token, by ``scores`` float32 [T, experts].
-
-    ``softmax`` is taken over all experts before the best are chosen, as Mixtral does.
-    """
+    """Weights [T, experts] of chosen, unshared experts, else 0, by ``scores`` [T, experts];
+    ``softmax`` spans all experts before the choice, as in Mixtral."""
     weights = np.zeros_like(scores)
     rows = np.arange(len(scores))[:, None]
     if moe.router == "mixer":
@@ -168,9 +165,8 @@ def _choose_groups(moe: Moe, wanted: F32) -> F32:
 
 
 def _mix(moe: Moe, scores: F32) -> tuple[I64, F32]:
-    """Chosen experts and their weights [T, active experts] by SparseMixer (arXiv 2409.12136): each
-    is the best of those that are left, its weight the softmax of the scores that are not much
-    lower."""
+    """Chosen experts and weights [T, active experts] by SparseMixer (arXiv 2409.12136): each is the
+    best left, weighted by the softmax of scores not much lower."""
     left = scores.copy()
     chosen, weights = [], []
     for _ in range(moe.active_experts):
@@ -225,11 +221,8 @@ def compute_frequencies(rope: Rope, head_dim: int, *, is_long: bool = False) -> 
 
 
 class RopeTables:
-    """Cosines and sines float32 [context, head_dim / 2], in arrays that stay where they are.
-
-    Those of ``longrope`` are of the length that the sequence has when calls are done, as in
-    transformers: keys that are kept stay as they were.
-    """
+    """Cosines and sines [context, head_dim / 2] in fixed arrays; ``longrope`` takes the length
+    after the call, as transformers does."""
 
     def __init__(self, rope: Rope, head_dim: int, arrays: tuple[F32, F32]) -> None:
         self._rope = rope

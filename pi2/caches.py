@@ -1,11 +1,5 @@
-"""Where pi2 keeps what it can make or fetch again: one folder of the user's for everything.
-
-``PI2_CACHE_DIR`` names it; without, it is ``pi2`` in the folder that ``XDG_CACHE_HOME`` names, as a
-rule ``~/.cache``.  An account without a home has none unless a variable names it.  Compiled
-kernels, fetched profiles, what is known of tokenizers, keys and values of prompts and the GGUF
-files of comparisons have a folder each in it.  It can be deleted at any time.  Downloads that are
-under way (``downloads``) go there, too.
-"""
+"""Folders of what pi2 can make or fetch again, below ``PI2_CACHE_DIR``, else ``XDG_CACHE_HOME/pi2``
+or ``~/.cache/pi2``; deletable at any time."""
 
 from __future__ import annotations
 
@@ -102,11 +96,8 @@ Kept = Literal["downloads", "kernels", "profiles", "history", "peers", "prefixes
 
 
 def find_cache_folder(kept: Kept, environment: Mapping[str, str] | None = None) -> Path:
-    """The folder for what is ``kept``, absolute; it may not exist yet.
-
-    ``environment`` stands for the process's variables; empty ones count as not set, and so does a
-    relative ``XDG_CACHE_HOME``, as the XDG specification demands.
-    """
+    """The absolute folder for what is ``kept``, which may not exist; empty variables do not count,
+    nor does a relative ``XDG_CACHE_HOME``."""
     values = os.environ if environment is None else environment
     own = values.get(VARIABLE)
     if own:

@@ -88,12 +88,8 @@ class Session:
         return [*first, *self.answers]
 
     def ask(self, text: str) -> Iterator[Fragment]:
-        """Say ``text`` and give the answer as it comes.
-
-        Whoever closes the iterator, or interrupts it, stops the answer: what has come of it is
-        part of the conversation.  Raises UserError P601 if the conversation has become too long,
-        P608 or P609 if the model has no chat template that works; nothing is said then.
-        """
+        """Say ``text`` and yield the answer; closing the iterator keeps what has come. UserError
+        P601 for a long conversation, P608 or P609 without a working template."""
         model = self.model
         facts = read_chat_facts(model)
         prompt = model.render_chat([*self.messages, {"role": "user", "content": text}])

@@ -1,8 +1,5 @@
-"""The folder of pulled models: a neuron store each, with a record of what it was made from.
-
-They lie in ``models`` of the folder that ``PI2_CACHE_DIR`` names; without, in ``pi2/models`` of the
-folder that ``XDG_DATA_HOME`` names, as a rule ``~/.local/share``.
-"""
+"""Pulled models below ``PI2_CACHE_DIR`` or ``XDG_DATA_HOME/pi2/models``: a store each, with its
+origin."""
 
 from __future__ import annotations
 
@@ -156,11 +153,7 @@ def find_model(name: str) -> PulledModel | None:
 
 
 def remove_model(name: str) -> Path:
-    """Delete the model ``name``, and what an interrupted removal or conversion has left; returns
-    its folder.
-
-    `UserError` P766 if there is none, or if it cannot be deleted.
-    """
+    """Delete the model ``name`` and leftovers; its folder.  `UserError` P766."""
     model = find_model(name)
     folder = find_models_folder() / name
     partial = folder.with_name(f".{name}.partial")
@@ -264,10 +257,7 @@ def describe_thing(kind: str, path: Path) -> CachedThing | None:
 
 
 def remove_thing(thing: CachedThing) -> bool:
-    """Delete it; whether it was, which it is not while another process fetches into it.
-
-    `UserError` P768 if it cannot be deleted.
-    """
+    """Delete it; False while another process fetches into it.  `UserError` P768."""
     try:
         if thing.kind in (PULLED, CONVERTED):
             remove_model(thing.path.name)

@@ -12,10 +12,8 @@ _TILE_DATA = 18
 
 
 def permit_tiles() -> bool:
-    """Ask the system for tiles, for all threads of this process; return whether it may use them.
-
-    Source: Linux, Documentation/arch/x86/xstate.rst (``ARCH_REQ_XCOMP_PERM``).
-    """
+    """Ask Linux for AMX tiles for all threads (``ARCH_REQ_XCOMP_PERM``); whether they may be
+    used."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     library = ctypes.CDLL(None)

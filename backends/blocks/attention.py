@@ -1,8 +1,5 @@
-"""Attention: softmax over the KV cache, for single tokens and for tiles of a chunk.
-
-A token's context is cut into at most `PARTS` parts, which threads compute in any order, and which
-are joined in theirs: results depend on the position alone, not on threads or other tokens.
-"""
+"""Attention over the KV cache, for tokens and tiles of a chunk. Contexts are cut into at most
+`PARTS` parts, joined in order: results depend on positions only."""
 
 from __future__ import annotations
 
@@ -318,11 +315,8 @@ def add_columns(rows: Sequence[v.Expr]) -> v.Expr:
 
 
 class _Tile(_Heads):
-    """Queries of some tokens and of all heads that share keys, in a thread's scratch.
-
-    Scores of `SCORES` positions, what was mixed so far, and of each query the largest score and
-    the sum of the weights; and keys of as many positions as a register has lanes, turned.
-    """
+    """Queries of some tokens and all heads that share keys: scores of `SCORES` positions, the mix
+    so far, largest scores and sums; keys of a register's positions, transposed."""
 
     def __init__(self, isa: Isa, table: Table) -> None:
         super().__init__(isa, table)

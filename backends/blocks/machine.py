@@ -97,10 +97,8 @@ class Machine:
         return total + even + pick(wide, 2 * lanes, range(1, 2 * lanes, 2))
 
     def add_scaled(self, total: v.Expr, weights: v.Expr, codes: v.Expr, scales: v.Expr) -> v.Expr:
-        """Return ``total`` int32 [lanes] plus products of ``width`` bytes, times their scales.
-
-        On x86 weights are unsigned and at most 128; elsewhere they are signed.
-        """
+        """``total`` int32 [lanes] plus scaled products of ``width`` bytes; x86 weights are
+        unsigned, up to 128."""
         if self.pairs:
             products = self.add_pairs(weights, codes, self.width)
             return self.add_words(total, products, scales, self.lanes)

@@ -88,9 +88,8 @@ def count_longest_input(model: Model) -> int:
 
 
 def count_token_bytes(model: Model, planes: int = 1) -> int:
-    """Return the bytes that arrays of a token have at most: the residual stream, what norms give,
-    queries, keys and values, what heads mix, gates and ups, and each of the inputs of matrices in
-    ``planes`` of 8 bits in up to three orders."""
+    """Most bytes of a token's arrays: residual, norms, queries, KV, mix, gates, ups, and quantised
+    inputs in ``planes`` and up to three orders."""
     hidden, ffn, moe = model.shape.hidden, model.shape.ffn, model.moe
     attention = [own for own, _ in list_attention(model)]
     query, keys = max(own.query for own in attention), max(own.keys for own in attention)

@@ -48,11 +48,8 @@ def list_routed(matrices: Sequence[Matrix], groups: Sequence[int]) -> list[Route
 
 
 class PairTables:
-    """Pairs of tokens and experts in an order of the caller's, shared by all layers.
-
-    Inputs of experts (gates and ups) read tokens and write rows; outputs read rows and add to
-    tokens.  A row is a pair's place in the arrays between them.
-    """
+    """Pairs of tokens and experts in the caller's order, shared by all layers: inputs read tokens
+    and write rows, outputs read rows and add to tokens."""
 
     def __init__(
         self, program: Program, routed: Routed, tokens: int, run: Callable[[int, int], None]
@@ -96,11 +93,7 @@ class PairTables:
         return last.ways[2].address == last.ways[0].address
 
     def set_pairs(self, order: I32, rows: I32 | None = None) -> None:
-        """Let entry i of the tables be pair ``order[i]``, which has row ``rows[i]``, or row i.
-
-        Outputs are taken row by row; row r has to be pair ``order[r]`` unless rows are given, then
-        pair r.
-        """
+        """Let entry i be pair ``order[i]`` with row ``rows[i]``, or i; outputs go row by row."""
         count = len(order)
         inputs, outputs = self._inputs[:, :count], self._outputs[:, :count]
         weights = self._weights.view(np.int32)

@@ -13,10 +13,8 @@ _LEAST = -3.0e38
 
 
 def emit_route(table: Table) -> None:
-    """Choose the ``active`` best experts of each token by its scores.
-
-    ``chosen`` int32 and ``weights`` float32 [T, active]; of equal ones the first comes first.
-    """
+    """Choose each token's ``active`` best experts: ``chosen`` int32 and ``weights`` [T, active];
+    the first of equal ones wins."""
     scores, stride = table.take_array("scores", "float32"), table.take("scores_stride")
     experts, active = table.take("experts"), table.take("active")
     chosen, weights = table.take_array("chosen", "int32"), table.take_array("weights", "float32")

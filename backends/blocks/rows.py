@@ -1,8 +1,5 @@
-"""Rows of weights times tokens, and rows as they are: kernels of a format.
-
-Integer sums of a block are exact; what rounds are their products with the scales, added up block
-by block in float32.
-"""
+"""Rows of weights times tokens: kernels of a format.  Sums within a block are exact integers; their
+products with scales are added in float32."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Compiled functions as tvm_ffi calls them, with libtvm_runtime where they run on several threads:
-the compiler is never imported.
-
-A bundle (`pi2 build`) has `pi2.phone.replacements.functions` in this module's place.
-"""
+"""Compiled functions as tvm_ffi calls them, without the compiler; bundles have
+`pi2.phone.replacements.functions` instead."""
 
 from __future__ import annotations
 

@@ -264,10 +264,8 @@ def _emit_tile(activations: Activations, tile: v.Expr, weights: v.Expr, room: v.
 
 
 class Chains:
-    """Places of the groups of a vector, in the order in which `kernels.dots` adds them: those of a
-    lane of all blocks one after the other, and lanes so that halves come after each other.
-
-    Every lane has as many places, of which those without blocks that narrow leave some empty."""
+    """Places of a vector's groups in the order in which `kernels.dots` adds them, lane by lane;
+    lanes without narrow blocks leave some empty."""
 
     def __init__(self, length: int) -> None:
         runs = list_runs(length)

@@ -23,10 +23,8 @@ def emit_dots(
     tokens: Sequence[v.Expr],
     prefetch: Prefetch | None = None,
 ) -> list[list[v.Expr]]:
-    """Return vector . x for each vector and token; ``prefetch`` is told what is read, and when.
-
-    Several vectors share the loads of activations, several tokens the unpacking of weights.
-    """
+    """vector . x for each vector and token, sharing loads and unpacking; ``prefetch`` is told of
+    reads."""
     if find_unpacking(vectors[0].precision).packing.is_plain:
         return _emit_half_dots(vectors, activations, tokens, prefetch)
     emit_block = _emit_float_block if activations.planes == FLOAT_PLANES else _emit_block
@@ -227,11 +225,8 @@ def _add_halves(total: v.Expr, lanes: int) -> v.Expr:
 def _emit_float_block(
     dots: _Dots, sums: Sequence[v.Buffer], top: int, group: v.Expr, lanes: int
 ) -> None:
-    """Add quantised weights times float32 values, of the block of ``lanes`` groups that begins
-    with ``group``, to ``sums`` float32 [tokens, top] of each vector.
-
-    Integers times values are added up over the block, then multiplied with the scales.
-    """
+    """Add a block's quantised weights times float32 values to ``sums`` float32 [tokens, top],
+    summed over the block before scaling."""
     isa, vectors, activations, tokens = dots.isa, dots.vectors, dots.activations, dots.tokens
     unpacking = dots.unpacking
     zero = v.constant(0.0, "float32", lanes)

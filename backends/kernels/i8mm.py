@@ -63,11 +63,7 @@ def emit_items(
     *,
     is_pair: bool = False,
 ) -> None:
-    """Compute vector . x for items and all ``tokens``, or those ``chosen``.
-
-    ``activations`` are in this schedule's order; ``thread`` chooses the part of
-    ``activations.tiles``; ``is_pair``: there are 2 tokens at most.
-    """
+    """vector . x for items and ``tokens``, or those ``chosen``; ``is_pair``: at most 2 tokens."""
     begin, end, parts = given.begin, given.end, given.parts
     take_vectors, finish = given.take_vectors, given.finish
     base = v.let(v.wide(thread) * (activations.length // GROUP * GROUP_BYTES))

@@ -1,8 +1,4 @@
-"""Instruction sets: which dot-product primitive a CPU's features allow.
-
-Plain Python: no TVM.  `choose_isa` is the only place that maps features to schedules, so that a
-new core is a line in a device document.
-"""
+"""Instruction sets: the dot-product schedule that a CPU's features allow; plain Python."""
 
 from __future__ import annotations
 

@@ -45,11 +45,8 @@ def emit_norm(
     token: v.Expr,
     width: int | None = None,
 ) -> None:
-    """Set ``target.values[token]`` to RMSNorm(source[row]) and quantise it.
-
-    ``source`` float32 [rows, length], ``weight`` float32 [length]; beyond ``width`` elements, if
-    they are fewer, both are zero.
-    """
+    """Set ``target.values[token]`` to RMSNorm(``source[row]``) and quantise it; zeros beyond
+    ``width``."""
     length = target.length
     sums = T.alloc_buffer((32,), "float32")
     for half in range(2):
@@ -171,10 +168,7 @@ class Matrix:
 
 
 def emit_shared(count: v.Expr, read_bytes: v.Expr | int, emit: Callable[[v.Expr], None]) -> None:
-    """Run ``emit`` for tasks 0 .. count - 1: in parallel if they read enough to be worth it.
-
-    The result never depends on which of the two happens: tasks are the same.
-    """
+    """Run ``emit`` for all tasks, in parallel if they read enough; the result is the same."""
 
     def emit_alone() -> None:
         with T.serial(count) as task:
@@ -214,10 +208,7 @@ def emit_multiply(
     finish: Finish,
     first: v.Expr | None = None,
 ) -> None:
-    """Compute matrix . x of ``tokens`` tokens (None: of one), rows in parallel.
-
-    ``first``: where theirs begin among the activations; not for tokens in pairs.
-    """
+    """matrix . x of ``tokens`` tokens (None: of one) from ``first`` on, rows in parallel."""
     origin = T.int32(0) if first is None else first
 
     def emit_single(thread: v.Expr) -> None:
@@ -368,10 +359,7 @@ def _ask_ahead(vectors: list[Vector], ahead: int) -> Prefetch:
 def emit_token_tiles(
     isa: Isa, planes: int, tokens: v.Expr, emit: Callable[[v.Expr, list[v.Expr]], None]
 ) -> None:
-    """Call ``emit(first, tokens of the tile)`` for all tiles of activations of ``planes``.
-
-    The last tile repeats the last token instead of needing a kernel of its own.
-    """
+    """Call ``emit(first, tokens of the tile)`` for all tiles; the last repeats the last token."""
     together = count_together(isa, planes)
     with T.serial(T.floordiv(tokens + together - 1, together)) as tile:
         first = v.let(tile * together)

@@ -1,10 +1,5 @@
-"""Layers with a state in the reference backend: gated delta rule, both Mambas and short
-convolutions.
-
-Sources: Yang, Kautz and Hatamizadeh 2024 ("Gated Delta Networks"), Gu and Dao 2023 ("Mamba"), Dao
-and Gu 2024 ("Transformers are SSMs"), and the models' code in Hugging Face transformers for what
-they leave open.
-"""
+"""Layers with a state in the reference backend, after Yang et al. 2024 ("Gated Delta Networks"), Gu
+and Dao 2023 ("Mamba"), Dao and Gu 2024 ("Transformers are SSMs"), and Hugging Face transformers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""The other side of `pi2.backends.reference.process_unit`: a process that computes neurons in
-shared memory, one message after the other.
-
-Standard input brings a line of JSON (`Setup`), then messages (`MESSAGE`); standard output takes a
-reply (`REPLY`) for each.  The end of standard input ends the process.
-"""
+"""The process of `process_unit`: computes neurons in shared memory. Standard input has a line of
+JSON (`Setup`), then `MESSAGE`s; each gets a `REPLY`."""
 
 from __future__ import annotations
 

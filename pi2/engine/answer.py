@@ -21,11 +21,8 @@ Bias = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How the next token is drawn.
-
-    In this order: repetition penalty, presence and frequency penalty, bias, temperature, top-k,
-    top-p, min-p.
-    """
+    """How the next token is drawn, in this order: penalties, bias, temperature, top-k, top-p,
+    min-p."""
 
     temperature: float = 0.0
     """0 is greedy; otherwise logits are divided by it."""
@@ -88,9 +85,8 @@ class Sampler:
     def sample(
         self, logits: F32, seen: I64, *, prompt: int | None = None, bias: Bias | None = None
     ) -> int:
-        """Return a token id for ``logits`` [vocab]; ``seen`` holds the ids so far, those of the
-        prompt first, which are ``prompt``, by default all; ``bias`` [vocab] is added, and is minus
-        infinity for tokens that must not come."""
+        """A token id for ``logits`` [vocab]; ``seen`` begins with ``prompt`` ids; ``bias`` [vocab]
+        may be minus infinity."""
         options = self._options
         scores = logits.astype(np.float64)
         if options.repetition_penalty != 1.0 and len(seen):

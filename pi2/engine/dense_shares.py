@@ -1,9 +1,5 @@
-"""What units beside the executor compute: the first neurons of each layer, all of them, while the
-executor computes the others (`pi2.backends.units`).
-
-A unit may be lost.  Where the plan says so, the run goes on without it: what the unit owned is then
-found, cached and read like any other neuron.
-"""
+"""Units beside the executor compute the first neurons of each layer. If a unit is lost and the plan
+allows it, its neurons are cached and read like others."""
 
 from __future__ import annotations
 
@@ -126,12 +122,8 @@ class DenseShares:
                 raise _explain_loss(unit)
 
     def start(self, layer: int, owned: int, sequences: int = 0) -> Jobs:
-        """Let units begin with what the executor's FFN reads now; to be called after
-        ``begin_ffn``.
-
-        ``owned``: what ``count_owned`` said before the first chunk of the layer: also where the
-        unit has been lost since then, somebody has to compute them for this chunk.
-        """
+        """Let units begin with the executor's FFN input, after ``begin_ffn``; ``owned`` as counted
+        before the layer's first chunk, since lost units' neurons must be computed too."""
         owner = self._owners[layer] if owned else None
         streaming = None if sequences else self._streaming
         if streaming is not None and streaming.lost is not None:

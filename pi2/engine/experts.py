@@ -66,10 +66,8 @@ class RoutingDials:
         *,
         begun: int = 0,
     ) -> None:
-        """Change ``routes`` [T, experts and shared experts] of tokens whose router reads ``inputs``
-        [T, hidden], where ``there`` [experts and shared experts] says which are in memory, and
-        ``begun`` how many of these are being read for it.
-        """
+        """Change ``routes`` of tokens with router ``inputs`` [T, hidden]; ``there`` says which
+        experts are in memory, ``begun`` how many of them are being read."""
         if layer not in self._routed:
             return
         router = None if self._routers is None else self._routers[layer]

@@ -123,12 +123,8 @@ class FeedForward(Waves):
         self._is_whole = False
 
     def run_dense(self, layer: int, chunks: int = 1) -> Iterator[int]:
-        """Compute all neurons of ``layer`` for the first ``chunks`` chunks that the executor keeps,
-        each piece of them for one chunk after the other.
-
-        Yields each chunk's number when its FFN has ended and it is selected: units may be computing
-        others meanwhile.
-        """
+        """Compute all neurons of ``layer`` for ``chunks`` chunks, piece by piece; yields a chunk's
+        number when its FFN has ended and it is selected."""
         executor, shares = self._executor, self.shares
         following = self._count_following(layer)
         if not self._leaves_out or self._is_whole:
@@ -246,9 +242,8 @@ class FeedForward(Waves):
         *,
         is_foreseen: bool = False,
     ) -> Wave:
-        """Begin with the neurons that the predictor names from the first that is not ``owned`` on,
-        before ``end`` if it is given, and of experts that were found ``late``, if any.
-        ``is_foreseen``: whether they have been predicted."""
+        """Begin with the neurons named from the first not ``owned`` on, before ``end``, and those
+        of ``late`` experts."""
         name = self._foresight.read if is_foreseen else partial(self._name, layer, late)
         indices, by_token, scores = self._predict(layer, (owned, end), late, name)
         return self._begin_wave(layer, owned, indices, by_token, scores)

@@ -37,9 +37,8 @@ class Sequences(ABC):
         loan: ContextLoan | None = None,
         has_states: bool = False,
     ) -> None:
-        """``context``: tokens of each of the ``sequences`` that there is room for; ``loan``: memory
-        of the contexts that is lent while it is not used; ``has_states``: whether layers keep
-        states, which a step that failed has taken further than the sequence's tokens."""
+        """``context``: tokens of each sequence; ``loan``: lent context memory; ``has_states``:
+        failed steps change states."""
         self._context = context
         self._loan = loan
         self.positions = [0] * sequences
@@ -96,29 +95,19 @@ class Sequences(ABC):
         end: int = 0,
         sequence: int = 0,
     ) -> F32:
-        """Process ``tokens`` [n], n >= 1, densely in chunks; ``progress`` is told the share done.
-
-        ``end``: tokens of the whole prompt, where ``tokens`` are a part of it.  ``take`` is given
-        the logits after all of them, a few rows at a time, valid during the call.
-
-        Returns the logits after the last one, [1, vocab], or of all, [n, vocab], as a copy.
-        """
+        """Process ``tokens`` [n] densely in chunks of a prompt of ``end`` tokens; ``take`` gets
+        logits a few rows at a time. Returns the last logits [1, vocab], or all [n, vocab],
+        copied."""
 
     def decode(self, token: int) -> F32:
-        """Process one token of the first sequence with the plan's predictor.
-
-        Returns its logits [vocab], valid until the next call.
-        """
+        """Process one token of the first sequence; logits [vocab], valid until the next call."""
         logits: F32 = self.step([token], [0])[0]
         return logits
 
     @abstractmethod
     def step(self, tokens: Sequence[int], sequences: Sequence[int]) -> F32:
-        """Process ``tokens``, the next ones of ``sequences``, with the plan's predictor.
-
-        A sequence that comes several times in a row has several tokens, each of which sees those
-        before it.  Returns their logits [n, vocab], valid until the next call.
-        """
+        """Process ``tokens`` of ``sequences``, a repeated sequence having several; logits [n,
+        vocab], valid until the next call."""
 
     @property
     def copies(self) -> bool:
@@ -322,9 +311,8 @@ class Forward(Sequences):
         return self._read_prompt(tokens, read, all_logits, take, progress, end, sequence)
 
     def read_hidden(self, tokens: I32, *, end: int = 0, sequence: int = 0) -> F32:
-        """Process the next ``tokens`` of a sequence as `prefill` does; returns what the head reads
-        of each, float32 [tokens, hidden] or wider: zeros follow.  The executor must be a
-        `RowDivider`."""
+        """Process ``tokens`` as `prefill` does; the head's inputs [tokens, hidden], zero-padded.
+        Needs a `RowDivider`."""
         assert isinstance(self._executor, RowDivider)
         read = self._executor.read_head_input
         return self._read_prompt(tokens, read, True, None, lambda share: None, end, sequence)

@@ -68,11 +68,8 @@ class Driver:
 async def stream_pieces(
     driver: Driver, ticket: Ticket, *, submitted: bool = False
 ) -> AsyncGenerator[Piece, None]:
-    """Put ``ticket`` into the line, unless it is ``submitted``, and give its pieces as they are
-    made.
-
-    Whoever stops iterating gives the request up.  Raises what the request fails with.
-    """
+    """Submit ``ticket`` unless ``submitted``, and yield its pieces; ending the iteration gives it
+    up."""
     import asyncio  # with TLS it takes 4 MiB, which runs that only generate do without
 
     loop = asyncio.get_running_loop()

@@ -57,12 +57,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def group_by_expert(
     resolved: ResolvedPlan, store: NeuronStore | None, budget: Budget
 ) -> list[I32] | None:
-    """Stored indices [neurons] of every layer's neurons, expert by expert; None of a model without
-    experts.
-
-    Without a store, stored order is by expert.  Where neurons are only streamed, these numbers are
-    a part of the runtime, which counts more for every neuron of a cache.
-    """
+    """Stored indices [neurons] of every layer, expert by expert; None without experts. Streamed
+    models count them as part of the runtime."""
     model = resolved.model
     if model.moe is None:
         return None
@@ -109,11 +105,8 @@ def begin_dense(
     budget: Budget,
     batch: Batch,
 ) -> Mapping[str, Tensor]:
-    """Begin to read the tensors that are used into their segments; the others stay mapped.
-
-    ``rows`` stand for embeddings whose rows are read; where the plan has tensors read again by the
-    system, all stay mapped, and count in their segments.
-    """
+    """Begin to read used tensors into their segments; others stay mapped, as do all if the plan
+    lets the system read again. ``rows`` replace embeddings whose rows are read."""
     loaded = dict(store.tensors)
     read = {own.tensor.name: own.tensor for own in rows}
     loaded |= read

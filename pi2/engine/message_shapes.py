@@ -156,9 +156,8 @@ class ShapedTemplate:
     def render(
         self, messages: Sequence[Message], render: Render, write_calls: WriteCalls | None = None
     ) -> str:
-        """What ``render``, which is of the template, makes of messages.  ``write_calls``: how calls
-        stand in the content, for a template that would leave them out.  UserError P608 if it takes
-        the messages in no shape."""
+        """The template's text for messages; ``write_calls`` writes calls that it would leave out.
+        UserError P608."""
         given = complete_messages(messages)
         if not self._has_seen_calls and any(message.get("tool_calls") for message in given):
             self._has_seen_calls = True

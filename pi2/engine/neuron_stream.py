@@ -103,13 +103,8 @@ class _Filling:
 
 
 class NeuronStream:
-    """Gives the neurons of each layer, every one once; one caller at a time.
-
-    Their order depends on what is in memory, and on nothing else, unless stored order is asked for.
-    Of a mixture, those of some experts may be wanted: then nobody knows what the next layer will
-    want, and nothing is read ahead of it.
-    The cache may not change between two layers of a prompt.
-    """
+    """Gives every neuron of each layer once, by one caller, in an order that depends on memory
+    unless stored order is asked for; the cache may not change within a prompt."""
 
     def __init__(
         self,
@@ -122,9 +117,8 @@ class NeuronStream:
         order: PieceOrder = "any",
         piece: int | None = None,
     ) -> None:
-        """``staging`` [2, n, stride]: two page-aligned buffers; ``first``: stored index of the
-        first neuron of a layer that is wanted; ``piece``: neurons of a piece, by default as many as
-        a buffer has room for."""
+        """``staging`` [2, n, stride]: page-aligned buffers; ``first``: stored index to begin at;
+        ``piece``: neurons of a piece."""
         self._first = first
         self._order = order
         self._cache = cache
@@ -162,12 +156,8 @@ class NeuronStream:
     def give(
         self, layer: int, wanted: Sequence[range] | None = None, *, reads_on: int | None = None
     ) -> Iterator[Stretch]:
-        """Give the layer's neurons from the first wanted one on, or those that are ``wanted``
-        (ascending); each stretch is valid until the next.
-
-        ``reads_on``: of how many of the next layers all neurons will be wanted; None stands for
-        all layers.
-        """
+        """Give neurons from the first wanted one on, or those ``wanted``, each stretch valid until
+        the next; ``reads_on``: following layers whose neurons are all wanted."""
         pieces, parts = self._divide(layer, wanted)
         self._expect(layer, pieces, reads_on)
         self._fill_buffers(len(self._buffers))
@@ -306,10 +296,8 @@ class NeuronStream:
         self.waited_s += time.perf_counter() - start_s
 
     def abandon(self) -> None:
-        """Forget pieces on their way, after an error or an interrupt.
-
-        Their buffers are free again only when reads are over: a late one would spoil the next run.
-        """
+        """Forget pieces on their way once their reads are over: late ones would spoil the next
+        run."""
         reads = [read for filling in self._ahead for read in filling.reads]
         self._ahead.clear()
         self._coming.clear()

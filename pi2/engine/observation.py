@@ -16,10 +16,8 @@ from pi2.plan.weights.bundles import join_scales, slice_experts
 
 
 class ShareObserver:
-    """Is told by the shares that it observes, in the thread that drives them; does nothing itself.
-
-    Times are of `time.perf_counter`.
-    """
+    """Observes shares in the thread that drives them, doing nothing itself; times are of
+    `time.perf_counter`."""
 
     def note_work(self, unit: str, name: str, start_s: float, end_s: float) -> None:
         """A unit has computed something; it is told when the job is finished."""
@@ -53,11 +51,8 @@ class DenseObserver(ExecutorObserver):
         observer: FfnObserver,
         compute: Callable[[BuildRequest, F32, U8, F32 | None], F32] | None = None,
     ) -> None:
-        """``executor`` was built of ``request``; ``compute`` gives something else than activations
-        of bundles, neurons in its last axis.
-
-        UserError P662 if the backend does not show its FFN's input.
-        """
+        """``compute`` replaces activations of bundles, neurons last; UserError P662 if the backend
+        hides FFN inputs."""
         if not isinstance(executor, InputReader):
             raise UserError.of(
                 "P662",

@@ -1,9 +1,5 @@
-"""What a model needs before its memory is filled: an open store, and compiled kernels.
-
-Compilers are processes beside this one, and take more than a hundred MB of memory while they work.
-They are over before anything is read to where it stays, so that the first run of a plan needs no
-more than the following ones wherever its budget is larger than a compiler.
-"""
+"""An open store and compiled kernels, made before memory is filled: compilers need more than 100
+MB."""
 
 from __future__ import annotations
 
@@ -41,11 +37,7 @@ if TYPE_CHECKING:
 def make_request(
     resolved: ResolvedPlan, machine: Machine, tensors: Mapping[str, Tensor]
 ) -> BuildRequest:
-    """Everything that a plan and a machine say of a build: all but what memory is given out for,
-    so that kernels are compiled for it.
-
-    With ``decode.predictor = "gate"`` it has gate rows of no layer.
-    """
+    """A build request without memory, to compile kernels for; gate rows have no layers."""
     unit = resolved.device.units[resolved.sparse_unit]
     features = unit.features if unit.features is not None else machine.features
     bound = tuple(list_cores(resolved.plan.threads.cores or ""))
@@ -234,13 +226,9 @@ class OpenedModel:
 def open_model(
     resolved: ResolvedPlan, progress: Progress, cleanup: ExitStack, *, alone: bool = False
 ) -> OpenedModel:
-    """Open what a plan names, to be closed by ``cleanup``, and compile what is not compiled yet;
-    ``alone``: for an executor that computes everything, whatever the plan gives to other units.
-
-    UserError P320 where a backend cannot run here, P3xx where the device is not this machine, P5xx
-    for the store, P605 for its tokenizer, P618 where a draft's tokens are others, P650 and P651
-    where compiling fails.
-    """
+    """Open what a plan names, closed by ``cleanup``, and compile; ``alone``: for one executor.
+    UserError P320 if a backend cannot run, P3xx for the machine, P5xx for the store, P605, P618,
+    P650, P651."""
     backend = find_executor_backend(resolved.name_backend(resolved.sparse_unit))
     # The rules of the plan language have seen to it (P265).
     assert backend is not None, resolved.sparse_unit

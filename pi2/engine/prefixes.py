@@ -1,11 +1,5 @@
-"""Keys and values of prompts that were read before: what the scheduler asks about them.
-
-Keys and values of prompts in files: blocks of tokens, found by the tokens before them.
-
-A block's name is a hash of all tokens up to its end, so that the same beginning has the same names,
-and of whatever else its bytes depend on.  Its file has a checksum; one that is damaged is removed.
-Files that were not used for longest go first when there are too many bytes.
-"""
+"""KV cache of earlier prompts, in memory and in files of token blocks. A block is named by a hash
+of all tokens up to its end; damaged files are removed, and the oldest go first."""
 
 from __future__ import annotations
 
@@ -188,10 +182,8 @@ class KeptPrefixes:
         states: StateKeeper | None = None,
         files: PrefixFiles | None = None,
     ) -> None:
-        """``block``: tokens that are kept as one, a multiple of ``CONTEXT_BLOCK``: a chunk of a
-        prompt, or with ``states`` as many as are read before one can be kept; ``identity``: what
-        keys and values depend on beside tokens; ``goes_on_from_answers``: whether what is not exact
-        is used; ``states``: copies the states of a model that has some."""
+        """``block``: tokens kept as one; ``identity``: what keys and values depend on besides;
+        ``goes_on_from_answers``: whether inexact ones serve; ``states``: copies states."""
         assert block % CONTEXT_BLOCK == 0
         self._forward = forward
         self._keeper = keeper

@@ -1,6 +1,5 @@
-"""The FFN of a mixture of which a token computes the neurons of its experts, all of them and no
-others (``predictor = "router"``).
-"""
+"""The FFN of a mixture whose tokens compute all neurons of their experts (``predictor =
+"router"``)."""
 
 from __future__ import annotations
 
@@ -288,9 +287,8 @@ class RoutedFeedForward(FeedForward):
         return self._keep_resident(layer, found) if self._only_resident else found
 
     def _begin_parts(self, layer: int, owned: int, parts: NeuronParts, by_token: I64 | None) -> int:
-        """Begin with as many ``parts`` as the cache has room for, at least one, and return how
-        many.  There always is room for one, unless a unit was lost whose neurons the plan had not
-        counted: then it is cut in two."""
+        """Begin with as many ``parts`` as the cache has room for, and return how many; one is cut
+        in two if a lost unit's neurons leave no room."""
         cache, new = self._cache, parts.indices
         count = most = min(len(parts), self._most_parts)
         while not cache.is_whole(layer):

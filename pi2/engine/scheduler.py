@@ -1,11 +1,6 @@
-"""Requests that share a model: they wait in line for a place, and join the sequences that are under
-way at the next token (continuous batching).
-
-Nothing runs by itself.  Whoever wants text drives: takes the lock and does rounds until there is
-some for him, and others find theirs ready.  A round reads prompts, up to as many tokens as go
-through a layer together, and then draws a token of every sequence whose prompt is read; a long
-prompt does not keep the others waiting.  Clients take turns at the places that become free.
-"""
+"""Requests that share a model by continuous batching. The scheduler has no thread: a caller that
+needs output takes the lock and runs rounds until its output is ready. A round reads prompts, then
+draws a token of every read sequence; clients take turns at free places."""
 
 from __future__ import annotations
 
@@ -214,9 +209,8 @@ class Scheduler:
         prefixes: Prefixes | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """``context``: tokens that a sequence has room for; ``piece_tokens``: tokens of prompts
-        that go through a layer together; ``prefixes``: what knows keys and values of earlier
-        prompts; ``speculation``: what guesses tokens, if anything."""
+        """``context``: tokens of a sequence; ``piece_tokens``: prompt tokens of a round;
+        ``speculation``: drafts, if any."""
         self._forward = forward
         self._context = context
         self._piece_tokens = piece_tokens
@@ -277,10 +271,8 @@ class Scheduler:
             raise _describe_closed()
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
-        """Drive until there is something to take of one of ``tickets``, or one of them has ended.
-
-        UserError P613 if there never will be, because the calling thread itself keeps all places.
-        """
+        """Drive until one of ``tickets`` has output or ended; UserError P613 if this thread keeps
+        all places."""
 
         def is_there() -> bool:
             return any(ticket.pieces or ticket.ended for ticket in tickets)
@@ -312,11 +304,8 @@ class Scheduler:
 
     @contextmanager
     def borrow_place(self) -> Iterator[int]:
-        """A place for somebody who uses the model without a request, until he gives it back.
-
-        Requests under way are driven until one ends, if need be.  UserError P613 if the calling
-        thread keeps all places.
-        """
+        """A place without a request until it is given back, after driving others if needed;
+        UserError P613."""
         with self._lock:
             self.check_open()
             while not self._free:

@@ -35,9 +35,8 @@ class Drafter(Protocol):
     """Guesses tokens.  One caller at a time."""
 
     def propose(self, place: int, ids: I64, most: int) -> list[int]:
-        """Guess up to ``most`` tokens that follow ``ids`` [n], those of the sequence in ``place``:
-        its prompt, and what was drawn so far, of which the last one has not been through the
-        model."""
+        """Draft up to ``most`` tokens after ``ids`` [n] of the sequence in ``place``; its last one
+        is unread."""
 
     def forget(self, place: int) -> None:
         """Take notice that another sequence will have ``place``."""
@@ -257,11 +256,8 @@ class Payback:
 
 
 class StepBytes:
-    """Counts what the steps of a model that is computed layer by layer touch.
-
-    Every step reads the dense weights and predictors once, neurons that any of its tokens uses
-    once, and keys and values for each token; what comes from flash is counted there, too.
-    """
+    """Bytes that steps touch: dense weights and predictors once a step, used neurons once, KV per
+    token."""
 
     def __init__(self, parts: Parts, forward: Forward) -> None:
         self._forward = forward
@@ -328,9 +324,8 @@ class Speculation:
         count_bytes: Callable[[], Touched],
         always: bool = False,
     ) -> None:
-        """``tokens``: most of a guess; ``step_tokens``: most of a step; ``count_bytes`` gives the
-        bytes that all steps so far have touched, in memory and on flash; ``always``: whether or
-        not it pays."""
+        """``tokens``: most of a draft; ``step_tokens``: of a step; ``count_bytes``: bytes touched
+        so far; ``always``: draft even if it does not pay."""
         self._drafter = drafter
         self._tokens = tokens
         self._step_tokens = step_tokens

@@ -175,10 +175,7 @@ def divide(part: float, whole: float) -> float | None:
 
 
 def read_peak_rss_bytes() -> int:
-    """Highest resident set of this process so far, in bytes.
-
-    On Linux from VmHWM: ``ru_maxrss`` survives an exec and so may be the parent's.
-    """
+    """Highest resident set in bytes, on Linux from VmHWM: ``ru_maxrss`` survives an exec."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
             for line in file:

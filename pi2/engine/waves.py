@@ -1,9 +1,5 @@
-"""Neurons of a layer that are in memory together: found, read, and computed as they arrive.
-
-In two phases (``pipeline.phases = 2``) gates are read first, and up and down of those that are
-open, a cluster's while the next one's gates are computed.  In a step of several sequences each
-token computes what its own prediction named.
-"""
+"""Neurons of a layer in memory together: found, read and computed as they arrive. With
+``pipeline.phases = 2`` gates are read first, then up and down behind open ones."""
 
 from __future__ import annotations
 
@@ -35,9 +31,8 @@ class Foresight:
         has_experts: bool,
         needs_scores: bool,
     ) -> None:
-        """``select_tokens`` lets the executor's calls be about one token of the step after the
-        other; ``has_experts``: whether the model is a mixture; ``needs_scores``: whether `read` has
-        to tell scores."""
+        """``select_tokens`` takes a step's tokens in turn; ``needs_scores``: whether `read` gives
+        scores."""
         self._executor = executor
         self._threshold = threshold
         self._select_tokens = select_tokens
@@ -201,11 +196,8 @@ class Waves:
         by_token: I64 | None = None,
         scores: F32 | None = None,
     ) -> Wave:
-        """Find neurons, and begin to read those that are missing; if ``scores`` [neurons] are
-        given, only those that are worth a read.
-
-        Cold ones for which the cache has no slot now are left for later waves.
-        """
+        """Find neurons and begin to read missing ones, if given ``scores`` only those worth it;
+        those without a slot wait for later waves."""
         cache = self._cache
         if len(indices) == 0 or cache.is_all_hot(layer, indices):
             found = cache.look_up(layer, indices)

@@ -51,9 +51,8 @@ PAGE_TABLE_PART = 512
 SPARE_BYTES = 4 << 20
 """By how much other versions of Python and of libraries may be larger."""
 UNIT_BYTES: Mapping[UnitKind, int] = {"cpu": 0, "gpu": 736 << 20, "npu": 64 << 20}
-"""What the library, driver and buffers of a unit take of main memory, by its kind, whether it
-computes beside the processor or alone.  Assumed: measured on no card and no NPU.  The demo's plans
-for GPUs peak 76 to 92 MiB higher than the demo, with drivers that let the processor play one."""
+"""Main memory of a unit's library, driver and buffers, by kind.  Assumed: the demo's GPU plans peak
+76 to 92 MiB higher with emulating drivers."""
 _MIB = 1 << 20
 
 
@@ -75,9 +74,8 @@ def count_file_runtime(model: Model) -> int:
 
 
 def count_runtime(model: Model, budget_bytes: int, *, units: Iterable[UnitKind] = ()) -> int:
-    """Bytes that the segment ``runtime`` should have, in whole MiB: what is expected to be
-    resident, the system's tables of the budget's pages, ``units`` that compute beside the processor
-    or alone, and a little to spare."""
+    """Size of the segment ``runtime`` in whole MiB: resident parts, page tables, ``units``, and a
+    reserve."""
     tables = budget_bytes // PAGE_TABLE_PART
     spare = SPARE_BYTES + sum(UNIT_BYTES[kind] for kind in units)
     return round_up(count_libraries(model) + tables + spare, _MIB)
@@ -135,14 +133,9 @@ def fit_plan(
     runtime_bytes: int | None = None,
     cold_bytes: int | None = None,
 ) -> ResolvedPlan:
-    """Fit a plan to a budget: its segments, units' memories, hot shares and splits are replaced.
-
-    ``resolved`` states the most that may be hot, and of units with memory of their own the most
-    that they may take (``memory.units``; else what the device says).  ``budget_bytes`` None stands
-    for the least budget that holds all of it.  ``runtime_bytes`` is by default what
-    `count_runtime` says; ``cold_bytes`` is the most that the cache of cold neurons is given, by
-    default all neurons that are not hot.  Raises `Shortage` where even the least does not fit.
-    """
+    """Fit segments, unit memories, hot shares and splits of a plan that states the most.
+    ``budget_bytes`` None: the least that holds all; ``runtime_bytes`` by default from
+    `count_runtime`; ``cold_bytes``: most of the cold cache. Raises `Shortage`."""
     model = resolved.model
     resolved = _fit_own_memories(resolved)
     fixed = _size_fixed(resolved)

@@ -87,9 +87,8 @@ class _PowersOfTwo(Packing):
 
 
 def find_codes(groups: F32, axis: int) -> tuple[I8, U8]:
-    """Codes int8 of ``groups`` float32, in its shape, and exponents uint8, in its shape without
-    ``axis``, along which groups lie.  Raises `ValueError` if a weight is not finite, or larger than
-    the largest code times the largest power of two."""
+    """Codes int8 in the shape of ``groups``, and exponents uint8 without ``axis``; ValueError for
+    infinite or too large weights."""
     import numpy as np
 
     peaks = np.abs(groups).max(axis=axis, keepdims=True)

@@ -147,11 +147,8 @@ class Packing:
         return scales.astype(np.float32)
 
     def quantize(self, rows: F32, *, spread: bool = False) -> tuple[U8, Scales | None]:
-        """Quantise and pack ``rows`` float32 [n, length].
-
-        Returns packed weights uint8 [n, weight bytes] and scales [n, scales], None of plain
-        numbers.  Raises `ValueError` if a weight is not finite or does not fit.
-        """
+        """Quantise and pack ``rows`` float32 [n, length]: weights uint8 [n, weight bytes] and
+        scales [n, scales] or None; ValueError if a weight does not fit."""
         import numpy as np
 
         count, length = rows.shape

@@ -69,10 +69,8 @@ class Config:
         return self._values.get(key) is not None
 
     def read(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """Value of ``key``; `UserError` P544 if it is missing without default, or of another type.
-
-        A whole number counts as a float.
-        """
+        """Value of ``key``; `UserError` P544 if it is missing without default or has another
+        type."""
         value: Any = self._values.get(key)
         if value is None:
             if default is None:
@@ -152,12 +150,8 @@ SPLIT_EXPERTS = "gguf_split_experts"
 def read_rope(
     config: Config, context: int, share: float | None = None, theta: float = 10000.0
 ) -> dict[str, Any]:
-    """The ``[rope]`` table: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` before.
-
-    ``share`` is the rotated part of a head where the configuration states none; None for families
-    whose code rotates whole heads, whatever the configuration says.  ``theta`` is the family's
-    base where none is stated.
-    """
+    """The ``[rope]`` table of ``rope_parameters`` or older keys; ``share``: rotated part if
+    unstated, None to rotate whole heads; ``theta``: default base."""
     scaling = config.read_table("rope_parameters")
     if not scaling.has("rope_type") and not scaling.has("rope_theta"):
         scaling = config.read_table("rope_scaling")

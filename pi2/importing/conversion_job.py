@@ -47,10 +47,7 @@ def plan_steps(
     layers: Mapping[int, set[Path]],
     tensors: Sequence[tuple[DenseTensor, set[Path]]],
 ) -> list[Step]:
-    """A step for each of the ``files``, in their order, that what is left to convert needs.
-
-    ``layers`` and ``tensors``: what is left, with the files that each needs.
-    """
+    """A step for each of ``files`` that remaining ``layers`` and ``tensors`` need."""
     place = {file: number for number, file in enumerate(files)}
 
     def find_last(needed: set[Path]) -> int:
@@ -95,10 +92,8 @@ def note_identity(store: NeuronStore) -> dict[str, str]:
 
 
 def read_counts(path: Path, layers: int, neurons: int) -> I64:
-    """Read a Parquet file with the columns layer, neuron, count: int64 [layers, neurons].
-
-    Raises `UserError` P540 if it is not such a file, or not of this model.
-    """
+    """Counts of a Parquet file, int64 [layers, neurons]; `UserError` P540 for another file or
+    model."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -156,13 +151,8 @@ def count_bands(model: Model) -> int:
 
 
 def group_experts(order: I32, ffn: int, bands: int = EXPERT_BANDS) -> I32:
-    """The stored order [neurons] of a mixture's layer by expert, from that by hotness.
-
-    In equal ``bands`` of hotness every expert's neurons (of the checkpoint: its number
-    times ``ffn`` and what follows) lie together, the most active first.  So what is hot comes first
-    to within a band, whatever a plan has room for, and what a token of few experts misses lies
-    closer together.  In one band the experts that are used most come first.
-    """
+    """Stored order [neurons] by expert from the order by hotness: within each of equal ``bands`` an
+    expert's neurons lie together, most active first."""
     owners = order // ffn
     if bands == 1:
         places = np.bincount(owners, weights=np.arange(len(order)))
@@ -268,12 +258,8 @@ _OF_GGUF = {
 
 
 def read_sampling(checkpoint: Checkpoint) -> Sampling | None:
-    """The sampling that the checkpoint's authors recommend; None where they recommend none, or say
-    it in a way that no plan can.
-
-    A temperature and its like do not count where ``do_sample`` is false.  Where it is absent they
-    do, as in vLLM, if the temperature is among them.
-    """
+    """Sampling that the checkpoint recommends; None without a usable one.  ``do_sample`` false
+    turns it off."""
     content = checkpoint.read_file(FILE)
     if content is None:
         return None

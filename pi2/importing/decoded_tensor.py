@@ -126,10 +126,7 @@ def decode_pairs(codes: Raw) -> F32:
 
 
 def read_array(tensor: SourceTensor, start: int = 0, stop: int | None = None) -> Raw:
-    """Rows ``start`` to ``stop`` of a tensor of codes or of numbers as numpy has them.
-
-    Raises `UserError` P532 if bytes are missing, P535 for a type that is neither.
-    """
+    """Rows of codes or numbers as numpy has them; `UserError` P532 for missing bytes, P535."""
     if tensor.dtype in _FLOATS:
         return tensor.read(start, stop)
     storage = _INTEGERS.get(tensor.dtype)
@@ -158,10 +155,7 @@ def take_part(
     shape: tuple[int, ...] | None = None,
     dtypes: tuple[str, ...] = (),
 ) -> SourceTensor:
-    """A tensor that decoding needs, of ``shape`` and one of ``dtypes`` if they are given.
-
-    Raises `UserError` P533, P534 or P535.
-    """
+    """A tensor of ``shape`` and one of ``dtypes``; `UserError` P533, P534 or P535."""
     tensor = tensors.get(name)
     if tensor is None:
         raise UserError.of(

@@ -1,6 +1,4 @@
-"""What GGUF files of decoders state, under the names of configurations; and families that state
-little else.
-"""
+"""What GGUF files of decoders state, under configuration names."""
 
 from __future__ import annotations
 
@@ -31,11 +29,8 @@ class Metadata:
         self.architecture: str = self.read("general.architecture", str)
 
     def read(self, key: str, kind: type[object], default: Any = None) -> Any:
-        """Value of ``key``; ``{arch}`` in it stands for the architecture.
-
-        `UserError` P532 if it is missing without default, or of another type; a number for every
-        layer counts as one number if they are all equal.
-        """
+        """Value of ``key`` with ``{arch}``; equal numbers of all layers are one.  `UserError`
+        P532."""
         key = key.replace("{arch}", self.architecture) if "{arch}" in key else key
         value: Any = self._take(key)
         if isinstance(value, np.ndarray) and kind in (int, float) and len(value):
@@ -81,10 +76,7 @@ class Metadata:
         return [int(count) for count in counts[:layers]]
 
     def read_flags(self, key: str, layers: int) -> list[bool] | None:
-        """One flag for each of ``layers`` layers; None where ``key`` is not stated, or is no list.
-
-        `UserError` P532 for a list of another length, or of text.
-        """
+        """A flag per layer; None if unstated or no list; `UserError` P532 for a wrong list."""
         value = self._take(key.replace("{arch}", self.architecture))
         if not isinstance(value, np.ndarray | list):
             return None
@@ -95,10 +87,7 @@ class Metadata:
         return [bool(flag) for flag in value[:layers]]
 
     def read_numbers(self, key: str, layers: int) -> list[float] | None:
-        """One number for each of ``layers`` layers; None where ``key`` is not stated.
-
-        `UserError` P532 for what is no list of numbers, or one of another length.
-        """
+        """A number per layer; None if unstated; `UserError` P532 for a wrong list."""
         if not self.has(key):
             return None
         value = self._take(key.replace("{arch}", self.architecture))
@@ -152,10 +141,7 @@ _ABSENT: dict[str, int | float | bool] = {
 
 
 def read_experts(metadata: Metadata, ffn: int) -> dict[str, Any]:
-    """Numbers and sizes of experts; ``ffn``: the size of dense layers.
-
-    Raises `UserError` P532 as `Metadata.read`.
-    """
+    """Numbers and sizes of experts; ``ffn``: size of dense layers."""
     read = metadata.read
     config: dict[str, Any] = {}
     for key, names in _NAMES.items():
@@ -175,10 +161,7 @@ _KEYS, _VALUES, _JOINED = (f".self_attn.{name}_proj.weight" for name in ("k_b", 
 
 
 def read_latent(metadata: Metadata, rotated: int) -> dict[str, Any]:
-    """Sizes of latent attention; ``rotated``: elements of a key that positions turn.
-
-    Raises `UserError` P532 as `Metadata.read`.
-    """
+    """Sizes of latent attention; ``rotated``: rotated elements of a key."""
     read = metadata.read
     # Where keys are kept as a whole, the newer keys are not there.
     key = read("{arch}.attention.key_length_mla", int, 0)
@@ -226,11 +209,7 @@ class _JoinedHeads(DecodedTensor):
 
 
 def join_heads(tensors: dict[str, SourceTensor]) -> None:
-    """Put the matrices of keys and values together that ``tensors`` have apart.
-
-    Raises `UserError` P534 for shapes that do not belong together; where one of two is missing, the
-    joined one is, which is said later.
-    """
+    """Join separate key and value matrices; `UserError` P534 for shapes that do not fit."""
     for name in [name for name in tensors if name.endswith(_KEYS)]:
         keys, values = tensors[name], tensors.get(name.replace(_KEYS, _VALUES))
         if values is None:
@@ -261,10 +240,7 @@ def complete_latent(config: dict[str, Any], tensors: dict[str, SourceTensor]) ->
 
 
 def read_decoder(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """What most families state: sizes, positions, norms, windows and experts.
-
-    Raises `UserError` P532 as `Metadata.read`.
-    """
+    """Sizes, positions, norms, windows and experts, as most families state them."""
     read, count = metadata.read, metadata.read_count
     heads = config["num_attention_heads"]
     head_dim = count("{arch}.attention.key_length", max(1, config["hidden_size"] // heads))

@@ -16,10 +16,7 @@ from pi2.importing.safetensors_file import SourceTensor
 
 
 def read_bitnet(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """A decoder that states its activation; where it does not, llama.cpp computes ``activation``.
-
-    Raises `UserError` P532 as `Metadata.read`.
-    """
+    """A decoder that states its activation; by default ``activation``, as in llama.cpp."""
     stated = metadata.read("{arch}.hidden_activation", str, activation)
     return read_decoder(metadata, config, stated)
 
@@ -220,10 +217,7 @@ _WITHOUT_NORMS = 128
 
 
 def read_llama4(metadata: Metadata, config: dict[str, Any], activation: str) -> dict[str, Any]:
-    """A decoder with FFNs of two sizes, and what its layers have.
-
-    Raises `UserError` P532 as `Metadata.read`.
-    """
+    """A decoder with FFNs of two sizes."""
     found = read_decoder(metadata, config, activation)
     found |= {
         "intermediate_size": metadata.read_count("{arch}.expert_feed_forward_length"),
@@ -251,10 +245,7 @@ _OWN = {
 def read_nemotron_hybrid(
     metadata: Metadata, config: dict[str, Any], activation: str
 ) -> dict[str, Any]:
-    """A decoder with sizes of Mamba-2 and of shared experts.
-
-    Raises `UserError` P532 as `Metadata.read`.
-    """
+    """A decoder with Mamba-2 and shared experts."""
     count = metadata.read_count
     heads = count("{arch}.ssm.time_step_rank")
     epsilon = "{arch}.attention.layer_norm_rms_epsilon"

@@ -38,11 +38,8 @@ Scale = Callable[[dict[str, Any], F32], bool]
 def scale_positions(
     config: dict[str, Any], metadata: Metadata, scale: Scale, read: Callable[[str], F32 | None]
 ) -> None:
-    """State it in ``config``; ``scale`` is that of the family, ``read`` gives a tensor of the file
-    [pairs], None where it has none.
-
-    Raises `UserError` P544 where the scaling is unknown, P532 as `Metadata.read`.
-    """
+    """State the scaling in ``config``; ``read`` gives a tensor [pairs] or None.  `UserError` P544,
+    P532."""
     divisors = read(_FREQUENCIES)
     if divisors is not None and not scale(config, divisors):
         raise _refuse(metadata.file, _FREQUENCIES)
@@ -75,11 +72,8 @@ def scale_llama3(config: dict[str, Any], divisors: F32) -> bool:
 
 
 def _recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The llama3 scaling whose frequency divisors are ``factors`` [head_dim / 2].
-
-    Files have these numbers (``rope_freqs.weight``) instead of what they were computed from.  {}
-    where nothing is scaled; None if no such scaling is known.
-    """
+    """The llama3 scaling with divisors ``factors`` [head_dim / 2] (``rope_freqs.weight``); {} for
+    none, None if unknown."""
     if (factors == 1.0).all():
         return {}
     if theta <= 1.0 or not (np.isfinite(factors) & (factors >= 1.0)).all():

@@ -65,12 +65,8 @@ class Repository:
 
 
 def find_repository(reference: HubReference, file: str | None = None) -> Repository:
-    """Resolve the revision to a commit, and choose the files; ``file``: one of several GGUF models.
-
-    `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and the other settings of the hub's library hold.
-    `UserError`: P761 no such repository or revision, P762 not allowed, P763 not to be reached, P767
-    nothing in it that can be read.
-    """
+    """Resolve the revision and choose files with the hub's settings; ``file``: one of several
+    models. `UserError` P761 unknown, P762 forbidden, P763 unreachable, P767 without a model."""
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
     name, revision = reference.repository, reference.revision
@@ -96,9 +92,7 @@ def find_repository(reference: HubReference, file: str | None = None) -> Reposit
 def choose_files(
     reference: HubReference, files: Mapping[str, int], file: str | None = None
 ) -> dict[str, int]:
-    """The files that a conversion reads, with their sizes: weights in one format, and the small
-    ones.  ``file``: the one of several GGUF models, or any part of it.  `UserError` P767 if there
-    are no weights, or several models."""
+    """Files of a conversion with sizes; ``file``: one of several GGUF models.  `UserError` P767."""
     if file is not None:
         return _choose_gguf(reference, files, file)
     top = {name: size for name, size in files.items() if "/" not in name}
@@ -161,14 +155,9 @@ def fetch_files(
     names: Sequence[str] | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """The folder that has the repository's files: the hub's own cache if all are there, else
-    ``folder``, into which they are fetched.  What is whole already is not fetched again, and an
-    unknown family is refused before the weights come.  The library goes on with a file after a cut
-    connection, but begins it again when it is called again.
-    ``names``: some of the files; ``endpoint``: the hub's address, else that of `HF_ENDPOINT`.
-
-    `UserError`: P544 unknown family, P761-P763 as `find_repository`, P764 too little space.
-    """
+    """The folder with the repository's files: the hub's cache if complete, else ``folder``, into
+    which missing ones are fetched. ``names``: some files.  `UserError` P544 before weights come,
+    P761-P764."""
     if repository.cached is not None:
         return repository.cached
     chosen = list(repository.sizes) if names is None else names
@@ -387,13 +376,8 @@ def open_repository(
     *,
     endpoint: str | None = None,
 ) -> Checkpoint:
-    """Open a repository's checkpoint, whose small files are fetched into ``folder``.
-
-    Weights in several safetensors files come when they are read (`HubShards`), all others now, and
-    none where the hub's own cache has everything.  An unknown family is refused before any weights
-    come.  Raises `UserError` as `pi2.importing.hub.fetch_files` and
-    `pi2.importing.checkpoint.open_checkpoint` do.
-    """
+    """Open a checkpoint with small files in ``folder``; safetensors come when read (`HubShards`),
+    others now.  Raises as `fetch_files` and `open_checkpoint`."""
     sizes = repository.sizes
     shards = [name for name in sizes if name.endswith(".safetensors")]
     if repository.cached is not None or _INDEX not in sizes or len(shards) < 2:

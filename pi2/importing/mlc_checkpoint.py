@@ -296,12 +296,7 @@ _EXPERTS = re.compile(r"(.+)\.moe\.(e1_e3|e2)\.weight")
 
 
 def open_mlc(folder: Path) -> Checkpoint:
-    """Open a folder of MLC-LLM.
-
-    Raises `UserError`: P530 a file is missing, P531 there is no list of tensors, P532 a broken
-    file, P533 a shard or a part of a tensor is missing, P534 a wrong shape, P535 a quantisation
-    that cannot be read, P536 a tensor twice, P538 a shard outside of the folder.
-    """
+    """Open a folder of MLC-LLM; `UserError` P530 to P536, or P538 for a shard outside of it."""
     chat = read_json(folder / MLC_CONFIG)
     index = next((folder / name for name in INDEXES if (folder / name).exists()), None)
     if index is None:

@@ -36,10 +36,7 @@ class FoldedTensor(SourceTensor):
 
 
 def list_predictor_files(place: Path) -> list[Path]:
-    """The files of predictors that a user named: one, or those of PowerInfer in a folder, by layer.
-
-    `UserError` P533 if there are none in it.
-    """
+    """Predictor files by layer: the given one, or PowerInfer's in a folder; `UserError` P533."""
     if not place.is_dir():
         return [place]
     found = [(int(match[1]), file) for file in place.iterdir() if (match := _match(file))]
@@ -58,12 +55,8 @@ def list_predictor_files(place: Path) -> list[Path]:
 def list_powerinfer_predictors(
     folder: Path, model: Model, tensors: Mapping[str, SourceTensor]
 ) -> dict[str, SourceTensor]:
-    """Predictors in ``folder`` by the names that ``model`` has for them; ``tensors`` are those of
-    the checkpoint.
-
-    Raises `UserError`: P542 for a model whose norm cannot be taken out of them or a mixture, as
-    `list_torch_file` for the files.
-    """
+    """Predictors in ``folder`` by the model's names; `UserError` P542 for a mixture or a norm that
+    cannot be removed."""
     if model.moe is not None or model.norm.kind != "rmsnorm" or model.residual == "parallel":
         raise UserError.of(
             "P542",
@@ -88,11 +81,7 @@ def list_powerinfer_predictors(
 
 
 def _fold_norm(inner: SourceTensor, norm: SourceTensor | None, model: Model) -> SourceTensor:
-    """Let ``inner`` read what the FFN reads.
-
-    It reads h, the FFN u = h / |h| * w with the norm's weights w; fc2 relu(fc1 h) has the sign of
-    fc2 relu(fc1 (u / w)).
-    """
+    """Let ``inner`` read u = h / |h| * w instead of h: fc1 (u / w) has the same signs."""
     if norm is None or len(inner.shape) != 2 or norm.shape != inner.shape[1:]:
         return inner  # said later, with all that is missing or wrong
     weights = norm.read() + np.float32(model.norm.weight_offset)
@@ -164,12 +153,8 @@ class LayerPredictor:
 def find_predictors(
     checkpoint: Checkpoint, model: Model, file: Path | None
 ) -> list[LayerPredictor] | None:
-    """Find the predictors of every layer in ``file`` (safetensors, or a folder of PowerInfer's), or
-    else in the checkpoint itself.
-
-    None where the model has no predictors.  Raises `UserError`: P533 missing, P534 wrong shape,
-    P542 predictors that the model document does not announce.
-    """
+    """Predictors of every layer in ``file`` or the checkpoint; None without.  `UserError` P533,
+    P534, P542."""
     if model.predictor is None:
         if file is not None:
             raise UserError.of(

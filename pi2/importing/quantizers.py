@@ -78,11 +78,8 @@ _TILE_WEIGHTS = 2**15
 def quantize_by_search(
     rows: F32, precision: Precision, importance: F32 | None = None
 ) -> tuple[U8, Scales | None]:
-    """Quantise and pack ``rows`` float32 [n, length] like `Packing.quantize`.
-
-    ``importance`` float32 [length]: what squared errors of each column weigh.  Only int4 gains;
-    other types are rounded to nearest.  Raises `ValueError` for weights that cannot be stored.
-    """
+    """Quantise ``rows`` like `Packing.quantize`, weighing columns by ``importance`` [length]; only
+    int4 gains."""
     packing = find_packing(precision)
     if not packing.is_searched:
         return packing.quantize(rows)
@@ -180,11 +177,8 @@ def prepare_moments(moments: F32) -> F32:
 
 
 def quantize_with_compensation(rows: F32, factor: F32, importance: F32) -> tuple[U8, F16]:
-    """Quantise and pack ``rows`` float32 [n, length] as int4.
-
-    ``factor`` [length, length] is that of `prepare_moments`, ``importance`` [length] the mean
-    squares of the inputs.  Raises `ValueError` if a weight is not finite or too large.
-    """
+    """Quantise ``rows`` to int4 with ``factor`` [length, length] and ``importance`` [length];
+    ValueError."""
     count, length = rows.shape
     rest = rows.copy()
     codes = np.empty((count, length), np.int8)
@@ -259,12 +253,8 @@ class Quantizer:
         *,
         spread: bool = False,
     ) -> tuple[U8, Scales | None]:
-        """Quantise and pack ``rows`` [n, length] of ``tensor``, whose scales may be ``spread``.
-
-        ``ffn_layer``: the layer whose FFN's input the rows are multiplied with, if they are.
-        Raises `ValueError` for weights that cannot be stored, `UserError` P548 for moments of
-        another shape.
-        """
+        """Quantise ``rows`` of ``tensor``; ``ffn_layer``: the layer whose input they meet.
+        ValueError, `UserError` P548."""
         packing = find_packing(precision)
         if packing.is_searched and self.method != "nearest" and np.isfinite(rows).all():
             packed = self._search(rows, precision, ffn_layer)

@@ -43,9 +43,7 @@ _DOCUMENT = "the model document says"
 
 
 def check_checkpoint(checkpoint: Checkpoint, model: Model, says: str = _DOCUMENT) -> None:
-    """`UserError` with all findings: P533 missing, P534 wrong shape, P537 contradiction to
-    ``config.json``.  ``says`` names where shapes come from.
-    """
+    """`UserError` with all P533, P534 and P537; ``says`` names where shapes come from."""
     findings = [*_compare_config(checkpoint, model)]
     for need in list_requirements(model):
         finding = find_tensor_problem(checkpoint, need, says)
@@ -178,10 +176,7 @@ _COMPARED_ROWS = 64
 
 
 def find_leftovers(checkpoint: Checkpoint, model: Model, says: str) -> Iterator[Diagnostic]:
-    """P537 for what ``model``, made from the configuration, leaves out of the tensors.
-
-    ``says`` names the configuration.  Raises `UserError` P532 or P535 as `SourceTensor.read`.
-    """
+    """P537 for tensors that ``model`` leaves out; ``says`` names the configuration."""
     left = _list_unused(checkpoint, model)
     layers = model.shape.layers
     later = [name for name in left if _find_layer(name, model) >= layers]

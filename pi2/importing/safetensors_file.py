@@ -47,11 +47,8 @@ class SourceTensor:
     size_bytes: int
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        """Rows ``start`` to ``stop`` as stored [rows, ...] (bfloat16 as uint16); a tensor without
-        dimensions is one row [1].
-
-        Raises `UserError` P535 for a type that is not a float, P532 if the bytes are missing.
-        """
+        """Rows as stored [rows, ...], bfloat16 as uint16, scalars as [1]; `UserError` P535,
+        P532."""
         storage = self.check_type()
         rows = self.shape[0] if self.shape else 1
         stop = rows if stop is None else stop
@@ -150,10 +147,8 @@ def measure_header(path: Path, prefix: bytes, size: int) -> int:
 
 
 def parse_safetensors(path: Path, start: bytes, size: int) -> dict[str, SourceTensor]:
-    """Tensors of a file of ``size`` bytes by name; ``start``: its first 8 bytes and its header.
-
-    `UserError` P532 or P536 says what is wrong with it.
-    """
+    """Tensors of a file by name from ``start``, its first 8 bytes and header; `UserError` P532,
+    P536."""
     header_bytes = measure_header(path, start[:8], size)
     try:
         header = json.loads(
@@ -354,10 +349,7 @@ class StreamedTensor(SourceTensor):
 
 
 def list_streamed(file: Path, shards: Shards) -> dict[str, SourceTensor]:
-    """Tensors of a safetensors file that may not be there, by name.
-
-    Raises `UserError` as `parse_safetensors` and `Shards.read_header` do.
-    """
+    """Tensors of a file that may be elsewhere, by name; raises as `parse_safetensors`."""
     header, size = shards.read_header(file)
     return {
         name: StreamedTensor(

@@ -1,12 +1,5 @@
-"""What a plan's segments for neurons become: the arena, the cache over it, what the context lends,
-and the staging buffers.
-
-Memory of the context that no token has needed yet, lent to the cache of cold neurons.
-
-Keys and values take their whole segment only when the context is full.  Until then cold neurons
-lie in what is left; the ones that are needed least go as tokens come, a step at a time, and the
-room is theirs again when a new sequence begins.  What stays in memory is never read again.
-"""
+"""The arena, the neuron cache over it, and context memory lent to the cache until tokens need
+it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The files of neurons on flash: opened for direct reads, where the file system takes them.
-
-Direct reads (O_DIRECT) go past the page cache, so that the memory of a run is what the plan says.
-Where a file system refuses them, buffered reads take their place, which is said.
-"""
+"""Files of neurons, opened for direct reads past the page cache, or buffered with a note if
+refused."""
 
 from __future__ import annotations
 

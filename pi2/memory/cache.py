@@ -83,15 +83,9 @@ class NeuronCache:
         give_back: Callable[[U8], None] = lambda unused: None,
         granule: int = 1,
     ) -> None:
-        """``granule``: neurons that share a slot.  ``arena`` and ``neurons`` are of single neurons,
-        all other numbers of granules.
-
-        ``hot``: number of hot neurons of each layer, and ``first_hot`` the stored index of the
-        first of them, 0 by default; ``neurons``: FFN neurons per layer; ``expected`` [layers,
-        neurons]: how often a token uses each, where statistics tell.
-
-        ``give_back`` is told of parts of the arena that are not in use any more.
-        """
+        """``granule`` neurons share a slot; ``arena`` and ``neurons`` (per layer) count neurons,
+        the rest granules. ``hot`` neurons of each layer start at ``first_hot``; ``expected``
+        [layers, neurons]: uses per token; ``give_back`` gets unused arena parts."""
         self.arena = arena.reshape(len(arena) // granule, arena.shape[1] * granule)
         self.granule = granule
         self.neurons = neurons // granule
@@ -205,12 +199,9 @@ class NeuronCache:
     def look_up(
         self, layer: int, indices: I32, scores: F32 | None = None, sieve: ReadSieve | None = None
     ) -> Lookup:
-        """Find ``indices`` [n] (ascending), and give slots to those that are missing; if ``scores``
-        [neurons] and a ``sieve`` are given, without those that ``leave_out`` leaves out.
-
-        Ends before the first cold one for which no slot is free: ``Lookup.rest``.  The caller reads
-        the missing ones into their slots before anybody computes with them.
-        """
+        """Find ``indices`` [n] and give slots to missing ones, with ``scores`` and ``sieve`` only
+        to those worth it. Ends before a cold one without a slot (``Lookup.rest``); the caller reads
+        the missing ones."""
         counters = self.counters[layer]
         hot, start = self.hot_range(layer), self.hot_slots[layer].start
         if len(indices) == 0 or self.is_all_hot(layer, indices):

@@ -33,10 +33,7 @@ PolicyName = Literal["lfu", "lru"]
 
 
 class Policy(Protocol):
-    """Decides which of ``capacity`` slots are given to neurons that come.
-
-    A *key* names a neuron of the model: layer x neurons per layer + stored index.
-    """
+    """Chooses slots for new neurons; a *key* is layer x neurons per layer + stored index."""
 
     def touch(self, slots: I32, keys: I64) -> None:
         """Begin a request that finds ``keys`` [n] (distinct) in ``slots`` [n]."""

@@ -271,10 +271,8 @@ def lay_out_dense_file(tensors: Sequence[TensorSize]) -> DenseFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """A record batch: per column, its buffers as bytes, or as a size where data comes later.
-
-    The validity buffers are left out: they are empty.
-    """
+    """A record batch: buffers of each column as bytes, or sizes of later data; no validity
+    buffers."""
 
     rows: int
     columns: tuple[tuple[bytes | int, ...], ...]

@@ -1,6 +1,4 @@
-"""Ranges of a store's file on their way into memory, in pieces of a MiB that are compared with
-their checks where they are.
-"""
+"""Ranges of a store's file on their way into memory, checked in pieces of a MiB."""
 
 from __future__ import annotations
 
@@ -59,11 +57,8 @@ class FileRead:
     def __init__(
         self, folder: Path, entry: StoredFile, *, direct: bool = True, verify: bool = True
     ) -> None:
-        """``verify``: compare pieces with the checks that the store has of them, if it has any.
-
-        Raises `UserError` P506 if the file has another size than the store says, P508 if it cannot
-        be opened.
-        """
+        """``verify``: compare pieces with the store's checks.  `UserError` P506 for another size,
+        P508."""
         self._path = folder / entry.path
         self._size = entry.bytes
         self._checks = entry.checks if verify else None
@@ -93,12 +88,8 @@ class FileRead:
     def place(
         self, ranges: Sequence[Range], allocate: Callable[[int, int], U8], charged_bytes: int
     ) -> list[U8]:
-        """Find a place for each of ``ranges``, in ascending order, in one region of memory; return
-        the places, uint8 [bytes], each at a multiple of 64 bytes as in the file.
-
-        ``allocate(size, spare)`` gives the region, page-aligned, of ``charged_bytes`` that are
-        counted and some spare bytes that lie between ranges and are not used.
-        """
+        """Place ``ranges`` in a region that ``allocate(size, spare)`` gives; views uint8 [bytes],
+        64-byte aligned."""
         stretches: list[_Stretch] = []
         end = 0
         for first, size in ranges:
@@ -216,12 +207,8 @@ def place_tensors(
 def read_pieces(
     store: NeuronStore, names: Iterable[str], buffer: U8
 ) -> Iterator[tuple[Tensor, int, float]]:
-    """Read the tensors ``names`` in pieces of whole rows into ``buffer``, uint8 [size], aligned.
-
-    Yields each piece, a multiple of 32 rows or with the tensor's last one, the number of its first
-    row, and the share of all bytes that has been read; a piece is there until the next one.  Raises
-    as `FileRead` does.
-    """
+    """Read tensors in pieces of whole rows into ``buffer``; yields each piece, its first row and
+    the share read."""
     entries = {tensor.name: tensor for tensor in store.manifest.tensors}
     wanted = [entries[name] for name in names]
     total, done = sum(sum(count_bytes(tensor)) for tensor in wanted), 0
@@ -283,10 +270,7 @@ def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
 
 
 def read_bytes(fd: int, path: Path, target: U8, offset: int, *, forget: bool = True) -> None:
-    """Fill ``target`` from byte ``offset`` of a file; ``forget``: the page cache need not keep it.
-
-    Raises `UserError` P506 if the file is too short, P508 if it cannot be read.
-    """
+    """Fill ``target`` from byte ``offset``; ``forget`` the pages.  `UserError` P506 or P508."""
     done = 0
     while done < len(target):
         piece = target[done : done + _PIECE_BYTES]
@@ -335,11 +319,8 @@ class EmbeddingRows:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def load(self, tokens: I32) -> I32:
-        """Read the rows of ``tokens`` [n] and return where they are in ``tensor``, [n]; tokens that
-        the table does not have are given its first row.
-
-        Raises UserError P506 if the file is too short by now, P508 if it cannot be read.
-        """
+        """Read the rows of ``tokens`` [n]; their places in ``tensor``, the first row for unknown
+        tokens.  UserError P506, P508."""
         known = np.where(tokens < self._stored_rows, tokens, 0)
         for place, token in enumerate(known.tolist()):
             for rows, offset in zip((self._weights, self._scales), self._offsets, strict=True):

@@ -21,10 +21,8 @@ _READ_BYTES = 2**20
 
 
 class HashedFile:
-    """A new file: ``write`` in order, ``seek_forward`` over gaps, ``close`` syncs it.
-
-    Raises `OSError` as the system does (disk full, no permission).
-    """
+    """A new file: ``write`` in order, ``seek_forward`` over gaps, ``close`` syncs it; raises
+    `OSError`."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=2**20)
@@ -89,10 +87,7 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -
 def check_pieces(
     path: Path, checks: Sequence[int], advance: Callable[[int], None] = lambda count: None
 ) -> bool:
-    """Whether every `CHECKED_BYTES` of a file have the CRC-32 in ``checks``; raises as `hash_file`.
-
-    Three times as fast as its SHA-256.
-    """
+    """Whether all pieces have the CRC-32 in ``checks``; three times as fast as SHA-256."""
     piece = memoryview(bytearray(CHECKED_BYTES))
     with open_stream(path) as file:
         for check in checks:

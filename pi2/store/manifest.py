@@ -1,8 +1,5 @@
-"""The manifest of a neuron store: what it holds, of which model, and where every byte lies.
-
-The manifest has all offsets, so that opening a store needs no Arrow library; that the files
-are Arrow files of the same contents is checked by ``pi2 store verify`` and by tests.
-"""
+"""The manifest of a neuron store, with all offsets: opening needs no Arrow library, `pi2 store
+verify` compares."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Opens a neuron store: checks its manifest, maps its files, reads no weights.
-
-Arrays are views of private mappings: copied nowhere, and writable as far as numpy and DLPack are
-concerned, because ``tvm_ffi`` refuses read-only arrays.  Nothing ever reaches the files: a page
-that somebody writes to becomes that process's own copy.
-"""
+"""Opens a neuron store: checks its manifest, maps its files privately, reads no weights."""
 
 from __future__ import annotations
 
@@ -161,11 +156,7 @@ class NeuronStore:
 
     @classmethod
     def open(cls, path: str | Path, *, model: Model | None = None) -> Self:
-        """Open the store at ``path``; if ``model`` is given, the store must be of that model.
-
-        Raises `UserError`: P501 no such folder, P502 no manifest, P503 damaged manifest, P504
-        newer format, P505 other model, P506 missing file or wrong size, P508 unreadable.
-        """
+        """Open the store at ``path``, of ``model`` if given; `UserError` P501 to P506, P508."""
         folder = Path(path)
         manifest = read_manifest(folder)
         if model is not None:
@@ -180,11 +171,8 @@ class NeuronStore:
         return (self.path / MANIFEST).read_bytes()
 
     def check_unchanged(self) -> None:
-        """UserError P509 if the folder has another manifest than when it was opened.
-
-        To be called when all files that will be read are open: from then on another store that
-        takes this one's place does no harm.
-        """
+        """UserError P509 if the folder has another manifest by now; call it once all files are
+        open."""
         try:
             unchanged = read_manifest(self.path) == self.manifest
         except UserError:

@@ -43,18 +43,10 @@ def reorder_store(
     scales: ScalesPlace | None = None,
     progress: Progress = ignore_progress,
 ) -> Manifest:
-    """Write the store ``path`` with neurons in the order ``orders``, to ``output`` or in its place.
-
-    ``orders`` int32 [layers, neurons] has the neuron of the checkpoint for every stored place.
-    ``stride``: bytes from one neuron to the next, which hold a bundle; ``scales``: where scales
-    lie; None leaves either.  The rows of predictors follow; where they stay as they are, dense
-    weights are shared with the old store by a hard link.  A layer is never held as a whole.  Other
-    files come along: those that the manifest lists as they are (statistics count neurons as the
-    checkpoint does), others, such as plans, as copies.  Raises `UserError` as opening does, P507 if
-    a bundle or a file of scales is damaged, P521-P523 if the store may not or cannot be written;
-    then nothing has changed.  A job that was killed or interrupted goes on where it was when it is
-    called again.
-    """
+    """Write the store ``path`` in ``orders`` int32 [layers, neurons], to ``output`` or in place,
+    with a new ``stride`` or ``scales`` if given. Predictors follow, unchanged files are linked,
+    others copied; a killed job resumes. `UserError` as opening, P507 for damage, P521-P523 if it
+    cannot be written."""
     target = path if output is None else output
     if not path.exists():
         recover_replaced(Path(os.path.realpath(path)))
@@ -115,12 +107,8 @@ def repack_store(
     replace: bool = False,
     progress: Progress = ignore_progress,
 ) -> Manifest:
-    """Write the store ``path`` with bundles ``stride`` bytes apart and with their scales where
-    ``scales`` says, in the order that they have.
-
-    None leaves the scales; it leaves the stride too, or, where scales move, takes the least.
-    Raises as `reorder_store` does, and `UserError` P105 for a stride that holds no bundle.
-    """
+    """Write the store with another ``stride`` or ``scales`` in the same order; the least stride if
+    scales move.  `UserError` P105, and as `reorder_store`."""
     if not path.exists():
         recover_replaced(Path(os.path.realpath(path)))
     with NeuronStore.open(path) as store:

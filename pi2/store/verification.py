@@ -28,11 +28,7 @@ class UnfinishedStore:
     """The partial folder of ``target``, held by this process alone."""
 
     def __init__(self, target: Path, *, job: str, replace: bool) -> None:
-        """Lock (and make) the folder; ``job`` is a key that equal work shares, "" is never kept.
-
-        Raises `UserError` P521 if ``target`` exists and may not be replaced, P522 if another
-        process is writing the same store, P523 if the folder cannot be written.
-        """
+        """Lock or make the folder; equal work shares the key ``job``.  `UserError` P521 to P523."""
         # A link to a folder stands for the folder.
         self.target = Path(os.path.realpath(target))
         self.folder = self.target.with_name(f".{self.target.name}.partial")
@@ -195,12 +191,8 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def verify_store(path: Path, progress: Progress = ignore_progress) -> list[Diagnostic]:
-    """Hash every file and compare what an Arrow reader sees with the manifest.
-
-    Returns one finding per bad file: P506 missing or of the wrong size, P507 other contents,
-    P508 unreadable, P510 not the Arrow file that the manifest describes.  Raises `UserError`
-    P501-P504 if there is no manifest to compare with.
-    """
+    """Hash every file and compare it with the manifest; a finding per bad file (P506, P507, P508,
+    P510). `UserError` P501-P504 without a manifest."""
     manifest = read_manifest(path)
     total_bytes = max(1, sum(entry.bytes for entry in manifest.files))
     done_bytes = 0
@@ -225,21 +217,12 @@ def check_file(path: Path, entry: StoredFile) -> None:
 
 
 class HashCheck:
-    """Compares files that are read as a whole with their checks, or else their hashes: all but
-    those of layers, whose neurons have checks of their own.
-
-    Small ones at once, so that nobody reads a damaged one; tensors and scales, which are hundreds
-    of MiB, by a thread, while they and the neurons are loaded, unless whoever reads them compares
-    what has been read.
-    """
+    """Compares files that are read as a whole with checks or hashes: small ones at once, large ones
+    by a thread, unless their reader does."""
 
     def __init__(self, path: Path, manifest: Manifest, *, reader_compares: bool = False) -> None:
-        """Hash the small files and begin with the others; `UserError` P506, P507 or P508 with a
-        finding for every bad small file.
-
-        ``reader_compares``: large files that have checks are left to whoever reads them
-        (`pi2.store.file_read`).
-        """
+        """Check small files and begin with others; `UserError` P506-P508.  ``reader_compares``
+        leaves out large ones."""
         self._path = path
         self._stopped = threading.Event()
         whole = [entry for entry in manifest.files if entry.bundles_offset is None]

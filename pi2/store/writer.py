@@ -79,12 +79,8 @@ scales [n, .] or None."""
 
 
 class StoreWriter:
-    """A store in the making: use as a context manager, then ``finish`` inside it.
-
-    Leaving without ``finish`` removes everything; a kill or Ctrl-C leaves a partial folder that
-    the same job (``job``) continues.  Files may be written in any order, each once; a file that
-    an earlier attempt completed is skipped.
-    """
+    """A store in the making: a context manager that ``finish`` completes. Other ends remove it,
+    except that a kill or Ctrl-C lets the same ``job`` resume; files may come in any order."""
 
     def __init__(
         self,
@@ -100,14 +96,8 @@ class StoreWriter:
         job: str = "",
         keep_failed: bool = False,
     ) -> None:
-        """``ranks``: rank of the predictor of every layer, None without predictors;
-        ``stride``: bytes between neurons, by default the next multiple of 512; ``scales``: where
-        scales lie, in bundles or in files of their own; ``keep_failed``: a failure, too, leaves
-        what the same job continues.
-
-        Raises `UserError` P105 for scales of weights that have none, P521-P523 if the store may not
-        or cannot be written.
-        """
+        """``ranks`` of predictors; ``stride``: by default the next multiple of 512;
+        ``keep_failed``: failures can resume too. `UserError` P105, P521-P523."""
         if scales == "resident" and not find_packing(model.quantization.ffn).has_scales:
             raise UserError.of(
                 "P105",
@@ -136,12 +126,8 @@ class StoreWriter:
         return path in self._store.finished
 
     def write_layer(self, layer: int, original: I32, bundles: Iterable[U8]) -> None:
-        """Write the neurons of ``layer``.
-
-        ``original`` int32 [ffn] is the neuron of the checkpoint at every stored place;
-        ``bundles`` gives uint8 [n, stride] pieces in stored order, laid out as ``bundle`` says; of
-        mxfp4, 32 neurons that follow each other share the scales of their downs.
-        """
+        """Write the neurons of ``layer``: ``original`` int32 [ffn], and ``bundles`` uint8 [n,
+        stride] in stored order; in mxfp4 32 neighbours share down scales."""
         neurons, stride = self.model.layer_neurons, self._stored.stride
         assert original.shape == (neurons,) and original.dtype == np.int32
         path = name_layer_file(layer)

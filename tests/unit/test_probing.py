@@ -413,12 +413,12 @@ def test_units_that_cannot_be_measured_are_named_with_the_reason(
     missing = Survey(api="opencl", obstacle="it is not installed", help="pip install it")
     monkeypatch.setattr("pi2.probing.probe.Worker", make_worker(missing))
     found = measure_accelerators(ignore_progress, rounds=1, root=tmp_path, apis=["opencl"])
-    assert found.notes == (
+    assert found.notes == [
         "an Adreno GPU was found (/dev/kgsl-3d0), but not measured: opencl: it is not installed "
         "(pip install it); published figures can be stated by hand",
         "a Hexagon NPU was found (/dev/adsprpc-smd), but not measured: published figures can be "
         "stated by hand",
-    )
+    ]
 
 
 def make_worker(survey: Survey) -> Any:
@@ -459,10 +459,10 @@ def test_a_driver_that_crashes_is_a_note(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("pi2.probing.probe.Worker", Crashing)
     found = measure_accelerators(ignore_progress, rounds=1, root=Path("/none"), apis=["opencl"])
-    assert found.units == ()
-    assert found.notes == (
-        "opencl device 0 was found, but not measured: the measured process was ended by SIGSEGV",
-    )
+    assert found.units == []
+    assert found.notes == [
+        "opencl device 0 was found, but not measured: the measured process was ended by SIGSEGV"
+    ]
 
 
 @pytest.mark.parametrize("api", ["opencl", "webgpu"])

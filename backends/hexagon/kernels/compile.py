@@ -1,10 +1,6 @@
-"""Compile a library of graphs:
-``python -m pi2.backends.hexagon.kernels.compile MODULE SPEC.json OUTPUT``.
-
-Runs in a process of its own, like `pi2.backends.compiler.compile`, and writes the same messages.
-``OUT.elf`` is a whole program for Linux, which the emulator runs; ``OUT.o`` has kernels and graphs
-alone, for the vendor's linker (`backends/hexagon/dsp`).
-"""
+"""Compile a library of graphs: ``python -m pi2.backends.hexagon.kernels.compile MODULE SPEC.json
+OUTPUT``. ``OUT.elf`` runs in the emulator; ``OUT.o`` is for the vendor's linker
+(`backends/hexagon/dsp`)."""
 
 from __future__ import annotations
 

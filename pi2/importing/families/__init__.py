@@ -103,11 +103,7 @@ def _find_documents(kind: str, folder: Path) -> Iterator[Path]:
 
 
 def describe_family(config: Config) -> Tables:
-    """Tables of the model document.
-
-    Raises `UserError`: P544 if the family or an option is unknown, what is wrong with the family's
-    document.
-    """
+    """Tables of the model document; `UserError` P544 for an unknown family or option."""
     kind = config.read("model_type", str)
     file = next(
         (file for file in _find_documents(kind, config.file.parent) if file.is_file()), None

@@ -34,11 +34,8 @@ def load_methods() -> dict[str, Read]:
 def decode_weights(
     file: Path, config: Mapping[str, Any], tensors: Mapping[str, SourceTensor]
 ) -> Mapping[str, SourceTensor]:
-    """The tensors as a plain checkpoint has them; ``config`` is that of ``file``.
-
-    Raises `UserError`: P533, P534 or P535 for tensors that a method needs and are missing, of
-    another shape or type; P544 for a method or an option that is unknown.
-    """
+    """Tensors as a plain checkpoint has them; `UserError` P533 to P535, P544 for unknown
+    methods."""
     settings = find_settings(config)
     if settings is None:
         return tensors

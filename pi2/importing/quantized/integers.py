@@ -171,12 +171,8 @@ class FourBitTensor(DecodedTensor):
 
 
 def quantize_exactly(rows: F32) -> tuple[U8, F16 | None] | None:
-    """Rows [n, length] as int8, with a power of two as the scale of every group whose numbers are
-    multiples of it, up to 127; other groups are rounded to nearest.  None where that fits nowhere.
-
-    4-bit floats with one power of two are such groups; those of a down projection, which a store
-    has along its outputs, are as long as their exponents differ little.
-    """
+    """Rows [n, length] as int8 with powers of two as scales if groups fit exactly, else nearest;
+    None if none fits."""
     if not np.isfinite(rows).all():
         return None
     groups = rows.reshape(len(rows), -1, GROUP)

@@ -93,11 +93,8 @@ def find_active_share(resolved: ResolvedPlan) -> float | None:
 
 
 def estimate_hot_part(model: Model, hot: float) -> float:
-    """Part of the activations that fall on the share ``hot`` of the most used neurons.
-
-    Through the point that ``sparsity.skew`` states, straight before and after it; where it is not
-    stated, all neurons are taken for equally busy.
-    """
+    """Share of activations on the ``hot`` most used neurons, piecewise linear through
+    ``sparsity.skew``."""
     skew = None if model.sparsity is None else model.sparsity.skew
     if skew is None or not 0 < skew < 1:
         return hot

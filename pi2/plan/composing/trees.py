@@ -139,10 +139,7 @@ def _report_unknown(path: KeyPath, index: int, span: Span) -> Diagnostic:
 def apply_overrides(
     values: dict[str, Any], overrides: Overrides
 ) -> tuple[dict[str, Any], list[Diagnostic]]:
-    """Return ``values`` with every override in its place, and what has no place.
-
-    Tables on the way are made; items of arrays must be there.  None takes a key away.
-    """
+    """``values`` with every override in place, and those without a place; None removes a key."""
     result: dict[str, Any] = _copy(values)
     findings = []
     for item in overrides.items:
@@ -306,10 +303,8 @@ def find_node(root: Node, path: KeyPath) -> tuple[Node, KeyPath]:
 
 
 def remove_node(root: Node, names: Sequence[str]) -> Node | int:
-    """The tree without the value at ``names``, or the index of the name that is not there.
-
-    Items of an array are named by their ``id``.
-    """
+    """The tree without the value at ``names``, or the index of the missing name; array items go by
+    ``id``."""
     name, rest = names[0], names[1:]
     if root.table is not None and name in root.table:
         children = dict(root.table)
@@ -422,10 +417,7 @@ class ComposedPlaces:
         return place.file.spans.find_table(place.path)
 
     def list_inherited(self, path: KeyPath) -> list[tuple[Span, str]]:
-        """Entries of the table at ``path`` that come from other files than its last one.
-
-        Tables merge, and what was inherited may be what is wrong with the whole.
-        """
+        """Entries of the table at ``path`` from other files than its last one."""
         node, rest = find_node(self.tree, path)
         if rest or node.table is None or self._find_replaced(path) is not None:
             return []

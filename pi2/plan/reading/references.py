@@ -1,9 +1,5 @@
-"""References between documents: the device and model of a plan, and what a document extends.
-
-A reference is a relative path, the short name of a document that comes with pi2, or begins with a
-scheme (``gh:``, ``git+https:``, ``file:``).  What a scheme means is not known here: a `Resolver`
-finds those, and is given by whoever calls.
-"""
+"""References between documents: a relative path, a shipped short name, or a scheme that a
+`Resolver` finds."""
 
 from __future__ import annotations
 
@@ -26,11 +22,8 @@ from pi2.plan.toml.source import Kind, detect_kind, display_path
 
 
 def list_documents(paths: Iterable[str | Path]) -> list[Path]:
-    """Files as they are, and in the place of a folder all documents below it, sorted.
-
-    Folders that begin with a dot, such as ``.git``, are left out; a folder without documents stays
-    in the list, so that it is reported.  No file comes twice.
-    """
+    """Files, and documents below folders, sorted and unique, without hidden folders; empty folders
+    stay."""
     found: dict[Path, None] = {}
     for item in paths:
         path = Path(item)
@@ -133,11 +126,8 @@ class Resolver(Protocol):
     """Finds files of references that have a scheme, without fetching anything."""
 
     def find(self, reference: str, kind: Kind) -> Located | None:
-        """The file that ``reference`` means; None for a short name that it does not know.
-
-        Raises `UserError` where the reference is at fault, is not locked, or is not here; its
-        findings are reported at the place where the reference stands.
-        """
+        """The file of ``reference``, None for an unknown short name; `UserError` for faulty or
+        missing ones."""
         ...
 
     def join(self, reference: str, relative: str) -> str:
@@ -194,11 +184,8 @@ def locate_document(
     resolver: Resolver | None = None,
     origin: str | None = None,
 ) -> Located:
-    """File that ``reference`` means in a document that lies in the folder ``base``.
-
-    ``origin`` is the reference that the document itself came by, where that has a scheme.
-    Raises `UnknownName` for what leads nowhere, `UserError` for what the resolver refuses.
-    """
+    """File that ``reference`` means in ``base``; ``origin``: the document's own reference.
+    `UnknownName`, `UserError`."""
     path = is_path(reference)
     if kind == "plan" and not reference.endswith(".toml"):
         path = False  # plans lie in folders, and their short names have them

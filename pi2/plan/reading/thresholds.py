@@ -1,8 +1,5 @@
-"""Thresholds of training-free sparsity (``*.thresholds.toml``): what `pi2 sparsity` calibrates.
-
-A file of its own beside the plan: it is measured, not written by hand, and belongs to a model, not
-to a machine.  Plans name it in ``[sparsity]``.
-"""
+"""Files of thresholds (``*.thresholds.toml``), measured by `pi2 sparsity` and named in
+``[sparsity]``."""
 
 from __future__ import annotations
 
@@ -100,10 +97,7 @@ GivenThresholds = Thresholds | Literal["none"] | None
 
 
 def read_thresholds(path: Path) -> Thresholds:
-    """Read a file of thresholds.
-
-    Raises UserError P028 if it cannot be read, P0xx and P1xx with places for what is wrong in it.
-    """
+    """Read thresholds; UserError P028 if unreadable, P0xx and P1xx with places."""
     # A bundle has thresholds without their text.
     from pi2.plan.reading.schema_check import check_schema
     from pi2.plan.toml.source import display_path, read_source
