@@ -89,7 +89,9 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
         f"{approximate_bytes(hot_bytes)} hot, {approximate_bytes(cold_bytes)} of cold cache"
     )
     numbered = list(enumerate(resolved.layers))
-    for _, group in groupby(numbered, key=lambda item: _find_settings(item[1])):
+    for _, group in groupby(
+        numbered, key=lambda item: (dict(item[1].split), item[1].hot, item[1].dense)
+    ):
         items = list(group)
         yield _describe_layers(items[0][0], items[-1][0], items[0][1])
         yield from (f"  {line}" for line in describe_owners(resolved, items[0][1]))
@@ -105,10 +107,6 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
             f"{name}: needs {approximate_bytes(need.bytes)} of {name_memory(resolved, name)}: "
             f"{need.explanation}"
         )
-
-
-def _find_settings(layer: ResolvedLayer) -> tuple[object, ...]:
-    return dict(layer.split), layer.hot, layer.dense
 
 
 def _describe_layers(first: int, last: int, layer: ResolvedLayer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import sys
 import textwrap
@@ -50,8 +51,11 @@ def doctor_command(as_json: bool) -> int:
 
 
 def describe_checkup(checkup: Checkup) -> dict[str, Any]:
-    described: dict[str, Any] = _simplify(dataclasses.asdict(checkup))
-    return described
+    def simplify(item: object) -> object:
+        return sorted(item) if isinstance(item, set | frozenset) else str(item)
+
+    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(checkup), default=simplify))
+    return found
 
 
 def write_checkup(checkup: Checkup) -> Iterator[str]:
@@ -213,15 +217,3 @@ def _wrap(text: str, indent: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _simplify(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _simplify(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_simplify(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return str(value)

@@ -10,8 +10,8 @@ from typing import Literal
 
 import click
 
+from pi2.cli import collect_as_usual
 from pi2.cli.commands import in_help
-from pi2.cli.garbage import collect_as_usual
 from pi2.cli.main import print_diagnostics
 from pi2.cli.named_plans import find_document_path
 from pi2.cli.options import (

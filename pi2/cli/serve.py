@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import click
 
 from pi2.caches import show_path
+from pi2.cli import collect_as_usual
 from pi2.cli.commands import ProgressBar, in_help, show_controls
-from pi2.cli.garbage import collect_as_usual
 from pi2.cli.named_plans import find_retokenized, find_title
 from pi2.cli.options import (
     SET,
@@ -67,7 +67,8 @@ def chat_command(plan: ChosenPlan, given: ChatOptions) -> None:
     from pi2.chatting import Session
 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    read = make_prompt() if is_terminal else read_line
+    lines = (line.rstrip("\n") for line in sys.stdin)
+    read = make_prompt() if is_terminal else lambda: next(lines, None)
     with ProgressBar() as progress:
         model = plan.load(progress)
     with model:
@@ -145,12 +146,6 @@ def answer(session: Session, text: str, *, dim: bool) -> None:
     if session.turn is not None:
         line = session.turn.describe()
         click.echo(f"{_DIM}{line}{_PLAIN}" if dim else line, err=True)
-
-
-def read_line() -> str | None:
-    """The next line of standard input; None at its end."""
-    line = sys.stdin.readline()
-    return line.rstrip("\n") if line else None
 
 
 def make_prompt() -> Callable[[], str | None]:

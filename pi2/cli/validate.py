@@ -291,7 +291,8 @@ def validate_command(files: tuple[Path, ...], given: ValidateOptions) -> int:
     more = f" ({'; '.join(remarks)})" if remarks else ""
     click.echo(summarise(number, diagnostics) + more, err=True)
     if diagnostics and given.output_format == "full":
-        click.echo(f"for more, run `pi2 explain {_find_worst(diagnostics).code}`", err=True)
+        worst = min(diagnostics, key=lambda x: ("error", "warning", "note").index(x.severity))
+        click.echo(f"for more, run `pi2 explain {worst.code}`", err=True)
     if any(item.code in CANNOT_READ for item in diagnostics):
         return 2
     return 1 if any(item.severity == "error" for item in diagnostics) else 0
@@ -373,10 +374,6 @@ def _is_installed(name: str) -> bool:
     from pi2.plan.reading.references import find_shipped_folder
 
     return Path(name).resolve().is_relative_to(find_shipped_folder())
-
-
-def _find_worst(diagnostics: Sequence[Diagnostic]) -> Diagnostic:
-    return min(diagnostics, key=lambda item: ("error", "warning", "note").index(item.severity))
 
 
 def _find_page(code: str) -> Page | None:

@@ -435,10 +435,6 @@ class _Reader:
         byte_s = max(float(large.time - small.time), 0.0) / max(large.bytes - small.bytes, 1)
         return max(float(small.time) - small.bytes * byte_s, 0.0)
 
-    def _find_reading_core(self) -> str | None:
-        clusters = self._cpu.clusters
-        return clusters[0].id if clusters else None
-
     def _read_power(self) -> float | None:
         figure = self._cpu.power or self._device.power
         if figure is not None:
@@ -469,7 +465,8 @@ class _Reader:
         for item in storage.reads:
             name = f"storage.reads ({item.pattern}, {item.block} B)"
             self._use(name, item.status, item.source)
-        points = keep_core(list_points(storage), self._find_reading_core())
+        clusters = self._cpu.clusters
+        points = keep_core(list_points(storage), clusters[0].id if clusters else None)
         penalty = storage.reader_penalty
         if penalty is not None:
             self._use("storage.reader_penalty", penalty.status, penalty.source)

@@ -188,7 +188,9 @@ def evaluate_plan(
         if counter is not None:
             model._parts.executor.observe(None)
         if PEER in against:
-            runs.append(_run_peer(model, text, progress))
+            scores, divergence = score_beside(model, cut, lambda share: progress(PEER, share))
+            peer = _describe(model, PEER, "none", scores, text)
+            runs.append(replace(peer, backend=PEER, divergence=divergence))
         predictor = model.plan.plan.decode.predictor
         if predictor != "none":
             runs.append(_run(model, _name_run(model), "decode", text, progress))
@@ -209,12 +211,6 @@ def evaluate_plan(
         runs=tuple(runs),
         layers=tuple(counter.describe_layers()) if counter is not None else (),
     )
-
-
-def _run_peer(model: LoadedModel, text: _Text, progress: Progress) -> Run:
-    scores, divergence = score_beside(model, text.windows, lambda share: progress(PEER, share))
-    found = _describe(model, PEER, "none", scores, text)
-    return replace(found, backend=PEER, divergence=divergence)
 
 
 def _name_run(model: LoadedModel) -> str:

@@ -124,7 +124,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def write_speeds(rows: Sequence[Row]) -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "engine": _name_engine,
-        "model": _name_model,
+        "model": lambda row: row.description.model + " (synthetic)" * row.description.synthetic,
         "test": lambda row: row.workload.name,
         "t/s": lambda row: f"{row.speed.mean:.2f} ± {row.speed.deviation:.2f}",
         "median": lambda row: f"{row.speed.median:.2f}",
@@ -246,10 +246,6 @@ def _name_engine(row: Row) -> str:
     if description.batch > 1 and row.workload.sequences is None:
         settings.append(f"{description.batch} sequences")
     return f"{description.engine} ({', '.join(settings)})"
-
-
-def _name_model(row: Row) -> str:
-    return row.description.model + (" (synthetic)" if row.description.synthetic else "")
 
 
 def _scale(value: float | None, unit: float, digits: int) -> str:

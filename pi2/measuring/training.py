@@ -335,7 +335,9 @@ def train_predictors(
             cut = passages.learned.cut(model)
             samples = recorder.record(model, cut, lambda share: progress("recording", share))
         fits = []
-        with ThreadPoolExecutor(count_workers(resolved)) as pool:
+        # Products of small layers keep one core busy: they are trained side by side.
+        is_small = resolved.model.stored_neuron_width * resolved.model.shape.ffn <= _SMALL_WEIGHTS
+        with ThreadPoolExecutor((os.cpu_count() or 1) if is_small else 1) as pool:
             work = partial(fit_predictors, resolved=resolved, recipe=chosen, rank=rank)
             for fit in pool.map(work, samples):
                 fits.append(fit)
@@ -343,9 +345,3 @@ def train_predictors(
     new_plan = publish_predictors(resolved, fits, output)
     evaluation = evaluate_plan(new_plan, passages.hold_out(8), progress=progress)
     return Training(plan=new_plan, fits=tuple(fits), evaluation=evaluation)
-
-
-def count_workers(resolved: ResolvedPlan) -> int:
-    """Layers that are trained side by side: the products of small ones keep one core busy."""
-    is_small = resolved.model.stored_neuron_width * resolved.model.shape.ffn <= _SMALL_WEIGHTS
-    return max(1, os.cpu_count() or 1) if is_small else 1

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -82,10 +82,6 @@ def describe_npu(resolved: ResolvedPlan, unit: str) -> HexagonSpec:
     return describe_library(
         describe_sizes(describe_unit(resolved, unit)), resolved.device.units[unit]
     )
-
-
-def list_npus(resolved: ResolvedPlan) -> Sequence[str]:
-    return [unit for unit in resolved.dense_units if resolved.name_backend(unit) == "hexagon"]
 
 
 def write_npu(
@@ -183,9 +179,10 @@ def _fill(
             specs = list_specs(aimed, store.tensors)
     if wish.probe:
         specs += [spec for recipe in list_recipes(aimed) for spec in recipe.list_specs()]
+    npus = [unit for unit in aimed.dense_units if aimed.name_backend(unit) == "hexagon"]
     libraries = [
         *_compile_kernels(room, specs, wish.triple, progress),
-        *(write_npu(room, aimed, unit, progress) for unit in list_npus(aimed)),
+        *(write_npu(room, aimed, unit, progress) for unit in npus),
     ]
     index = [
         {"file": file.relative_to(room).as_posix(), "spec": describe_spec(spec)}

@@ -205,6 +205,7 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
         for share in shares:
             own = activities[mode][0]
             listed.append(_pose_mode(wish, rates, mode, cheapest, share, own, groups, bundle))
+    stored = read_stored(wish.store)
     return Problem(
         wish=wish,
         rates=rates,
@@ -220,7 +221,7 @@ def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -
         embeddings=_list_embeddings(wish, rates, modes[0], bundle),
         head_s=time_head(rates, sizes, settings),
         activities=activities,
-        by_expert=_lies_by_expert(wish),
+        by_expert=stored is not None and stored.order == "expert",
     )
 
 
@@ -240,11 +241,6 @@ def _list_chunks(
             workspace_bytes=round_up(needs.workspace.bytes, MIB),
             pass_s=weights * once_s * (mean(touched) if touched else 1.0) / tokens,
         )
-
-
-def _lies_by_expert(wish: Wish) -> bool:
-    stored = read_stored(wish.store)
-    return stored is not None and stored.order == "expert"
 
 
 def list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, ...]]:

@@ -95,15 +95,13 @@ class GrammarWriter:
                 before = f"({head} {end} {again})?"
         elif opened is not None:
             before = self._write_rest(opened)
-        elif self._facts.reasoning and self._may_reason and not self._has_reasoned(prompt):
-            before = f"({' | '.join(map(self._write_reasoning, self._facts.reasoning))})?"
+        elif (pairs := self._facts.reasoning) and self._may_reason:
+            if not prompt.rstrip().endswith(tuple(end for _, end in pairs)):
+                thoughts = (
+                    f"{self.write_text(pair[0])} {self._write_rest(pair)}" for pair in pairs
+                )
+                before = f"({' | '.join(thoughts)})?"
         return f"start: {before} {body}\n" + "\n".join(self._rules) + _TERMS
-
-    def _has_reasoned(self, prompt: str) -> bool:
-        return any(prompt.rstrip().endswith(end) for _, end in self._facts.reasoning)
-
-    def _write_reasoning(self, pair: Pair) -> str:
-        return f"{self.write_text(pair[0])} {self._write_rest(pair)}"
 
     def _write_rest(self, pair: Pair) -> str:
         skips = "".join(f" ({self.write_text(mark)})?" for mark in self._facts.format.skip)

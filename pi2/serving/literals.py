@@ -169,14 +169,6 @@ def _read_number(text: str) -> Any:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else _NOTHING
 
 
-def _read_boolean(text: str) -> Any:
-    return {"true": True, "false": False}.get(text.lower(), _NOTHING)
-
-
-def _read_null(text: str) -> Any:
-    return None if text in ("null", "None") else _NOTHING
-
-
 def _read_container(text: str, kind: type) -> Any:
     value = load_json(text)
     if isinstance(value, kind):
@@ -193,8 +185,8 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "string": _read_text,
     "integer": _read_integer,
     "number": _read_number,
-    "boolean": _read_boolean,
-    "null": _read_null,
+    "boolean": lambda text: {"true": True, "false": False}.get(text.lower(), _NOTHING),
+    "null": lambda text: None if text in ("null", "None") else _NOTHING,
     "object": lambda text: _read_container(text, dict),
     "array": lambda text: _read_container(text, list),
 }

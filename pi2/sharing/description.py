@@ -101,7 +101,10 @@ def prepare_profile(path: Path) -> Prepared:
     if at_home:
         text = text.replace(home, "~")
     text = _drop_local_schema(text)
-    if find_private(text) or not _is_same_document(path, name, text, source.values):
+    is_kept = check_file(path, name=name, text=text).is_sound and (
+        _list_keys(tomli.loads(text)) == _list_keys(source.values)  # only texts have changed
+    )
+    if find_private(text) or not is_kept:
         raise UserError.of(
             "P740",
             "what is private in it cannot be taken out by a program",
@@ -133,13 +136,6 @@ def _check_alone(values: dict[str, object], name: str) -> None:
                 file=name,
                 help="publish that first and name it by its reference, or take over its tables",
             )
-
-
-def _is_same_document(path: Path, name: str, text: str, values: dict[str, object]) -> bool:
-    """Whether ``text`` is still sound, and differs from the document in texts only."""
-    if not check_file(path, name=name, text=text).is_sound:
-        return False
-    return _list_keys(tomli.loads(text)) == _list_keys(values)
 
 
 def _drop_local_schema(text: str) -> str:

@@ -59,8 +59,14 @@ def _fetch(url: str, timeout_s: float) -> bytes:
                     if answer.status_code in _REDIRECTS:
                         current = _follow(url, current, answer.headers.get("Location", ""))
                         continue
-                    if answer.status_code != 200:
-                        _refuse_status(current, answer.status_code)
+                    if (status := answer.status_code) != 200:
+                        is_missing = status in (404, 410)
+                        what = "has no such file" if is_missing else "cannot be fetched"
+                        raise UserError.of(
+                            "P725" if is_missing else "P720",
+                            f"{current} {what}: HTTP status {status}",
+                            help="check the address",
+                        )
                     length = answer.headers.get("Content-Length", "")
                     if length.isdecimal() and int(length[:20]) > MAX_BYTES:
                         _refuse_size(url)
@@ -98,12 +104,6 @@ def _follow(url: str, current: str, location: str) -> str:
             help="if that is where the file is now, name it there",
         )
     return target
-
-
-def _refuse_status(url: str, status: int) -> NoReturn:
-    code = "P725" if status in (404, 410) else "P720"
-    what = "has no such file" if code == "P725" else "cannot be fetched"
-    raise UserError.of(code, f"{url} {what}: HTTP status {status}", help="check the address")
 
 
 def _refuse_size(url: str) -> NoReturn:

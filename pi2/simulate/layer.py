@@ -135,7 +135,9 @@ class LayerRun:
                 continue
             task = self._tasks.popleft()
             start = self._env.now
-            self._flow(task, number, start)
+            if task.ready_s is not None and self._recorder is not None:
+                lane = f"{CPU_LANE} thread {number}"
+                self._recorder.add_flow(READ_LANE, task.ready_s, lane, start)
             fixed_s = task.fixed_s + (terms.wake_s if waited and task.ready_s is not None else 0.0)
             waited = False
             share = 1.0 / terms.workers
@@ -266,11 +268,6 @@ class LayerRun:
         start = self._env.now
         yield self._bus.work("cpu", seconds)
         self._note_threads(name, start)
-
-    def _flow(self, task: _Task, number: int, start_s: float) -> None:
-        if task.ready_s is None or self._recorder is None:
-            return
-        self._recorder.add_flow(READ_LANE, task.ready_s, f"{CPU_LANE} thread {number}", start_s)
 
     def _note_worker(self, number: int, name: str, start_s: float) -> None:
         if self._terms.workers == 1:

@@ -19,7 +19,7 @@ import structlog
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from pi2.cli import garbage
+import pi2.cli
 from pi2.cli.main import run
 
 COMMAND = [sys.executable, "-m", "pi2", "serve"]
@@ -63,11 +63,11 @@ def quiet_again() -> Iterator[None]:
 def test_a_server_looks_for_garbage_as_often_as_python_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    usual, seen = garbage._USUAL, []
+    usual, seen = pi2.cli._USUAL, []
     monkeypatch.setattr("pi2.cli.serve.run_server", lambda *_: seen.append(gc.get_threshold()))
     before = gc.get_threshold()
     try:
-        garbage.put_off_collection()
+        pi2.cli.put_off_collection()
         assert gc.get_threshold() > usual
         assert run(["serve", "demo"]) == 0
     finally:

@@ -3,7 +3,6 @@ kernels."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pi2.diagnostics import UserError
 from pi2.machine import detect_machine, inspect_storage
 from pi2.measuring.bandwidth import BandwidthMeter
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.toml.text import write_key, write_value
 from pi2.probing.document import describe_device
 from pi2.probing.probe import KernelRecipe, Measurements
 from pi2.probing.steps import GATES, USUAL
@@ -37,27 +37,13 @@ def _write_table(path: tuple[str, ...], values: Mapping[str, Any]) -> Iterator[s
         ):
             tables.append((key, value))
         elif value is not None and value != []:
-            yield f"{_write_key(key)} = {_write_value(value)}"
+            yield f"{write_key(key)} = {write_value(value)}"
     for key, value in tables:
-        name = ".".join(map(_write_key, (*path, key)))
+        name = ".".join(map(write_key, (*path, key)))
         for item in value if isinstance(value, list) else [value]:
             yield ""
             yield f"[[{name}]]" if isinstance(value, list) else f"[{name}]"
             yield from _write_table((*path, key), item)
-
-
-def _write_key(key: str) -> str:
-    plain = key.replace("-", "").replace("_", "")
-    return key if plain.isascii() and plain.isalnum() else json.dumps(key)
-
-
-def _write_value(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_write_value, value))}]"
-    if isinstance(value, float) and value.is_integer():
-        return f"{value:.1f}"
-    # Texts of JSON are texts of TOML but for DEL, which no figure has.
-    return json.dumps(value)
 
 
 ROUNDS = 3
@@ -132,7 +118,8 @@ def measure(place: Path, recipes: Sequence[KernelRecipe], rounds: int) -> Measur
                     meter = BandwidthMeter(count, METER_BYTES)
                     bandwidth.setdefault(count, []).append(max(meter.measure()))
                     meter.close()
-                _extend(rates, bench.measure(reads, 1))
+                for key, values in bench.measure(reads, 1).items():
+                    rates.setdefault(key, []).extend(values)
                 latency_s += bench.measure_latency(1)
         finally:
             bench.close()
@@ -161,11 +148,6 @@ def measure(place: Path, recipes: Sequence[KernelRecipe], rounds: int) -> Measur
         steady_s=measure_steady(),
         steady_work="the maximum of 8 MiB",
     )
-
-
-def _extend(found: dict[Key, list[float]], more: Mapping[Key, Sequence[float]]) -> None:
-    for key, values in more.items():
-        found.setdefault(key, []).extend(values)
 
 
 def measure_steady() -> list[float]:
