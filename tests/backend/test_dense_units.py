@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,28 @@ MIXTURE = {"moe": {"experts": 4, "active_experts": 2}, "shape": {"ffn": 9}}
 ACTIVATIONS = ("relu", "drelu", "fatrelu", "relu2", "silu", "gelu", "gelu_tanh")
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "int8": {"quantization": {"ffn": "int8"}},
+    "fp16": {"quantization": {"ffn": "fp16"}},
+    "plain with biases": {"ffn": {"activation": "relu", "gated": False, "bias": True}},
+    "gated with biases": {"ffn": {"activation": "silu", "bias": True}},
+    "odd width": {"shape": {"hidden": 96}},
+}
+KEPT = (37, 30)
+"""Neurons of each layer that the unit of several tests keeps."""
+
+
+def pair(values: Iterable[str], of_gpus: tuple[str, ...]) -> list[Any]:
+    """Every kind with every value, GPUs with some: `test_gpu_ffn` has the others."""
+    pairs = ((kind, value) for kind in KINDS for value in values)
+    return [
+        pytest.param(kind, value, id=f"{kind.name}-{value}")
+        for kind, value in pairs
+        if kind.api is None or value in of_gpus
+    ]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
 def kind(request: pytest.FixtureRequest) -> UnitKind:
     found = request.param
     assert isinstance(found, UnitKind)
@@ -33,6 +54,20 @@ def kind(request: pytest.FixtureRequest) -> UnitKind:
     if obstacles := found.find_obstacles():
         pytest.skip("; ".join(obstacles))
     return found
+
+
+@pytest.fixture(scope="module")
+def neurons() -> Neurons:
+    return make_neurons()
+
+
+@pytest.fixture(scope="module")
+def unit(kind: UnitKind, neurons: Neurons) -> Iterator[DenseUnit]:
+    """Keeps the first neurons of both layers, for tests that ask it to compute and no more."""
+    made = kind.make(neurons.request(KEPT))
+    neurons.fill(made, KEPT)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -68,7 +103,9 @@ def check(kind: UnitKind, found: F32, expected: Any) -> None:
     assert float(np.abs(found - expected).max()) <= kind.tolerance * largest
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("kind", "activation"), pair(ACTIVATIONS, ("relu", "silu")), indirect=["kind"]
+)
 def test_it_computes_every_activation(
     kind: UnitKind, units: list[DenseUnit], activation: str
 ) -> None:
@@ -80,20 +117,12 @@ def test_it_computes_every_activation(
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"quantization": {"ffn": "int8"}},
-        {"quantization": {"ffn": "fp16"}},
-        {"ffn": {"activation": "relu", "gated": False, "bias": True}},
-        {"ffn": {"activation": "silu", "bias": True}},
-        {"shape": {"hidden": 96}},
-    ],
-    ids=["int8", "fp16", "plain with biases", "gated with biases", "odd width"],
+    ("kind", "layout"), pair(LAYOUTS, ("fp16", "gated with biases")), indirect=["kind"]
 )
 def test_it_knows_every_layout_of_bundles(
-    kind: UnitKind, units: list[DenseUnit], changes: dict[str, Any]
+    kind: UnitKind, units: list[DenseUnit], layout: str
 ) -> None:
-    neurons = make_neurons(changes)
+    neurons = make_neurons(LAYOUTS[layout])
     unit = begin(kind, units, neurons, (5, 11))
     inputs = draw_inputs(neurons, 2)
     for layer, kept in enumerate((5, 11)):
@@ -103,21 +132,17 @@ def test_it_knows_every_layout_of_bundles(
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9])
 def test_it_takes_any_number_of_tokens_up_to_a_chunk(
-    kind: UnitKind, units: list[DenseUnit], tokens: int
+    kind: UnitKind, unit: DenseUnit, neurons: Neurons, tokens: int
 ) -> None:
-    neurons = make_neurons()
-    unit = begin(kind, units, neurons, (20, 0))
     inputs = draw_inputs(neurons, tokens)
-    expected = neurons.compute(0, inputs, None, range(20))
+    expected = neurons.compute(0, inputs, None, range(37))
     check(kind, unit.finish(unit.start(0, inputs)), expected)
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 7, 36, 37])
 def test_it_computes_the_first_of_what_it_keeps(
-    kind: UnitKind, units: list[DenseUnit], wanted: int
+    kind: UnitKind, unit: DenseUnit, neurons: Neurons, wanted: int
 ) -> None:
-    neurons = make_neurons()
-    unit = begin(kind, units, neurons, (37, 1))
     inputs = draw_inputs(neurons, 2)
     expected = neurons.compute(0, inputs, None, range(wanted))
     check(kind, unit.finish(unit.start(0, inputs, None, wanted)), expected)
@@ -201,10 +226,8 @@ def draw_matrix(name: str, rows: int, length: int, precision: Precision) -> Tens
 
 
 def test_several_jobs_are_under_way_and_finished_in_any_order(
-    kind: UnitKind, units: list[DenseUnit]
+    kind: UnitKind, unit: DenseUnit, neurons: Neurons
 ) -> None:
-    neurons = make_neurons()
-    unit = begin(kind, units, neurons, (30, 30))
     inputs = [draw_inputs(neurons, tokens, seed=tokens) for tokens in (1, 5, 9)]
     for order in ((0, 1, 2), (2, 0, 1)):
         given = [values.copy() for values in inputs]
@@ -212,13 +235,12 @@ def test_several_jobs_are_under_way_and_finished_in_any_order(
         for values in given:
             values[:] = np.nan  # the unit has copied them
         for number in order:
-            expected = neurons.compute(number % 2, inputs[number], None, range(30))
+            kept = range(KEPT[number % 2])
+            expected = neurons.compute(number % 2, inputs[number], None, kept)
             check(kind, unit.finish(jobs[number]).copy(), expected)
 
 
-def test_it_tells_what_it_did_and_when(kind: UnitKind, units: list[DenseUnit]) -> None:
-    neurons = make_neurons()
-    unit = begin(kind, units, neurons, (30, 30))
+def test_it_tells_what_it_did_and_when(unit: DenseUnit, neurons: Neurons) -> None:
     seen: list[tuple[str, float, float]] = []
     unit.observe(lambda *work: seen.append(work))
     unit.finish(unit.start(0, draw_inputs(neurons, 2)))
@@ -267,14 +289,12 @@ def test_a_unit_without_memory_is_a_failure(
 
 
 def test_it_can_be_used_again_when_jobs_are_given_up(
-    kind: UnitKind, units: list[DenseUnit]
+    kind: UnitKind, unit: DenseUnit, neurons: Neurons
 ) -> None:
-    neurons = make_neurons()
-    unit = begin(kind, units, neurons, (30, 30))
     inputs = draw_inputs(neurons, 5)
     for _ in range(3):
-        jobs = [unit.start(0, draw_inputs(neurons, 9)) for _ in range(3)]
-        buffer = neurons.stored[0][30:37].copy()
+        jobs = [unit.start(1, draw_inputs(neurons, 9)) for _ in range(3)]
+        buffer = neurons.stored[1][30:37].copy()
         unit.add(jobs[0], buffer, 30)
         unit.give_up()
         buffer[:] = 255

@@ -9,6 +9,7 @@ takes a fifth of the time, and what tests of the engine ask of kernels does not 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -25,10 +26,17 @@ from unittest.mock import patch
 
 from pi2.backends.compiler.cache import start_compiler
 from pi2.backends.compiler.compilers import LIBRARIES
+from pi2.backends.gpu.packing import IMAGES
+from pi2.backends.hexagon.library import PROGRAMS
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.memory.host_loops import HostSpec
 
 QUICK = "PI2_TESTS_COMPILE_QUICKLY"
+FORKED = {
+    LIBRARIES.module: "pi2.backends.compiler.compile",
+    **{compiler.module: compiler.module for compiler in (PROGRAMS, IMAGES)},
+}
+"""Modules of compilers, and those whose ``main`` a forked process calls."""
 
 
 class LoadedCompiler:
@@ -37,6 +45,7 @@ class LoadedCompiler:
 
     def __init__(
         self,
+        module: str,
         arguments: Sequence[str],
         errors: TextIO,
         environment: Mapping[str, str],
@@ -45,7 +54,8 @@ class LoadedCompiler:
         context = _start_server(environment["PYTHONPATH"])
         reader, writer = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_compile, args=(list(arguments), dict(environment), writer, errors.name, objects)
+            target=_compile,
+            args=(module, list(arguments), dict(environment), writer, errors.name, objects),
         )
         self._process.start()
         writer.close()
@@ -76,9 +86,7 @@ class LoadedCompiler:
 def _start_server(python_path: str) -> ForkServerContext:
     """Let the server, which starts with the first process, find pi2 where the tests have it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["pi2.backends.compiler.compile", KernelSpec.program, HostSpec.program]
-    )
+    context.set_forkserver_preload([*FORKED.values(), KernelSpec.program, HostSpec.program])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = python_path
     try:
@@ -96,6 +104,7 @@ def _do_nothing() -> None:
 
 
 def _compile(
+    module: str,
     arguments: list[str],
     environment: dict[str, str],
     output: Connection,
@@ -103,16 +112,18 @@ def _compile(
     objects: Path,
 ) -> None:
     """What the new process does: the same as ``python -m`` of the compiler's module, but that it
-    takes the code of functions from ``objects`` where it is there."""
-    from pi2.backends.compiler import compile as compiler
-
+    takes the code of processors' functions from ``objects`` where it is there."""
+    compiler = importlib.import_module(module)
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(output.fileno(), 1)
     with open(errors, "a") as stream:
         os.dup2(stream.fileno(), 2)
-    with patch.object(compiler, "generate", partial(_generate_once, objects, compiler.generate)):
-        status = compiler.main(arguments)
+    if module == FORKED[LIBRARIES.module]:
+        patch.object(
+            compiler, "generate", partial(_generate_once, objects, compiler.generate)
+        ).start()
+    status = compiler.main(arguments)
     sys.stdout.flush()
     os._exit(status)
 
@@ -156,8 +167,8 @@ def start_loaded_compiler(
     errors: TextIO,
     environment: Mapping[str, str],
 ) -> object:
-    """Start the compiler of libraries by forking, and others as ever; ``objects``: a folder for
-    the code of functions."""
-    if module != LIBRARIES.module:
+    """Start a compiler by forking, or as ever where a test gives it modules of its own;
+    ``objects``: a folder for the code of functions."""
+    if module not in FORKED or os.pathsep in environment["PYTHONPATH"]:
         return start_compiler(module, arguments, errors, environment)
-    return LoadedCompiler(arguments, errors, environment, objects)
+    return LoadedCompiler(FORKED[module], arguments, errors, environment, objects)
