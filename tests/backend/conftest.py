@@ -1,13 +1,23 @@
-"""The GPUs that the kernels' tests run on."""
+"""The GPUs that the kernels' tests run on, and a folder for what is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from pi2.backends.gpu.launchers.interface import Launcher
 from tests.helpers.gpu import require_launcher
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep compiled kernels of tests out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "PI2_CACHE_DIR" not in os.environ:
+            patch.setenv("PI2_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(params=["opencl", "webgpu", "cuda"])

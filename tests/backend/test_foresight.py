@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,6 @@ from pi2.orchestrator import load
 from tests.helpers.kernels import DEMO_LIKE, RandomModel
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Keep compiled kernels of tests out of the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("PI2_CACHE_DIR")
-    os.environ.setdefault("PI2_CACHE_DIR", str(folder))
-    yield
-    if before is None:
-        del os.environ["PI2_CACHE_DIR"]
 
 
 class InParts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from itertools import pairwise
 from typing import Any
 
@@ -16,17 +15,6 @@ from pi2.backends.protocol import Executor
 from pi2.backends.reference import backend as reference
 from pi2.plan.weights.bundles import split_scales
 from tests.helpers.kernels import DEMO_LIKE, ODD, RandomModel, align, measure_error
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Keep compiled kernels of tests out of the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("PI2_CACHE_DIR")
-    os.environ.setdefault("PI2_CACHE_DIR", str(folder))
-    yield
-    if before is None:
-        del os.environ["PI2_CACHE_DIR"]
 
 
 def feed(

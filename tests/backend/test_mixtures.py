@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -29,17 +28,6 @@ from tests.helpers.kernels import measure_error
 from tests.helpers.mixtures import make_mixture_plan
 
 TOKENS = [7, 100, 8, 290]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Keep compiled kernels of tests out of the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("PI2_CACHE_DIR")
-    os.environ.setdefault("PI2_CACHE_DIR", str(folder))
-    yield
-    if before is None:
-        del os.environ["PI2_CACHE_DIR"]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal
@@ -37,17 +36,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "chunk": 2,
     },
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Keep compiled kernels of tests out of the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("PI2_CACHE_DIR")
-    os.environ.setdefault("PI2_CACHE_DIR", str(folder))
-    yield
-    if before is None:
-        del os.environ["PI2_CACHE_DIR"]
 
 
 def prefill(executor: Executor, model: RandomModel, ids: list[int]) -> None:

@@ -212,15 +212,6 @@ def test_an_interrupted_batch_leaves_nothing_behind(tmp_path: Path) -> None:
         assert [item.token_ids for item in found] == [item.token_ids for item in expected]
 
 
-def test_plans_run_dry_with_several_sequences(tmp_path: Path) -> None:
-    plan = make_mixture_plan(tmp_path, "drelu")
-    settings = {**ROOM, "backends.cpu": "null", "decode.batch": 3, "layers.hot": 0.1}
-    with pi2.load(plan, set=settings) as model:
-        result = model.generate_batch(["a", "b" * 40, "c", "d"], max_tokens=5).result
-        assert [len(item.token_ids) for item in result.sequences] == [5] * 4
-        assert result.statistics.predicted_neurons > 0
-
-
 def test_positions_that_depend_on_the_length_are_for_one_sequence(tmp_path: Path) -> None:
     rope = {
         "kind": "longrope",

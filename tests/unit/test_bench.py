@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pi2.fitting.check import load_plan
-from pi2.measuring.samples import TokenSource, count_dense_bytes, count_token_bytes, list_workloads
+from pi2.measuring.samples import TokenSource, count_token_bytes, list_workloads
 from pi2.store.reader import NeuronStore
-from tests.helpers.models import make_model, make_tiny
+from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
 # Workloads
@@ -26,10 +26,6 @@ def test_answers_are_generated_for_each_number_of_sequences_and_prompts_for_one(
         *("pp8", "pp8 @ d256"),
         *("tg64 x 1", "tg64 x 4", "tg64 x 1 @ d256", "tg64 x 4 @ d256"),
     ]
-
-
-def test_lengths_of_zero_are_left_out() -> None:
-    assert [item.name for item in list_workloads([0], [16], [0])] == ["tg16"]
 
 
 def test_tokens_walk_through_the_vocabulary_and_never_end_a_text() -> None:
@@ -92,24 +88,3 @@ def test_a_sliding_window_bounds_the_context_that_is_read(tmp_path: Path) -> Non
     )
     assert full is not None
     assert full == longer
-
-
-def test_sparse_bytes_are_unknown_without_a_measured_share(tiny_plan: Path) -> None:
-    resolved = load_plan(tiny_plan)
-    assert count_token_bytes(resolved, ranks=[32] * 3, active=None, position=1) is None
-
-
-def test_a_dense_engine_reads_what_a_dense_plan_reads(tiny_plan: Path) -> None:
-    resolved = load_plan(tiny_plan, overrides={"decode.predictor": "none"})
-    ours = count_token_bytes(resolved, ranks=[32] * 3, active=None, position=5)
-    theirs = count_dense_bytes(resolved.model, position=5)
-    assert ours == theirs
-
-
-def test_a_mixture_reads_the_experts_of_a_token() -> None:
-    one, mixture = (
-        count_dense_bytes(make_model(changes), position=1)
-        for changes in ({}, {"moe": {"experts": 4, "active_experts": 2}})
-    )
-    assert mixture.neurons == 2 * one.neurons
-    assert mixture.attention == one.attention + 3 * 4 * 4 * 64, "the routers"

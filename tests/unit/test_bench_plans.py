@@ -109,13 +109,6 @@ def test_a_profile_divides_the_time_and_leaves_nothing_behind(plan: Path) -> Non
     contestant.close()
 
 
-def test_waiting_for_long_reads_of_a_prompt_is_counted(plan: Path) -> None:
-    contestant = load_contestant(plan)
-    profile = contestant.profile(Workload("pp", 16, 0))
-    assert profile is not None and profile.io_wait_s > 0
-    contestant.close()
-
-
 # The limit
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pi2.engine.statistics import RunStatistics
 from pi2.measuring.contestant import Profile
-from pi2.measuring.report import Conditions, describe_row, write_csv, write_json, write_markdown
+from pi2.measuring.report import Conditions, write_csv, write_json, write_markdown
 from pi2.measuring.samples import (
     Bandwidth,
     Description,
@@ -21,7 +21,6 @@ from pi2.measuring.samples import (
     Sample,
     TokenBytes,
     Workload,
-    add_counters,
     summarise_speed,
 )
 from pi2.measuring.session import Outcome
@@ -39,15 +38,6 @@ def test_speed_is_mean_deviation_and_median_of_the_repetitions() -> None:
     assert speed.mean == pytest.approx((10 + 5 + 1) / 3)
     assert speed.median == pytest.approx(5)
     assert speed.deviation == pytest.approx(np.std([10, 5, 1], ddof=1))
-
-
-def test_counters_of_repetitions_are_added() -> None:
-    samples = [
-        Sample(tokens=1, seconds=1.0, counters=count(active_neurons=number)) for number in (3, 4)
-    ]
-    total = add_counters(samples)
-    assert total is not None and total.active_neurons == 7
-    assert add_counters([Sample(tokens=1, seconds=1.0)]) is None
 
 
 def make_row(**changes: Any) -> Row:
@@ -71,21 +61,6 @@ def make_row(**changes: Any) -> Row:
         "bandwidth": Bandwidth(bytes_s=1e10, threads=2, method="compiled sum"),
     }
     return Row(**{**fields, **changes})
-
-
-def test_the_limit_share_is_bytes_per_second_over_bandwidth() -> None:
-    row = make_row()
-    assert row.total_bytes == 1e9
-    assert row.used_bytes_s == pytest.approx(5e9)
-    assert row.limit_share == pytest.approx(0.5)
-    assert row.flash_bytes_token == 5
-
-
-def test_what_is_not_known_is_none_never_a_number() -> None:
-    row = make_row(token_bytes=None, bandwidth=None, samples=(Sample(tokens=10, seconds=2.0),))
-    described = describe_row(row)
-    for name in ("limit_share", "used_bytes_s", "active_share", "hit_rate", "flash_bytes_token"):
-        assert described[name] is None, name
 
 
 CONDITIONS = Conditions(

@@ -99,21 +99,6 @@ def test_numbers_of_sequences_take_turns_and_depths_do_not() -> None:
     assert [row.speed.median for row in rows] == [4.0, 8.0, 8.0]
 
 
-def test_profiles_are_made_after_the_timed_runs_and_only_if_asked_for() -> None:
-    log: list[str] = []
-    a = FakeContestant("a", log, [1.0] * 3)
-    run = run_session(
-        [a],
-        [Workload("pp", 8, 0)],
-        repetitions=2,
-        limit=FakeLimit(log, [1.0] * 3),
-        with_profile=True,
-    )
-    assert len(list(run)) == 1
-    assert log[-1] == "a profile"
-    assert log.count("a profile") == 1
-
-
 @dataclass
 class Failing(FakeContestant):
     """Fails when it has no times left."""

@@ -13,7 +13,7 @@ from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.memory import bulk_load
 from pi2.memory.budget import Budget
-from pi2.memory.bulk_load import Batch, BulkLoad, Job, cut_rows, join_neighbours
+from pi2.memory.bulk_load import Batch, BulkLoad, Job
 from pi2.progress import ignore_progress
 from pi2.store.file_read import FileRead
 from pi2.store.manifest import CHECKED_BYTES, StoredFile
@@ -95,24 +95,6 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path, content: bytes) -> No
         FileRead(tmp_path, describe(content))
 
 
-def test_a_batch_is_over_before_one_that_was_added_later() -> None:
-    gate, load = threading.Event(), BulkLoad(ignore_progress)
-    first, second, done = Batch(load), Batch(load), list[int]()
-    first.add([Job(lambda: done.append(1), 1)] * 3)
-
-    def wait() -> None:
-        gate.wait(10)
-        done.append(2)
-
-    second.add([Job(wait, 1)])
-    first.finish()
-    assert done == [1, 1, 1]
-    gate.set()
-    second.finish()
-    load.close()
-    assert done == [1, 1, 1, 2]
-
-
 def test_the_first_failure_ends_a_load() -> None:
     load, begun = BulkLoad(ignore_progress), list[int]()
 
@@ -143,15 +125,3 @@ def test_a_closed_load_waits_for_its_reads_and_then_closes_files() -> None:
     load.close()
     load.close()
     assert order == ["read", "closed"]
-
-
-def test_neighbours_are_touched_as_one_stretch() -> None:
-    memory = np.zeros(100, np.uint8)
-    start = memory.ctypes.data
-    found = join_neighbours([memory[:10], memory[10:30], memory[40:50]])
-    assert found == [(start, start + 30), (start + 40, start + 50)]
-
-
-def test_rows_are_cut_into_pieces_of_a_mib() -> None:
-    assert [(rows.start, rows.stop) for rows in cut_rows(5, MIB // 2)] == [(0, 2), (2, 4), (4, 5)]
-    assert [(rows.start, rows.stop) for rows in cut_rows(2, 2 * MIB)] == [(0, 1), (1, 2)]

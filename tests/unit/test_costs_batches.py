@@ -18,7 +18,6 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.planning.wish import read_document
-from pi2.simulate import read_inputs, simulate
 
 PROBED = Path(__file__).with_name("probed.device.toml")
 
@@ -74,25 +73,8 @@ def test_rounded_steps_take_less_arithmetic_everywhere_but_in_the_head(batch: in
     assert both.token_s == cost(batch=batch, activations="fp32").token_s, "nothing is rounded"
 
 
-def test_the_simulator_knows_rounded_steps_too() -> None:
-    usual, rounded = (
-        simulate(read_inputs(resolve(batch=8, **own)), tokens=2).tokens_s
-        for own in ({}, {"batch_activations": "int8"})
-    )
-    assert rounded / usual == pytest.approx(
-        cost(batch=8, batch_activations="int8").tokens_s / cost(batch=8).tokens_s, rel=0.05
-    )
-
-
 @pytest.mark.parametrize(("batch", "measured"), [(2, 20.0), (4, 35.9), (8, 71.9)])
 def test_neurons_of_several_sequences_take_what_was_measured(batch: int, measured: float) -> None:
     """Milliseconds of a step on two Zen 5 cores; of one 12.2 (docs/reference/performance.md)."""
     one, several = (sum_layers(cost(batch=count), "compute_s") for count in (1, batch))
     assert several / one == pytest.approx(measured / 12.2, rel=0.2)
-
-
-def test_a_neuron_that_several_sequences_name_takes_longer_and_is_read_once() -> None:
-    one, eight = cost().layers[0], cost(batch=8).layers[0]
-    assert eight.used < 8 * one.used
-    assert one.compute_s / one.used < eight.compute_s / eight.used
-    assert eight.compute_s < 8 * one.compute_s

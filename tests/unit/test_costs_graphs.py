@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from pi2.costs.description import Description, describe_plan
 from pi2.costs.prompts import list_prompt_layers
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import list_graph_tokens
 from pi2.plan.arithmetic.units import pad_tokens
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/oneplus-12/bamboo-7b.plan.toml"
@@ -42,21 +40,8 @@ def test_the_largest_graphs_run_and_the_smallest_that_holds_the_rest(
     assert pad_tokens(count, ()) == count
 
 
-def test_backends_with_fixed_programs_name_their_tokens() -> None:
-    assert list_graph_tokens(load_plan(PLAN), "npu") == GRAPHS
-    assert list_graph_tokens(load_plan(PLAN, overrides=DRY), "npu") == ()
-
-
 def test_a_prompt_takes_as_long_as_the_graphs_that_hold_it() -> None:
     fixed, free = describe(), describe(DRY)
     assert time_prompt(fixed, 70) == pytest.approx(time_prompt(fixed, 128))
     assert time_prompt(free, 70) < 0.8 * time_prompt(free, 128)
     assert time_prompt(fixed, 128) == pytest.approx(time_prompt(free, 128))
-
-
-def test_steps_of_33_sequences_run_a_graph_of_64() -> None:
-    times = []
-    for batch, found in ((33, describe()), (64, describe()), (33, describe(DRY))):
-        found = replace(found, settings=replace(found.settings, batch=batch))
-        times.append(found.find_terms(found.kinds[0]).dense.seconds)
-    assert times[0] == times[1] > times[2]

@@ -10,7 +10,6 @@ from pi2.costs.activity import LayerActivity, describe_activity
 from pi2.plan.documents.model import Model
 from pi2.planning.planner import plan
 from pi2.planning.wish import Wish, read_document
-from tests.helpers.models import MIXTURE, make_model
 
 GIB = 1 << 30
 DEEPSEEK = {"experts": 256, "active_experts": 8, "shared_experts": 1}
@@ -40,18 +39,6 @@ def test_a_token_computes_each_layers_own_neurons() -> None:
     assert used == pytest.approx(model.token_neurons)
 
 
-def test_a_shared_expert_that_is_smaller_counts_as_it_is() -> None:
-    moe = {"experts": 4, "active_experts": 2, "shared_experts": 2, "shared_ffn": 100}
-    model = make_model({**MIXTURE, "moe": moe, "predictor": None})
-    assert model.token_neurons == 3 * (2 * 96 + 100)
-
-
-def test_layers_without_an_ffn_compute_no_neurons() -> None:
-    ffn = {"activation": "silu", "absent_layers": [1]}
-    model = make_model({"ffn": ffn, "predictor": None})
-    assert [block.ffn.neurons for block in model.blocks] == [96, 0, 96]
-
-
 def test_fewer_active_experts_are_predicted_to_be_faster() -> None:
     device: Any = read_document("xiaomi-14", "device").document
     speeds = [
@@ -66,26 +53,3 @@ def layer() -> LayerActivity:
     """A layer of 64 experts, four of which are chosen, a shared one, and two that rest."""
     model = read_model("glm-4.7-flash")
     return describe_activity(model, "router")[0][1]
-
-
-def test_shared_experts_never_miss(layer: LayerActivity) -> None:
-    one = layer.grain / layer.neurons
-    missing = layer.count_missing(0.0, one, "lru")
-    assert missing == pytest.approx(4 * layer.grain), "room for one is the shared one's"
-    half = layer.count_missing(0.0, 0.5, "lru")
-    assert 0.0 < half < 0.5 * 4 * layer.grain
-    assert layer.count_within(one) == pytest.approx(layer.grain)
-
-
-def test_a_dense_layer_of_a_mixture_misses_what_has_no_room() -> None:
-    dense = describe_activity(read_model("glm-4.7-flash"), "router")[0][0]
-    assert dense.count_missing(0.0, 0.0, "lru") == dense.used == 10240
-    assert dense.count_missing(dense.used / dense.neurons, 0.0, "lru") == 0.0
-
-
-def test_tokens_of_a_prompt_share_popular_experts(layer: LayerActivity) -> None:
-    one, many, all_of_them = (layer.count_united(tokens) for tokens in (1, 32, 100_000))
-    assert one == pytest.approx(layer.used)
-    chance = 64 * (1.0 - (1.0 - 4 / 64) ** 32)
-    assert one < many < (chance + 1) * layer.grain, "some experts are chosen again and again"
-    assert all_of_them == pytest.approx(65 * layer.grain, rel=0.02)

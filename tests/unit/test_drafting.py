@@ -81,12 +81,6 @@ def test_guessing_rests_where_it_saves_no_bytes_or_no_time(
     assert sum(found) <= 6 * TRIAL_STEPS, "each rest is longer than the one before"
 
 
-def test_guesses_that_touch_more_memory_pay_where_they_read_less() -> None:
-    found = feed(Payback(), 200, kept=3, size=300, seconds=2.0, flash=6)
-    assert sum(found) > 180
-    assert sum(feed(Payback(), 200, kept=3, size=300, seconds=2.0, flash=30)) < 40
-
-
 def test_what_rests_is_taken_up_only_for_more_than_it_takes_to_go_on() -> None:
     slight: dict[str, Any] = {"kept": 2, "size": 176, "seconds": 1.5}
     assert sum(feed(Payback(), 400, **slight)) > 350

@@ -132,18 +132,6 @@ def test_a_predictor_that_names_every_neuron_changes_nothing(tmp_path: Path) -> 
         assert model.stats.cache_evictions > 0
 
 
-def test_a_predictor_that_names_no_neuron_leaves_out_the_ffn(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path, FP16)
-    plan = write_plan(tmp_path, tiny, {"decode": {"predictor": "low-rank", "threshold": 1e9}})
-    for name in list(tiny.weights):
-        if "down_proj" in name:
-            tiny.weights[name][:] = 0
-    with pi2.load(plan) as model:
-        got = model.logits(TOKENS, mode="decode")
-        assert compute_error(got, run_plain(tiny, TOKENS)) < KV_ROUNDING
-        assert model.stats.predicted_neurons == 0
-
-
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])
 @pytest.mark.parametrize("hot", [0.0, 0.35, 1.0])
 def test_looking_ahead_costs_nothing_where_every_neuron_is_named(
@@ -222,19 +210,6 @@ def test_a_summary_and_an_evaluation_say_what_share_of_scores_was_left_out(
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["scores_left_out"] is None for run in runs] == [True, False]
     assert 0.01 < runs[1]["scores_left_out"] <= 0.05
-
-
-@pytest.mark.parametrize("look_ahead", ["attention", "layer"])
-def test_looking_ahead_predicts_from_what_is_known_then(tmp_path: Path, look_ahead: str) -> None:
-    tiny = make_tiny(tmp_path)
-    plan = write_plan(tmp_path, tiny)
-    results = {}
-    for setting in ("none", look_ahead):
-        with pi2.load(plan, set={"decode.look_ahead": setting}) as model:
-            results[setting] = model.logits(TOKENS, mode="decode")
-            assert model.stats.predicted_neurons > 0
-    difference = compute_error(results[look_ahead], results["none"])
-    assert 1e-3 < difference < 1, "other neurons are predicted, most of them the same"
 
 
 @pytest.mark.parametrize("look_ahead", ["attention", "layer"])
@@ -414,40 +389,6 @@ def test_a_prompt_reads_nothing_that_is_in_memory(tmp_path: Path) -> None:
             before = model.stats.flash_read_bytes
             assert compute_error(model.logits(TOKENS), expected) < KV_ROUNDING
             assert model.stats.flash_read_bytes - before == absent * width
-
-
-def test_int4_reads_the_same_neurons_from_memory_and_from_flash(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path)
-    plan = write_plan(tmp_path, tiny)
-    with pi2.load(plan, set={"layers.hot": 1.0}) as model:
-        resident = model.logits(TOKENS, mode="decode")
-        assert model.stats.cache_misses == 0
-    with pi2.load(plan, set={"layers.hot": 0.0}) as model:
-        streamed = model.logits(TOKENS, mode="decode")
-        assert model.stats.cache_misses > 0
-    assert compute_error(streamed, resident) < KV_ROUNDING
-
-
-def test_the_same_seed_gives_the_same_text(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path))
-    with pi2.load(plan) as model:
-        texts = [
-            model.generate("abc", max_tokens=12, temperature=1.0, seed=3).result.token_ids
-            for _ in range(2)
-        ]
-        assert texts[0] == texts[1]
-        pieces = model.generate("abc", max_tokens=12, temperature=1.0, seed=3)
-        assert "".join(pieces) == pieces.result.text
-
-
-def test_a_generation_ends_when_the_context_is_full(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path, make_tiny(tmp_path), {"kv": {"context": 16}})
-    with pi2.load(plan) as model:
-        result = model.generate("0123456789", max_tokens=99, ignore_eos=True).result
-        assert result.finish_reason == "context"
-        assert result.prompt_tokens + len(result.token_ids) == 17
-        with pytest.raises(pi2.UserError, match="P601"):
-            model.generate("x" * 16)
 
 
 @pytest.mark.parametrize("prompt", ["", [], [288], [-1]])

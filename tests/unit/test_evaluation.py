@@ -57,12 +57,6 @@ def test_every_token_is_scored_once_with_the_context_that_the_stride_leaves(
         assert scored == (expected[1:] if begin is None else expected)
 
 
-def test_a_short_text_is_one_window() -> None:
-    (window,) = cut_windows([1, 2, 3], begin=None, context=64, stride=64)
-    assert (window.tokens, window.first_scored) == ((1, 2, 3), 1)
-    assert cut_windows([1], begin=None, context=64, stride=64) == []
-
-
 def test_perplexity_is_that_of_the_models_logits(plan: Path) -> None:
     found = evaluate_plan(plan, Passages([TEXT], context=32, stride=16))
     with pi2.load(plan) as model:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from pi2.cli import validate as explain
 from pi2.cli.main import run
-from pi2.diagnostics.texts import Page, parse_page
+from pi2.diagnostics.texts import parse_page
 from pi2.fitting.check import FOLDER, load_pages
 from pi2.fitting.rules import list_rules
 from tests.helpers.broken_plans import validate
@@ -21,7 +19,6 @@ from tools import write_rule_docs
 
 ROOT = Path(__file__).parents[2]
 PAGES = load_pages()
-PAGE = Page(code="P210", what="A `b`.", why="c.", example="d.", fix="e.")
 
 
 def find_used_codes() -> set[str]:
@@ -64,23 +61,6 @@ def test_pages_go_into_the_wheel() -> None:
 def test_a_rule_has_its_page_in_its_docstring() -> None:
     for rule in list_rules():
         assert PAGES[rule.code] == parse_page(rule.code, rule.documentation)
-
-
-def test_a_docstring_becomes_a_page() -> None:
-    text = "A ``b``.\n\nWhy: c\nd: e.\n\nExample: f.\n\nFix: g.\n\nMore\nof it.\n"
-    page = parse_page("P1", text)
-    assert page == Page(
-        code="P1", what="A `b`.", why="c d: e.", example="f.", fix="g.\n\nMore of it."
-    )
-
-
-def test_a_docstring_without_a_section_is_refused() -> None:
-    with pytest.raises(AssertionError, match="P1: expected"):
-        parse_page("P1", "A.\n\nWhy: b.\n\nFix: c.\n")
-
-
-def test_a_page_as_an_entry_of_the_documents() -> None:
-    assert write_rule_docs.write_entry(PAGE) == "## P210\n\nA `b`.\n\nE.\n"
 
 
 # The command
@@ -172,24 +152,3 @@ def test_the_index_links_to_the_section_of_every_code() -> None:
     for code, name, anchor in links:
         assert anchor == code.lower()
         assert f"\n## {code}\n" in files[name]
-
-
-def test_documents_are_written_and_checked(tmp_path: Path) -> None:
-    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "tools/write_rule_docs.py", "--folder", str(tmp_path), *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    (tmp_path / "P999.md").write_text("a code that is gone")
-    assert start("--check").returncode == 1
-    assert (tmp_path / "P999.md").exists()
-    assert start().returncode == 0
-    assert not (tmp_path / "P999.md").exists()
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"README.md", *(f"{code[:2]}xx.md" for code in PAGES)}
-    assert (start("--check").returncode, start("--check").stdout) == (0, "")

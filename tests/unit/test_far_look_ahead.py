@@ -77,11 +77,6 @@ def test_an_idle_drive_reads_for_two_layers(deep: Path) -> None:
     assert begun[:LAYERS] == [{1, 2}, {1, 2}, {1, 2}, {1}, set()]
 
 
-def test_a_busy_drive_reads_for_one(deep: Path) -> None:
-    _, begun, _ = decode(deep, 8 * CHOSEN, is_idle=False)
-    assert begun[:LAYERS] == [{1}, {1}, {1}, {1}, set()]
-
-
 def test_what_was_begun_for_a_layer_is_not_begun_again(deep: Path) -> None:
     with pi2.load(deep) as model:
         stride = model._parts.resolved.bundle.stride

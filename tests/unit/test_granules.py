@@ -18,10 +18,8 @@ from pi2.fitting.check import check_file, check_plan
 from pi2.importing.conversion_job import group_experts
 from pi2.memory.budget import Budget
 from pi2.memory.bundle_files import BundleFile
-from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, ReadSettings
-from pi2.memory.granules import SingleNeurons, choose_granule, expand_stretches
-from pi2.memory.policy import ABSENT
+from pi2.memory.granules import choose_granule
 from pi2.plan.arithmetic.costs import choose_request_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
@@ -78,20 +76,6 @@ def test_a_granule_is_read_in_requests_and_taken_as_a_whole(
     reader.close()
 
 
-def test_a_request_that_fails_is_read_again(file: BundleFile) -> None:
-    reader = open_reader(file, engine="pread", request_bytes=4096)
-    pending = reader.start(0, ids(2), ids(1))
-    assert pending.batch is not None
-    reader._engine.wait(pending.batch, 0)
-    reader._arena[1, 4096:8192] = 0
-    pending.batch.results[1] = -1
-    reader._engine.wait = lambda batch, part, count=1: None
-    reader.finish(pending, 0)
-    truth = file.path.read_bytes()[OFFSET + 2 * GRANULE * STRIDE :][: GRANULE * STRIDE]
-    assert reader._arena[1].tobytes() == truth
-    reader.close()
-
-
 def test_damage_within_a_granule_is_found(file: BundleFile) -> None:
     with open(file.path, "r+b") as opened:
         opened.seek(OFFSET + (GRANULE + 7) * STRIDE + 9)
@@ -103,23 +87,6 @@ def test_damage_within_a_granule_is_found(file: BundleFile) -> None:
     with pytest.raises(UserError, match=f"place {GRANULE + 7} "):
         reader.finish(pending, 0)
     reader.close()
-
-
-def test_whoever_asks_for_single_neurons_finds_those_of_granules() -> None:
-    arena = np.arange(6 * GRANULE, dtype=np.uint8).reshape(-1, 1)
-    cache = NeuronCache(arena, [1, 0], COUNT, granule=GRANULE)
-    found = cache.look_up(1, ids(0, 3))
-    cache.hold(found)
-    single = SingleNeurons(cache)
-    assert (cache.neurons, single.neurons) == (COUNT // GRANULE, COUNT)
-    assert single.hot_slots == [range(GRANULE), range(GRANULE, GRANULE)]
-    assert single.hot_range(0) == slice(0, GRANULE)
-    slots = single.find_slots(1, 30, 100)
-    wanted = np.full(COUNT, ABSENT)
-    for entry, slot in zip(found.missing.tolist(), found.missing_slots.tolist(), strict=True):
-        wanted[entry * GRANULE :][:GRANULE] = slot * GRANULE + np.arange(GRANULE)
-    np.testing.assert_array_equal(slots, wanted[30:130])
-    assert expand_stretches(ids(2, 0), 3).tolist() == [6, 7, 8, 0, 1, 2]
 
 
 def test_a_granule_is_what_an_expert_has_in_one_stretch() -> None:
@@ -136,12 +103,6 @@ def test_a_granule_is_what_an_expert_has_in_one_stretch() -> None:
     halves = ExpertNeurons([stored], EXPERTS).divide(100)
     every = np.arange(EXPERTS, dtype=np.int32)
     assert sorted(halves.list_neurons(0, every).tolist()) == list(range(8))
-
-
-def test_experts_that_are_used_most_come_first() -> None:
-    # Expert 2 is hottest, then 0, then 1; each keeps its order of hotness.
-    order = np.array([7, 6, 1, 0, 8, 4, 2, 5, 3], np.int32)
-    assert group_experts(order, 3, bands=1).tolist() == [7, 6, 8, 1, 0, 2, 4, 5, 3]
 
 
 def test_requests_are_as_large_as_the_storage_wants_them() -> None:

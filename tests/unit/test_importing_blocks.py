@@ -18,16 +18,6 @@ from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, make_golden_plan
 
 
-def test_blocks_that_mix_tokens_and_the_ffn_after_them_are_a_layer() -> None:
-    config = {"hybrid_override_pattern": "M-M*E*-MM-"}
-    assert describe_layers(config) == [
-        Layer(("mamba",), 0, "mlp"),
-        Layer(("mamba", "attention"), 2, "moe"),
-        Layer(("attention",), 5, "mlp"),
-        Layer(("mamba", "mamba"), 7, "mlp"),
-    ]
-
-
 def test_the_blocks_of_nemotron_nano_9b_v2_are_25_layers() -> None:
     pattern = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
     layers = describe_layers({"hybrid_override_pattern": pattern})

@@ -18,10 +18,11 @@ from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_parts import Quantization
 from pi2.plan.weights.bundles import unpack_part
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint, write_safetensors
+from tests.helpers.gguf_goldens import convert as convert_all
+from tests.helpers.gguf_goldens import expect_same_weights
 from tests.helpers.gguf_tensors import read_checkpoint
 from tests.helpers.goldens import EXACT, copy_checkpoint
 from tests.helpers.mlc_folders import (
@@ -41,18 +42,7 @@ GATE = "model.layers.1.mlp.gate_up_proj.q_weight"
 
 def convert(source: Path, store: Path, tokenizer: Path, precision: str) -> Model:
     """Convert ``source`` with the document that is made from it, all weights in ``precision``."""
-    model = describe_checkpoint(source, "tiny").model
-    chosen = Quantization.model_validate(dict.fromkeys(EXACT, precision))
-    model = model.model_copy(update={"quantization": chosen})
-    convert_checkpoint(source, model, store, tokenizer=tokenizer)
-    return model
-
-
-def expect_same_weights(one: Path, other: Path) -> None:
-    files = sorted(path.relative_to(one) for path in one.rglob("*.arrow"))
-    assert len(files) >= 2
-    for file in files:
-        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+    return convert_all(source, store, tokenizer, dict.fromkeys(EXACT, precision))
 
 
 def make_tiny(tmp_path: Path) -> tuple[Path, Config, dict[str, F32]]:
@@ -218,112 +208,78 @@ def find_record(shards: list[Any], name: str) -> tuple[dict[str, Any], dict[str,
     return next(found)
 
 
-def test_a_cut_shard(broken: Callable[..., None]) -> None:
-    def cut(folder: Path) -> None:
-        with (folder / "params_shard_1.bin").open("r+b") as stream:
-            stream.truncate(100)
+def remove(name: str) -> Callable[[Path], object]:
+    def change(shards: list[Any]) -> None:
+        shard, record = find_record(shards, name)
+        shard["records"].remove(record)
 
-    broken(cut, "P532", "params_shard_1.bin", "cut", "tensor 'model.")
-
-
-def test_a_changed_shard(broken: Callable[..., None]) -> None:
-    def change(folder: Path) -> None:
-        with (folder / "params_shard_1.bin").open("r+b") as stream:
-            stream.write(b"\xff")
-
-    broken(change, "P532", "params_shard_1.bin", "MD5", "tensor 'model.")
+    return change_index(change)
 
 
-def test_a_missing_shard(broken: Callable[..., None]) -> None:
-    broken(
-        lambda folder: (folder / "params_shard_1.bin").unlink(),
-        "P533",
-        "params_shard_1.bin",
-        "tensor 'model.",
-    )
+def overlap(shards: list[Any]) -> None:
+    shard = next(shard for shard in shards if len(shard["records"]) > 1)
+    shard["records"][1]["byteOffset"] -= 2
+
+
+def move(shards: list[Any]) -> None:
+    shards[0]["records"][-1]["byteOffset"] += 4
+
+
+def shrink(shards: list[Any]) -> None:
+    find_record(shards, GATE)[1]["shape"][0] -= 1
+
+
+def write(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def add(entry: object) -> Callable[[Path], object]:
+    return change_index(lambda shards: shards[0]["records"].append(entry))
+
+
+SHARD, INDEX, OTHER = "params_shard_1.bin", "tensor-cache.json", GATE.replace("1", "0")
+SCALES, CHAT, NORM = GATE.replace("weight", "scale"), "mlc-chat-config.json", "model.norm.weight"
+SPOILT: dict[str, tuple[Callable[[Path], object], str, tuple[str, ...]]] = {
+    "a cut shard": (write(SHARD, lambda data: data[:100]), "P532", (SHARD, "cut", "tensor 'model")),
+    "a changed shard": (write(SHARD, lambda data: b"\xff" + data[1:]), "P532", (SHARD, "MD5")),
+    "a missing shard": (lambda folder: (folder / SHARD).unlink(), "P533", (SHARD, "tensor 'model")),
+    "tensors that overlap": (change_index(overlap), "P532", ("overlap", "params_shard_")),
+    "a tensor beyond the end": (change_index(move), "P532", ("params_shard_0.bin", "it is cut")),
+    "a tensor twice": (
+        change_index(lambda shards: find_record(shards, GATE)[1].update(name=OTHER)),
+        *("P536", (OTHER,)),
+    ),
+    "a wrong shape": (
+        change_index(lambda shards: find_record(shards, GATE)[1]["shape"].reverse()),
+        *("P534", ("gate_up_proj.q_scale",)),
+    ),
+    "a wrong size": (change_index(shrink), "P532", (GATE, "bytes that its shape needs")),
+    "a missing tensor": (remove(NORM), "P533", (NORM,)),
+    "weights without scales": (remove(SCALES), "P533", ("q_scale", INDEX)),
+    "a type that is no number": (
+        change_index(lambda shards: find_record(shards, NORM)[1].update(dtype="e4m3_float8")),
+        *("P535", (NORM, "e4m3_float8")),
+    ),
+    "another quantisation": (
+        write(CHAT, lambda data: data.replace(b"q4f16_1", b"q3f16_1")),
+        *("P535", ("q3f16_1", "q4f16_1", CHAT)),
+    ),
+    "no list of tensors": (lambda folder: (folder / INDEX).unlink(), "P531", (INDEX,)),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "P543", ("--tokenizer",)),
+    "an entry that is a number": (add(5), "P532", ("is malformed",)),
+    "an entry of nothing": (add({}), "P532", ("is malformed",)),
+    "an entry without a shape": (add({"name": "x"}), "P532", ("is malformed",)),
+    "a shape of a number": (add({"name": "x", "shape": 3, "dtype": "f"}), "P532", ("malformed",)),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_broken_folder_is_one_finding(broken: Callable[..., None], name: str) -> None:
+    spoil, code, words = SPOILT[name]
+    broken(spoil, code, *words)
 
 
 @pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "", ".."])
 def test_shards_outside_of_the_folder(broken: Callable[..., None], name: str) -> None:
     spoil = change_index(lambda shards: shards[0].update(dataPath=name))
     broken(spoil, "P538", "tensor-cache.json", name)
-
-
-def test_tensors_that_overlap(broken: Callable[..., None]) -> None:
-    def overlap(shards: list[Any]) -> None:
-        shard = next(shard for shard in shards if len(shard["records"]) > 1)
-        shard["records"][1]["byteOffset"] -= 2
-
-    broken(change_index(overlap), "P532", "overlap", "params_shard_")
-
-
-def test_a_tensor_beyond_the_end(broken: Callable[..., None]) -> None:
-    def move(shards: list[Any]) -> None:
-        shards[0]["records"][-1]["byteOffset"] += 4
-
-    broken(change_index(move), "P532", "params_shard_0.bin", "it is cut")
-
-
-def test_a_tensor_twice(broken: Callable[..., None]) -> None:
-    def repeat(shards: list[Any]) -> None:
-        find_record(shards, GATE)[1]["name"] = GATE.replace("1", "0")
-
-    broken(change_index(repeat), "P536", GATE.replace("1", "0"))
-
-
-def test_a_wrong_shape(broken: Callable[..., None]) -> None:
-    def turn(shards: list[Any]) -> None:
-        find_record(shards, GATE)[1]["shape"].reverse()
-
-    broken(change_index(turn), "P534", "gate_up_proj.q_scale")
-
-
-def test_a_wrong_size(broken: Callable[..., None]) -> None:
-    def shrink(shards: list[Any]) -> None:
-        find_record(shards, GATE)[1]["shape"][0] -= 1
-
-    broken(change_index(shrink), "P532", GATE, "bytes that its shape needs")
-
-
-def test_a_missing_tensor(broken: Callable[..., None]) -> None:
-    def remove(shards: list[Any]) -> None:
-        shard, record = find_record(shards, "model.norm.weight")
-        shard["records"].remove(record)
-
-    broken(change_index(remove), "P533", "model.norm.weight")
-
-
-def test_weights_without_scales(broken: Callable[..., None]) -> None:
-    def remove(shards: list[Any]) -> None:
-        shard, record = find_record(shards, GATE.replace("q_weight", "q_scale"))
-        shard["records"].remove(record)
-
-    broken(change_index(remove), "P533", "q_scale", "tensor-cache.json")
-
-
-def test_a_type_that_is_no_number(broken: Callable[..., None]) -> None:
-    def retype(shards: list[Any]) -> None:
-        find_record(shards, "model.norm.weight")[1]["dtype"] = "e4m3_float8"
-
-    broken(change_index(retype), "P535", "model.norm.weight", "e4m3_float8")
-
-
-@pytest.mark.parametrize("entry", [5, {}, {"name": "x"}, {"name": "x", "shape": 3, "dtype": "f"}])
-def test_a_malformed_entry(broken: Callable[..., None], entry: object) -> None:
-    broken(change_index(lambda shards: shards[0]["records"].append(entry)), "P532", "is malformed")
-
-
-def test_another_quantisation(broken: Callable[..., None]) -> None:
-    def change(folder: Path) -> None:
-        file = folder / "mlc-chat-config.json"
-        file.write_text(file.read_text().replace("q4f16_1", "q3f16_1"))
-
-    broken(change, "P535", "q3f16_1", "q4f16_1", "mlc-chat-config.json")
-
-
-def test_no_list_of_tensors(broken: Callable[..., None]) -> None:
-    broken(lambda folder: (folder / "tensor-cache.json").unlink(), "P531", "tensor-cache.json")
-
-
-def test_no_tokenizer(broken: Callable[..., None]) -> None:
-    broken(lambda folder: (folder / "tokenizer.json").unlink(), "P543", "--tokenizer")

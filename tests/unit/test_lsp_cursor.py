@@ -69,9 +69,3 @@ def test_places_of_the_protocol_lead_back(text: str, encoding: str, data: st.Dat
     lines = Lines(text, encoding)  # type: ignore[arg-type]
     offset = data.draw(st.integers(0, len(text)))
     assert lines.find_offset(*lines.convert_offset(offset)) == offset
-
-
-def test_columns_are_counted_as_the_editor_does() -> None:
-    assert Lines("é😀x", "utf-16").convert_offset(2) == (0, 3)
-    assert Lines("é😀x", "utf-8").convert_offset(2) == (0, 6)
-    assert Lines("é😀x", "utf-32").convert_offset(2) == (0, 2)

@@ -39,12 +39,6 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_hot_neurons_are_resident_from_the_start_and_contiguous() -> None:
-    cache = make_cache()
-    assert cache.look_up(2, ids(0, 1)).resident_slots.tolist() == [4, 5]
-    assert [len(slots) for slots in cache.hot_slots] == [4, 0, 2]
-
-
 def test_a_missing_neuron_gets_a_cold_slot_and_is_found_there_afterwards() -> None:
     cache = make_cache()
     first = cache.look_up(0, ids(3, 9))
@@ -55,29 +49,6 @@ def test_a_missing_neuron_gets_a_cold_slot_and_is_found_there_afterwards() -> No
     assert cache.counters[0].hits == 2
     assert cache.counters[0].misses == 1
     assert cache.counters[0].read_bytes == 8
-
-
-def test_slots_tell_whose_they_are() -> None:
-    cache = make_cache()
-    for layer, indices in ((0, ids(1, 3, 7, 9)), (2, ids(0, 1, 5, 7))):
-        found = cache.look_up(layer, indices)
-        slots = np.concatenate([found.missing_slots, found.resident_slots]).astype(np.int32)
-        assert sorted(cache.find_indices(layer, slots)) == indices.tolist()
-        assert np.array_equal(cache.find_indices(layer, found.missing_slots), found.missing)
-
-
-def test_the_same_index_in_two_layers_is_two_neurons() -> None:
-    cache = make_cache()
-    cache.look_up(0, ids(9))
-    assert cache.look_up(1, ids(9)).missing.tolist() == [9]
-
-
-def test_a_failed_read_is_forgotten() -> None:
-    cache = make_cache()
-    cache.look_up(0, ids(9, 10))
-    cache.forget(0, ids(9))
-    found = cache.look_up(0, ids(9, 10))
-    assert found.missing.tolist() == [9]
 
 
 requests = st.lists(
@@ -109,14 +80,6 @@ def test_no_two_neurons_share_a_slot_and_contents_stay_right(
         contents = {(int(cache.arena[s, 0]), int(cache.arena[s, 1])) for s in taken}
         assert contents == {(layer, index) for index in wanted}
         check_maps(cache)
-
-
-def test_filling_takes_the_same_share_of_every_layer_in_stored_order() -> None:
-    cache = make_cache(hot=(4, 4, 4))
-    fillings = list(cache.fill())
-    assert [(f.layer, f.first, len(f.slots)) for f in fillings] == [(0, 4, 2), (1, 4, 2), (2, 4, 2)]
-    assert len(cache.look_up(1, ids(0, 4, 5, 6)).missing) == 1
-    check_maps(cache)
 
 
 def test_of_what_was_filled_in_the_least_hot_goes_first() -> None:

@@ -18,13 +18,7 @@ from pi2.memory import uring
 from pi2.memory.budget import Budget
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.flash import FlashReader, PendingRead, ReadSettings
-from pi2.memory.io_engine import (
-    PENDING,
-    EngineName,
-    divide_clusters,
-    divide_requests,
-    read_in_python,
-)
+from pi2.memory.io_engine import PENDING, EngineName
 from pi2.memory.uring import RingUnavailable, UringEngine
 
 STRIDE, COUNT, OFFSET = 512, 100, 4096
@@ -178,48 +172,6 @@ def test_a_reader_is_not_idle_while_a_read_is_under_way(
     reader.close()
 
 
-def test_neighbours_are_one_request_and_gaps_count_as_bytes(file: BundleFile) -> None:
-    calls: list[list[int]] = []
-
-    def note(fd: int, vectors: Any, firsts: Any, counts: Any, *rest: Any) -> None:
-        calls.append(counts.tolist())
-        read_in_python(fd, vectors, firsts, counts, *rest)
-
-    for gap, counts, size in ((0, [2, 1, 1], 4), (2, [5, 1], 6)):
-        reader = open_reader(file, merge_gap=gap)
-        reader._engine._read_runs = note  # type: ignore[attr-defined]
-        finish(reader, reader.start(0, ids(3, 4, 7, 50), ids(9, 2, 4, 1)))
-        assert calls.pop() == counts
-        assert reader.read_bytes == size * STRIDE
-        assert reader._arena[[9, 2, 4, 1], 0].tolist() == [3, 4, 7, 50]
-        reader.close()
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "most", "lengths"),
-    [
-        (0, 8, 4, [0]),
-        (7, 8, 4, [7]),
-        (16, 8, 4, [8, 8]),
-        (23, 8, 4, [11, 12]),
-        (99, 8, 2, [49, 50]),
-    ],
-)
-def test_clusters_are_even_and_no_smaller_than_asked(
-    count: int, size: int, most: int, lengths: list[int]
-) -> None:
-    clusters = divide_clusters(count, size, most)
-    assert [cluster.stop - cluster.start for cluster in clusters] == lengths
-    assert [i for cluster in clusters for i in range(count)[cluster]] == list(range(count))
-
-
-def test_no_request_is_divided_between_clusters() -> None:
-    requests = ids(0, 0, 1, 1, 1, 1, 2, 3)
-    clusters, parts = divide_requests(divide_clusters(8, 2, 4), requests)
-    assert clusters == (slice(0, 2), slice(2, 6), slice(6, 8))
-    assert parts == (slice(0, 1), slice(1, 2), slice(2, 4))
-
-
 def test_nothing_of_an_abandoned_read_is_under_way(file: BundleFile) -> None:
     started, release, ended = threading.Event(), threading.Event(), []
 
@@ -295,14 +247,6 @@ def test_an_abandoned_read_leaves_the_reader_usable(file: BundleFile, engine: En
     reader.close()
 
 
-def test_a_run_is_read_in_one_go(file: BundleFile) -> None:
-    reader = open_reader(file)
-    buffer = reader._arena[:40]
-    reader.start_run(0, 50, buffer).result()
-    assert (buffer[:, 0] == np.arange(50, 90)).all()
-    reader.close()
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_file_cut_while_open_is_an_error_and_not_old_bytes(
     file: BundleFile, engine: EngineName
@@ -324,13 +268,6 @@ def test_a_file_replaced_while_open_is_read_to_its_end(file: BundleFile, tmp_pat
     finish(reader, reader.start(0, ids(5, 20), ids(0, 1)))
     assert reader._arena[:2, 0].tolist() == [5, 20]
     reader.close()
-
-
-def test_a_file_cut_before_it_is_opened_is_an_error(file: BundleFile) -> None:
-    os.truncate(file.path, OFFSET + 10 * STRIDE)
-    with pytest.raises(UserError, match="cut or replaced") as caught:
-        open_reader(file)
-    assert caught.value.diagnostics[0].code == "P506"
 
 
 def test_a_failing_read_is_tried_again(file: BundleFile) -> None:
@@ -439,9 +376,3 @@ def test_where_there_is_no_io_uring_the_reader_says_so(
     finish(reader, reader.start(0, ids(7), ids(2)))
     assert (reader._arena[2] == 7).all()
     reader.close()
-
-
-def test_a_missing_file_is_a_diagnostic(tmp_path: Path) -> None:
-    gone = BundleFile(path=tmp_path / "none", bundles_offset=0, stride=512, count=1)
-    with pytest.raises(UserError, match="cannot read neurons"):
-        open_reader(gone)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.engine.neuron_stream import SHORTEST_COPY_BYTES, NeuronStream, Piece
+from pi2.engine.neuron_stream import NeuronStream
 from pi2.memory.cache import NeuronCache
 from pi2.memory.granules import SingleNeurons
 
@@ -100,62 +100,6 @@ def test_who_looks_at_neurons_gets_them_in_stored_order(hot: int) -> None:
         assert got[:, 1].tolist() == list(range(NEURONS))
 
 
-def test_a_piece_that_lies_in_one_stretch_is_computed_where_it_is() -> None:
-    cache = make_cache(8, 40)
-    bring_in(cache, 1, *range(8, 40))
-    stream, reader = make_stream(cache)
-    stream.begin(1)
-    assert all(np.shares_memory(piece.bundles, cache.arena) for piece in stream.give(1))
-    assert [layer for layer, _, _ in reader.runs] == [2, 2], "the next layer's are on their way"
-    take_all_from = [piece.bundles[:, 0].tolist() for piece in stream.give(2)]
-    assert sum(map(len, take_all_from)) == NEURONS
-
-
-def test_reads_go_on_while_a_piece_is_computed() -> None:
-    stream, reader = make_stream(make_cache(8, 4))
-    stream.begin(0)
-    assert reader.runs == [(0, 8, 16), (0, 24, 16)], "while the first hot neurons are computed"
-    given = [
-        (piece.bundles[0, 1].item(), len(piece.bundles), len(reader.runs))
-        for piece in stream.give(0)
-    ]
-    # Hot ones in three parts, with what is read in between; both buffers are filled again as soon
-    # as they have been used, for the next layer in the end.
-    assert [piece[:2] for piece in given] == [(0, 2), (8, 16), (2, 3), (24, 16), (5, 3)]
-    assert [piece[2] for piece in given] == [2, 2, 3, 3, 4]
-    assert reader.runs[2:] == [(1, 8, 16), (1, 24, 16)]
-
-
-def test_what_was_read_ahead_for_nothing_is_read_as_it_is_wanted() -> None:
-    """All neurons of the next layer were expected to be wanted, and only some experts are."""
-    stream, reader = make_stream(make_cache(8, 4))
-    assert list(stream.give(0))
-    assert reader.runs[-1][0] == 1, "the next layer is on its way"
-    given = [piece.bundles[:, :2].copy() for piece in stream.give(1, [range(20, 30)])]
-    assert np.concatenate(given)[:, 0].tolist() == [1] * 10
-    assert np.concatenate(given)[:, 1].tolist() == list(range(20, 30))
-
-
-def test_a_layer_that_is_all_in_memory_is_passed_over() -> None:
-    cache = make_cache(8, 40)
-    bring_in(cache, 1, *range(8, 40))
-    stream, reader = make_stream(cache)
-    take_all(stream)
-    assert [layer for layer, _, _ in reader.runs] == [0, 0, 2, 2]
-
-
-def test_what_is_in_memory_is_given_in_the_same_parts_every_time() -> None:
-    cache = make_cache(8, 12)
-    bring_in(cache, 1, *range(20, 30))
-    stream, _ = make_stream(cache)
-    orders = []
-    for _ in range(2):
-        stream.begin(1)
-        orders.append([piece.bundles[:, 1].tolist() for piece in stream.give(1)])
-        list(stream.give(2))
-    assert orders[0] == orders[1]
-
-
 def give_experts(there: range) -> tuple[list[int], list[bool], FakeReader]:
     """The numbers of a layer's granules of four neurons as they are given, and which of them came
     from flash, where those of ``there`` are in the cache."""
@@ -190,16 +134,6 @@ def test_the_first_experts_in_memory_are_computed_between_reads_of_others() -> N
     assert sum(from_flash) == 5
     longest = max(len(list(run)) for _, run in groupby(from_flash))
     assert longest <= 2, "neither the drive nor the processor waits long for the other"
-
-
-def test_short_stretches_in_memory_are_read_with_their_neighbours() -> None:
-    slots = np.full(32, -1, np.int32)
-    slots[[3, 4, 10, 11, 12, 30, 31]] = range(7)
-    piece = Piece(layer=0, first=0, slots=slots)
-    assert piece.find_missing(1) == [slice(0, 3), slice(5, 10), slice(13, 30)]
-    assert piece.find_missing(3) == [slice(0, 10), slice(13, 30)]
-    assert piece.find_missing(8) == [slice(0, 30)]
-    assert SHORTEST_COPY_BYTES % 4096 == 0
 
 
 def test_after_a_failed_read_the_next_prompt_begins_anew() -> None:

@@ -37,19 +37,6 @@ def start(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_lists_the_commands_with_their_first_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
-    text = capsys.readouterr().out
-    for name, line in {
-        "validate": "Check plans, devices and models",
-        "show": "Print a document with everything resolved",
-        "schema": "Write the JSON Schemas that editors use",
-    }.items():
-        assert f"{name} " in text
-        assert line in text
-    assert "Exit codes" in text
-
-
 @pytest.mark.parametrize("group", ["model", "new", "predictor", "profile", "sparsity", "store"])
 def test_help_says_of_commands_within_a_command_what_they_do_in_whole_sentences(
     group: str, capsys: pytest.CaptureFixture[str]
@@ -57,13 +44,6 @@ def test_help_says_of_commands_within_a_command_what_they_do_in_whole_sentences(
     assert run([group, "--help"]) == 0
     commands = capsys.readouterr().out.partition("\nCommands:\n")[2]
     assert commands and "..." not in commands
-
-
-def test_commands_are_the_modules_that_have_one() -> None:
-    found = commands.list_commands()
-    assert {"validate", "show", "schema"} <= set(found)
-    assert {"main", "commands", "crash"}.isdisjoint(found)
-    assert all(line and not line.endswith(".") for line in found.values())
 
 
 def test_help_has_every_command_in_a_section_and_on_one_line(
@@ -155,33 +135,6 @@ def test_schema_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run(["schema", "-o", str(blocked / "below")]) == 2
 
 
-def test_schemas_keep_to_what_every_editor_knows() -> None:
-    def walk(value: object) -> None:
-        if isinstance(value, list):
-            for item in value:
-                walk(item)
-        if isinstance(value, dict):
-            assert "prefixItems" not in value
-            assert "$defs" not in value
-            assert "$ref" not in value or len(value) == 1
-            assert value.get("type") != "null"
-            for item in value.values():
-                walk(item)
-
-    for text in make_schemas().values():
-        schema = json.loads(text)
-        assert schema["$schema"] == "http://json-schema.org/draft-07/schema#"
-        assert schema["properties"]["schema_version"]["type"] == "integer"
-        walk(schema)
-        for table in (schema, *schema["definitions"].values()):
-            assert table["description"]
-            for name, item in table["properties"].items():
-                assert item["title"], name
-                assert item["description"], name
-                is_table = "allOf" in item or "$ref" in str(item.get("patternProperties"))
-                assert is_table or item["examples"] or item.get("default") == [], name
-
-
 def test_a_bug_prints_one_line_and_leaves_a_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,12 +216,6 @@ main()
     )
     assert done.returncode == 130
     assert done.stderr == "\ninterrupted\n"  # after the terminal's ^C
-
-
-def test_python_m_and_version() -> None:
-    done = start("--version")
-    assert done.returncode == 0
-    assert done.stdout.startswith("pi2 ")
 
 
 def test_a_terminal_without_utf_8_does_no_harm() -> None:

@@ -51,18 +51,6 @@ def test_a_plan_that_only_extends_is_the_plan_that_it_extends(base: Path) -> Non
     assert mine.store_path.resolve() == theirs.store_path.resolve()
 
 
-def test_tables_merge_and_values_are_replaced(base: Path) -> None:
-    mine = extend(base, 'io.threads = 9\n[memory.segments]\nhot = "20 MiB"\n')
-    assert mine.plan.io.threads == 9
-    segments = mine.plan.memory.segments
-    assert (segments.hot, segments.kv) == (20 << 20, 8 << 20)
-
-
-def test_a_split_is_a_table_and_merges(base: Path) -> None:
-    mine = extend(base, "[layers.split]\ncpu = 0.8\nnpu = 0.2\n")
-    assert dict(mine.layers[3].split) == {"cpu": 0.8, "npu": 0.2}
-
-
 def test_arrays_are_replaced(base: Path) -> None:
     mine = extend(base, '[[layers.overrides]]\nselect = "3"\nhot = 0.1\n')
     assert [item.select for item in mine.plan.layers.overrides] == ["3"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pi2.fitting.check import check_plan, load_plan
-from pi2.plan.arithmetic.costs import count_absent, estimate_hot_part, find_active_share
-from pi2.plan.documents.model import Model
 
 PARTS = Path(__file__).parents[2] / "tests/plans/broken/parts"
 BASE = PARTS / "base.plan.toml"
@@ -20,29 +17,6 @@ SLOW = {"device": "slow.device.toml", "decode.look_ahead": "attention"}
 def find_codes(**changes: Any) -> list[str]:
     overrides = {key.replace("__", "."): value for key, value in changes.items()}
     return [item.code for item in check_plan(BASE, overrides=overrides).diagnostics]
-
-
-def make_model(**sparsity: Any) -> Model:
-    model = load_plan(BASE).model.model_dump(mode="json", exclude_none=True)
-    if sparsity:
-        model["sparsity"] = {"status": "published", "source": "a page", **sparsity}
-    return Model.model_validate_json(json.dumps(model))
-
-
-def test_activations_fall_on_hot_neurons_as_the_skew_says() -> None:
-    even, skewed = make_model(), make_model(active=0.1, skew=0.25)
-    assert estimate_hot_part(even, 0.3) == 0.3
-    assert estimate_hot_part(skewed, 0.25) == pytest.approx(0.8)
-    assert estimate_hot_part(skewed, 0.125) == pytest.approx(0.4)
-    assert estimate_hot_part(skewed, 1.0) == pytest.approx(1.0)
-
-
-def test_absent_neurons_are_the_active_ones_that_are_not_hot() -> None:
-    resolved = load_plan(BASE)
-    assert find_active_share(resolved) == 0.2
-    assert count_absent(resolved, 0) == pytest.approx(0.2 * 2048 * (1 - 0.2))
-    dense = load_plan(BASE, overrides={"decode.predictor": "none"})
-    assert count_absent(dense, 0) is None
 
 
 def test_a_cache_that_keeps_what_is_used_often_may_be_smaller() -> None:

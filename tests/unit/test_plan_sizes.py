@@ -14,8 +14,6 @@ from pi2.fitting.budget import LAYER_BYTES, UNIT_BYTES, count_libraries, count_r
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_ffn_bytes, find_block_bytes
-from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Predictor
 from pi2.plan.weights.layout import GROUP
@@ -39,72 +37,6 @@ def change_model(resolved: ResolvedPlan, **values: Any) -> ResolvedPlan:
 def change_plan(resolved: ResolvedPlan, table: str, **values: Any) -> ResolvedPlan:
     changed = getattr(resolved.plan, table).model_copy(update=values)
     return replace(resolved, plan=resolved.plan.model_copy(update={table: changed}))
-
-
-def test_attention_is_everything_dense(demo: ResolvedPlan) -> None:
-    embedding = 4096 * (256 + 256 // 32 * 2)
-    qkv = (256 + 2 * 128) * (128 + 16)
-    output = 256 * (128 + 16)
-    norms = (2 * 8 + 1) * 256 * 4
-    expected = embedding + 8 * (qkv + output) + norms
-    assert find_needs(demo).attention.bytes == expected
-    untied = change_model(demo, tied_head=False)
-    assert find_needs(untied).attention.bytes == expected + embedding
-    biased = change_model(
-        demo, attention=demo.model.attention.model_copy(update={"qkv_bias": True})
-    )
-    assert find_needs(biased).attention.bytes == expected + 8 * 512 * 4
-
-
-def test_kv_is_rounded_up_to_16_tokens(demo: ResolvedPlan) -> None:
-    assert find_needs(demo).kv.bytes == 2 * 8 * 1008 * 4 * 32 * 2
-
-
-def test_an_int8_kv_cache_has_a_scale_per_vector(demo: ResolvedPlan) -> None:
-    int8 = change_plan(demo, "kv", type="int8")
-    assert find_needs(int8).kv.bytes == 2 * 8 * 1008 * 4 * (32 + 2)
-
-
-def test_an_fp32_kv_cache_is_twice_as_large_as_one_of_fp16(demo: ResolvedPlan) -> None:
-    halves = find_needs(demo).kv
-    whole = find_needs(change_plan(demo, "kv", type="fp32")).kv
-    assert whole.bytes == 2 * halves.bytes
-    assert "elements of 4 bytes" in whole.explanation
-    for plan, need in ((demo, halves), (change_plan(demo, "kv", type="fp32"), whole)):
-        shape, kind = plan.model.shape, plan.plan.kv.type
-        assert shape.layers * 1008 * count_kv_token_bytes(plan.model, kind) == need.bytes
-
-
-def test_predictor_by_kind(demo: ResolvedPlan) -> None:
-    low_rank = 64 * (256 + 16) + 1024 * (64 + 4) + 1024 * 4
-    assert find_needs(demo).predictor.bytes == 8 * low_rank
-    gate = change_plan(demo, "decode", predictor="gate")
-    assert find_needs(gate).predictor.bytes == 8 * 1024 * (128 + 16)
-    none = change_plan(demo, "decode", predictor="none")
-    assert find_needs(none).predictor.bytes == 0
-
-
-def test_hot_is_neurons_times_stride(demo: ResolvedPlan) -> None:
-    assert find_needs(demo).hot.bytes == 8 * 128 * 512
-
-
-def test_cold_holds_what_one_layer_activates(demo: ResolvedPlan) -> None:
-    assert find_needs(demo).cold.bytes == 205 * 512  # a fifth of 1024, rounded up
-    few = change_model(
-        demo,
-        predictor=demo.model.predictor and demo.model.predictor.model_copy(update={"active": 0.01}),
-    )
-    assert find_needs(few).cold.bytes == 64 * 512
-    dense = change_plan(demo, "decode", predictor="none")
-    assert find_needs(dense).cold.bytes == 0
-
-
-def test_the_whole_ffn(demo: ResolvedPlan) -> None:
-    assert count_ffn_bytes(demo) == 8 * 1024 * 512
-
-
-def test_a_block_that_is_not_stated_is_512_bytes(demo: ResolvedPlan) -> None:
-    assert find_block_bytes(demo.device) == 512
 
 
 def test_every_need_is_explained(demo: ResolvedPlan) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from pi2.costs.sizes import StoredLayout, find_touched_bytes, read_stored
+from pi2.costs.sizes import StoredLayout
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.planning.planner import plan
-from pi2.planning.refinement import LayoutDecision, describe_layout, list_bundles
+from pi2.planning.refinement import describe_layout, list_bundles
 from pi2.planning.text import describe_choices
 from pi2.planning.wish import Wish, read_document
-from tests.helpers.models import make_tiny
 
 GIB = 1 << 30
 ORIGIN = {"status": "estimated", "source": "a test"}
@@ -61,29 +60,11 @@ def make_wish(device: Device, **changes: Any) -> Wish:
     )
 
 
-@pytest.mark.parametrize(
-    ("stride", "touched"), [(4096, 4096), (8192, 8192), (7168, 10240), (512, 4096), (6144, 8192)]
-)
-def test_neurons_that_begin_anywhere_touch_more_pages(stride: int, touched: float) -> None:
-    assert find_touched_bytes(stride) == touched
-
-
 def list_layouts(
     device: Device, model: Model, stored: StoredLayout | None
 ) -> list[tuple[int, str]]:
     found = list_bundles(device, model, stored)
     return [(bundle.stride, bundle.scales) for bundle in found]
-
-
-def test_distances_are_multiples_of_the_devices_blocks() -> None:
-    model = read("model", "bamboo-7b")  # 6912 bytes a neuron
-    box, ufs = (make_device({"8 KiB": "1 GB/s"}, block) for block in ("512 B", "4 KiB"))
-    assert list_layouts(box, model, None) == [(7168, "inline"), (8192, "inline")]
-    assert list_layouts(ufs, model, None) == [(8192, "inline")]
-    stored = StoredLayout(stride=7168, order="hotness")
-    assert list_layouts(ufs, model, stored) == [(8192, "inline")], "it cannot read the store's"
-    demo = read("model", "pi2-demo")  # 432 bytes: whole pages would be mostly empty
-    assert list_layouts(box, demo, None) == [(512, "inline")]
 
 
 def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
@@ -106,24 +87,6 @@ def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
     assert planned.layout is not None
     kept = dataclasses.replace(planned.layout, stored=stored)
     assert "as in the store" in "\n".join(describe_layout(kept))
-
-
-def test_neurons_of_mxfp4_have_one_place_for_scales_and_no_advice_about_it() -> None:
-    device, model = make_device({"4 KiB": "1 GB/s"}), read("model", "gpt-oss-20b")
-    stored = StoredLayout(stride=8192, order="expert", scales="resident")
-    assert [bundle.stride for bundle in list_bundles(device, model, None)] == [4608]
-    assert [bundle.stride for bundle in list_bundles(device, model, stored)] == [4608, 8192]
-    decision = LayoutDecision(
-        chosen=4608,
-        scales="resident",
-        usual_scales="resident",
-        used_bytes=4512,
-        block_bytes=512,
-        others=(),
-        stored=None,
-        store="stores/some",
-    )
-    assert not any("repack" in line for line in describe_layout(decision))
 
 
 @pytest.mark.parametrize(
@@ -190,21 +153,6 @@ def test_reads_across_gaps_are_chosen_for_a_store_by_expert(
     advice = "--by expert` puts each expert's neurons together"
     assert advice in "\n".join(describe_choices(mixed))
     assert advice not in "\n".join(describe_choices(chosen))
-
-
-def test_the_layout_of_a_store_is_read(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path)
-    found = read_stored(tiny.store)
-    assert found is not None and found.order == "hotness" and found.stride % 512 == 0
-    assert read_stored(tmp_path / "none") is None and read_stored(None) is None
-
-
-def test_what_convert_makes_is_said_where_it_is_not_what_the_plan_wants() -> None:
-    decision = LayoutDecision(
-        chosen=8192, used_bytes=6912, block_bytes=4096, others=(), stored=None, store="stores/x"
-    )
-    lines = list(describe_layout(decision))
-    assert any("`pi2 convert` puts them 7 KiB apart" in line for line in lines)
 
 
 def test_two_reads_are_chosen_where_they_are_quicker() -> None:

@@ -103,10 +103,6 @@ def test_a_changed_document_is_another_cell() -> None:
     assert other.key != cell.key
 
 
-def test_processes_share_the_work() -> None:
-    assert sorted(workers.run_in_processes(abs, [-1, -2, -3], 2)) == [1, 2, 3]
-
-
 def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "results.parquet")
     arguments = ["--memory", "3GiB:4GiB:1GiB", "--tokens", "8", "--jobs", "1", "-o", output]
@@ -117,27 +113,6 @@ def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     assert pq.read_table(output).num_rows == 2
 
 
-def make_outcome(device: str, model: str, memory: int, speed: float | None) -> sweep.Outcome:
-    return sweep.Outcome(
-        key=f"{device}{model}{memory}",
-        device=device,
-        model=model,
-        memory_bytes=memory,
-        code=None if speed else "P350",
-        reason=None if speed else "too little",
-        simulated_tokens_s=speed,
-    )
-
-
-OUTCOMES = (
-    make_outcome("phone", "small", 2 * GIB, 5.0),
-    make_outcome("phone", "small", 3 * GIB, 9.0),
-    make_outcome("phone", "small", 4 * GIB, 9.01),
-    make_outcome("phone", "large", 4 * GIB, None),
-    make_outcome("board", "small", 2 * GIB, 1.0),
-)
-
-
 def test_a_pattern_names_files_or_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     names = ["oneplus-12", "oneplus-ace-2", "oneplus-ace-3"]
@@ -146,21 +121,6 @@ def test_a_pattern_names_files_or_short_names(monkeypatch: pytest.MonkeyPatch) -
     assert list(expand_references(("plans/devices/oneplus-*",), "device")) == paths
     with pytest.raises(UserError):
         list(expand_references(("nothing-*",), "device"))
-
-
-def test_which_device_runs_what_is_the_fastest_cell_with_the_least_memory() -> None:
-    lines = list(sweep_report.write_matrix(OUTCOMES))
-    assert "| phone | 9 (3 GiB) | - |" in lines
-    assert "| board | 1 (2 GiB) | - |" in lines
-
-
-@pytest.mark.parametrize("draw", [sweep_report.draw_matrix, sweep_report.draw_summary])
-def test_pictures_are_drawn(draw: Any) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need the extra plot")
-    assert draw(OUTCOMES, "png").startswith(b"\x89PNG")
-    with pytest.raises(UserError) as caught:
-        draw(OUTCOMES, "spreadsheet")
-    assert caught.value.diagnostics[0].code == "P633"
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ import pytest
 from pi2.authoring.writing import write_document
 from pi2.cli.main import run as cli
 from pi2.costs.cost import Cost, cost_resolved
-from pi2.costs.description import describe_plan
-from pi2.costs.settings import ReadLimits
 from pi2.fitting.check import check_file
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -24,7 +22,6 @@ from pi2.planning.comparison import WITHOUT, choose_thresholds
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish
-from pi2.simulate import simulate
 
 GIB = 1 << 30
 
@@ -107,18 +104,6 @@ def test_what_dials_do_not_read_costs_no_reads(planned: PlannedPlan) -> None:
     never = cost(most_reads=0)
     assert all(layer.read_s == 0.0 for layer in never.layers)
     assert exact.tokens_s < never.tokens_s
-
-
-@pytest.mark.parametrize("tables", [{"experts": {"read_best": 1}}, {"experts": {"most_reads": 0}}])
-def test_the_simulator_agrees(planned: PlannedPlan, tables: dict[str, Any]) -> None:
-    resolved = change(planned, **tables)
-    simulated = simulate(describe_plan(resolved), tokens=64)
-    assert simulated.tokens_s == pytest.approx(cost_resolved(resolved).tokens_s, rel=0.15)
-
-
-def test_limits_of_reads() -> None:
-    assert ReadLimits(read_best=0.5, most_reads=8.0).limit(4.0) == 2.0
-    assert ReadLimits(read_best=1.0, most_reads=2.0).limit(4.0) == 2.0
 
 
 def test_thresholds_of_another_model_are_refused(

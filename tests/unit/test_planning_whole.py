@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pi2.costs.constants import Constants
-from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_plan
 from pi2.plan.documents.device import Device
@@ -16,7 +14,6 @@ from pi2.plan.documents.model import Model
 from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.text import write_planned
 from pi2.planning.wish import Wish, read_document
-from pi2.simulate import read_inputs, simulate
 
 GIB = 1 << 30
 
@@ -52,14 +49,6 @@ def test_a_card_without_room_computes_beside_the_cpu_or_not_at_all() -> None:
     assert "cpu" in planned.values["layers"]["split"]
 
 
-def test_its_memories_hold_what_the_plan_needs() -> None:
-    planned = plan(wish_for("pc-rtx-2080-ti", "bamboo-7b", unit_memory={"gpu": 6 * GIB}))
-    assert is_whole(planned)
-    resolved = planned.resolved
-    assert resolved.plan.memory.units["gpu"].budget <= 6 * GIB
-    assert resolved.plan.memory.budget <= 8 * GIB
-
-
 def test_the_plan_has_no_findings(tmp_path: Path) -> None:
     planned = plan(wish_for("server-h200", "llama-2-7b"))
     path = tmp_path / "whole.plan.toml"
@@ -77,40 +66,5 @@ def test_figures_of_the_processor_are_not_missed() -> None:
     assert [item.code for item in error.value.diagnostics] == ["P351"]
 
 
-def test_an_exact_plan_predicts_nothing_and_rounds_no_keys() -> None:
-    planned = plan(wish_for("pc-rtx-4090", "bamboo-7b", exact=True))
-    assert is_whole(planned)
-    assert planned.values["kv"]["type"] == "fp16"
-    assert planned.values["decode"]["predictor"] != "low-rank"
-
-
-def test_a_sparse_model_is_faster_than_all_of_its_neurons() -> None:
-    sparse = plan(wish_for("pc-rtx-4090", "bamboo-7b"))
-    exact = plan(wish_for("pc-rtx-4090", "bamboo-7b", exact=True))
-    assert sparse.values["decode"]["predictor"] == "low-rank"
-    assert sparse.cost.tokens_s > exact.cost.tokens_s
-
-
 def test_units_in_main_memory_are_not_given_the_whole_model() -> None:
     assert not is_whole(plan(wish_for("oneplus-12", "bamboo-7b")))
-
-
-def test_planner_and_simulator_say_the_same_of_it() -> None:
-    planned = plan(wish_for("pc-rtx-4090", "bamboo-7b"))
-    result = simulate(read_inputs(planned.resolved), tokens=256)
-    assert 1.0 / result.decode.token_s.mean() == pytest.approx(planned.cost.tokens_s, rel=0.05)
-
-
-def test_a_card_beside_the_cpu_starts_sooner_than_a_phones_npu() -> None:
-    """PCI Express takes less than a remote call, so that a card has more of each layer."""
-    constants = Constants()
-    for name, launch_s in (
-        ("pc-rtx-4090", constants.card_launch_s),
-        ("oneplus-12", constants.dense_launch_s),
-    ):
-        device = read_document(name, "device").document
-        assert isinstance(device, Device)
-        unit = read_rates(device).dense
-        assert unit is not None
-        assert unit.launch_s == launch_s
-    assert constants.card_launch_s < constants.dense_launch_s

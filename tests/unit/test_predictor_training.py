@@ -21,11 +21,8 @@ from pi2.measuring.fitting import (
     Fit,
     LayerSamples,
     Recipe,
-    Weights,
     calibrate,
     fit_layer,
-    guess_weights,
-    start_rank,
 )
 from pi2.measuring.texts import Passages
 from pi2.measuring.training import count_token_bytes, fit_experts, name_all, train_predictors
@@ -61,26 +58,6 @@ def test_a_predictor_finds_what_it_promises_and_names_few() -> None:
     assert (named & active).sum() / active.sum() == pytest.approx(fit.recall)
 
 
-def test_the_first_guess_is_far_better_than_chance() -> None:
-    samples = draw_samples()
-    inner, outer = guess_weights(samples, 2700, 32, seed=1)
-    guess = Weights(inner, outer, np.zeros(64, np.float32))
-    fit = calibrate(samples, slice(2700, 3000), guess, Recipe(recall=0.95))
-    # By chance, as many neurons would have to be named as are to be found.
-    assert fit.predicted < 0.5
-    random = np.random.default_rng(1)
-    chance = Weights(random.permuted(inner, axis=1), outer, guess.bias)
-    assert calibrate(samples, slice(2700, 3000), chance, Recipe(recall=0.95)).predicted > 0.85
-
-
-@pytest.mark.parametrize("rank", [32, 128])
-def test_a_guess_has_the_rank_that_is_asked_for(rank: int) -> None:
-    inner, outer = guess_weights(draw_samples(), 3000, rank, seed=1)
-    assert inner.shape == (rank, 32)
-    assert outer.shape == (64, rank)
-    assert np.isfinite(inner).all() and np.isfinite(outer).all()
-
-
 def test_short_texts_are_learned_from_more_often_but_not_by_heart() -> None:
     recipe = Recipe()
     passes = [recipe.count_passes(tokens, 96) for tokens in (1_000, 64_000, 10_000_000)]
@@ -104,19 +81,6 @@ def test_the_seed_decides_everything() -> None:
     recipe = Recipe(passes=1, batch=128)
     first, second = (fit_layer(draw_samples(), 32, recipe, "int8") for _ in range(2))
     np.testing.assert_array_equal(first.weights.outer, second.weights.outer)
-
-
-def test_a_layer_in_which_nothing_fires_names_nothing() -> None:
-    samples = draw_samples()
-    silent = LayerSamples(samples.inputs, np.zeros_like(samples.packed), samples.neurons)
-    fit = fit_layer(silent, 32, Recipe(passes=1), "int8")
-    assert (fit.active, fit.predicted, fit.recall) == (0.0, 0.0, 1.0)
-    assert not (fit.weights.score(samples.inputs.astype(np.float32)) >= 0).any()
-
-
-def test_ranks_begin_small_where_few_neurons_fire() -> None:
-    assert start_rank(0.02, 0.1, 4096) < start_rank(0.1, 0.3, 4096) < 1024
-    assert start_rank(0.001, 0.01, 256) == 32
 
 
 def test_a_store_without_predictors_gets_them(tmp_path: Path) -> None:

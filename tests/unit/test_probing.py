@@ -31,15 +31,9 @@ from pi2.probing.document import (
 )
 from pi2.probing.gpus import STEPS as GPU_STEPS
 from pi2.probing.gpus import DeviceBench
-from pi2.probing.probe import (
-    Accelerators,
-    Measurements,
-    UnitMeasurements,
-    has_time,
-    measure_accelerators,
-)
-from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
-from pi2.probing.timing import StepFacts, collect_rounds, is_agreed, round_digits, summarise
+from pi2.probing.probe import Accelerators, Measurements, UnitMeasurements, measure_accelerators
+from pi2.probing.storage import ReadSpec, StorageBench, open_sample
+from pi2.probing.timing import StepFacts
 from pi2.progress import ignore_progress
 from tests.helpers.gpu import require_launcher
 
@@ -96,42 +90,6 @@ def make_measurements(**changes: Any) -> Measurements:
     return dataclasses.replace(found, **changes)
 
 
-def test_times_and_rates_are_their_best_quartile() -> None:
-    disturbed = [1.0, 1.02, 1.04, 1.9, 3.0]
-    assert summarise(disturbed, "less").value == 1.02
-    assert summarise([1 / value for value in disturbed], "more").value == 0.9804
-    assert summarise([2.0], "less").value == summarise([2.0], "more").value == 2.0
-
-
-def test_rounds_agree_if_the_two_best_do() -> None:
-    assert is_agreed([3.0, 1.0, 1.04], "less") and not is_agreed([3.0, 1.0, 1.2], "less")
-    assert is_agreed([100.0, 97.0, 30.0], "more") and not is_agreed([100.0, 90.0], "more")
-    assert not is_agreed([1.0], "less")
-
-
-def test_a_summary_is_the_median_with_the_relative_spread() -> None:
-    found = summarise([1.0, 2.0, 3.0])
-    assert (found.value, found.samples) == (2.0, 3)
-    assert found.spread == pytest.approx(0.5)
-    assert summarise([5.0]).spread == 0.0
-    assert round_digits(123456.0) == 123500.0
-
-
-def test_rounds_measure_everything_in_turn() -> None:
-    order: list[str] = []
-
-    def make(name: str) -> Any:
-        def measure() -> float:
-            order.append(name)
-            return float(len(order))
-
-        return measure
-
-    found = collect_rounds([(("a",), make("a")), (("b",), make("b"))], 2, ignore_progress, "x")
-    assert order == ["a", "b", "a", "b"]
-    assert found == {("a",): [1.0, 3.0], ("b",): [2.0, 4.0]}
-
-
 def test_the_document_is_sound_and_every_figure_says_how_it_was_measured(tmp_path: Path) -> None:
     device = make_device("my", make_measurements())
     path = tmp_path / "my.device.toml"
@@ -152,16 +110,6 @@ def test_every_way_of_reading_has_its_own_overlap() -> None:
     assert storage.overlap is not None and storage.overlap.value == 0.5, "that of the queue"
     assert [item.overlap for item in storage.reads] == [None, 0.5, None, 0.8, None]
     assert [item.burst for item in storage.reads] == [None] * 4 + [16]
-
-
-def test_computing_is_measured_beside_the_ways_that_plans_read() -> None:
-    chosen = list_overlaps(list_reads(1024 * MIB))
-    assert {(spec.pattern, spec.depth, spec.threads) for spec in chosen} >= {
-        ("sequential", None, 1),
-        ("random", 128, 1),
-        ("random", None, 16),
-    }
-    assert all(spec.burst is None and spec.range_bytes is None for spec in chosen)
 
 
 def test_a_plan_can_name_the_document(tmp_path: Path) -> None:
@@ -244,19 +192,6 @@ def test_figures_that_differ_from_round_to_round_are_named() -> None:
     assert all(f"# {line}" in write_device(device) for line in lines)
 
 
-def test_rounds_go_on_while_there_is_time_for_another() -> None:
-    assert has_time(200.0, 1), "two rounds at least: one has no spread"
-    assert not has_time(100.0, 2)
-    assert has_time(60.0, 4) and not has_time(70.0, 4)
-
-
-def test_figures_that_one_document_lacks_are_not_compared() -> None:
-    old = Device.model_validate_json(
-        '{"schema_version": 2, "id": "x", "units": {"cpu": {"kind": "cpu"}}}'
-    )
-    assert compare_devices(old, make_device("my", make_measurements())) == []
-
-
 def test_reads_are_timed_for_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pi2.probing.storage.ROUND_S", 0.005)
     path = tmp_path / "sample"
@@ -317,11 +252,6 @@ def test_a_full_disk_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError) as caught, open_sample(tmp_path):
         pass
     assert caught.value.diagnostics[0].code == "P341"
-
-
-def test_narrow_ranges_are_left_out_where_the_file_is_no_larger() -> None:
-    assert any(spec.range_bytes for spec in list_reads(1024 * MIB))
-    assert not any(spec.range_bytes for spec in list_reads(128 * MIB))
 
 
 def test_an_output_that_cannot_be_is_refused_before_measuring(

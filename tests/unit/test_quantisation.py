@@ -7,7 +7,7 @@ import pytest
 
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_part
-from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes, weight_bytes
+from pi2.plan.weights.layout import GROUP, Precision, lay_out_bundle, split_lanes
 from tests.helpers.bundles import pack_bundles, unpack_bundles
 
 LENGTHS = [32, 64, 96, 160, 480, 512, 544, 736, 1024, 1280]
@@ -53,15 +53,6 @@ def test_int8_byte_holds_element_4c_b_of_its_lane(length: int) -> None:
         first_group += lanes
 
 
-@pytest.mark.parametrize("precision", ["int4", "int8"])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_unpacking_undoes_packing(length: int, precision: Precision) -> None:
-    codes = draw_codes(length, -8, 7)
-    packed = find_packing(precision).pack(codes)
-    assert packed.shape == (3, weight_bytes(length, precision))
-    np.testing.assert_array_equal(find_packing(precision).unpack(packed, length), codes)
-
-
 @pytest.mark.parametrize(("precision", "top"), [("int4", 7), ("int8", 127)])
 def test_scale_is_the_largest_magnitude_over_the_top_in_fp16(
     precision: Precision, top: int
@@ -71,24 +62,6 @@ def test_scale_is_the_largest_magnitude_over_the_top_in_fp16(
     assert scales is not None
     peaks = np.abs(rows.reshape(5, 3, GROUP)).max(axis=2)
     np.testing.assert_array_equal(scales, (peaks / np.float32(top)).astype(np.float16))
-
-
-@pytest.mark.parametrize("precision", ["int4", "int8"])
-def test_error_is_at_most_half_a_step(precision: Precision) -> None:
-    rows = draw_rows(64, 512)
-    weights, scales = find_packing(precision).quantize(rows)
-    assert scales is not None
-    restored = find_packing(precision).dequantize(weights, scales, 512)
-    steps = np.repeat(scales.astype(np.float32), GROUP, axis=1)
-    assert (np.abs(restored - rows) <= steps * 0.5001).all()
-
-
-def test_fp16_is_the_nearest_half() -> None:
-    rows = draw_rows(4, 64)
-    weights, scales = find_packing("fp16").quantize(rows)
-    assert scales is None
-    expected = rows.astype(np.float16).astype(np.float32)
-    np.testing.assert_array_equal(find_packing("fp16").dequantize(weights, None, 64), expected)
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8"])
@@ -129,17 +102,6 @@ def test_weight_beyond_fp16_is_refused(precision: Precision, large: float) -> No
     rows[0, 0] = large
     with pytest.raises(ValueError, match="does not fit into fp16"):
         find_packing(precision).quantize(rows)
-
-
-def test_many_rows_are_quantised_like_single_ones() -> None:
-    rows = draw_rows(700, 1024)
-    weights, scales = find_packing("int4").quantize(rows)
-    assert scales is not None
-    for row in (0, 255, 256, 699):
-        one_weights, one_scales = find_packing("int4").quantize(rows[row : row + 1])
-        assert one_scales is not None
-        np.testing.assert_array_equal(weights[row], one_weights[0])
-        np.testing.assert_array_equal(scales[row], one_scales[0])
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])

@@ -36,18 +36,6 @@ def find_least() -> float:
     return (runtime + sum(needs.values()) - needs["hot"]) / MIB
 
 
-@pytest.mark.parametrize("beyond", [0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 100.0])
-def test_segments_fit_every_budget_that_is_large_enough(beyond: float) -> None:
-    budget = find_least() + beyond
-    _, fitted = fit(budget)
-    memory = fitted.plan.memory
-    assert memory.budget == int(budget * MIB)
-    used = sum(getattr(memory.segments, name) for name in type(memory.segments).model_fields)
-    assert used <= memory.budget
-    for name, need in find_needs(fitted).items():
-        assert getattr(memory.segments, name) >= need.bytes
-
-
 SEVERAL: dict[str, object] = {
     "layers__hot": 0.5,
     "layers__batches": [{"sequences": 2, "split": {"second": 0.1, "cpu": 0.9}}],
@@ -87,28 +75,6 @@ def test_what_a_unit_owns_becomes_less_with_the_hot_neurons(settings: dict[str, 
     counts = [0 if p.layers[0].dense is None else p.layers[0].dense.kept for p in fitted.values()]
     assert counts == sorted(counts)
     assert counts[-1] == 307
-
-
-def test_the_cold_cache_gives_before_the_hot_neurons_do() -> None:
-    before = load_plan(DEMO)
-    _, fitted = fit(find_least() + 0.6)
-    assert [layer.hot_neurons for layer in fitted.layers] == [
-        layer.hot_neurons for layer in before.layers
-    ]
-    assert fitted.plan.memory.segments.cold < before.plan.memory.segments.cold
-    _, smaller = fit(find_least() + 0.3)
-    assert 0 < smaller.layers[0].hot_neurons < before.layers[0].hot_neurons
-
-
-def test_what_overrides_make_hot_becomes_less_in_proportion() -> None:
-    exceptions = [{"select": "0-1", "hot": 0.25}]
-    _, fitted = fit(
-        find_least() + 0.3,
-        layers__overrides=exceptions,
-        memory__segments__hot="1 MiB",
-        memory__segments__cold="512 KiB",
-    )
-    assert fitted.layers[0].hot_neurons == pytest.approx(2 * fitted.layers[7].hot_neurons, abs=2)
 
 
 def test_every_change_is_told() -> None:

@@ -18,20 +18,10 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.importing.convert import convert_checkpoint
-from pi2.plan.weights.bundles import (
-    join_scales,
-    slice_bias,
-    slice_experts,
-    slice_part,
-    split_scales,
-)
-from pi2.plan.weights.layout import Precision, lay_out_bundle
-from pi2.store.files import HashedFile
-from pi2.store.manifest import MANIFEST, name_layer_file, name_scales_file, read_manifest
+from pi2.store.manifest import MANIFEST, name_scales_file, read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store, repack_store
 from pi2.store.verification import verify_store
-from pi2.store.writer import StoreWriter
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny
 from tests.helpers.plans import write_plan
@@ -62,20 +52,6 @@ def load(tiny: TinyModel, scales: str, settings: Mapping[str, Any]) -> LoadedMod
     if scales == "resident":
         changes |= {"store": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": scales}
     return pi2.load(plan, set={**changes, **settings})
-
-
-def test_bundles_are_smaller_by_their_scales(tiny: TinyModel) -> None:
-    apart = tiny.store.parent / "apart"
-    assert verify_store(apart) == []
-    with NeuronStore.open(tiny.store) as inline, NeuronStore.open(apart) as resident:
-        assert (inline.bundle.stride, resident.bundle.stride) == (INLINE, RESIDENT)
-        for one, two in zip(inline.layers, resident.layers, strict=True):
-            assert two.scales is not None and one.scales is None
-            assert two.bytes < one.bytes
-            joined = two.read_inline(slice(None))
-            assert np.array_equal(
-                joined[:, : inline.bundle.used_bytes], one.bundles[:, : inline.bundle.used_bytes]
-            )
 
 
 @pytest.mark.parametrize(
@@ -147,35 +123,6 @@ def test_there_and_back_changes_no_byte(tmp_path: Path, tiny: TinyModel) -> None
     with NeuronStore.open(store) as turned, NeuronStore.open(tiny.store) as first:
         whole = turned.layers[0].read_inline(slice(None, None, -1))
         assert np.array_equal(whole, first.layers[0].bundles)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
-def test_scales_are_taken_out_of_any_neuron_and_put_back(gated: bool, precision: Precision) -> None:
-    options: dict[str, Any] = {"gated": gated, "bias": not gated, "mixed": gated}
-    apart = lay_out_bundle(96, precision, scales="resident", **options)
-    inline = apart.inline
-    assert inline == lay_out_bundle(96, precision, **options)
-    parts = 3 if gated else 2
-    assert apart.scales_stride == (0 if precision == "fp16" else parts * 6)
-    whole = np.random.default_rng(0).integers(1, 256, (5, inline.stride)).astype(np.uint8)
-    whole[:, inline.used_bytes :] = 0
-    bundles, scales = split_scales(whole, apart)
-    assert bundles.shape == (5, apart.stride) and not bundles[:, apart.used_bytes :].any()
-    again = join_scales(bundles, scales, apart, slice(None))
-    for index in range(parts):
-        (codes, rows), (given_codes, given_rows) = (
-            slice_part(array, inline, index) for array in (again, whole)
-        )
-        assert np.array_equal(codes, given_codes)
-        assert (rows is None) == (precision == "fp16")
-        if rows is not None and given_rows is not None:
-            assert rows.tobytes() == given_rows.tobytes()
-    for index in range(len(inline.biases)):
-        found, given = (slice_bias(array, inline, index) for array in (again, whole))
-        assert found.tobytes() == given.tobytes()
-    if inline.expert_offset is not None:
-        assert np.array_equal(slice_experts(again, inline), slice_experts(whole, inline))
 
 
 def test_damaged_scales_are_found(tmp_path: Path, tiny: TinyModel) -> None:
@@ -256,29 +203,6 @@ def test_conversion_writes_what_repacking_writes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no scales") as caught:
         convert_checkpoint(checkpoint, halves, tmp_path / "halves", scales="resident")
     assert caught.value.diagnostics[0].code == "P105"
-
-
-def test_a_layer_is_complete_when_both_files_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Interrupted between a layer's scales and its bundles, a conversion goes on with the layer."""
-    model = make_model({"shape": SHAPE})
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
-    record, store = StoreWriter._record, tmp_path / "store"
-
-    def interrupt(writer: StoreWriter, path: str, file: HashedFile, **offsets: int) -> None:
-        if path == name_layer_file(1):
-            raise KeyboardInterrupt
-        record(writer, path, file, **offsets)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "_record", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            convert_checkpoint(checkpoint, model, store, scales="resident")
-    journal = (tmp_path / ".store.partial/journal.jsonl").read_text()
-    assert name_scales_file(1) in journal and name_layer_file(1) not in journal
-    convert_checkpoint(checkpoint, model, store, scales="resident")
-    assert verify_store(store) == []
 
 
 def test_nothing_has_to_be_there_to_count_what_a_plan_reads(tiny: TinyModel) -> None:

@@ -15,12 +15,10 @@ from pi2.arrays import F32, I32
 from pi2.authoring.drafting import Wish, draft_plan
 from pi2.backends.units import UnitFailed
 from pi2.cli.main import run
-from pi2.engine.experts import ExpertNeurons
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.waves import Wave
 from pi2.fitting.check import check_file
 from pi2.fitting.completion import complete_plan
-from pi2.importing.conversion_job import group_experts
 from pi2.importing.new_model import draft_first_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -34,7 +32,6 @@ from tests.helpers.models import MIXTURE, make_model
 TOKENS = [7, 100, 8, 290, 3, 3, 41, 250, 12, 77, 5]
 ROUTER = {"decode.predictor": "router", "backends.cpu": "reference"}
 LAYERS, EXPERTS, CHOSEN, FFN = 2, 4, 2, 200
-WHOLE = EXPERTS * FFN
 SAME = 2e-6
 """Of the largest logit: the order of additions differs."""
 CACHES: Mapping[str, Mapping[str, Any]] = {
@@ -113,32 +110,6 @@ def test_nor_with_compiled_kernels(by_expert: Path, look_ahead: str) -> None:
                 np.testing.assert_array_equal(ours, theirs)
 
 
-def test_what_is_in_memory_is_computed_before_what_is_read(
-    by_expert: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    cache = {"layers.hot": 0.0, "slots": 3 * CHOSEN * FFN, "decode.look_ahead": "none"}
-    with load(by_expert, cache, {"backends.cpu": "cpu"}) as model:
-        feed_forward: Any = model._parts.feed_forward
-        wait, add = feed_forward._wait_for_part, feed_forward._adder.add_parts
-
-        def note_wait(part: I32) -> None:
-            order.append("wait")
-            wait(part)
-
-        def note_add(*arguments: Any) -> None:
-            order.append("add" if arguments[-1].finished == 0 else "add all")
-            add(*arguments)
-
-        monkeypatch.setattr(feed_forward, "_wait_for_part", note_wait)
-        monkeypatch.setattr(feed_forward._adder, "add_parts", note_add)
-        model.logits(TOKENS, mode="decode")
-        layers = " ".join(order).split(" all")
-    found = {layer.strip() for layer in layers if layer}
-    # Both experts in memory, neither, and one of them.
-    assert found == {"add", "wait add wait add", "add wait add"}
-
-
 @pytest.mark.parametrize("settings", [{}, {"layers.hot": 0.2, "memory.segments.cold": "0 B"}])
 def test_without_a_cache_the_same_neurons_are_computed(
     silu: Path, whole: tuple[F32, F32], settings: dict[str, Any]
@@ -158,27 +129,6 @@ def test_a_token_reads_its_experts_only(by_expert: Path) -> None:
         before = model.stats
         model.logits(TOKENS[:1])
         assert (model.stats - before).flash_read_bytes == LAYERS * CHOSEN * FFN * stride
-
-
-def test_neurons_that_were_read_are_kept(by_expert: Path) -> None:
-    cache = {"layers.hot": 0.0, "slots": LAYERS * CHOSEN * FFN, "cache.fill": False}
-    with load(by_expert, cache) as model:
-        found = []
-        for _ in range(2):
-            before = model.stats
-            model.logits(TOKENS[:1], mode="decode")
-            done = model.stats - before
-            found.append((done.cache_hits, done.cache_misses))
-            assert done.predicted_neurons == done.possible_neurons == LAYERS * CHOSEN * FFN
-    assert found == [(0, LAYERS * CHOSEN * FFN), (LAYERS * CHOSEN * FFN, 0)]
-
-
-def test_what_looking_ahead_foresees_is_counted(silu: Path) -> None:
-    with load(silu, CACHES["two layers"], {"decode.look_ahead": "layer"}) as model:
-        model.logits(TOKENS, mode="decode")
-        counters = model._parts.feed_forward.counters
-        assert counters.routed == LAYERS * CHOSEN * len(TOKENS)
-        assert 0 < counters.foreseen <= counters.routed
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -295,22 +245,6 @@ def test_plans_run_dry(silu: Path) -> None:
         with load(silu, CACHES["two layers"], {"backends.cpu": "null"}, settings) as model:
             compute(model)
             assert model.stats.flash_read_bytes > 0
-
-
-def test_stretches_with_few_neurons_between_them_are_one() -> None:
-    order = group_experts(np.random.default_rng(1).permutation(WHOLE).astype(np.int32), FFN)
-    grouped = np.argsort(order // FFN, kind="stable").astype(np.int32)
-    neurons = ExpertNeurons([grouped], EXPERTS)
-    chosen = np.array([1, 3], np.int32)
-    wanted = np.flatnonzero(np.isin(order // FFN, chosen))
-    np.testing.assert_array_equal(neurons.list_neurons(0, chosen), wanted)
-    within = neurons.list_neurons(0, chosen, 100, 300)
-    np.testing.assert_array_equal(within, wanted[(wanted >= 100) & (wanted < 300)])
-    runs = neurons.list_runs(0, chosen, range(WHOLE), 1)
-    assert [index for run in runs for index in run] == wanted.tolist()
-    runs = neurons.list_runs(0, chosen, range(100, 300), WHOLE)
-    assert runs == [range(int(within[0]), int(within[-1]) + 1)]
-    assert neurons.list_runs(0, chosen[:0], range(WHOLE), 1) == []
 
 
 @pytest.mark.parametrize("activation", ["silu", "drelu"])

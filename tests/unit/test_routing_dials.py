@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from pi2.engine.routed import RoutedFeedForward
 from pi2.engine.statistics import RunStatistics
 from pi2.fitting.check import load_plan
 from pi2.importing.conversion_job import group_experts
-from pi2.plan.checking.rules import sparsity
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan_units import Experts
 from pi2.store.reader import NeuronStore
@@ -95,15 +93,6 @@ def test_the_best_experts_are_never_replaced() -> None:
     np.testing.assert_array_equal(np.flatnonzero(routes), [0, 1])
 
 
-def test_weights_that_are_not_normalised_keep_their_scale() -> None:
-    moe = {"normalise_weights": False, "router": "sigmoid"}
-    routes, _ = turn([2], moe, prefer_cached=0.5)
-    sigmoid = 1 / (1 + np.exp(-SCORES))
-    assert routes[2] / routes[0] == pytest.approx(sigmoid[2] / sigmoid[0])
-    scale = 1.0 / sigmoid[:2].sum()
-    assert routes[0] == pytest.approx(sigmoid[0] * scale)
-
-
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_a_cold_expert_of_little_weight_is_left_out(renormalise: bool) -> None:
     weights = np.exp(SCORES[:4]) / np.exp(SCORES[:4]).sum()
@@ -161,32 +150,6 @@ def test_a_routers_bias_counts_when_experts_are_preferred() -> None:
     there = np.array([False, False, True])
     dials.apply(0, np.ones((1, HIDDEN), np.float32), routes, there, DialCounters())
     assert np.flatnonzero(routes[0]).tolist() == [0, 2]
-
-
-def test_a_layer_without_a_router_is_one_ffn_of_which_nothing_is_left_out() -> None:
-    routes, counters = turn(
-        [], {"dense_layers": [0], "dense_ffn": 192}, chosen=2, most_reads=0, least_weight=0.9
-    )
-    assert np.count_nonzero(routes) == 2 and counters.weight == 0.0
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("router", "mixer"), ("choice_bias", True), ("groups", 2)]
-)
-def test_preferring_experts_is_refused_where_they_are_chosen_otherwise(
-    key: str, value: object
-) -> None:
-    model = make_model({**MIXTURE, "moe": {"experts": 4, "active_experts": 2, key: value}})
-    facts: Any = SimpleNamespace(
-        plan=SimpleNamespace(
-            experts=Experts(prefer_cached=0.1), decode=SimpleNamespace(predictor="router")
-        ),
-        model=model,
-    )
-    (found,) = sparsity.check_dials_need_a_router.check(facts)
-    assert f"({key})" in found.message
-    facts.plan.experts = Experts(least_weight=0.1)
-    assert list(sparsity.check_dials_need_a_router.check(facts)) == []
 
 
 @pytest.fixture(scope="module")

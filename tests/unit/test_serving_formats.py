@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.helpers.answers import (
 SIZES = (1, 3, 10**6)
 ONE = [("get_weather", dict(ARGUMENTS))]
 TWO = [*ONE, ("other", {})]
+WRITTEN = json.loads((Path(__file__).parents[1] / "golden/answers.json").read_text("utf-8"))
+"""Answers as models write them, with what is read of them; values of parameters by schema."""
 
 
 def check(name: str, text: str, expected: tuple[str, str, list[Any]]) -> None:
@@ -87,123 +90,10 @@ def test_without_tools_a_call_is_content(name: str) -> None:
     assert read(reader, written, 3) == ("", written, [])
 
 
-ANSWERS: dict[str, tuple[str, str, tuple[str, str, list[Any]]]] = {
-    "a channel for each": (
-        "channels",
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>"
-        "Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.other "
-        '<|constrain|>json<|message|>{"a":"<|call|>"}',
-        ("hm", "Let me see.", [("other", {"a": "<|call|>"})]),
-    ),
-    "several calls in channels": (
-        "channels",
-        '<|channel|>commentary to=functions.other<|message|>{"a": 1}<|call|><|start|>assistant'
-        ' to=functions.other<|channel|>analysis code<|message|>{"a": 2}<|end|>',
-        ("", "", [("other", {"a": 1}), ("other", {"a": 2})]),
-    ),
-    "a channel's mark in what is said": (
-        "channels",
-        "<|channel|>final<|message|>After <|end|> comes more.",
-        ("", "After <|end|> comes more.", []),
-    ),
-    "a recipient that nobody knows": (
-        "channels",
-        "<|channel|>commentary to=browser.open<|message|>{}",
-        ("", "<|channel|>commentary to=browser.open<|message|>{}", []),
-    ),
-    "a text without channels": ("channels", "Assist me.", ("", "Assist me.", [])),
-    "Mistral's old list": (
-        "mistral",
-        '[TOOL_CALLS] [{"name": "other", "arguments": {"a": "]"}}, {"name": "other"}]',
-        ("", "", [("other", {"a": "]"}), ("other", {})]),
-    ),
-    "Mistral's names with ids": (
-        "mistral_list",
-        '[TOOL_CALLS]other[CALL_ID]123456789[ARGS]{"a": 1}[TOOL_CALLS]other[ARGS]{}',
-        ("", "", [("other", {"a": 1}), ("other", {})]),
-    ),
-    "what small Qwens write": (
-        "hermes",
-        'Sure:\n```json\n{"name": "other", "arguments": {"a": "```"}}\n```\n',
-        ("", "Sure:", [("other", {"a": "```"})]),
-    ),
-    "JSON that is no call": (
-        "hermes",
-        'Look:\n```json\n{"name": "Ann", "arguments": {}}\n```\nDone.',
-        ("", 'Look:\n```json\n{"name": "Ann", "arguments": {}}\n```\nDone.', []),
-    ),
-    "a call that is shown in a fence": (
-        "hermes",
-        'Write\n```\n<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>\n```\nso.',
-        (
-            "",
-            'Write\n```\n<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>\n```\nso.',
-            [],
-        ),
-    ),
-    "a call after a fence that is never closed": (
-        "hermes",
-        '```python\nx = 1\n<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
-        ("", "```python\nx = 1", [("other", {})]),
-    ),
-    "no call": (
-        "hermes",
-        "x <tool_call>no JSON</tool_call> y <tool_cal",
-        ("", "x <tool_call>no JSON</tool_call> y <tool_cal", []),
-    ),
-    "functions where JSON is usual": (
-        "hermes",
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nUlm\n</parameter>\n</function>\n"
-        "</tool_call>",
-        ("", "", [("get_weather", {"city": "Ulm"})]),
-    ),
-    "objects one after the other": (
-        "llama3",
-        '{"name": "other", "parameters": {}}; {"name": "other", "parameters": {"a": 1}}',
-        ("", "", [("other", {}), ("other", {"a": 1})]),
-    ),
-    "Llama's own functions": (
-        "llama3",
-        '<|python_tag|>other.call(query="a b")',
-        ("", "", [("other", {"query": "a b"})]),
-    ),
-    "an object that answers": ("llama3", '{"name": "Ann"}', ("", '{"name": "Ann"}', [])),
-    "texts in single quotes that are not escaped": (
-        "lfm2",
-        "<|tool_call_start|>[other(a='it's', b=None), other(c=[1, -2.5, {'k': True}])]"
-        "<|tool_call_end|>",
-        ("", "", [("other", {"a": "it's", "b": None}), ("other", {"c": [1, -2.5, {"k": True}]})]),
-    ),
-    "a function without parameters": (
-        "glm",
-        "<tool_call>other</tool_call>",
-        ("", "", [("other", {})]),
-    ),
-    "parameters whose kind the model states": (
-        "deepseek32",
-        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="other">\n'
-        '<｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="b" string="false">1</｜DSML｜parameter>\n'
-        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
-        ("", "", [("other", {"a": "1", "b": 1})]),
-    ),
-    "what is said between marks": (
-        "cohere",
-        "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Hi <|END_RESPONSE|> there"
-        "<|END_RESPONSE|>",
-        ("hm", "Hi <|END_RESPONSE|> there", []),
-    ),
-    "parts with a head each": (
-        "solar",
-        "<|think|>hm<|end|><|begin|>assistant<|content|>Hi<|end|>",
-        ("hm", "Hi", []),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ANSWERS)
-def test_answers_as_models_write_them(case: str) -> None:
-    check(*ANSWERS[case])
+@pytest.mark.parametrize("answer", WRITTEN["answers"], ids=lambda answer: answer["case"])
+def test_answers_as_models_write_them(answer: dict[str, Any]) -> None:
+    calls = [(name, arguments) for name, arguments in answer["calls"]]
+    check(answer["format"], answer["text"], (answer["reasoning"], answer["content"], calls))
 
 
 def test_a_prompt_may_have_begun_the_reasoning() -> None:
@@ -227,51 +117,17 @@ def test_marks_that_no_format_knows_are_shown() -> None:
     assert read(facts.make_reader(tools=[OTHER]), "a<|new_mark|>b", 1)[1] == "a<|new_mark|>b"
 
 
-TYPES: list[tuple[Any, str, Any]] = [
-    ({"type": "string"}, "12345", "12345"),
-    ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
-    ({"type": "string"}, "true", "true"),
-    ({"type": "integer"}, "5", 5),
-    ({"type": "integer"}, "5.0", 5),
-    ({"type": "integer"}, "five", "five"),
-    ({"type": "number"}, "-1e3", -1000.0),
-    ({"type": "boolean"}, "True", True),
-    ({"type": "boolean"}, "1", "1"),
-    ({"type": "null"}, "null", None),
-    ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
-    ({"type": "object"}, "{'a': None}", {"a": None}),
-    ({"type": "array"}, '["a"]', ["a"]),
-    ({"type": "array"}, "a, b", "a, b"),
-    ({"type": ["string", "null"]}, "null", None),
-    ({"type": ["string", "null"]}, "12", "12"),
-    ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12", 12),
-    ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "x", "x"),
-    ({"$ref": "#/$defs/Text"}, "12", "12"),
-    ({"$ref": "#/$defs/Count"}, "12", 12),
-    ({"enum": ["1", "2"]}, "1", "1"),
-    ({"enum": [1, 2]}, "1", 1),
-    ({"const": True}, "true", True),
-    ({"properties": {}}, "{}", {}),
-    ({"items": {}}, "[]", []),
-    ({}, "12", 12),
-    ({}, "a b", "a b"),
-    ({}, '"a"', '"a"'),
-    (None, '{"a": 1}', {"a": 1}),
-]
-
-
-@pytest.mark.parametrize(("schema", "text", "expected"), TYPES)
-def test_the_schema_decides_the_type_of_a_parameter(
-    schema: dict[str, Any] | None, text: str, expected: object
-) -> None:
+@pytest.mark.parametrize("written", WRITTEN["types"], ids=lambda written: written["text"])
+def test_the_schema_decides_the_type_of_a_parameter(written: dict[str, Any]) -> None:
+    schema, text, expected = written["schema"], written["text"], written["expected"]
     defs = {"Text": {"type": "string"}, "Count": {"type": "integer"}}
     properties = {} if schema is None else {"p": schema}
     tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "$defs": defs}}
     for name in ("qwen_coder", "glm", "minimax", "seed"):
         form = FORMATS[name].calls[0]
-        written = form.write([("f", {"p": text})])
+        call = form.write([("f", {"p": text})])
         reader = describe(FORMATS[name]).make_reader(tools=[tool])
-        assert read(reader, written, 1)[2] == [("f", {"p": expected})]
+        assert read(reader, call, 1)[2] == [("f", {"p": expected})]
 
 
 def test_a_text_keeps_its_white_space() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
-from pi2.sharing.lock import Lock, Source, choose_lock, edit_lock, find_lock, format_lock, read_lock
+from pi2.sharing.lock import Lock, Source, edit_lock, format_lock, read_lock
 
 TEXT = """\
 # Written by `pi2 profile`; commit it, and let pi2 change it.
@@ -30,12 +30,6 @@ url = "https://h.example/b.device.toml"
 size_bytes = 1
 sha256 = "1111111111111111111111111111111111111111111111111111111111111111"
 """
-
-
-def test_it_is_written_as_it_was_read(tmp_path: Path) -> None:
-    path = tmp_path / "pi2.lock"
-    path.write_text(TEXT)
-    assert format_lock(read_lock(path)) == TEXT
 
 
 def test_a_copy_that_an_older_version_kept_is_forgotten(tmp_path: Path) -> None:
@@ -94,16 +88,6 @@ def test_a_reference_that_stands_twice_is_refused(tmp_path: Path) -> None:
     assert found.code == "P711"
     assert found.span is not None
     assert found.span.line == 19
-
-
-def test_it_is_looked_for_up_to_the_root_of_the_repository(tmp_path: Path) -> None:
-    inner = tmp_path / "outer/inner/plans"
-    inner.mkdir(parents=True)
-    (tmp_path / "pi2.lock").write_text(TEXT)
-    assert find_lock(inner) == tmp_path / "pi2.lock"
-    (tmp_path / "outer/inner/.git").mkdir()
-    assert find_lock(inner) is None
-    assert choose_lock(inner) == tmp_path / "outer/inner/pi2.lock"
 
 
 def test_a_change_that_fails_leaves_it_as_it_was(tmp_path: Path) -> None:

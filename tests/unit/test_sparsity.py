@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,13 @@ import tomlkit
 
 import pi2
 from pi2.cli.main import run
-from pi2.cli.sparsity import write_report
-from pi2.costs.activity import describe_cut_activity
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.measuring.calibration import Goal, calibrate_thresholds
 from pi2.measuring.evaluation import evaluate_plan
-from pi2.measuring.magnitudes import Histogram, LayerMagnitudes
+from pi2.measuring.magnitudes import Histogram
 from pi2.measuring.texts import Passages
 from pi2.orchestrator import load
-from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import read_thresholds
 from pi2.plan.weights.bundles import unpack_part
 from pi2.store.reader import NeuronStore
@@ -98,15 +94,6 @@ def test_cats_teal_leaves_out_as_many_bytes_and_loses_less(target: float) -> Non
     assert found.active == pytest.approx(1 - dropped.mean(), abs=0.01)
     cats = gates < np.quantile(gates, target)
     assert np.square(values[dropped]).sum() < np.square(values[cats]).sum()
-
-
-def test_gates_that_are_all_alike_are_no_trouble() -> None:
-    for magnitudes in (np.zeros((2, 3, 50), np.float32), np.ones((2, 3, 50), np.float32)):
-        methods: tuple[SparsityMethod, ...] = ("cats", "cats-teal")
-        for method in methods:
-            histogram = Histogram.make(method)
-            histogram.add(magnitudes)
-            assert 0.0 <= histogram.choose(0.5).gate <= 1.02
 
 
 def test_decoding_leaves_out_the_share_that_was_asked_for(sparse: Path) -> None:
@@ -287,16 +274,6 @@ def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -
     assert calibrate(TEXT, partial) == calibrate(TEXT, None)
 
 
-def test_a_plan_that_thresholds_make_slower_is_said_to_be(plan: Path) -> None:
-    found = calibrate_thresholds(
-        plan, Passages([TEXT], context=32), goal=Goal(method="cats", target=0.5), max_error=9.0
-    )
-    chosen = replace(found.chosen, tokens_per_s=1.0)
-    slow = replace(found, chosen=chosen, trials=(chosen,), dense_tokens_per_s=2.4)
-    assert "slower: with thresholds 1.0 tokens/s, without 2.4" in write_report(slow)
-    assert "slower" not in write_report(replace(slow, dense_tokens_per_s=0.9))
-
-
 @pytest.mark.parametrize(
     ("options", "code"),
     [
@@ -349,16 +326,6 @@ def test_a_threshold_is_that_of_its_expert(mixture: Path) -> None:
     assert other.limits == thresholds.limits and other.expert_limits != thresholds.expert_limits
 
 
-def test_an_expert_of_few_tokens_takes_the_thresholds_of_its_layer() -> None:
-    histograms = [Histogram.make("cats"), Histogram.make("cats")]
-    histograms[0].add(draw((100, 400)))
-    histograms[1].add(2 * draw((1, 400)))
-    few = LayerMagnitudes(histograms, [100, 1]).choose(0.5)
-    assert few.experts[1] == few.gate > few.experts[0]
-    enough = LayerMagnitudes(histograms, [100, 100]).choose(0.5)
-    assert enough.experts[1] == pytest.approx(2 * enough.experts[0], rel=0.2)
-
-
 def test_second_thresholds_are_not_for_mixtures(mixture: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_plan(mixture, overrides={"sparsity.method": "cats-teal"})
@@ -387,14 +354,6 @@ def test_a_broken_file_is_shown_where_it_is_broken(
     assert run(["validate", str(other)]) == 1
     shown = capsys.readouterr().out
     assert "P101" in shown and "broken.thresholds.toml:" in shown
-
-
-def test_what_a_plan_costs_follows_from_its_thresholds(sparse: Path) -> None:
-    thresholds = read_thresholds(sparse.with_name("half.thresholds.toml"))
-    model = load_plan(sparse).model
-    found, source = describe_cut_activity(model, thresholds)
-    assert source == "the plan's thresholds"
-    assert [layer.used for layer in found] == pytest.approx([48.0] * 3)
 
 
 def test_thresholds_are_found_from_a_plan_that_extends_another(

@@ -15,12 +15,7 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.conversion_job import read_counts
 from pi2.measuring import activations
-from pi2.measuring.activations import (
-    RecordingOptions,
-    find_active,
-    measure_skew,
-    record_activations,
-)
+from pi2.measuring.activations import RecordingOptions, measure_skew, record_activations
 from pi2.measuring.texts import Passages
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
@@ -183,11 +178,6 @@ def test_smooth_models_count_their_largest_neurons(tmp_path: Path) -> None:
         plan, Passages([TEXT], context=32, count=1), tmp_path / "stats", options=half
     )
     assert all(layer.active == pytest.approx(0.25) for layer in found.layers)
-
-
-def test_the_largest_are_found_by_magnitude() -> None:
-    active = find_active(np.array([[0.1, -3.0, 2.0, 0.0]], np.float32), 0.5)
-    assert active.tolist() == [[False, True, True, False]]
 
 
 def test_skew_is_the_share_of_neurons_that_makes_four_fifths() -> None:

@@ -68,11 +68,6 @@ def test_in_every_band_of_hotness_an_expert_lies_together() -> None:
             assert (np.diff(rank[mine[owners == expert]]) > 0).all()
 
 
-def test_a_layer_of_fewer_neurons_than_bands_stays_as_it_is() -> None:
-    order = np.random.default_rng(1).permutation(20).astype(np.int32)
-    assert np.array_equal(group_experts(order, 5), order)
-
-
 def test_the_command_groups_a_store_by_hotness_without_statistics(store: Path) -> None:
     wanted = np.stack([group_experts(order, FFN) for order in read_orders(store)])
     dense = (store / "dense.arrow").stat().st_ino
@@ -116,12 +111,6 @@ def test_rows_of_predictors_that_move_are_written(store: Path) -> None:
     reorder_store(store, read_orders(store)[:, ::-1].copy(), "hotness")
     assert (store / "dense.arrow").read_bytes() != before
     assert verify_store(store) == []
-
-
-def test_without_experts_there_is_no_order_by_expert(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path)
-    with pytest.raises(UserError, match=r"P524.*is not a mixture"):
-        choose_orders(tiny.store, "expert", None)
 
 
 def test_an_order_that_says_nothing_of_hotness_needs_statistics(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pi2
 from pi2.arrays import F32, I32, I64
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.measuring.ordering import BANDS, chain_neurons, order_by_coactivation, order_by_hotness
+from pi2.measuring.ordering import order_by_coactivation
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.reordering import reorder_store, repack_store
@@ -99,16 +98,6 @@ def test_a_predictor_names_the_same_neurons(tmp_path: Path, tiny: TinyModel) -> 
     assert named[0][0] > 0
 
 
-def test_back_again_is_what_it_was(tmp_path: Path, tiny: TinyModel) -> None:
-    reorder_store(tiny.store, draw_orders(tiny), "hotness", output=tmp_path / "new")
-    reorder_store(tmp_path / "new", tiny.original, "hotness")
-    for file in sorted(tiny.store.rglob("*")):
-        if file.is_file():
-            assert (tmp_path / "new" / file.relative_to(tiny.store)).read_bytes() == (
-                file.read_bytes()
-            ), file
-
-
 def test_in_place_other_files_stay(tmp_path: Path, tiny: TinyModel) -> None:
     add_files(tiny.store, {"activations.parquet": b"statistics"})
     (tiny.store / "default.plan.toml").write_text("# mine")
@@ -178,40 +167,6 @@ def write_statistics(folder: Path, counts: I64, pairs: list[tuple[int, int, int,
     values = {name: np.array(column, np.int64) for name, column in zip(names, columns, strict=True)}
     pq.write_table(pa.table(values), folder / "coactivations.parquet")
     return folder
-
-
-def test_chains_link_the_heaviest_pairs_first() -> None:
-    weights = np.zeros((6, 6), np.float32)
-    for first, second, weight in [(0, 3, 9), (3, 5, 8), (0, 5, 7), (5, 1, 6), (3, 1, 5), (2, 4, 1)]:
-        weights[first, second] = weights[second, first] = weight
-    chains = chain_neurons(weights)
-    # 0 and 5 would close a ring; 3 has two neighbours when 1 asks for it.
-    assert sorted(chains) == [[0, 3, 5, 1], [2, 4]]
-
-
-def test_neurons_that_fire_together_lie_together_within_their_band(tmp_path: Path) -> None:
-    random = np.random.default_rng(3)
-    counts = np.sort(random.integers(1, 1000, (2, 64)), axis=1)[:, ::-1].copy()
-    # Of the last half, each neuron fires with its mirror.
-    pairs = [(layer, 32 + i, 63 - i, 10_000) for layer in range(2) for i in range(16)]
-    order = order_by_coactivation(write_statistics(tmp_path / "stats", counts, pairs), 2, 64)
-    borders = [0, *(round(share * 64) for share in BANDS)]
-    for layer in range(2):
-        for first, last in pairwise(borders):
-            assert sorted(order[layer, first:last]) == list(range(first, last))
-        place = np.argsort(order[layer])
-        for i in range(16):
-            assert abs(int(place[32 + i]) - int(place[63 - i])) == 1
-
-
-def test_neurons_without_pairs_keep_the_order_of_hotness(tmp_path: Path) -> None:
-    counts = np.arange(64)[None]
-    stats = write_statistics(tmp_path / "stats", counts, [])
-    by_hotness = order_by_hotness(stats, 1, 64)
-    assert np.array_equal(by_hotness[0], np.arange(64)[::-1])
-    assert np.array_equal(order_by_coactivation(stats, 1, 64), by_hotness)
-    # A file of counts is enough for hotness.
-    assert np.array_equal(order_by_hotness(stats / "activations.parquet", 1, 64), by_hotness)
 
 
 @pytest.mark.parametrize("pair", [(0, 1, 64, 5), (3, 1, 2, 5), (0, -1, 2, 5), (0, 1, 2, -5)])

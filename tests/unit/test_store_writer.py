@@ -141,12 +141,6 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path, model: Model) -> None:
     assert list_names(tmp_path) == []
 
 
-def test_leaving_without_finish_leaves_nothing_behind(tmp_path: Path, model: Model) -> None:
-    with open_writer(tmp_path / "store", model) as writer:
-        write_layer(writer, 0)
-    assert list_names(tmp_path) == []
-
-
 def test_an_existing_store_is_not_overwritten_unless_told(tmp_path: Path, model: Model) -> None:
     with open_writer(tmp_path / "store", model) as writer:
         write_all(writer)
@@ -228,13 +222,6 @@ def test_a_folder_that_is_no_store_is_never_replaced(
     with pytest.raises(UserError, match=r"P521.*not a neuron store"):
         open_writer(tmp_path / "home", model, replace=replace)
     assert list_names(tmp_path / "home") == ["letter.txt"]
-
-
-def test_an_empty_folder_is_filled(tmp_path: Path, model: Model) -> None:
-    (tmp_path / "store").mkdir()
-    with open_writer(tmp_path / "store", model) as writer:
-        write_all(writer)
-    assert verify_store(tmp_path / "store") == []
 
 
 def test_two_writers_of_one_store_do_not_meet(tmp_path: Path, model: Model) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pi2.backends.reference.dense_unit import add_neurons
 from pi2.cli.main import run
-from pi2.measuring.timeline import measure_overlap, record_run
+from pi2.measuring.timeline import record_run
 from pi2.orchestrator import load
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
@@ -111,20 +111,6 @@ def test_a_trace_that_cannot_be_written_leaves_the_old_one(
     assert "P003" in capsys.readouterr().err
     assert output.read_text("utf-8") == "old"
     assert not list(tmp_path.glob(".trace*"))
-
-
-def test_time_covered_by_reads_is_counted_once() -> None:
-    reads = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.5, 5.6)]
-    assert measure_overlap([reads], at_once=1) == pytest.approx(4.0)
-    assert measure_overlap([[]], at_once=1) == 0.0
-
-
-def test_time_in_which_units_work_together_is_counted() -> None:
-    first, second = [(0.0, 2.0), (1.0, 3.0)], [(2.5, 4.0), (10.0, 11.0)]
-    assert measure_overlap([first, second], at_once=2) == pytest.approx(0.5)
-    assert measure_overlap([first], at_once=2) == 0.0
-    assert measure_overlap([first, second, [(2.6, 2.7), (3.5, 5.0)]], at_once=2) == 1.0
-    assert measure_overlap([first, [(3.0, 4.0)]], at_once=2) == 0.0
 
 
 def test_a_trace_has_a_lane_for_a_unit_that_is_another_process(
