@@ -208,7 +208,7 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
     --best-of N samples N completions of one prompt and prints the most likely: the highest mean log
     probability of its tokens.
     """
-    from pi2.engine.run_report import describe_run, summarise_run
+    from pi2.engine.run_report import describe_expected, describe_run, summarise_run
 
     messages = list_messages(given)
     texts = [] if messages else read_prompts(given)
@@ -239,6 +239,8 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
         cleanup.pop_all()
     log_plan(model)
     with model:
+        if (expected := describe_expected(model)) is not None:
+            click.echo(expected, err=True)
         for piece in pieces:
             if not given.as_json:
                 write_text(piece)

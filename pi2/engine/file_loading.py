@@ -76,6 +76,10 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             slots,
         )
         cleanup.callback(model.close)
+        rates, facts = model.measure() if slots is None else None, resolved.file
+        expected = None
+        if rates is not None:
+            expected = rates.expect(facts.streamed_bytes, facts.token_bytes)
         budget.charge("kv", plan.memory.segments.kv)
         budget.charge("workspace", plan.memory.segments.workspace)
         get_logger(plan_digest=resolved.digest[:12]).info(
@@ -86,6 +90,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             streamed_bytes=sum(piece.size for piece in division.pieces),
             expert_bytes=resolved.file.expert_bytes,
             reads_through_cache=files.fallback,
+            expected_tokens_s=expected and round(expected.tokens_s, 2),
         )
         forward = WholeForward(
             model,
@@ -102,6 +107,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             layers=None,
             whole=model,
             reader=FileReads(files, model, slots),
+            expected=expected,
             forward=forward,
             load_s=time.perf_counter() - start,
             loaded_bytes=loaded,

@@ -7,9 +7,11 @@ arrived.  Experts that are not resident come into slots of a cache (`pi2.memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import numpy as np
 
@@ -19,9 +21,11 @@ from pi2.backends.blocks.model import PANEL_ROWS, BlockModel
 from pi2.backends.blocks.routed import PairTables, RoutedLayer
 from pi2.backends.executor import ExecutorObserver
 from pi2.memory.expert_slots import ExpertSlots, Held
-from pi2.memory.weight_stream import BLOCK, Piece, WeightStream
+from pi2.memory.weight_stream import BLOCK, Piece, Rates, WeightStream
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 
+TRIAL_S = 0.2
+"""Seconds of streaming that tell a disk's rate."""
 _HEAD_PART = 4
 """The ring of a streamed head is this part of all of it."""
 
@@ -189,6 +193,13 @@ class FileModel:
         self._head.run()
         return self._model.read_logits()
 
+    def measure(self) -> Rates | None:
+        """Stream for `TRIAL_S`, and compute what comes; None where nothing streams."""
+        course = self._head if self._layers.is_resident else self._layers
+        zero = np.zeros(1, np.int32)
+        self._model.begin_step(zero, zero.tolist(), zero.tolist())
+        return course.measure()
+
     def _put_rows(self, tokens: I32) -> None:
         """Read the rows of the embedding that ``tokens`` have, where it is not resident."""
         if self._embedding is None:
@@ -327,6 +338,30 @@ class _Course:
             self._model.run_rows(work.begin, first, end, address - before)
             stream.release(self._done)
             self._done += 1
+
+    def measure(self) -> Rates | None:
+        """Rates of reading and computing pieces, once every slot was filled: its memory is slower
+        when it is touched for the first time.  What comes next is a whole round."""
+        stream = self._stream
+        if stream is None:
+            return None
+        parts = ((work, piece) for work in itertools.cycle(self._work) for piece in work.pieces)
+        begin, computing_s, filled = perf_counter(), 0.0, 0
+        for work, (first, end, before) in parts:
+            address = stream.take(self._done)
+            start = perf_counter()
+            self._model.run_rows(work.begin, first, end, address - before)
+            computing_s += perf_counter() - start
+            stream.release(self._done)
+            self._done += 1
+            if self._done == stream.slots:
+                begin, computing_s, filled = perf_counter(), 0.0, stream.read_bytes
+            elif self._done > stream.slots and perf_counter() - begin >= TRIAL_S:
+                break
+        read, taken_s = stream.read_bytes - filled, perf_counter() - begin
+        self._done = stream.rewind()
+        stream.read_bytes, stream.waited_s = 0, 0.0
+        return Rates(disk=read / taken_s, computing=read / computing_s)
 
     def close(self) -> None:
         if self._stream is not None:

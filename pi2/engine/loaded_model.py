@@ -42,6 +42,7 @@ from pi2.engine.text import (
 )
 from pi2.fitting.sizes import count_chunks
 from pi2.memory.budget import Pressure, read_pressure
+from pi2.memory.weight_stream import Expected
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.sandbox.child import StayingChild
 from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
@@ -122,6 +123,11 @@ class LoadedModel:
         """Bytes that were read from the store while loading: all but those of other units and of
         gates."""
         return self._parts.loaded_bytes
+
+    @property
+    def expected(self) -> Expected | None:
+        """What was measured of a model whose weights stream, and is to be expected of its runs."""
+        return self._parts.expected
 
     @property
     def compute_threads(self) -> int:

@@ -14,7 +14,7 @@ from pi2.engine.forward import Sequences
 from pi2.memory.budget import Budget
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
-from pi2.memory.weight_stream import FileReads
+from pi2.memory.weight_stream import Expected, FileReads
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.store.reader import NeuronStore
 
@@ -51,6 +51,8 @@ class Parts:
     load_s: float
     loaded_bytes: int = 0
     """Read from the store in bulk."""
+    expected: Expected | None = None
+    """None where nothing streams."""
     compute_threads: int
     lock_fallback: str | None = None
     """Why memory is not locked, if the plan wants it."""

@@ -226,6 +226,7 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "dry_run": model.is_dry,
         "load_s": round(model.load_s, 4),
         "loaded_bytes": model.loaded_bytes,
+        "expected_tokens_s": model.expected and _rounded(model.expected.tokens_s),
         "active_share": _rounded(statistics.active_share),
         "predicted_share": _rounded(statistics.predicted_share),
         # Where every neuron is computed, what is not hot streams by, and no cache is asked.
@@ -258,6 +259,15 @@ def describe_model(model: LoadedModel, statistics: RunStatistics) -> dict[str, A
         "budget_bytes": model.plan.plan.memory.budget,
         "plan_digest": model.plan.digest,
     }
+
+
+def describe_expected(model: LoadedModel) -> str | None:
+    """A line for people before a run whose weights stream."""
+    own = model.expected
+    if own is None:
+        return None
+    bound = "the disk" if own.is_disk else "computing"
+    return f"expected: {own.tokens_s:.1f} tokens/s without drafts, bound by {bound}"
 
 
 def _describe_load(run: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -120,6 +120,30 @@ class DirectFiles:
     def close(self) -> None:
         while self._open:
             os.close(self._open.pop())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What was measured while a model was loaded, bytes per second."""
+
+    disk: float
+    """Of the reads of streamed weights; computing them may have been slower."""
+    computing: float
+    """Of computing weights that are in memory."""
+
+    def expect(self, streamed: int, whole: int) -> Expected:
+        """What is to be expected of tokens that read ``streamed`` of ``whole`` bytes from disk."""
+        reads, computing = streamed / self.disk, whole / self.computing
+        return Expected(1 / max(reads, computing), reads >= computing)
+
+
+class Expected(NamedTuple):
+    """What a run whose weights stream will be like."""
+
+    tokens_s: float
+    """Tokens per second without drafts."""
+    is_disk: bool
+    """Whether the disk bounds them, not computing."""
 
 
 class Counts(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from pi2.plan.documents.quantities import (
 from pi2.plan.weights.layout import round_up
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 
+CONTEXTS = (USUAL_CONTEXT, 2048, 1024, 512)
+"""Tokens of a context that no plan states: the most for which there is room."""
 CHUNKS = (256, 128, 64, 32)
 """Tokens of a prompt that go through the layers together: the most for which there is room."""
 DRAFT_TOKENS = 6
@@ -63,8 +66,8 @@ class FileNeeds:
 
     @property
     def least(self) -> int:
-        """Bytes with which a run can stream."""
-        return self.fixed + LEAST_RING + self.slots
+        """Bytes with which a run can stream, or has everything."""
+        return self.fixed + min(self.matrices, LEAST_RING + self.slots)
 
     @property
     def streamable(self) -> int:
@@ -82,7 +85,8 @@ def derive_plan(
     """
     model = weights.model
     kv = dict(values.get("kv") or {})
-    kv.setdefault("context", min(model.shape.context, USUAL_CONTEXT))
+    longest = min(model.shape.context, USUAL_CONTEXT)
+    contexts = [kv["context"]] if "context" in kv else [min(longest, most) for most in CONTEXTS]
     prefill, decode = dict(values.get("prefill") or {}), dict(values.get("decode") or {})
     decode.setdefault("predictor", "none")
     prefill.setdefault("activations", "int8")
@@ -92,17 +96,17 @@ def derive_plan(
         size = weights.count_bytes() if share[1] else installed_bytes
         memory["budget"] = format_bytes(int(size * share[0]) // _MIB * _MIB)
     budget = _read_budget(memory)
-    for chunk in (prefill["chunk"],) if "chunk" in prefill else CHUNKS:
+    chunks = (prefill["chunk"],) if "chunk" in prefill else CHUNKS
+    for kv["context"], chunk in itertools.product(contexts, chunks):
         prefill["chunk"] = min(chunk, _read_count(kv["context"]))
         needs = count_needs(weights, kv, prefill, decode)
         if budget is None or needs.least <= budget:
             break
-    whole = round_up(needs.fixed + needs.matrices, _MIB)
     if budget is None:
+        whole = round_up(needs.fixed + needs.matrices, _MIB)
         budget = min(whole, int(available_bytes * MEMORY_SHARE))
-    least = min(needs.least, whole)
-    if budget < least:
-        raise _refuse(budget, least, needs)
+    if budget < needs.least:
+        raise _refuse(budget, needs)
     hot, ring, slots = divide(budget, needs)
     is_whole = hot == needs.matrices
     streamed = max(0, needs.streamable - hot)
@@ -246,7 +250,7 @@ def _read_budget(memory: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _refuse(budget: int, least: int, needs: FileNeeds) -> UserError:
+def _refuse(budget: int, needs: FileNeeds) -> UserError:
     parts = {
         "Python, libraries and tokenizer": needs.runtime,
         "KV cache": needs.kv,
@@ -257,7 +261,7 @@ def _refuse(budget: int, least: int, needs: FileNeeds) -> UserError:
     return UserError.of(
         "P026",
         f"{approximate_bytes(budget)} is not enough: this file needs at least "
-        f"{approximate_bytes(least)}",
-        help=f"--memory {-(-least // _MIB)}MiB, or a shorter context (--set kv.context=1024)",
+        f"{approximate_bytes(needs.least)}",
+        help=f"--memory {-(-needs.least // _MIB)}MiB, or a shorter context (--set kv.context=256)",
         notes=[f"{name}: {approximate_bytes(size)}" for name, size in parts.items() if size],
     )

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,8 @@ from pi2.diagnostics import UserError
 from pi2.engine.file_model import cut_rows, divide_matrices
 from pi2.memory.flash import ReadSettings
 from pi2.memory.io_engine import EngineName
-from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, WeightStream
+from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, Rates, WeightStream
+from pi2.weights.file_plan import derive_plan
 from pi2.weights.gguf_weights import FileTensor, GgufWeights
 from tests.helpers.gguf_files import write_random_gguf
 
@@ -45,6 +46,27 @@ def test_streamed_weights_give_the_text_of_resident_ones(file: Path) -> None:
     assert streamed[0] == 0 < streamed[1]
     # A prompt and the steps after it read what streams once each, drafts aside.
     assert reads >= 2 * streamed[1]
+
+
+def test_streamed_weights_draft_by_themselves_and_the_text_stays(file: Path) -> None:
+    ids, expected = [], []
+    for memory in (None, "105 MiB"):
+        with pi2.load(file, memory=memory, set={"kv.context": 256}) as model:
+            result = model.generate("hello world " * 4, max_tokens=48, temperature=0.0).result
+            ids.append(result.token_ids)
+            expected.append(model.expected)
+    assert ids[0] == ids[1]
+    assert result.statistics.speculation is not None
+    assert result.statistics.speculation.accepted_tokens > 0
+    # What streams is measured before the run.
+    assert expected[0] is None
+    assert expected[1] is not None and expected[1].tokens_s > 0
+
+
+def test_the_slower_of_disk_and_computing_bounds_what_is_expected() -> None:
+    rates = Rates(disk=1e9, computing=10e9)
+    assert rates.expect(500_000_000, 1_000_000_000) == (2.0, True)
+    assert rates.expect(50_000_000, 1_000_000_000) == (10.0, False)
 
 
 def test_logits_are_the_same_bits_wherever_weights_are(file: Path) -> None:
@@ -91,6 +113,31 @@ def test_a_budget_that_is_too_small_names_the_least(file: Path) -> None:
     codes = [item.code for item in caught.value.diagnostics]
     assert codes == ["P026"]
     assert "needs at least" in str(caught.value)
+
+
+def test_a_short_budget_shortens_a_context_that_no_plan_states(tmp_path: Path) -> None:
+    file = write_random_gguf(tmp_path, {"hidden": 256, "ffn": 4096, "layers": 4, "context": 4096})
+    with GgufWeights.open(file) as weights:
+
+        def derive(budget: int, **kv: int) -> int:
+            values = {"weights": file.name, "memory": {"budget": budget}, "kv": kv}
+            found: int = derive_plan(values, weights, 1 << 40, 1 << 40).values["kv"]["context"]
+            return found
+
+        def find_least(context: int) -> int:
+            """Smallest budget in whole MiB for a stated context."""
+            for least in itertools.count(32):
+                with suppress(UserError):
+                    derive(least << 20, context=context)
+                    return least << 20
+            raise AssertionError
+
+        assert derive(1 << 30) == 4096
+        assert derive(find_least(4096)) == 4096
+        assert derive(find_least(4096) - (1 << 20)) == 2048
+        assert derive(find_least(512)) == 512
+        with pytest.raises(UserError, match="needs at least"):
+            derive(find_least(512) - (1 << 20))
 
 
 def test_a_plan_may_state_no_more_than_the_weights(file: Path, tmp_path: Path) -> None:
