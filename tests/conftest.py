@@ -17,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pi2.backends.compiler import cache
-from tests.helpers.compiling import start_loaded_compiler
+from pi2.caches import find_cache_folder
+from tests.helpers.compiling import QUICK, start_loaded_compiler
 
 # No deadline: other work on the machine makes single examples slow.  CI draws the same examples
 # every time, so that a change is to blame for a failure.
@@ -57,4 +58,14 @@ def compiler_at_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     objects.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "start_compiler", partial(start_loaded_compiler, objects))
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_kernels() -> Iterator[None]:
+    """Kernels of a module's tests are compiled without optimising, into a folder in which users'
+    runs never look for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PI2_CACHE_DIR", str(find_cache_folder("kernels").parent / "tests"))
+        patch.setenv(QUICK, "1")
         yield

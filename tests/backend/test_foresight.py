@@ -20,6 +20,8 @@ from tests.helpers.kernels import DEMO_LIKE, RandomModel
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 class InParts:
     """An executor that shows nobody that it foresees."""

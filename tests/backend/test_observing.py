@@ -20,6 +20,8 @@ from pi2.tracing import Recorder
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 class Both(ExecutorObserver):
     """Tells two observers of the same kernels."""

@@ -64,10 +64,10 @@ def describe_steps(plan: ResolvedPlan, count: int) -> list[Description]:
 
 
 @pytest.mark.parametrize("npu", [False, True])
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(6))
 def test_no_step_of_memory_is_predicted_to_be_slower(seed: int, npu: bool) -> None:
     plan = draw_plan(random.Random(seed), npu=npu)
-    costs = [cost_description(item, 128) for item in describe_steps(plan, 45)]
+    costs = [cost_description(item, 128) for item in describe_steps(plan, 30)]
     assert len(costs) > 10
     for before, after in itertools.pairwise(costs):
         assert after.tokens_s >= before.tokens_s * (1 - NOISE)
@@ -76,7 +76,7 @@ def test_no_step_of_memory_is_predicted_to_be_slower(seed: int, npu: bool) -> No
             assert after.prefill_tokens_s >= before.prefill_tokens_s * (1 - NOISE)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_step_of_memory_is_simulated_to_be_slower(seed: int) -> None:
     plan = draw_plan(random.Random(100 + seed), npu=seed % 2 == 1)
     speeds = [

@@ -6,7 +6,7 @@ import pytest
 
 from tools.compare_predictions import Outcome, run_grid
 
-CELLS = 400
+CELLS = 150
 
 
 @pytest.fixture(scope="module")
