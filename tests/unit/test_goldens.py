@@ -6,7 +6,6 @@ The expected values are in tests/golden/models, written by tools/make_goldens.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +23,6 @@ from tests.helpers.goldens import (
 )
 
 REFERENCE_ERROR = 1e-4
-
-
-@pytest.fixture(scope="module")
-def make_plan(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Converts a golden model once for all tests."""
-    return cache(lambda name: make_golden_plan(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.mark.parametrize("name", list_goldens())

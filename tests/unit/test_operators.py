@@ -4,7 +4,6 @@ another unit; what contradicts an operator and what has no kernels for it is nam
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,6 @@ EXPERTS = ("gemma4-e2b", "gemma4-moe", "laguna", "llama4", "nemotron-h-latent")
 """Layers of different heads, FFNs and widths, and experts that read something of their own."""
 INT8_ROUNDING = 1e-2
 """Both backends round what is kept to 8 bits; values that differ a little are rounded apart."""
-
-
-@pytest.fixture(scope="module")
-def make_plan(tmp_path_factory: pytest.TempPathFactory) -> MakePlan:
-    """Converts a golden model once for all tests."""
-    return cache(lambda name: make_golden_plan(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.mark.parametrize(
