@@ -33,6 +33,7 @@ from pi2.backends.hexagon.specification import (
 from pi2.fitting.check import check_file
 from pi2.plan.arithmetic.sizes import STAGED_NEURONS
 from pi2.plan.documents.device import Device, Unit
+from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import round_up
 
 MACS = 4 * LANES
@@ -90,7 +91,7 @@ def count_kernels(spec: HexagonSpec) -> dict[str, Loop | None]:
 def describe_shape(hidden: int, neurons: int, tokens: Sequence[int], version: str) -> HexagonSpec:
     """Return graphs of gated neurons in int4."""
     assert version in VERSIONS
-    shape = FfnShape(hidden=hidden, weights="int4", activation="drelu")
+    shape = FfnShape(hidden=hidden, weights="int4", options=Ffn(activation="drelu"))
     graphs = tuple(FfnGraph(tokens=count, neurons=neurons) for count in tokens)
     return HexagonSpec(version=version, ffn=shape, graphs=graphs)
 

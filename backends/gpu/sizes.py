@@ -240,15 +240,7 @@ def describe_model_ffn(layout: BundleLayout, model: Model) -> FfnKernels:
 
 def describe_ffn(layout: BundleLayout, ffn: Ffn, experts: int = 0) -> FfnKernels:
     """Return the kernels for neurons of ``layout`` that compute ``ffn``."""
+    options = ffn.model_copy(update={"absent_layers": (), "gate_sparsity": ()})
     return FfnKernels(
-        hidden=layout.hidden,
-        precision=layout.precision,
-        activation=ffn.activation,
-        threshold=ffn.threshold,
-        slope=ffn.slope,
-        limit=ffn.limit,
-        up_offset=ffn.up_offset,
-        gated=layout.is_gated,
-        bias=bool(layout.biases),
-        experts=experts,
+        hidden=layout.hidden, precision=layout.precision, options=options, experts=experts
     )

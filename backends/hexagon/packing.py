@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import F32, I32, U8, Scales
-from pi2.backends.hexagon.specification import LANES, LENGTH_STEP, FfnShape, Weights, count_together
+from pi2.backends.hexagon.specification import (
+    LANES,
+    LENGTH_STEP,
+    FfnShape,
+    Weights,
+    choose_weights,
+    count_together,
+)
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part, unpack_part
 from pi2.plan.weights.layout import GROUP, BundleLayout, Precision, round_up
@@ -41,7 +48,7 @@ def find_top_multiplier(groups: int) -> int:
 def pack_rows(weights: U8, scales: Scales | None, length: int, precision: Precision) -> Arrays:
     """Arrange packed vectors uint8 [n, weight bytes] in tiles: ``weights``, ``multipliers`` and
     ``row_scales``; rows that fill up the last tile are zero."""
-    if precision == "int4":
+    if choose_weights(precision) == "int4":
         assert scales is not None
         return _pack_int4(weights, scales, length)
     return _pack_int8(find_packing(precision).dequantize(weights, scales, length))
@@ -104,7 +111,7 @@ def pack_neurons(bundles: U8, layout: BundleLayout, shape: FfnShape, room: int) 
         own = item["row_scales"].view(np.float32)
         planes[index, : len(own)] = own
     arrays["row_scales"] = _flatten(planes)
-    if shape.bias:
+    if shape.options.bias:
         biases = np.zeros((shape.inputs, room), np.float32)
         for index in range(shape.inputs):
             biases[index, :count] = slice_bias(bundles, layout, index)

@@ -65,7 +65,7 @@ def lay_out_neurons(shape: FfnShape, neurons: int) -> Room:
         weights=rows * codes,
         multipliers=rows * factors,
         row_scales=4 * rows,
-        biases=4 * rows if shape.bias else 0,
+        biases=4 * rows if shape.options.bias else 0,
         experts=4 * neurons if shape.experts else 0,
         down=neurons * shape.hidden,
         down_scales=4 * shape.hidden if neurons else 0,
@@ -281,13 +281,7 @@ def describe_shape(model: Model, layout: BundleLayout) -> FfnShape:
     return FfnShape(
         hidden=layout.hidden,
         weights=choose_weights(layout.precision),
-        activation=model.ffn.activation,
-        threshold=model.ffn.threshold or 0.0,
-        slope=model.ffn.slope,
-        limit=model.ffn.limit,
-        up_offset=model.ffn.up_offset,
-        gated=layout.is_gated,
-        bias=bool(layout.biases),
+        options=model.ffn.model_copy(update={"absent_layers": (), "gate_sparsity": ()}),
         experts=0 if layout.expert_offset is None else model.expert_count,
         weighs_input=model.moe is not None and model.moe.weighs == "input",
     )

@@ -7,7 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pi2.plan.documents.model_parts import Activation
+from pi2.formats import find_packing
+from pi2.plan.documents.common import Table
+from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import Precision, round_up
 
 PROGRAM = "pi2.backends.hexagon.kernels.program"
@@ -29,7 +31,7 @@ Weights = Literal["int4", "int8"]
 
 def choose_weights(precision: Precision) -> Weights:
     """How the NPU keeps what the store has in ``precision``."""
-    return "int4" if precision == "int4" else "int8"
+    return "int4" if find_packing(precision).bits == 4 else "int8"
 
 
 def can_compute(tokens: int) -> bool:
@@ -50,16 +52,7 @@ class FfnShape:
     hidden: int
     """A multiple of 32."""
     weights: Weights
-    activation: Activation
-    threshold: float = 0.0
-    slope: float = 1.0
-    """Of the activation ``silu``: x sigmoid(slope x)."""
-    limit: float | None = None
-    """Gates are cut to at most the limit, ups to -limit..limit (``silu``)."""
-    up_offset: float = 0.0
-    """Added to ups before they are multiplied with gates."""
-    gated: bool = True
-    bias: bool = False
+    options: Ffn
     experts: int = 0
     """Of a mixture, else 0."""
     weighs_input: bool = False
@@ -68,7 +61,7 @@ class FfnShape:
     @property
     def inputs(self) -> int:
         """Vectors of a neuron that are multiplied with the layer's input."""
-        return 2 if self.gated else 1
+        return 2 if self.options.gated else 1
 
     @property
     def length(self) -> int:
@@ -131,16 +124,17 @@ class HexagonSpec:
 
     def to_json(self) -> str:
         """Return canonical JSON."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, default=Table.model_dump)
 
     @classmethod
     def from_json(cls, text: str) -> HexagonSpec:
         """Read what `to_json` wrote."""
         document: dict[str, Any] = json.loads(text)
         ffn = document["ffn"]
+        options = None if ffn is None else Ffn.model_validate(ffn["options"])
         return cls(
             version=document["version"],
-            ffn=None if ffn is None else FfnShape(**ffn),
+            ffn=None if options is None else FfnShape(**(ffn | {"options": options})),
             graphs=tuple(FfnGraph(**item) for item in document["graphs"]),
             products=tuple(ProductGraph(**item) for item in document["products"]),
         )

@@ -37,7 +37,7 @@ def find_dense_rows(
         assert layer is not None
         deviations = model.blocks[layer].ffn.cutoff
         assert deviations is not None
-        maker = CutoffMaker(found[0], deviations, tensor.precision == "fp16")
+        maker = CutoffMaker(found[0], deviations, tensor.packing.is_plain)
         shape = (tensor.rows, model.shape.hidden)
         return [Rows(tensor=_CutoffTensor(**_describe(first, shape), maker=maker))]
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from pi2.formats import find_packing
 from pi2.formats.packing import fill_groups
 from pi2.model.tensor import GATE_CUTOFF, DenseTensor, Place, Source, fill
 
@@ -181,7 +182,7 @@ def find_factors(at: Place) -> Source:
 
 def find_cutoff_precision(model: Model) -> Literal["int8", "fp16"]:
     """How `list_cutoff_tensors` are stored: an error of a cutoff is one of all gates."""
-    return "fp16" if model.quantization.attention == "fp16" else "int8"
+    return "fp16" if find_packing(model.quantization.attention).is_plain else "int8"
 
 
 def count_cutoff_rows(model: Model) -> int:
@@ -192,7 +193,8 @@ def count_cutoff_rows(model: Model) -> int:
 
 def count_stored_cutoff_rows(model: Model) -> int:
     """Rows of the tensor that tells them."""
-    return count_cutoff_rows(model) * (2 if find_cutoff_precision(model) == "fp16" else 1)
+    is_plain = find_packing(find_cutoff_precision(model)).is_plain
+    return count_cutoff_rows(model) * (2 if is_plain else 1)
 
 
 def list_cutoff_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:

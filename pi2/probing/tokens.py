@@ -205,7 +205,7 @@ def fill(size: int, mask: int = 0xFF) -> U8:
 
 
 def _make_tensor(item: DenseTensor) -> Tensor:
-    if item.precision == "fp32":
+    if item.packing.is_float32:
         values: Raw = allocate("", 4 * item.rows * item.length).view(np.float32)
         values = values.reshape(item.rows, item.length)
         values[...] = np.float32(0.0 if "predictor_bias" in item.name else 1.0)
@@ -222,7 +222,7 @@ def _make_tensor(item: DenseTensor) -> Tensor:
 
 
 def _wrap(item: DenseTensor, weights: Raw, scales: Scales | None) -> Tensor:
-    precision = None if item.precision == "fp32" else item.precision
+    precision = None if item.packing.is_float32 else item.precision
     return Tensor(
         name=item.name,
         rows=item.rows,

@@ -32,9 +32,12 @@ from pi2.backends.gpu.kernels.specification import (
 from pi2.backends.gpu.packing import load_image
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
+from pi2.plan.documents.model_parts import Ffn
 from tests.helpers.cubins import read_resources
 
-FFN = FfnKernels(hidden=4096, precision="int4", activation="drelu", bias=True, experts=8)
+FFN = FfnKernels(
+    hidden=4096, precision="int4", experts=8, options=Ffn(activation="drelu", bias=True)
+)
 PLAN = Path(__file__).parents[2] / "plans/pc-rtx-4090/bamboo-7b.plan.toml"
 _EM_CUDA = 190
 _REGISTERS = 65536
@@ -48,7 +51,9 @@ def make_spec(arch: str) -> GpuSpec:
     return GpuSpec(
         target=Target(api="cuda", fp16=True, arch=arch),
         ffn=FFN,
-        gathered=dataclasses.replace(FFN, activation="silu", precision="int8"),
+        gathered=dataclasses.replace(
+            FFN, options=Ffn(activation="silu", bias=True), precision="int8"
+        ),
         gates=dataclasses.replace(FFN, precision="int8"),
         select=SelectKernels(experts=8, expert_neurons=14336),
         router=RouterKernels(length=4096, experts=8, active=2, kind="softmax", normalise=True),

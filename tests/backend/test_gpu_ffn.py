@@ -36,10 +36,10 @@ def load(launcher: Launcher, neurons: RandomNeurons, chunk: int) -> DenseFfn:
     return dense
 
 
-PLAIN = FfnKernels(hidden=480, precision="int4", activation="silu")
+PLAIN = FfnKernels(hidden=480, precision="int4", options=Ffn(activation="silu"))
 """15 groups: blocks of 8, 4, 2 and 1 lanes in the store, and half a strip of columns here."""
 VARIED = FfnKernels(
-    hidden=96, precision="int4", activation="relu2", gated=False, bias=True, experts=3
+    hidden=96, precision="int4", experts=3, options=Ffn(activation="relu2", gated=False, bias=True)
 )
 
 
@@ -48,7 +48,7 @@ VARIED = FfnKernels(
     [
         PLAIN,
         # Neurons that are zero for all tokens of a work group are not read.
-        dataclasses.replace(PLAIN, precision="int8", activation="relu"),
+        dataclasses.replace(PLAIN, precision="int8", options=Ffn(activation="relu")),
         dataclasses.replace(PLAIN, precision="fp16"),
         VARIED,
     ],
@@ -67,7 +67,9 @@ def test_sums_of_any_number_of_tokens_are_those_of_numpy(
     dense.close()
 
 
-WEIGHED = FfnKernels(hidden=96, precision="int4", activation="silu", experts=3, weighs_input=True)
+WEIGHED = FfnKernels(
+    hidden=96, precision="int4", experts=3, weighs_input=True, options=Ffn(activation="silu")
+)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +98,11 @@ def test_neurons_in_rows_have_the_values_of_those_in_tiles(
 
 @pytest.mark.parametrize("activation", [*get_args(Activation), "clamped silu"])
 def test_every_activation(launcher: Launcher, activation: Any) -> None:
-    ffn = FfnKernels(hidden=32, precision="int8", activation=activation)
-    if activation == "fatrelu":
-        ffn = dataclasses.replace(ffn, threshold=0.3)
-    elif activation == "clamped silu":
-        ffn = dataclasses.replace(ffn, activation="silu", slope=1.7, limit=1.5, up_offset=1.0)
+    if activation == "clamped silu":
+        options = Ffn(activation="silu", slope=1.7, limit=1.5, up_offset=1.0)
+    else:
+        options = Ffn(activation=activation, threshold=0.3 if activation == "fatrelu" else 0.0)
+    ffn = FfnKernels(hidden=32, precision="int8", options=options)
     neurons = RandomNeurons(ffn, count=64)
     inputs = 3 * neurons.make_inputs(2)
     bench = Bench(launcher, [make_values(ffn, launcher.facts.fp16, 1)])
@@ -137,7 +139,10 @@ def test_memory_is_counted_and_given_back(launcher: Launcher) -> None:
 
 def test_kernels_of_a_layout_are_described_by_it() -> None:
     ffn = FfnKernels(
-        hidden=64, precision="fp16", activation="gelu", gated=False, bias=True, experts=2
+        hidden=64,
+        precision="fp16",
+        experts=2,
+        options=Ffn(activation="gelu", gated=False, bias=True),
     )
     layout = RandomNeurons(ffn, count=2).layout
     assert describe_ffn(layout, Ffn(activation="gelu", gated=False, bias=True), 2) == ffn

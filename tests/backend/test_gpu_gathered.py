@@ -10,6 +10,7 @@ from pi2.backends.gpu.kernels.gathered import list_gathered_kernels, make_gates,
 from pi2.backends.gpu.kernels.specification import FfnKernels, SelectKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_slots
+from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.bundles import slice_bias, unpack_part
 from tests.helpers.gpu import Bench, RandomNeurons, measure_error
 
@@ -19,9 +20,11 @@ CLOSE = 3e-6
 KINDS = pytest.mark.parametrize(
     "ffn",
     [
-        FfnKernels(hidden=480, precision="int4", activation="relu"),
-        FfnKernels(hidden=96, precision="int8", activation="silu", bias=True, experts=3),
-        FfnKernels(hidden=96, precision="fp16", activation="gelu", gated=False),
+        FfnKernels(hidden=480, precision="int4", options=Ffn(activation="relu")),
+        FfnKernels(
+            hidden=96, precision="int8", experts=3, options=Ffn(activation="silu", bias=True)
+        ),
+        FfnKernels(hidden=96, precision="fp16", options=Ffn(activation="gelu", gated=False)),
     ],
     ids=lambda ffn: ffn.precision,
 )
@@ -85,7 +88,7 @@ def test_gates_are_those_of_numpy(launcher: Launcher, ffn: FfnKernels) -> None:
     found = bench.run("gates", {name: arrays[name] for name in names}, {"most": 50, "tokens": 3})
     weights = unpack_part(neurons.bundles, neurons.layout, 0).astype(np.float64)
     wanted = inputs @ weights.T
-    if ffn.bias:
+    if ffn.options.bias:
         wanted = wanted + slice_bias(neurons.bundles, neurons.layout, 0)
     if ffn.experts:
         wanted = wanted[:, order]

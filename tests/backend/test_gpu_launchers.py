@@ -25,8 +25,9 @@ from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
 from pi2.model.states import StateShape
 from pi2.plan.documents.model_mixing import Latent
+from pi2.plan.documents.model_parts import Ffn
 
-FFN = FfnKernels(hidden=64, precision="int4", activation="relu")
+FFN = FfnKernels(hidden=64, precision="int4", options=Ffn(activation="relu"))
 
 
 def load_join(launcher: Launcher) -> Any:

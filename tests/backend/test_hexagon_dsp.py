@@ -15,6 +15,7 @@ from pi2.backends.hexagon import session
 from pi2.backends.hexagon.library import write_library
 from pi2.backends.hexagon.linkers import find_linker
 from pi2.backends.hexagon.specification import FfnGraph, FfnShape, HexagonSpec
+from pi2.plan.documents.model_parts import Ffn
 from tools.write_npu_library import main
 
 DSP = Path(package.__file__).parent / "dsp"
@@ -88,7 +89,7 @@ def test_the_command_says_what_it_cannot_compile(
 def test_a_library_has_a_program_an_object_and_an_index(tmp_path: Path) -> None:
     if find_linker() is None:
         pytest.skip("there is no ld.lld: apt install lld")
-    shape = FfnShape(hidden=64, weights="int4", activation="relu")
+    shape = FfnShape(hidden=64, weights="int4", options=Ffn(activation="relu"))
     write_library(
         HexagonSpec(version="v75", ffn=shape, graphs=(FfnGraph(tokens=1, neurons=32),)), tmp_path
     )

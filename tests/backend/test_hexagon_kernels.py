@@ -19,6 +19,7 @@ from pi2.backends.hexagon.specification import (
     choose_weights,
 )
 from pi2.formats import find_packing
+from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.bundles import assemble_bundles, slice_part, unpack_part
 from pi2.plan.weights.layout import BundleLayout, Precision, lay_out_bundle, round_up
 from tests.helpers.bundles import pack_bundles
@@ -28,7 +29,7 @@ TOKENS = (1, 2, 4, 8, 24)
 LENGTHS = (32, 96, 256)
 ROWS = 41
 """One tile, and nine rows of another."""
-SHAPE = FfnShape(hidden=96, weights="int4", activation="drelu")
+SHAPE = FfnShape(hidden=96, weights="int4", options=Ffn(activation="drelu"))
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +112,8 @@ def test_the_ffn_rounds_values_and_adds_whole_numbers(
 def test_experts_may_read_what_is_weighed_and_cut_gates_and_ups() -> None:
     """As Llama 4's and gpt-oss's do."""
     require_emulator()
-    shape = replace(SHAPE, activation="silu", slope=1.7, limit=1.5, up_offset=1.0, experts=2)
-    shape = replace(shape, weighs_input=True)
+    options = Ffn(activation="silu", slope=1.7, limit=1.5, up_offset=1.0)
+    shape = replace(SHAPE, options=options, experts=2, weighs_input=True)
     graph = FfnGraph(tokens=8, neurons=64)
     random = np.random.default_rng(5)
     layout = lay_out_bundle(shape.hidden, "int4", mixed=True)

@@ -47,7 +47,11 @@ class RandomNeurons:
         random = np.random.default_rng(seed)
         self.ffn, self.count = ffn, count
         self.layout: BundleLayout = lay_out_bundle(
-            ffn.hidden, ffn.precision, gated=ffn.gated, bias=ffn.bias, mixed=ffn.experts > 0
+            ffn.hidden,
+            ffn.precision,
+            gated=ffn.options.gated,
+            bias=ffn.options.bias,
+            mixed=ffn.experts > 0,
         )
         scale = np.float32(ffn.hidden**-0.5)
         parts = []
@@ -57,7 +61,10 @@ class RandomNeurons:
         biases = random.standard_normal((count, ffn.parts)).astype(np.float32)
         experts = random.integers(0, max(ffn.experts, 1), count).astype(np.int32)
         self.bundles: U8 = assemble_bundles(
-            parts, self.layout, biases if ffn.bias else None, experts if ffn.experts else None
+            parts,
+            self.layout,
+            biases if ffn.options.bias else None,
+            experts if ffn.experts else None,
         )
 
     def make_inputs(self, tokens: int) -> F32:
@@ -77,22 +84,14 @@ class RandomNeurons:
         for index in range(self.ffn.parts):
             rows = unpack_part(self.bundles, self.layout, index).astype(np.float64)
             product = inputs.astype(np.float64) @ rows.T
-            if self.ffn.bias:
+            if self.ffn.options.bias:
                 product = product + slice_bias(self.bundles, self.layout, index)
             products.append(product)
-        model: Any = SimpleNamespace(
-            ffn=SimpleNamespace(
-                activation=self.ffn.activation,
-                threshold=self.ffn.threshold,
-                limit=self.ffn.limit,
-                slope=self.ffn.slope,
-                up_offset=self.ffn.up_offset,
-            )
-        )
+        model: Any = SimpleNamespace(ffn=self.ffn.options)
         weights = None if routes is None else routes[:, slice_experts(self.bundles, self.layout)]
         if weights is not None and self.ffn.weighs_input:
             products = [product * weights for product in products]
-        up: Any = products[1] if self.ffn.gated else None
+        up: Any = products[1] if self.ffn.options.gated else None
         values = cast(F64, activate(model, cast(Any, products[0]), up))
         return values if weights is None or self.ffn.weighs_input else values * weights
 

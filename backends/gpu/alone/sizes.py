@@ -61,7 +61,7 @@ APART = (("attention.growth", "attention.latent"), ("attention.output_gate", "at
 
 def list_tensor_arrays(tensor: DenseTensor) -> dict[str, int]:
     """Bytes of a tensor's arrays on the device, by the names of kernels' parameters."""
-    if tensor.precision == "fp32":
+    if tensor.packing.is_float32:
         return {"values": _round(4 * tensor.rows * tensor.length)}
     in_tiles = lies_in_tiles(tensor)
     rows = round_up(tensor.rows, TILE) if in_tiles else tensor.rows

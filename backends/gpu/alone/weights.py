@@ -101,7 +101,7 @@ class ModelArrays:
             )
             return
         arrays = self.tensors[tensor.name]
-        if shape.precision == "fp32" or not lies_in_tiles(shape):
+        if shape.packing.is_float32 or not lies_in_tiles(shape):
             row_bytes = tensor.weights.nbytes // tensor.rows
             self._send(arrays["values"], tensor.weights, first * row_bytes)
             return

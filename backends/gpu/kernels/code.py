@@ -28,6 +28,7 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels.specification import ONCE, Axis, NumberType
+from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, Precision
 
 Expr = Any
@@ -228,11 +229,14 @@ def narrow_half(value: Expr) -> Expr:
     return T.bitwise_or(magnitude, sign)
 
 
-WORDS = {"int4": 4, "int8": 8, "fp16": 16}
-"""Words of a group."""
 _MAGIC = 0x4B000000
 """The bits of 2^23 as float32: or-ed with an integer below 2^23 they are the bits of their sum,
 which costs less than a conversion on most GPUs."""
+
+
+def count_words(precision: Precision) -> int:
+    """Words of a group of 32 weights."""
+    return find_packing(precision).bits
 
 
 def list_elements(precision: Precision, word: int) -> list[int]:
@@ -242,23 +246,26 @@ def list_elements(precision: Precision, word: int) -> list[int]:
 
 def place_elements(precision: Precision, word: Expr) -> list[Expr]:
     """Return which elements a group's word holds, for a word that only the device knows."""
-    if precision == "int4":
-        return [4 * word + b for b in range(4)] + [16 + 4 * word + b for b in range(4)]
-    each = GROUP // WORDS[precision]
-    return [each * word + index for index in range(each)]
+    packing = find_packing(precision)
+    if packing.is_plain:
+        return [2 * word + index for index in range(2)]
+    size = 4 * packing.bits
+    return [first + 4 * word + byte for first in range(0, GROUP, size) for byte in range(4)]
 
 
 def unpack_word(precision: Precision, word: Expr) -> list[Expr]:
     """Return the numbers of a word as float32, without their scale."""
-    word = let(word)
-    if precision == "int4":
-        shifts = [8 * b for b in range(4)] + [8 * b + 4 for b in range(4)]
-        return [let(_widen_code(word, shift, 15, 8)) for shift in shifts]
-    if precision == "int8":
-        # With its highest bit turned over, a signed byte is itself plus 128.
-        turned = let(T.bitwise_xor(word, T.uint32(0x80808080)))
-        return [let(_widen_code(turned, 8 * b, 255, 128)) for b in range(4)]
-    return [let(widen_half(word, high)) for high in (False, True)]
+    word, packing = let(word), find_packing(precision)
+    if packing.is_plain:
+        return [let(widen_half(word, high)) for high in (False, True)]
+    bits, offset = packing.bits, packing.offset
+    mask = (1 << bits) - 1
+    if not offset:
+        # With its highest bit turned over, a signed field is itself plus half its range.
+        offset = 1 << (bits - 1)
+        word = let(T.bitwise_xor(word, T.uint32(offset * (0xFFFFFFFF // mask))))
+    shifts = [8 * byte + first for first in range(0, 8, bits) for byte in range(4)]
+    return [let(_widen_code(word, shift, mask, offset)) for shift in shifts]
 
 
 def _widen_code(word: Expr, shift: int, mask: int, offset: int) -> Expr:
@@ -305,7 +312,7 @@ class Weights:
         """Declare ``name_weights`` and ``name_scales``."""
         dtype = "uint32" if lanes == 1 else f"uint32x{lanes}"
         buffer = kernel.take_array(f"{name}_weights", dtype)
-        scaled = precision != "fp16"
+        scaled = find_packing(precision).has_scales
         scales = Scales.take(kernel, f"{name}_scales", fp16) if scaled else None
         return cls(precision, buffer, lanes, scales)
 

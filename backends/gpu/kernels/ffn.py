@@ -27,13 +27,14 @@ from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels import products as many
-from pi2.backends.gpu.kernels.code import WORDS, Weights, unpack_word
+from pi2.backends.gpu.kernels.code import Weights, count_words, unpack_word
 from pi2.backends.gpu.kernels.products import BLOCK, ROWS, SLICES, VECTOR, Tiles, emit_few
 from pi2.backends.gpu.kernels.specification import Axis, FfnKernels
+from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import GROUP, Precision
 
 
-def activate(ffn: FfnKernels, gate: c.Expr, up: c.Expr | None) -> c.Expr:
+def activate(ffn: Ffn, gate: c.Expr, up: c.Expr | None) -> c.Expr:
     """Return a neuron's value; ``up`` is None where neurons have no gate."""
     gate, zero = c.let(gate), c.number(0.0)
     match ffn.activation:
@@ -100,7 +101,7 @@ class Epilogue:
 
     def __init__(self, kernel: c.Kernel, ffn: FfnKernels) -> None:
         self._ffn = ffn
-        self._biases = kernel.take_array("biases", "float32") if ffn.bias else None
+        self._biases = kernel.take_array("biases", "float32") if ffn.options.bias else None
         self._routes = kernel.take_array("routes", "float32") if ffn.experts else None
         self._experts = kernel.take_array("experts", "int32") if ffn.experts else None
 
@@ -118,7 +119,8 @@ class Epilogue:
             weight = c.let(self._routes[token * self._ffn.experts + expert])
         if weight is not None and self._ffn.weighs_input:
             products = [c.let(product * weight) for product in products]
-        value = activate(self._ffn, products[0], products[1] if self._ffn.gated else None)
+        options = self._ffn.options
+        value = activate(options, products[0], products[1] if options.gated else None)
         return value if weight is None or self._ffn.weighs_input else value * weight
 
 
@@ -182,7 +184,7 @@ def emit_sums(
     where a neuron lies, for the first of the tokens.  Neurons that are zero for all of the tokens
     are not read.
     """
-    lanes = WORDS[ffn.precision] * ELEMENTS // GROUP
+    lanes = count_words(ffn.precision) * ELEMENTS // GROUP
     units = ffn.hidden // ELEMENTS
     columns = -(-units // ROWS)
     values = kernel.take_array("values", "float32")
@@ -257,7 +259,7 @@ def _add_neuron(
 
 def find_element(precision: Precision, unit: c.Expr, index: c.Expr) -> c.Expr:
     """Return which element of a vector is number ``index`` of unit ``unit`` of 8 elements."""
-    if precision != "int4":
+    if count_words(precision) >= ELEMENTS:
         return unit * ELEMENTS + index
     group, word = T.floordiv(unit, UNITS), T.floormod(unit, UNITS)
     # The second half of a word's elements is half a group further on.

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.code import WORDS, Weights, list_elements, unpack_word
+from pi2.backends.gpu.kernels.code import Weights, count_words, list_elements, unpack_word
 from pi2.backends.gpu.kernels.ffn import Epilogue, emit_sums
 from pi2.backends.gpu.kernels.products import BLOCK, ROWS, SLICES
 from pi2.backends.gpu.kernels.specification import Axis, FfnKernels, SelectKernels
@@ -119,7 +119,7 @@ def make_gates(ffn: FfnKernels, fp16: bool) -> c.Kernel:
     with kernel.declare():
         inputs = kernel.take_array("inputs", "float32")
         weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
-        biases = kernel.take_array("biases", "float32") if ffn.bias else None
+        biases = kernel.take_array("biases", "float32") if ffn.options.bias else None
         order = kernel.take_array("order", "int32") if ffn.experts else None
         scores = kernel.take_array("scores", "float32")
         most = kernel.take_number("most")
@@ -184,7 +184,7 @@ def _multiply(
 ) -> list[c.Cell]:
     """Return a thread's sums of the first ``parts`` vectors of a slot, times ``inputs`` from
     ``first`` on; nothing is read where ``busy`` is 0."""
-    words = ffn.hidden // GROUP * WORDS[ffn.precision]
+    words = ffn.hidden // GROUP * count_words(ffn.precision)
     sums = c.make_zeros(parts)
     with T.serial(busy * -(-words // ROWS)) as step:
         word = c.let(step * ROWS + place.thread[0])
@@ -222,7 +222,7 @@ def _add_word(
     word: c.Expr,
     sums: list[c.Cell],
 ) -> None:
-    words = WORDS[ffn.precision]
+    words = count_words(ffn.precision)
     groups = ffn.hidden // GROUP
     group = c.let(T.floordiv(word, words))
     in_group = c.let(T.floormod(word, words))

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.code import WORDS, Weights, list_elements, place_elements, unpack_word
+from pi2.backends.gpu.kernels.code import (
+    Weights,
+    count_words,
+    list_elements,
+    place_elements,
+    unpack_word,
+)
 from pi2.backends.gpu.kernels.specification import Axis, ProductKernels
 from pi2.plan.weights.layout import GROUP
 
@@ -44,7 +50,7 @@ class Tiles:
 
     def load_group(self, tile: c.Expr, part: int, group: c.Expr, row: c.Expr) -> list[c.Expr]:
         """Return the words of a group."""
-        vectors = WORDS[self.weights.precision] // VECTOR
+        vectors = count_words(self.weights.precision) // VECTOR
         first = c.let(((tile * self.parts + part) * self.groups + group) * vectors)
         words: list[c.Expr] = []
         for vector in range(vectors):
@@ -107,7 +113,7 @@ def _add_group(
     firsts = [c.let(token * (tiles.length // 4) + group * (GROUP // 4)) for token in tokens]
     # As many words as hold whole vectors of 4 inputs.
     step = max(1, 4 // len(list_elements(precision, 0)))
-    for start in range(0, WORDS[precision], step):
+    for start in range(0, count_words(precision), step):
         span = range(start, start + step)
         elements = [element for word in span for element in list_elements(precision, word)]
         numbers = [
@@ -221,7 +227,7 @@ def emit_load_tiles(
 ) -> None:
     """Fill the panel of weights with a group of the rows of two tiles' parts, ``strips``: their
     numbers among all parts of all tiles."""
-    words = WORDS[weights.precision]
+    words = count_words(weights.precision)
     thread = count_thread(place)
     for start in range(0, len(strips) * STRIP * words, _THREADS):
         index = c.let(thread + start)
@@ -250,7 +256,7 @@ def emit_load_vectors(
 ) -> None:
     """Fill the panel of weights with a group of 64 vectors in rows: ``find_row(strip, column)``
     says which row the one of a strip's column below 32 is."""
-    words = WORDS[weights.precision]
+    words = count_words(weights.precision)
     thread = count_thread(place)
     for start in range(0, COLUMNS * words, _THREADS):
         index = c.let(thread + start)
@@ -274,7 +280,7 @@ def emit_load_rows(
 ) -> None:
     """Fill the panel of weights with two groups, from ``first_group`` on, of 32 vectors in rows;
     ``read_row(term)`` says which row a term below 32 is."""
-    words = WORDS[weights.precision]
+    words = count_words(weights.precision)
     thread = count_thread(place)
     for start in range(0, GROUP * 2 * words, _THREADS):
         index = c.let(thread + start)

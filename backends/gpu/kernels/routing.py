@@ -36,7 +36,13 @@ from collections.abc import Iterator
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.code import WORDS, Weights, list_elements, unpack_word, widen_half
+from pi2.backends.gpu.kernels.code import (
+    Weights,
+    count_words,
+    list_elements,
+    unpack_word,
+    widen_half,
+)
 from pi2.backends.gpu.kernels.products import ROWS, VECTOR, Tiles
 from pi2.backends.gpu.kernels.specification import (
     Axis,
@@ -209,7 +215,7 @@ def make_embed(embedding: EmbeddingKernels, fp16: bool) -> c.Kernel:
                 scale = tiles.load_scale(tile, 0, group, in_tile)
                 factor = c.let(scale * c.number(embedding.factor))
                 first = c.let(token * embedding.length + group * GROUP)
-                for number in range(WORDS[precision]):
+                for number in range(count_words(precision)):
                     elements = list_elements(precision, number)
                     values = unpack_word(precision, words[number])
                     for element, value in zip(elements, values, strict=True):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pi2.model.states import StateShape
 from pi2.plan.documents.common import Table
 from pi2.plan.documents.model_mixing import Latent
-from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Activation
+from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups
 
@@ -133,17 +133,7 @@ class FfnKernels:
 
     hidden: int
     precision: Precision
-    activation: Activation
-    threshold: float = 0.0
-    """Threshold of the activation ``fatrelu``."""
-    slope: float = 1.0
-    """Of the activation ``silu``: x sigmoid(slope x)."""
-    limit: float | None = None
-    """Gates are cut to at most the limit, ups to -limit..limit (``silu``)."""
-    up_offset: float = 0.0
-    """Added to ups before they are multiplied with gates."""
-    gated: bool = True
-    bias: bool = False
+    options: Ffn
     experts: int = 0
     """Experts of a mixture, shared ones included; 0 for a model without experts."""
     weighs_input: bool = False
@@ -157,12 +147,12 @@ class FfnKernels:
     @property
     def parts(self) -> int:
         """Vectors of a neuron that are multiplied with the input."""
-        return 2 if self.gated else 1
+        return 2 if self.options.gated else 1
 
     @property
     def is_smooth(self) -> bool:
         """Whether no neuron is ever exactly inactive."""
-        return self.activation in SMOOTH_ACTIVATIONS
+        return self.options.activation in SMOOTH_ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,10 +422,14 @@ def _read_state(shape: dict[str, Any], epsilon: float) -> StateKernels:
     return StateKernels(shape=StateShape(**shape), epsilon=epsilon)
 
 
+def _read_ffn(options: dict[str, Any], **values: Any) -> FfnKernels:
+    return FfnKernels(options=Ffn.model_validate(options), **values)
+
+
 _FAMILIES: Mapping[str, Any] = {
-    "ffn": FfnKernels,
-    "gathered": FfnKernels,
-    "gates": FfnKernels,
+    "ffn": _read_ffn,
+    "gathered": _read_ffn,
+    "gates": _read_ffn,
     "select": SelectKernels,
     "router": RouterKernels,
     "embedding": EmbeddingKernels,

@@ -27,6 +27,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.compiler import vectors as v
 from pi2.backends.hexagon.kernels import code as c
 from pi2.backends.hexagon.specification import LANES, FfnShape, Weights
+from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import GROUP
 
 MAGIC = 12582912.0
@@ -34,7 +35,7 @@ MAGIC = 12582912.0
 _MAGIC_BITS = 0x4B400000
 
 
-def activate(ffn: FfnShape, gate: c.Expr, up: c.Expr | None) -> c.Expr:
+def activate(ffn: Ffn, gate: c.Expr, up: c.Expr | None) -> c.Expr:
     """Return a neuron's value; ``up`` is None where neurons have no gate."""
     gate, zero, one = v.let(gate), c.number(0.0), c.number(1.0)
     match ffn.activation:
@@ -261,13 +262,16 @@ def emit_values(ffn: FfnShape, together: int, *operands: c.Expr) -> None:
             for part in range(ffn.inputs):
                 total = sums[(part * together + index) * LANES + lane]
                 product = c.widen(total) * (rows[part][neuron] * scale)
-                products.append(v.let(product + biases[part][neuron] if ffn.bias else product))
+                products.append(
+                    v.let(product + biases[part][neuron] if ffn.options.bias else product)
+                )
             weight = None
             if ffn.experts:
                 weight = v.let(routes[token * ffn.experts + experts[neuron]])
             if weight is not None and ffn.weighs_input:
                 products = [v.let(product * weight) for product in products]
-            value = activate(ffn, products[0], products[1] if ffn.gated else None)
+            up = products[1] if ffn.options.gated else None
+            value = activate(ffn.options, products[0], up)
             if weight is not None and not ffn.weighs_input:
                 value = value * weight
             value = T.Select(neuron < o["count"], value, c.number(0.0))

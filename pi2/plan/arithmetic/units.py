@@ -66,7 +66,7 @@ def list_matrices(model: Model, rows: DividedRows) -> Mapping[str, tuple[int, in
     return {
         tensor.name: (count, tensor.length, tensor.precision)
         for tensor in list_tensors(model)
-        if (count := counts.get(split_name(tensor.name)[1])) and tensor.precision != "fp32"
+        if (count := counts.get(split_name(tensor.name)[1])) and not tensor.packing.is_float32
     }
 
 
@@ -76,7 +76,7 @@ def list_step_matrices(model: Model) -> list[DenseTensor]:
     return [
         tensor
         for tensor in list_tensors(model)
-        if tensor.precision != "fp32" and (tensor.layer is not None or tensor.name in ends)
+        if not tensor.packing.is_float32 and (tensor.layer is not None or tensor.name in ends)
     ]
 
 
