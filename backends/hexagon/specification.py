@@ -131,7 +131,7 @@ class HexagonSpec:
         """Read what `to_json` wrote."""
         document: dict[str, Any] = json.loads(text)
         ffn = document["ffn"]
-        options = None if ffn is None else Ffn.model_validate(ffn["options"])
+        options = None if ffn is None else Ffn.model_validate_json(json.dumps(ffn["options"]))
         return cls(
             version=document["version"],
             ffn=None if options is None else FfnShape(**(ffn | {"options": options})),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pi2.backends.gpu.alone.use import ModelUse
@@ -11,7 +11,6 @@ from pi2.backends.limits import list_unknown_formats
 from pi2.model.blocks import list_attention
 from pi2.model.options import find_unknown, read_options
 from pi2.model.tensor import POSITIONS, DenseTensor
-from pi2.model.tensors import list_tensors as list_all_tensors
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, STAGED_NEURONS, count_chunk_tokens
 from pi2.plan.arithmetic.units import Need, count_qkv_rows
 from pi2.plan.documents.quantities import approximate_bytes
@@ -75,14 +74,6 @@ def list_tensor_arrays(tensor: DenseTensor) -> dict[str, int]:
 def lies_in_tiles(tensor: DenseTensor) -> bool:
     """Whether it is multiplied with inputs, or looked up in tiles."""
     return tensor.name != POSITIONS
-
-
-def list_tensors(use: ModelUse) -> Mapping[str, DenseTensor]:
-    """Dense tensors of the store that the device has, by their names."""
-    model, ranks = use.model, None
-    if use.predictor == "low-rank" and model.predictor is not None:
-        ranks = [model.predictor.rank] * model.shape.layers
-    return {tensor.name: tensor for tensor in list_all_tensors(model, ranks)}
 
 
 def list_neurons(use: ModelUse) -> dict[str, int]:
@@ -186,8 +177,8 @@ def count_logit_rows(use: ModelUse) -> int:
 
 def list_arrays(use: ModelUse) -> Iterator[int]:
     """Bytes of every array on the device."""
-    for name, tensor in list_tensors(use).items():
-        if name.rpartition(".")[2] not in JOINED:
+    for tensor in use.list_tensors():
+        if tensor.name.rpartition(".")[2] not in JOINED:
             yield from list_tensor_arrays(tensor).values()
     for layer in range(use.model.shape.layers):
         yield from list_neurons(use).values()

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pi2.backends.gpu.kernels.specification import (
     AttentionKernels,
@@ -22,9 +23,12 @@ from pi2.backends.gpu.kernels.specification import (
 from pi2.backends.gpu.sizes import count_experts, describe_model_ffn
 from pi2.model.blocks import list_attention
 from pi2.model.states import describe_state
+from pi2.model.tensor import EMBEDDING, POSITIONS, DenseTensor, split_name
+from pi2.model.tensors import list_tensors
+from pi2.plan.arithmetic.units import name_head
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
-from pi2.plan.weights.layout import BundleLayout, fill_groups
+from pi2.plan.weights.layout import BundleLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,67 +66,33 @@ class ModelUse:
         found = describe_model_ffn(self.layout, self.model)
         return dataclasses.replace(found, in_rows=self.is_sparse)
 
+    def list_tensors(self) -> list[DenseTensor]:
+        """Dense tensors of the store that the device has."""
+        ranks = None
+        if self.predictor == "low-rank" and self.model.predictor is not None:
+            ranks = [self.model.predictor.rank] * self.model.shape.layers
+        return list_tensors(self.model, ranks)
+
     @property
     def products(self) -> Mapping[str, ProductKernels]:
-        """Kernels of products, by the kind of tensor."""
-        shape, attention = self.model.shape, self.model.attention
-        precision = self.model.quantization
-        head = precision.embedding if self.model.tied_head else precision.head
-        found = {
-            "qkv": ProductKernels(
-                length=shape.stored_hidden, precision=precision.attention, bias=attention.has_bias
-            ),
-            "output": ProductKernels(
-                length=shape.stored_query,
-                precision=precision.attention,
-                bias=attention.output_bias,
-                adds=self.adds_to_stream,
-            ),
-            "head": ProductKernels(
-                length=shape.stored_hidden, precision=head, bias=self.model.head_bias
-            ),
+        """Kernels of products, by the kind of tensor; the head's is ``head``."""
+        model, shape = self.model, self.model.shape
+        pitch = None if shape.query == shape.stored_query else shape.stored_query
+        options: dict[str, dict[str, Any]] = {
+            **{key: {"adds": self.adds_to_stream} for key in ("output", "state_output")},
+            "latent_key": {"blocks": shape.heads},
+            "latent_value": {"blocks": shape.heads, "pitch": pitch},
+            "predictor_in": {"relu": True},
+            "predictor_out": {"bias": True, "blocks": model.expert_count},
         }
-        if self.state is not None:
-            state = self.state.shape
-            found["state_in"] = ProductKernels(
-                length=shape.stored_hidden,
-                precision=precision.attention,
-                bias=state.projection_bias,
-            )
-            if state.gates:
-                found["state_gates"] = ProductKernels(length=shape.stored_hidden, precision="fp16")
-            found["state_output"] = ProductKernels(
-                length=state.stored_width,
-                precision=precision.attention,
-                bias=state.projection_bias,
-                adds=self.adds_to_stream,
-            )
-        latent = attention.latent
-        if latent is not None:
-            if latent.query_rank is not None:
-                found["latent_query_out"] = ProductKernels(
-                    length=fill_groups(latent.query_rank), precision=precision.attention
-                )
-            found["latent_key"] = ProductKernels(
-                length=fill_groups(latent.plain), precision=precision.attention, blocks=shape.heads
-            )
-            found["latent_value"] = ProductKernels(
-                length=fill_groups(latent.rank),
-                precision=precision.attention,
-                blocks=shape.heads,
-                pitch=None if shape.query == shape.stored_query else shape.stored_query,
-            )
-        if self.predictor == "low-rank":
-            assert self.model.predictor is not None
-            found["predictor_in"] = ProductKernels(
-                length=shape.stored_hidden, precision=precision.predictor, relu=True
-            )
-            found["predictor_out"] = ProductKernels(
-                length=self.model.predictor.rank,
-                precision=precision.predictor,
-                bias=True,
-                blocks=self.model.expert_count,
-            )
+        tensors = {split_name(own.name)[1]: own for own in self.list_tensors()}
+        tensors["head"] = tensors[name_head(model)]
+        found = {}
+        for kind, own in tensors.items():
+            if own.packing.is_float32 or kind in (EMBEDDING, POSITIONS):
+                continue
+            wanted = {"bias": f"{kind}_bias" in tensors} | options.get(kind, {})
+            found[kind] = ProductKernels(length=own.length, precision=own.precision, **wanted)
         return found
 
     @property

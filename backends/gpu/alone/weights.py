@@ -16,7 +16,6 @@ from pi2.backends.gpu.alone.sizes import (
     list_neurons,
     list_state,
     list_tensor_arrays,
-    list_tensors,
 )
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.kernels.specification import Number, ProductKernels
@@ -43,7 +42,7 @@ class ModelArrays:
         self._launcher, self._use = launcher, use
         self._queue = launcher.open_queue()
         self._own = DeviceArrays(launcher)
-        self._shapes = list_tensors(use)
+        self._shapes = {tensor.name: tensor for tensor in use.list_tensors()}
         self._uploaded: Event | None = None
         self._tail: tuple[int, int, U8] | None = None
         """Layer and first index of neurons that do not fill a tile yet."""

@@ -423,7 +423,7 @@ def _read_state(shape: dict[str, Any], epsilon: float) -> StateKernels:
 
 
 def _read_ffn(options: dict[str, Any], **values: Any) -> FfnKernels:
-    return FfnKernels(options=Ffn.model_validate(options), **values)
+    return FfnKernels(options=Ffn.model_validate_json(json.dumps(options)), **values)
 
 
 _FAMILIES: Mapping[str, Any] = {
