@@ -38,8 +38,11 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep the files in this folder")
     options = parser.parse_args()
     engines = (Pi2(sys.executable), LlamaCpp(options.peer))
-    print("| type | MiB | perplexity | llama.cpp | KL, nats | same top | same answers | gaps |")
-    print("|---|--:|--:|--:|--:|--:|--:|---|", flush=True)
+    print(
+        "| type | MiB | perplexity | llama.cpp | KL, nats | same top | same answers "
+        "| its own KL | top | answers | gaps |"
+    )
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.types:
             made = (options.keep or Path(scratch)) / f"{options.file.stem}-{name}.gguf"
@@ -64,11 +67,13 @@ def describe_type(file: Path, made: Path, name: str, engines: tuple[Pi2, LlamaCp
     except subprocess.CalledProcessError as error:
         lines = str(error.stderr).strip().splitlines()
         return f"failed: {lines[-1] if lines else error.returncode}"
+    steps = found.peer_steps
     return (
         f"{made.stat().st_size / 2**20:,.0f} | {found.perplexity:.3f} "
         f"({found.perplexity / found.peer_perplexity - 1:+.2%}) | {found.peer_perplexity:.3f} "
         f"| {found.kl_nats:.4f} | {found.top_equal:.1%} "
-        f"| {found.answers_equal} of {found.answers} | {found.gaps}"
+        f"| {found.answers_equal} of {found.answers} "
+        f"| {steps.kl_nats:.4f} | {steps.top_equal:.1%} | {steps.answers_equal} | {found.gaps}"
     )
 
 

@@ -19,7 +19,4 @@ def find_limits(facts: UnitFacts) -> list[str]:
     from pi2.backends.blocks.contract import find_unknown
 
     unknown = find_unknown(facts.resolved.model)
-    limits = [f"does not compute {', '.join(unknown)}"] if unknown else []
-    if facts.resolved.plan.prefill.activations == "fp32":
-        limits.append('rounds activations to 8 or 16 bits: prefill.activations = "int16" is finest')
-    return limits
+    return [f"does not compute {', '.join(unknown)}"] if unknown else []

@@ -180,6 +180,7 @@ class Builder:
         grain: int = 1,
         waits: bool = True,
         orders: tuple[int, int] | None = None,
+        plane: int = 0,
         label: str = "",
     ) -> int:
         """Add an instruction of ``items``, or of so many for ``each`` token; return its number."""
@@ -190,6 +191,7 @@ class Builder:
                 values=values,
                 ways=(way, way, way),
                 orders=orders,
+                plane=plane,
                 layer=self.layer,
                 waits=waits,
                 is_little=each > 0 and values.get("length", 0) <= _LITTLE.get(kernel, _ANY_LENGTH),
@@ -292,7 +294,10 @@ class Builder:
                     "has_rest": int(not is_last),
                     "rest_stride": 0 if rest is None else rest.stride,
                     name: orders[0],
+                    # What is left is too little for an fp16 scale.
+                    **({"rounds": int(number == 0)} if kind == "q8_0" else {}),
                 },
+                plane=number,
                 each=each * length // (256 if kind == "q8_k" else 32),
                 grain=8,
                 orders=orders,

@@ -17,6 +17,8 @@ from pi2.model import options
 from pi2.model.options import read_options
 from pi2.plan.documents.model import Model
 
+PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
+"""Planes of 8 bits that inputs of quantised matrices have, by `activations` of a plan."""
 COMMON, STEPS = "common", "steps"
 """Libraries that belong to no format."""
 
@@ -108,7 +110,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         " centred added factor",
         # Blocks of tokens.
         "quantize_q8_k": "x x_stride y y_stride length rest has_rest rest_stride order",
-        "quantize_q8_0": "x x_stride y y_stride length rest has_rest rest_stride together",
+        "quantize_q8_0": "x x_stride y y_stride length rest has_rest rest_stride together rounds",
         # Heads of tokens.
         "turn": "x x_stride heads head_dim weights norm_place epsilon positions cos sin"
         " table_stride rotated neighbours",

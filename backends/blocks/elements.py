@@ -3,10 +3,10 @@
 Activations in 8 bits, as llama.cpp has them.
 
 A token is one stretch: codes int8 [length]; then, per 256 (``q8_k``), scales float32, sums of 16
-codes and of 32 codes int16; or, per 32 (``q8_0``), scales float32 that are fp16 numbers, those
-times the sums of codes, and the sums int32.  Codes of a block of 256 may stand in another order, 16
-by 16, which formats choose; of groups of 32, the first halves of several may lie together, and then
-the second ones.
+codes and of 32 codes int16; or, per 32 (``q8_0``), scales float32, which ``rounds`` makes fp16
+numbers, those times the sums of codes, and the sums int32.  Codes of a block of 256 may stand in
+another order, 16 by 16, which formats choose; of groups of 32, the first halves of several may lie
+together, and then the second ones.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def emit_quantize(kind: Activations, table: Table) -> None:
     )
     order = table.take_array("order", "int64") if kind == "q8_k" else None
     together = table.take("together") if kind == "q8_0" else None
+    rounds = table.take("rounds") if kind == "q8_0" else None
     rest = _Rest(table)
     size = 256 if kind == "q8_k" else 32
     blocks = v.let(length // size)
@@ -44,7 +45,7 @@ def emit_quantize(kind: Activations, table: Table) -> None:
         if kind == "q8_k":
             _emit_wide(_Block(x, y, source, target, number, length), order, rest)
         else:
-            _emit_narrow(_Block(x, y, source, target, number, length), together, rest)
+            _emit_narrow(_Block(x, y, source, target, number, length), together, rounds, rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def _emit_wide(block: _Block, order: v.Buffer, rest: _Rest) -> None:
         _store_as(y, pairs + pair * 2, v.cast(total.get(), "int16", 1), 1, 2)
 
 
-def _emit_narrow(block: _Block, together: v.Expr, rest: _Rest) -> None:
+def _emit_narrow(block: _Block, together: v.Expr, rounds: v.Expr, rest: _Rest) -> None:
     x, y, source, target = block.x, block.y, block.source, block.target
     number, length, lanes = block.number, block.length, 16
     # Halves of groups lie together but for those of the last groups, which fill no register.
@@ -140,13 +141,10 @@ def _emit_narrow(block: _Block, together: v.Expr, rest: _Rest) -> None:
     halves = [v.let(v.load(x, source + k * lanes, lanes)) for k in range(2)]
     sizes = v.let(T.max(T.abs(halves[0]), T.abs(halves[1])))
     top = v.let(v.find_largest(sizes, "float32", lanes))
-    scale = v.let(top / T.float32(127.0))
     inverse = v.let(T.Select(top == T.float32(0.0), T.float32(0.0), T.float32(127.0) / top))
-
-    def round_half(value: v.Expr) -> v.Expr:
-        return v.let(v.cast(v.cast(value, "float16", 1), "float32", 1))
-
-    scale = round_half(scale)
+    exact = v.let(top / T.float32(127.0))
+    rounded = v.cast(v.cast(exact, "float16", 1), "float32", 1)
+    scale = v.let(T.Select(rounds != T.int64(0), rounded, exact))
     total = v.Cell(T.int32(0))
     for index, half in enumerate(halves):
         codes = v.let(_round(half * v.splat(inverse, lanes), lanes))
@@ -157,6 +155,7 @@ def _emit_narrow(block: _Block, together: v.Expr, rest: _Rest) -> None:
     summed = v.let(total.get())
     at = v.let(number * 4)
     _store_as(y, target + length + at, scale, 1, 4)
+    # llama.cpp rounds it to fp16, which ends at 65,504.
     product = scale * v.cast(summed, "float32", 1)
     _store_as(y, target + length + length // 8 + at, product, 1, 4)
     _store_as(y, target + length + length // 4 + at, summed, 1, 4)

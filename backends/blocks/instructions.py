@@ -170,6 +170,8 @@ class Instruction:
     """For `MANY` tokens of different sequences, if the last way takes only tokens of a chunk."""
     orders: tuple[int, int] | None = None
     """Argument ``order``, ``together`` or ``parts`` below `MANY` tokens, and from there on."""
+    plane: int = 0
+    """Plane of activations that it makes; it does nothing in calls that have no such plane."""
     pairs: int = 1
     """What argument ``tokens`` counts of a token: experts, where it counts pairs with them."""
     layer: int | None = None
@@ -188,10 +190,11 @@ def put_float(value: float) -> int:
 class Program:
     """Instructions in the memory where compiled code reads them."""
 
-    def __init__(self, instructions: list[Instruction], head: int) -> None:
-        """``head``: the first instruction that computes only tokens whose logits are wanted."""
+    def __init__(self, instructions: list[Instruction], head: int, planes: tuple[int, int]) -> None:
+        """``head``: the first instruction that computes only tokens whose logits are wanted;
+        ``planes``: of activations in steps and in chunks."""
         self.instructions = instructions
-        self._head = head
+        self._head, self._planes, self._is_chunk = head, planes, False
         sizes = [-(-len(FIELDS[own.kernel]) // _WORDS) * _WORDS for own in instructions]
         self._code = _align(len(instructions) * _WORDS)
         self._values = _align(sum(sizes))
@@ -215,10 +218,13 @@ class Program:
 
     def set_tokens(self, count: int, *, is_chunk: bool) -> None:
         """Let instructions before the head compute ``count`` tokens, which may be a chunk."""
+        self._is_chunk = is_chunk
+        self._parts[0].set_planes(self._planes[is_chunk])
         self._parts[0].set_tokens(count, is_chunk)
 
     def set_head_tokens(self, count: int) -> None:
-        """Let the head compute ``count`` tokens."""
+        """Let the head compute ``count`` tokens of what came before it."""
+        self._parts[1].set_planes(self._planes[self._is_chunk])
         self._parts[1].set_tokens(count, False)
 
     def set_rows(self, number: int, first: int, end: int, lanes: int) -> None:
@@ -266,6 +272,19 @@ class _Part:
         for row, names in zip(rows, fields, strict=True):
             if "starts" in names and not row[names.index("starts")]:
                 row[names.index("starts")] = self._starts.ctypes.data
+        self._made = np.array([instruction.plane for instruction in own], np.int64)
+        self._planes = 0
+        """Number of planes; arguments that depend on it: those read, and whether there are more."""
+        self._read = [
+            row[names.index("planes") :][:1]
+            for row, names in zip(rows, fields, strict=True)
+            if "planes" in names and row[names.index("plane_stride")]
+        ]
+        self._rests = [
+            (row[names.index("has_rest") :][:1], instruction.plane)
+            for row, names, instruction in zip(rows, fields, own, strict=True)
+            if "has_rest" in names
+        ]
         self._little = np.array([int(instruction.is_little) for instruction in own], np.int64)
         self._way = -1
         self._count = 0
@@ -274,6 +293,16 @@ class _Part:
     def takes_panels(self) -> bool:
         """Whether rows are computed as panels."""
         return self._count >= MANY
+
+    def set_planes(self, planes: int) -> None:
+        """Let activations have so many planes."""
+        if planes == self._planes:
+            return
+        self._planes, self._count = planes, 0
+        for place in self._read:
+            place[0] = planes
+        for place, plane in self._rests:
+            place[0] = int(plane + 1 < planes)
 
     def set_tokens(self, count: int, is_chunk: bool) -> None:
         way = int(count > 1) if count < MANY else 2 if is_chunk else 3
@@ -287,7 +316,8 @@ class _Part:
             for place, orders in self._orders:
                 place[0] = orders[int(way >= 2)]
             self._way = way
-        self._code[:, _ITEMS] = items + each * -(-count // tokens)
+        own = items + each * -(-count // tokens)
+        self._code[:, _ITEMS] = np.where(self._made < self._planes, own, 0)
         for value, pairs in self._counts:
             value[0] = count * pairs
         self._starts[1] = count

@@ -299,8 +299,8 @@ class Range:
 class BlockModel:
     """See the module.  One calling thread.
 
-    Inputs of matrices that are quantised have 8 bits, or with two ``planes`` 16: the second ones
-    are what the first leave, quantised again.
+    Inputs of matrices that are quantised have ``planes`` of 8 bits in steps and in chunks: each is
+    what those before it leave, quantised again.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class BlockModel:
         architecture: str,
         features: Iterable[str],
         cores: Sequence[int] = (),
-        planes: int = 1,
+        planes: tuple[int, int] = (1, 1),
         progress: Progress = ignore_progress,
     ) -> None:
         self._model = model
@@ -335,7 +335,7 @@ class BlockModel:
             tokens=tokens,
             context=context,
             threads=threads,
-            planes=planes,
+            planes=max(planes),
         )
         self._layers = layers = Layers(model, builder, max(LOGIT_ROWS, sequences))
         marks: list[tuple[str, int | None, int]] = [("embedding", None, 0)]
@@ -346,7 +346,7 @@ class BlockModel:
         self._head = layers.add_head()
         marks.append(("head", None, self._head))
         builder.finish()
-        self._program = Program(builder.instructions, self._head)
+        self._program = Program(builder.instructions, self._head, planes)
         ends = [*(mark[2] for mark in marks[1:]), len(builder.instructions)]
         self.matrices: list[Matrix] = builder.matrices
         self.ranges = [

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from pi2.arrays import U8
+from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.host import HostLoops, load_host_loops
 from pi2.engine.file_model import Division, FileModel, divide_matrices
@@ -193,7 +194,7 @@ def _make_program(
         chunk=plan.prefill.chunk,
         architecture=machine.architecture,
         features=machine.features,
-        planes=1 if plan.prefill.activations == "int8" else 2,
+        planes=(PLANES[plan.decode.activations], PLANES[plan.prefill.activations]),
         cores=tuple(list_cores(plan.threads.cores or "")),
         progress=progress,
     )

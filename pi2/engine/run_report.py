@@ -198,7 +198,8 @@ def list_deviations(model: LoadedModel, statistics: RunStatistics) -> list[str]:
     ):
         if share:
             found.append(f"{share:.1%} {what}")
-    if model.plan.file is not None and plan.prefill.activations == "int8":
+    rounded = "int8" in (plan.prefill.activations, plan.decode.activations)
+    if model.plan.file is not None and rounded:
         found.append("activations have 8 bits, as in llama.cpp")
     if plan.kv.type != "fp16":
         found.append(f"the KV cache is {plan.kv.type}")

@@ -89,7 +89,8 @@ def derive_plan(
     contexts = [kv["context"]] if "context" in kv else [min(longest, most) for most in CONTEXTS]
     prefill, decode = dict(values.get("prefill") or {}), dict(values.get("decode") or {})
     decode.setdefault("predictor", "none")
-    prefill.setdefault("activations", "int8")
+    for part in (prefill, decode):
+        part.setdefault("activations", "int8")
     memory = dict(values.get("memory") or {})
     share = read_percent(memory.get("budget"))
     if share is not None:
@@ -186,17 +187,19 @@ def count_needs(
     decode: Mapping[str, Any],
 ) -> FileNeeds:
     """Bytes that a run needs."""
+    from pi2.backends.blocks.contract import PLANES
     from pi2.backends.blocks.room import count_kv_bytes, count_workspace_bytes
 
     model, context = weights.model, _read_count(kv["context"])
     sequences = _read_count(decode.get("batch", 1))
     matrices = weights.count_bytes()
     chunk = _read_count(prefill["chunk"])
+    planes = max(PLANES.get(part["activations"], 1) for part in (prefill, decode))
     experts = weights.list_experts()
     return FileNeeds(
         vectors=count_vectors(model),
         kv=count_kv_bytes(model, context, sequences),
-        workspace=count_workspace_bytes(model, chunk, sequences, context=context),
+        workspace=count_workspace_bytes(model, chunk, sequences, planes, context=context),
         runtime=round_up(count_file_runtime(model), _MIB),
         matrices=matrices,
         looked_up=0 if model.tied_head else _count_embedding(weights),

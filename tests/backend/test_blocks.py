@@ -254,12 +254,12 @@ def test_models_in_several_formats_round_activations(name: str) -> None:
     assert np.median(errors) < 0.05 * expected.std()
 
 
-@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("planes", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_workspace_is_known_before(name: str, planes: int) -> None:
     model = make_model(**MODELS[name])
     weights = RandomWeights(model, ("q4_k", "q6_k", "q8_0"))
-    own = open_model(model, weights, planes=planes, chunk=100, context=1000)
+    own = open_model(model, weights, planes=(1, planes), chunk=100, context=1000)
     try:
         expected = count_workspace_bytes(model, 100, 2, planes, context=1000, threads=2)
         assert own.workspace_bytes <= expected < 2 * own.workspace_bytes
@@ -323,13 +323,16 @@ def test_chunks_of_long_contexts_see_what_single_tokens_see() -> None:
         own.close()
 
 
+@pytest.mark.parametrize(("planes", "limit"), [(2, 5e-3), (3, 5e-4)])
 @pytest.mark.parametrize("name", ["llama", "qwen2moe"])
-def test_a_second_plane_of_activations_rounds_almost_nothing(name: str) -> None:
+def test_further_planes_of_activations_round_almost_nothing(
+    name: str, planes: int, limit: float
+) -> None:
     model = make_model(**MODELS[name])
     weights = RandomWeights(model, ("q4_k", "q6_k", "q4_1", "q5_0", "iq4_xs"))
     tokens = np.random.default_rng(1).integers(0, 96, 14).astype(np.int32)
     expected = PlainBlockModel(model, weights, rounds=False).compute(tokens.tolist())
-    own = open_model(model, weights, planes=2)
+    own = open_model(model, weights, planes=(planes, planes))
     try:
         # A panel's tokens, several, and one.
         own.prefill(tokens[:9], 0, 0)
@@ -338,7 +341,26 @@ def test_a_second_plane_of_activations_rounds_almost_nothing(name: str) -> None:
         found += [own.logits(0).copy(), own.step(tokens[13:], [0], [13]).copy()]
     finally:
         own.close()
-    assert measure_divergence(np.concatenate(found), expected) < 5e-3
+    assert measure_divergence(np.concatenate(found), expected) < limit
+
+
+def test_steps_and_chunks_have_planes_of_their_own() -> None:
+    model = make_model(**MODELS["qwen2moe"])
+    weights = RandomWeights(model, ("q4_k", "q4_1", "f16"))
+    tokens = np.random.default_rng(1).integers(0, 96, 14).astype(np.int32)
+    found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+    for planes in ((1, 1), (2, 2), (1, 2), (2, 1)):
+        own = open_model(model, weights, planes=planes)
+        try:
+            own.prefill(tokens, 0, 0)
+            chunk = own.logits(0).copy()
+            found[planes] = chunk, own.step(tokens[:1], [1], [0]).copy()
+        finally:
+            own.close()
+    for step, chunk in ((1, 2), (2, 1)):
+        assert np.array_equal(found[step, chunk][0], found[chunk, chunk][0])
+        assert np.array_equal(found[step, chunk][1], found[step, step][1])
+    assert not np.array_equal(found[1, 1][0], found[2, 2][0])
 
 
 def test_several_models_at_once_have_threads_of_their_own() -> None:

@@ -192,6 +192,7 @@ def quantize(
         )
     else:
         values["together"] = 1 if in_order else count_together(own.name, 4 * common.isa.lanes)
+        values["rounds"] = 1
     size = 256 if kind == "q8_k" else 32
     common.call(f"quantize_{kind}", count * length // size, **values)
     return codes, stride

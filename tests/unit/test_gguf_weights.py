@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -89,16 +90,26 @@ def test_few_tokens_together_have_the_bits_of_each_and_many_round_otherwise(file
     assert np.abs(whole - pieces).max() <= 0.02 * np.abs(pieces).max()
 
 
-def test_activations_of_16_bits_are_nearer_to_none_rounded(file: Path) -> None:
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_activations_of_more_bits_are_nearer_to_none_rounded(
+    file: Path, mode: Literal["prefill", "decode"]
+) -> None:
     tokens, found = list(range(5, 45)), {}
-    for kind in ("int8", "int16"):
-        with pi2.load(file, set={"kv.context": 256, "prefill.activations": kind}) as model:
-            found[kind] = model.logits(tokens)
-    difference = np.abs(found["int8"] - found["int16"]).max()
-    assert 0 < difference <= 0.05 * np.abs(found["int16"]).max()
-    with pytest.raises(UserError) as caught:
-        pi2.load(file, set={"prefill.activations": "fp32"})
-    assert [item.code for item in caught.value.diagnostics] == ["P265"]
+    for kind in ("int8", "int16", "fp32"):
+        with pi2.load(file, set={"kv.context": 256, f"{mode}.activations": kind}) as model:
+            found[kind] = model.logits(tokens, mode=mode)
+    coarse, fine = (np.abs(found[kind] - found["fp32"]).max() for kind in ("int8", "int16"))
+    assert 0 < fine < coarse <= 0.05 * np.abs(found["fp32"]).max()
+
+
+def test_activations_are_those_of_llama_cpp_if_nothing_is_stated(file: Path) -> None:
+    with pi2.load(file, set={"kv.context": 256}) as model:
+        plan = model.plan.plan
+        assert (plan.prefill.activations, plan.decode.activations) == ("int8", "int8")
+        before = plan.memory.segments.workspace
+    with pi2.load(file, set={"kv.context": 256, "decode.activations": "fp32"}) as model:
+        assert model.plan.plan.prefill.activations == "int8"
+        assert model.plan.plan.memory.segments.workspace > before
 
 
 def test_embeddings_have_the_length_one(file: Path) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from real.results import Quality
+from real.results import Quality, Steps
 
 HERE = Path(__file__).parent
 TEXT = HERE / "text.txt"
@@ -65,7 +65,8 @@ class Engine:
     def ask(self, *arguments: str) -> str:
         """Output of the interpreter with ``arguments``."""
         command = [self.python, *arguments]
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        own = os.environ | {"PYTHONPATH": os.fspath(HERE.parent)}
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
         return run.stdout.strip()
 
 
@@ -98,6 +99,5 @@ def measure_quality(file: Path, engines: tuple[Pi2, LlamaCpp]) -> Quality:
         out = os.path.join(folder, "logits.npz")
         text, scorer = os.fspath(TEXT), os.fspath(HERE / "score_llama_cpp.py")
         peer.ask(scorer, os.fspath(file), text, str(QUALITY_TOKENS), os.fspath(PROMPTS), out)
-        return Quality(
-            **json.loads(ours.ask(os.fspath(HERE / "score_pi2.py"), os.fspath(file), out))
-        )
+        found = json.loads(ours.ask(os.fspath(HERE / "score_pi2.py"), os.fspath(file), out))
+    return Quality(**(found | {"peer_steps": Steps(**found["peer_steps"])}))

@@ -59,6 +59,16 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Steps:
+    """llama.cpp that computes the same tokens one by one, beside itself with all at once."""
+
+    perplexity: float
+    kl_nats: float
+    top_equal: float
+    answers_equal: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quality:
     """How good both engines' predictions of one text are."""
 
@@ -74,6 +84,8 @@ class Quality:
     """Answers that are equal token by token."""
     gaps: list[float]
     """Where the others part: how much more probable pi2's token is than llama.cpp's, in nats."""
+    peer_steps: Steps
+    """What no engine can be expected to do better: llama.cpp's distance from itself."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,13 @@ def write_results(results: Results, path: Path = RESULTS) -> None:
     os.replace(made, path)
 
 
+def read_quality(values: dict[str, Any] | None) -> Quality | None:
+    """Read a file's quality, if it was measured."""
+    if values is None:
+        return None
+    return Quality(**(values | {"peer_steps": Steps(**values["peer_steps"])}))
+
+
 def read_results(path: Path = RESULTS) -> Results:
     """Read the results file."""
     values = json.loads(path.read_text())
@@ -123,7 +142,7 @@ def read_results(path: Path = RESULTS) -> Results:
             item["file"],
             item["size_bytes"],
             [Row(**row) for row in item["rows"]],
-            None if item["quality"] is None else Quality(**item["quality"]),
+            read_quality(item["quality"]),
         )
         for item in values["models"]
     ]

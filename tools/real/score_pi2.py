@@ -1,6 +1,6 @@
 """Compare pi2's logits and greedy answers with llama.cpp's; print figures as JSON.
 
-Arguments: GGUF file, and what score_llama_cpp.py wrote of it.
+Arguments: GGUF file, what score_llama_cpp.py wrote of it, and settings of the plan as JSON.
 """
 
 from __future__ import annotations
@@ -9,35 +9,26 @@ import json
 import sys
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 import pi2
+from real.divergence import measure_divergence
 
 
-def normalise(logits: ArrayLike) -> NDArray[np.float64]:
-    """Natural logarithms of probabilities [n, vocab]."""
-    found = np.asarray(logits, np.float64)
-    found = found - found.max(-1, keepdims=True)
-    return np.asarray(found - np.log(np.exp(found).sum(-1, keepdims=True)))
-
-
-def main(file: str, known: str) -> dict[str, object]:
-    """Perplexities, KL divergence, equal choices, and equal answers."""
+def main(file: str, known: str, settings: str = "{}") -> dict[str, object]:
+    """Perplexities, KL divergence, equal choices and answers, and llama.cpp's own distances."""
     with np.load(known) as arrays:
-        ids, theirs = arrays["ids"].tolist(), normalise(arrays["logits"])
-        answers = json.loads(str(arrays["answers"]))
-    with pi2.load(file) as model:
-        ours = normalise(model.logits(ids))[:, : theirs.shape[1]]
+        ids, theirs = arrays["ids"].tolist(), arrays["logits"]
+        answers, steps = (json.loads(str(arrays[name])) for name in ("answers", "steps"))
+    with pi2.load(file, set=json.loads(settings)) as model:
+        ours = np.asarray(model.logits(ids))
         gaps = [gap for given, made in answers if (gap := find_gap(model, given, made)) is not None]
-    rows = np.arange(len(ids) - 1)
     return {
-        "perplexity": float(np.exp(-ours[rows, ids[1:]].mean())),
-        "peer_perplexity": float(np.exp(-theirs[rows, ids[1:]].mean())),
-        "kl_nats": float((np.exp(theirs) * (theirs - ours)).sum(-1).mean()),
-        "top_equal": float((theirs.argmax(-1) == ours.argmax(-1)).mean()),
+        **measure_divergence(ids, theirs, ours),
+        "peer_perplexity": measure_divergence(ids, theirs, theirs)["perplexity"],
         "answers": len(answers),
         "answers_equal": len(answers) - len(gaps),
         "gaps": [round(gap, 3) for gap in gaps],
+        "peer_steps": steps,
     }
 
 

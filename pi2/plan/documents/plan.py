@@ -156,9 +156,10 @@ class Prefill(Table):
     chunk: Annotated[int, Field(ge=1, le=1024)] = 128
     """Number of prompt tokens that go through a layer together."""
     activations: ActivationType = "int16"
-    """Precision of matrix inputs in the cpu backend, with one scale for 32 of them: ``int8``
-    halves the arithmetic and changes logits by up to 1 % of the largest; ``fp32`` rounds nothing
-    and is slower."""
+    """Precision of inputs of quantised matrices on the processor. ``int8`` halves the arithmetic
+    and changes logits by up to 1 % of the largest; ``fp32`` rounds nothing and is slower. Stores
+    have one scale for 32 inputs. GGUF files run with ``int8`` unless the plan says otherwise:
+    groups of 32 or 256, scales and rounding are those of llama.cpp for the matrix's type."""
 
 
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
@@ -211,9 +212,9 @@ class Decode(Table):
     takes all gates, then open ups, then downs. Both give the same bits. Absent means 2 with
     ``predictor = "gate"`` and 1 otherwise. Neurons with biases or without gates are computed one by
     one."""
-    activations: Literal["int16", "fp32"] = "int16"
-    """Precision of matrix inputs in the cpu backend, as in ``prefill``: ``int16`` changes logits
-    by a few parts in 10,000 of the largest, ``fp32`` rounds nothing."""
+    activations: ActivationType = "int16"
+    """Precision of matrix inputs in steps, as in ``prefill``: ``int16`` changes logits by a few
+    parts in 10,000 of the largest."""
     batch_activations: Literal["int8"] | None = None
     """Precision of matrix inputs in the cpu backend in steps of several tokens (sequences or
     drafts). ``int8`` takes the upper 8 bits of ``int16``, and is quicker from three tokens on; a
