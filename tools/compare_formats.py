@@ -2,7 +2,9 @@
 
     python tools/compare_formats.py FILE.gguf --peer PYTHON [--types Q2_K Q6_K ...] [--keep FOLDER]
 
-PYTHON is an interpreter that imports `llama_cpp`.  A table goes to standard output.
+PYTHON is an interpreter that imports `llama_cpp`.  A table goes to standard output.  With
+``--floats`` neither rounds activations to 8 bits: pi2 runs with ``fp32``, and llama.cpp computes
+the file's weights as float32, which its quantiser has made of them.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ TYPES = (
 )
 QUANTISE = """
 import os, sys, llama_cpp
+names = "LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_"
 parameters = llama_cpp.llama_model_quantize_default_params()
-parameters.ftype = getattr(llama_cpp, "LLAMA_FTYPE_MOSTLY_" + sys.argv[3])
+parameters.ftype = getattr(llama_cpp, names[sys.argv[3] == "F32"] + sys.argv[3])
 parameters.allow_requantize = True
 parameters.nthread = len(os.sched_getaffinity(0))
 sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), parameters))
@@ -35,6 +38,7 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--peer", required=True)
     parser.add_argument("--types", nargs="+", default=list(TYPES))
+    parser.add_argument("--floats", action="store_true", help="compare without 8-bit activations")
     parser.add_argument("--keep", type=Path, help="keep the files in this folder")
     options = parser.parse_args()
     engines = (Pi2(sys.executable), LlamaCpp(options.peer))
@@ -46,28 +50,47 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.types:
             made = (options.keep or Path(scratch)) / f"{options.file.stem}-{name}.gguf"
-            print(f"| {name} | {describe_type(options.file, made, name, engines)} |", flush=True)
+            cells = describe_type(options.file, made, name, engines, options.floats)
+            print(f"| {name} | {cells} |", flush=True)
             if options.keep is None:
                 made.unlink(missing_ok=True)
     return 0
 
 
-def describe_type(file: Path, made: Path, name: str, engines: tuple[Pi2, LlamaCpp]) -> str:
+def quantise(source: Path, made: Path, name: str, python: str) -> str | None:
+    """Let llama.cpp make a file; returns why it makes none."""
+    if made.exists():
+        return None
+    command = [python, "-c", QUANTISE, os.fspath(source), os.fspath(made), name]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not run.returncode:
+        return None
+    lines = [line for line in run.stderr.splitlines() if "rror" in line or "imatrix" in line]
+    return "llama.cpp makes none: " + (lines[-1].strip() if lines else str(run.returncode))
+
+
+def describe_type(
+    file: Path, made: Path, name: str, engines: tuple[Pi2, LlamaCpp], floats: bool
+) -> str:
     """Cells of a type: size, both perplexities, distances and equal answers."""
-    command = [engines[1].python, "-c", QUANTISE, os.fspath(file), os.fspath(made), name]
-    if not made.exists():
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        if run.returncode:
-            lines = [
-                line for line in run.stderr.splitlines() if "rror" in line or "imatrix" in line
-            ]
-            return "llama.cpp makes none: " + (lines[-1].strip() if lines else str(run.returncode))
+    python, peer_file, settings = engines[1].python, made, {}
+    if failure := quantise(file, made, name, python):
+        return failure
+    if floats:
+        peer_file = made.with_suffix(".f32.gguf")
+        settings = {f"{part}.activations": "fp32" for part in ("prefill", "decode")}
+        if failure := quantise(made, peer_file, "F32", python):
+            return failure
     try:
-        found = measure_quality(made, engines)
+        found = measure_quality(made, engines, peer_file, settings)
     except subprocess.CalledProcessError as error:
         lines = str(error.stderr).strip().splitlines()
         return f"failed: {lines[-1] if lines else error.returncode}"
+    finally:
+        if floats:
+            peer_file.unlink(missing_ok=True)
     steps = found.peer_steps
+    assert steps is not None
     return (
         f"{made.stat().st_size / 2**20:,.0f} | {found.perplexity:.3f} "
         f"({found.perplexity / found.peer_perplexity - 1:+.2%}) | {found.peer_perplexity:.3f} "

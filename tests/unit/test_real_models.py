@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from real.documents import BEGIN, END, write_documents
-from real.results import Machine, ModelResult, Quality, Results, Row, read_results
+from real.results import Machine, ModelResult, Quality, Results, Row, Steps, read_results
 
 
 def test_the_table_of_real_models_is_written_from_the_results() -> None:
@@ -29,6 +29,7 @@ def make_results(decode: float) -> Results:
         answers=2,
         answers_equal=1,
         gaps=[0.1],
+        peer_steps=Steps(perplexity=3.6, kl_nats=0.002, top_equal=0.98, answers_equal=2),
     )
     machine = Machine(processor="2 x CPU", kernel="6", disk_bytes_s=1e9, note="")
     model = ModelResult("a.gguf", 2**30, rows, quality)
@@ -44,6 +45,7 @@ def test_another_figure_is_refused(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n")
     assert "10.0 tok/s" in text and "killed for memory" in text
+    assert "3.400 (3.600) | 0.0010 (0.0020) | 99.0% (98.0%) | 1 of 2 (2)" in text
 
 
 def test_a_page_without_markers_is_left_as_it_is(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def render_results(results: Results) -> str:
         lines += render_rows(model)
     lines += [
         "",
+        "In brackets: llama.cpp computing the same tokens one by one, beside itself.",
+        "",
         "| file | perplexity | llama.cpp | KL divergence, nats | same top token | same answers |",
     ]
     lines.append("|---|--:|--:|--:|--:|--:|")
@@ -92,8 +94,12 @@ def render_quality(model: ModelResult) -> str:
     """Perplexities and distances of a file."""
     quality = model.quality
     assert quality is not None
+    steps, own = quality.peer_steps, ["", "", "", ""]
+    if steps is not None:
+        texts = f"{steps.perplexity:.3f} {steps.kl_nats:.4f} {steps.top_equal:.1%}".split()
+        own = [f" ({text})" for text in (*texts, str(steps.answers_equal))]
     return (
-        f"| {model.file} | {quality.perplexity:.3f} | {quality.peer_perplexity:.3f} "
-        f"| {quality.kl_nats:.4f} | {quality.top_equal:.1%} "
-        f"| {quality.answers_equal} of {quality.answers} |"
+        f"| {model.file} | {quality.perplexity:.3f} | {quality.peer_perplexity:.3f}{own[0]} "
+        f"| {quality.kl_nats:.4f}{own[1]} | {quality.top_equal:.1%}{own[2]} "
+        f"| {quality.answers_equal} of {quality.answers}{own[3]} |"
     )

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,12 +93,23 @@ class LlamaCpp(Engine):
         )
 
 
-def measure_quality(file: Path, engines: tuple[Pi2, LlamaCpp]) -> Quality:
-    """Both engines' losses on the same `QUALITY_TOKENS` tokens, and how far they are apart."""
+def measure_quality(
+    file: Path,
+    engines: tuple[Pi2, LlamaCpp],
+    peer_file: Path | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Quality:
+    """Both engines' losses on the same `QUALITY_TOKENS` tokens, and how far they are apart.
+
+    ``peer_file``: the same weights as llama.cpp reads them; ``settings``: of pi2's plan.
+    """
     ours, peer = engines
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "logits.npz")
         text, scorer = os.fspath(TEXT), os.fspath(HERE / "score_llama_cpp.py")
-        peer.ask(scorer, os.fspath(file), text, str(QUALITY_TOKENS), os.fspath(PROMPTS), out)
-        found = json.loads(ours.ask(os.fspath(HERE / "score_pi2.py"), os.fspath(file), out))
+        peer.ask(
+            scorer, os.fspath(peer_file or file), text, str(QUALITY_TOKENS), os.fspath(PROMPTS), out
+        )
+        own = json.dumps(settings or {})
+        found = json.loads(ours.ask(os.fspath(HERE / "score_pi2.py"), os.fspath(file), out, own))
     return Quality(**(found | {"peer_steps": Steps(**found["peer_steps"])}))

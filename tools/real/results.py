@@ -84,8 +84,9 @@ class Quality:
     """Answers that are equal token by token."""
     gaps: list[float]
     """Where the others part: how much more probable pi2's token is than llama.cpp's, in nats."""
-    peer_steps: Steps
-    """What no engine can be expected to do better: llama.cpp's distance from itself."""
+    peer_steps: Steps | None = None
+    """llama.cpp's distance from itself, which no other engine can undercut; None in results of
+    before."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def read_quality(values: dict[str, Any] | None) -> Quality | None:
     """Read a file's quality, if it was measured."""
     if values is None:
         return None
-    return Quality(**(values | {"peer_steps": Steps(**values["peer_steps"])}))
+    steps = values.get("peer_steps")
+    return Quality(**(values | {"peer_steps": None if steps is None else Steps(**steps)}))
 
 
 def read_results(path: Path = RESULTS) -> Results:
