@@ -357,9 +357,9 @@ def test_steps_and_chunks_have_planes_of_their_own() -> None:
             found[planes] = chunk, own.step(tokens[:1], [1], [0]).copy()
         finally:
             own.close()
-    for step, chunk in ((1, 2), (2, 1)):
-        assert np.array_equal(found[step, chunk][0], found[chunk, chunk][0])
-        assert np.array_equal(found[step, chunk][1], found[step, step][1])
+    for ones, many in ((1, 2), (2, 1)):
+        assert np.array_equal(found[ones, many][0], found[many, many][0])
+        assert np.array_equal(found[ones, many][1], found[ones, ones][1])
     assert not np.array_equal(found[1, 1][0], found[2, 2][0])
 
 
