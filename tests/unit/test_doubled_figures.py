@@ -113,13 +113,6 @@ def test_a_doubled_figure_moves_predictions_in_the_right_direction(figure: str) 
         assert min(changes["planned"], changes["simulated"]) > 0.03, changes
 
 
-@pytest.mark.parametrize("figure", sorted(MATTERS))
-def test_half_of_a_figure_is_no_faster(figure: str) -> None:
-    before, after = predict_phone(), predict(change(figure, 0.5))
-    for name, value in before.items():
-        assert 0.5 - NOISE <= after[name] / value <= 1.0 + NOISE, name
-
-
 def test_power_moves_energy_and_nothing_else() -> None:
     def find_energy(device: Device) -> tuple[float, float]:
         resolved = replace(load_phone(), device=device)
