@@ -116,7 +116,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     ]
     sampling, remarks = recommend_sampling(model)
     remarks[("store",)] = "relative to this file; `pi2 convert` makes it"
-    remarks[("memory", "budget")] = "limit of the whole process"
+    remarks[("memory", "budget")] = describe_budget(device)
     document = {**values, **tables, **sampling}
     return "\n".join([*head, *write_tables(Plan, (), document, remarks.get)]) + "\n"
 
@@ -125,6 +125,16 @@ def name_segments(model: Model) -> dict[str, str]:
     """What the segments of a plan for ``model`` hold: those that it needs."""
     has_states = bool(model.state_layers)
     return {name: text for name, text in SEGMENT_REASONS.items() if has_states or name != "state"}
+
+
+def describe_budget(device: Device) -> str:
+    """Remark of a plan's budget; phones have UFS."""
+    limit = "limit of the whole process"
+    if device.storage.kind != "ufs":
+        return limit
+    return (
+        f"{limit}; Android 17 limits an app's anonymous memory: adb shell am memory-limiter status"
+    )
 
 
 def _describe_units(device: Device) -> list[str]:

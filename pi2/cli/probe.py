@@ -50,7 +50,7 @@ class BuildOptions:
 @in_help("More commands", "Build a bundle that runs a plan without TVM.")
 @click.command("build")
 @take_options(BuildOptions)
-@take_plan(locked=True)
+@take_plan(locked=True, has_files=True)
 def build_command(plan: ChosenPlan, given: BuildOptions) -> None:
     """Build a bundle of PLAN: kernels, weights, and a runtime that needs only Python and numpy.
 

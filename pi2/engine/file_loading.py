@@ -27,8 +27,8 @@ from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, Weigh
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress
-from pi2.weights.file_plan import PIECE_BYTES, describe_experts
-from pi2.weights.gguf_weights import FileTensor, FileTexts, GgufWeights
+from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
+from pi2.weights.gguf_weights import FileTexts, GgufWeights
 
 
 def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start: float) -> Parts:
@@ -184,7 +184,8 @@ def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
 def _make_program(
     resolved: ResolvedPlan, machine: Machine, progress: Progress, find: object
 ) -> BlockModel:
-    plan = resolved.plan
+    plan, unit = resolved.plan, resolved.device.units[resolved.sparse_unit]
+    features = machine.features if unit.features is None else frozenset(unit.features)
     return BlockModel(
         resolved.model,
         find,  # type: ignore[arg-type]
@@ -192,8 +193,8 @@ def _make_program(
         context=plan.kv.context,
         sequences=plan.decode.step_tokens,
         chunk=plan.prefill.chunk,
-        architecture=machine.architecture,
-        features=machine.features,
+        architecture=unit.architecture or machine.architecture,
+        features=features,
         planes=(PLANES[plan.decode.activations], PLANES[plan.prefill.activations]),
         cores=tuple(list_cores(plan.threads.cores or "")),
         progress=progress,

@@ -22,7 +22,8 @@ from pi2.backends.blocks.routed import PairTables, RoutedLayer
 from pi2.backends.executor import ExecutorObserver
 from pi2.memory.expert_slots import ExpertSlots, Held
 from pi2.memory.weight_stream import BLOCK, Piece, Rates, WeightStream
-from pi2.weights.gguf_weights import FileTensor, GgufWeights
+from pi2.weights.file_tensor import FileTensor
+from pi2.weights.gguf_weights import GgufWeights
 
 TRIAL_S = 0.2
 """Seconds of streaming that tell a disk's rate."""

@@ -17,7 +17,6 @@ from typing import Literal
 import numpy as np
 
 from pi2.backends.compiler.cache import compile_ahead
-from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.cpu.specification import make_spec
 from pi2.backends.hexagon.backend import describe_sizes
 from pi2.backends.hexagon.library import PROGRAM, describe_library, write_library
@@ -32,6 +31,7 @@ from pi2.memory.host_loops import CheckInstruction, HostSpec, choose_checks
 from pi2.model.tensors import list_tensors
 from pi2.phone.contents import PACKAGES, Wish, aim_plan, list_code
 from pi2.phone.documents import PLAN, STORE, write_index, write_resolved
+from pi2.phone.file_weights import list_block_specs, take_weights, write_weights
 from pi2.phone.replacements.libraries import INDEX as KERNELS
 from pi2.phone.replacements.libraries import Spec, describe_spec
 from pi2.phone.runtime.probing import list_recipes
@@ -126,12 +126,14 @@ def build_bundle(
     """Build the bundle of a plan at the new folder ``folder``; UserError P673 for unsupported
     plans, P675 if writing fails, P650 and P651 for kernels, P5xx for the store."""
     aimed = aim_plan(resolved, wish)
-    has_store = (resolved.store_path / MANIFEST).is_file()
-    misfits = find_store_misfits(resolved) if has_store else []
-    if mode != "none" and misfits:
-        raise UserError(misfits, exit_code=2)
-    # What a run would refuse says nothing of the store that the machine has.
-    source = resolved.store_path if mode != "none" or (has_store and not misfits) else None
+    source = None
+    if resolved.file is None:
+        has_store = (resolved.store_path / MANIFEST).is_file()
+        misfits = find_store_misfits(resolved) if has_store else []
+        if mode != "none" and misfits:
+            raise UserError(misfits, exit_code=2)
+        # What a run would refuse says nothing of the store that the machine has.
+        source = resolved.store_path if mode != "none" or (has_store and not misfits) else None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError.of(
             "P675",
@@ -172,12 +174,14 @@ def _fill(
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     _write_version(room)
-    if store_path is None:
+    if aimed.file is not None:
+        specs: list[Spec] = [*list_block_specs(aimed), *list_host_specs(aimed)]
+    elif store_path is None:
         specs = list_specs(aimed, _describe_tensors(aimed.model))
     else:
         with NeuronStore.open(store_path, model=aimed.model) as store:
             specs = list_specs(aimed, store.tensors)
-    if wish.probe:
+    if wish.probe and aimed.file is None:
         specs += [spec for recipe in list_recipes(aimed) for spec in recipe.list_specs()]
     npus = [unit for unit in aimed.dense_units if aimed.name_backend(unit) == "hexagon"]
     libraries = [
@@ -193,7 +197,11 @@ def _fill(
     (room / "run.sh").write_text(START, encoding="utf-8")
     (room / "run.sh").chmod(0o755)
     write_notes(room, aimed)
-    if mode == "none":
+    if aimed.file is not None:
+        write_weights(room, aimed)
+        files = [] if mode == "none" else take_weights(aimed).files
+        bring_files({file: room / STORE / file.name for file in files}, mode, progress)
+    elif mode == "none":
         # What is needed to find out that another store is the right one.
         (room / STORE).mkdir()
         (room / STORE / "README.txt").write_text(
@@ -242,14 +250,20 @@ def list_specs(aimed: ResolvedPlan, tensors: Mapping[str, Tensor]) -> list[Spec]
     here = detect_machine()
     cpu = replace(here.cpu, features=features, architecture=unit.architecture)
     machine = replace(here, cpu=cpu)
-    kernels = make_spec(make_request(aimed, machine, tensors))
+    return [make_spec(make_request(aimed, machine, tensors)), *list_host_specs(aimed)]
+
+
+def list_host_specs(aimed: ResolvedPlan) -> list[Spec]:
+    """Return the loops of the host that a run may ask for."""
+    unit = aimed.device.units[aimed.sparse_unit]
+    assert unit.features is not None and unit.architecture is not None
+    features = frozenset(unit.features)
     # Where the features do not tell, the phone's processor may have the instruction for checks.
     known = choose_checks(features)
     usual: CheckInstruction = "pclmulqdq" if unit.architecture == "x86-64" else "crc32x"
     choices = (None, usual) if known is None else (known,)
     name = {"x86-64": "x86_64"}.get(unit.architecture, unit.architecture)
-    loops = [HostSpec(architecture=name, system="Linux", checks=item) for item in choices]
-    return [kernels, *loops]
+    return [HostSpec(architecture=name, system="Linux", checks=item) for item in choices]
 
 
 def _compile_kernels(
@@ -265,7 +279,7 @@ def _compile_kernels(
             progress(label, done + share * part)
 
         compile_ahead(spec, file, triple, report)
-        assert find_signatures(file).exists()
+
         file.chmod(0o755)
         yield spec, file
 
@@ -273,14 +287,18 @@ def _compile_kernels(
 def _bring_store(source: Path, target: Path, mode: StoreMode, progress: Progress) -> None:
     files = [path for path in sorted(source.rglob("*")) if path.is_file()]
     files.sort(key=lambda path: path.name == MANIFEST)
-    for number, path in enumerate(files):
-        place = target / path.relative_to(source)
+    bring_files({path: target / path.relative_to(source) for path in files}, mode, progress)
+
+
+def bring_files(places: Mapping[Path, Path], mode: StoreMode, progress: Progress) -> None:
+    """Link or copy files to their ``places``."""
+    for number, (path, place) in enumerate(places.items()):
         place.parent.mkdir(parents=True, exist_ok=True)
         if mode == "link":
             try:
-                os.link(path, place)
+                os.link(path.resolve(), place)
                 continue
             except OSError:  # another file system
                 pass
         shutil.copyfile(path, place)
-        progress("copying the store", (number + 1) / len(files))
+        progress("copying the weights", (number + 1) / len(places))

@@ -18,7 +18,7 @@ from pi2.plan.documents.device import IsaFeature
 ROOTS = ("pi2.phone.runtime.command", "pi2.orchestrator", "pi2.sandbox.template")
 """Modules that a run starts with or imports by name; backends and formats are added."""
 
-SPARSE_BACKENDS = frozenset({"cpu"})
+SPARSE_BACKENDS = frozenset({"cpu", "blocks"})
 """Backends whose executors bundles can have."""
 DENSE_BACKENDS = frozenset({"hexagon"})
 """Backends of units beside the executor that they can have."""
@@ -29,6 +29,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "pi2.backends.hexagon.linkers": "pi2.phone.replacements.linkers",
     "pi2.logging": "pi2.phone.replacements.logs",
     "pi2.sandbox.tokenizer": "pi2.phone.replacements.tokenizers",
+    "pi2.weights.gguf_weights": "pi2.phone.replacements.file_weights",
 }
 """Modules of pi2 and their replacements in a bundle."""
 
@@ -37,7 +38,6 @@ STAND_INS = ("pydantic", "pydantic_core")
 
 LEFT_OUT = frozenset(
     {
-        "pi2.engine.file_loading",
         "pi2.authoring.writing",
         "pi2.fitting.check",
         "pi2.plan.reading.schema_check",
@@ -48,7 +48,7 @@ LEFT_OUT = frozenset(
         "pi2.sharing.resolver",
     }
 )
-"""What only a plan that is read from its text needs, or that runs a GGUF file, or needs TVM."""
+"""What only a plan that is read from its text needs, or needs TVM."""
 
 PACKAGES = "pi2_phone/packages"
 """Where the code lies in a bundle."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pi2.caches import check_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.fitting import find_alone
-from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.resolved import FileFacts, ResolvedPlan
+from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
@@ -21,7 +22,10 @@ FORMAT = "pi2-bundle"
 FORMAT_VERSION = 1
 INDEX = "bundle.json"
 STORE = "store"
-"""The neuron store's folder in a bundle; it has a manifest and checks of its own."""
+"""The folder of the weights in a bundle: a neuron store, with a manifest and checks of its own, or
+a GGUF file with what was read of its metadata."""
+TABLE, NUMBERS = "weights.json", "vectors.f32"
+"""Where matrices lie in a GGUF file, and its vectors, float32 one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,25 @@ def write_resolved(resolved: ResolvedPlan) -> str:
     return json.dumps(documents, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
+def describe_file(facts: FileFacts) -> dict[str, Any]:
+    """Return what a plan knows of its GGUF file, but for its place."""
+    return {**asdict(replace(facts, source=None)), "path": facts.path.name}
+
+
+def read_file_facts(folder: Path, model: Model) -> FileFacts:
+    """Read what is known of the GGUF file in a bundle's folder of weights; raises as
+    `read_resolved`."""
+    from pi2.weights.gguf_weights import GgufWeights
+
+    table = json.loads((folder / TABLE).read_text(encoding="utf-8"))
+    facts: dict[str, Any] = table["facts"]
+    needs = {name: Need(**own) for name, own in facts["needs"].items()}
+    # In a bundle another module has this name.
+    make: Any = GgufWeights
+    facts |= {"path": folder / facts["path"], "needs": Needs(**needs)}
+    return FileFacts(**{**facts, "source": make(folder, table, model)})
+
+
 def read_resolved(path: Path) -> ResolvedPlan:
     """Read a resolved plan; OSError, ValueError or KeyError for anything else."""
     documents = json.loads(path.read_text(encoding="utf-8"))
@@ -121,13 +144,16 @@ def read_resolved(path: Path) -> ResolvedPlan:
         from pi2.plan.reading.thresholds import Thresholds
 
         thresholds = Thresholds.model_validate_json(json.dumps(documents["thresholds"]))
+    model = Model.model_validate_json(json.dumps(documents["model"]))
+    store = path.parent / STORE
     resolved = ResolvedPlan(
         plan=Plan.model_validate_json(json.dumps(documents["plan"])),
         device=Device.model_validate_json(json.dumps(documents["device"])),
-        model=Model.model_validate_json(json.dumps(documents["model"])),
+        model=model,
         path=path,
         thresholds=thresholds,
         find_alone=find_alone,
+        file=read_file_facts(store, model) if (store / TABLE).exists() else None,
     )
     # It was computed of the documents as they were read and checked.
     resolved.__dict__["digest"] = str(documents["digest"])

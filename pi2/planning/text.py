@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from pi2.authoring.drafting import explain_backends, name_segments, recommend_sampling
+from pi2.authoring.drafting import (
+    describe_budget,
+    explain_backends,
+    name_segments,
+    recommend_sampling,
+)
 from pi2.authoring.writing import write_tables
 from pi2.costs.cost import Cost
 from pi2.costs.cost_layer import LayerCost
@@ -60,7 +65,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         **recommended,
         ("store",): "relative to this file",
         ("backends",): explain_backends(units),
-        ("memory", "budget"): "limit of the whole process",
+        ("memory", "budget"): describe_budget(resolved.device),
         ("memory", "embedding"): "rows are read when their tokens come",
         ("bundle", "stride"): f"{resolved.bundle.used_bytes} bytes are used",
         ("bundle", "scales"): "in memory",

@@ -10,7 +10,7 @@ from typing import Any
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import count_file_runtime
 from pi2.fitting.completion import MEMORY_SHARE, USUAL_CONTEXT
-from pi2.memory.expert_slots import ExpertMatrix, count_least_bytes
+from pi2.memory.expert_slots import count_least_bytes
 from pi2.memory.weight_stream import BLOCK
 from pi2.plan.arithmetic.resolved import FileFacts, FilledPlan
 from pi2.plan.arithmetic.units import Need, Needs
@@ -24,7 +24,8 @@ from pi2.plan.documents.quantities import (
     read_percent,
 )
 from pi2.plan.weights.layout import round_up
-from pi2.weights.gguf_weights import FileTensor, GgufWeights
+from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
+from pi2.weights.gguf_weights import GgufWeights
 
 CONTEXTS = (USUAL_CONTEXT, 2048, 1024, 512)
 """Tokens of a context that no plan states: the most for which there is room."""
@@ -33,8 +34,6 @@ CHUNKS = (256, 128, 64, 32)
 DRAFT_TOKENS = 6
 """Tokens that are drafted at once where weights are streamed: with the token before them, the most
 that have the bits of one by one."""
-PIECE_BYTES = 1 << 20
-"""Bytes of a streamed tensor that are read and computed together, in whole rows."""
 LEAST_RING, USUAL_RING = (count * (PIECE_BYTES + 2 * BLOCK) for count in (6, 48))
 """Bytes of the ring of a run that streams: room for so many pieces, at least, and where there is
 enough."""
@@ -206,14 +205,6 @@ def count_needs(
         experts=sum(tensor.size_bytes for own in experts.values() for tensor in own),
         slots=_count_slots(model, experts),
     )
-
-
-def describe_experts(tensors: Sequence[FileTensor]) -> list[ExpertMatrix]:
-    """Where the experts of a layer lie."""
-    return [
-        ExpertMatrix(tensor.file, tensor.offset, tensor.size_bytes // tensor.experts)
-        for tensor in tensors
-    ]
 
 
 def count_vectors(model: Model) -> int:

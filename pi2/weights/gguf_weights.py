@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -23,34 +22,7 @@ from pi2.importing.new_model import describe_checkpoint
 from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileTensor:
-    """A matrix as its file has it: ``rows`` rows of ``row_bytes``, one after the other."""
-
-    name: str
-    """What the file calls it."""
-    file: int
-    """Number of its file among `GgufWeights.files`."""
-    offset: int
-    """Byte of the file where it begins."""
-    format: str
-    """Number format, such as ``q4_k``."""
-    rows: int
-    """Rows, those of all experts together."""
-    length: int
-    """Numbers of a row."""
-    row_bytes: int
-    experts: int = 1
-    """Matrices that lie one after the other."""
-    has_neighbours: bool = False
-    """Whether rows that rotate together follow each other (Llama's queries and keys)."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all rows."""
-        return self.rows * self.row_bytes
+from pi2.weights.file_tensor import FileTensor
 
 
 class GgufWeights:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import pi2
 from pi2.cli.main import run
 from pi2.costs.rates import read_rates
 from pi2.fitting.check import check_file
@@ -23,6 +24,7 @@ from pi2.plan.documents.device import Device
 from pi2.probing import storage
 from pi2.probing.probe import KernelRecipe
 from pi2.probing.steps import USUAL
+from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.hexagon import require_emulator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -391,3 +393,69 @@ def test_threads_that_cannot_be_bound_or_memory_that_cannot_be_locked_are_named(
     assert done.returncode == 0, done.stderr
     assert done.stdout == free.stdout
     assert "not bound" in done.stderr and "memory is not locked" in done.stderr
+
+
+# GGUF files
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"hidden": 64, "ffn": 96, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
+    return write_random_gguf(tmp_path_factory.mktemp("files"), shape)
+
+
+@pytest.fixture(scope="module")
+def file_bundle(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundles") / "file"
+    return build(folder, "--target", "x86_64-linux-gnu", plan=file)
+
+
+GREEDY = ["--prompt", "hello world", "--max-tokens", "8", "--temperature", "0", "--ignore-eos"]
+
+
+def test_a_gguf_file_runs_in_a_bundle_as_it_is(file: Path, file_bundle: Path) -> None:
+    done = start(file_bundle, *GREEDY, "--json")
+    assert done.returncode == 0, done.stderr
+    features = json.loads((file_bundle / "bundle.json").read_text())["features"]
+    with pi2.load(write_aimed_plan(file_bundle.parent, file, features)) as model:
+        generation = model.generate("hello world", max_tokens=8, temperature=0.0, ignore_eos=True)
+        expected = "".join(generation)
+    assert json.loads(done.stdout)["text"] == expected
+    assert (file_bundle / "store" / file.name).samefile(file)
+
+
+def write_aimed_plan(folder: Path, file: Path, features: Sequence[str]) -> Path:
+    """A plan for the processor that a bundle is for."""
+    device = folder / "aimed.device.toml"
+    device.write_text(
+        'schema_version = 2\nextends = ["host"]\nname = "aimed"\nid = "aimed"\n'
+        f'[units.cpu]\narchitecture = "x86-64"\nfeatures = {json.dumps(list(features))}\n'
+    )
+    plan = folder / "aimed.plan.toml"
+    plan.write_text(
+        f'schema_version = 2\nweights = "{file}"\ndevice = "./{device.name}"\n'
+        "[threads]\ncompute = 2\n"
+    )
+    return plan
+
+
+def test_a_bundle_s_gguf_file_is_verified(file_bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(file_bundle, tmp_path / "copy"))
+    assert start(copy, "--verify").returncode == 0
+    weights = copy / "store/model.gguf"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    done = start(copy, "--verify")
+    assert done.returncode == 2 and "P507" in done.stderr
+    weights.unlink()
+    done = start(copy, *GREEDY)
+    assert done.returncode == 2 and "P676" in done.stderr
+
+
+def test_a_gguf_file_can_be_copied_later(file: Path, tmp_path: Path) -> None:
+    folder = build(
+        tmp_path / "b", "--target", "aarch64-linux-android", "--without-store", plan=file
+    )
+    assert not (folder / "store/model.gguf").exists()
+    assert (folder / "store/tokenizer.json").exists()

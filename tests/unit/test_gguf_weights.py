@@ -21,7 +21,8 @@ from pi2.memory.flash import ReadSettings
 from pi2.memory.io_engine import EngineName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, Rates, WeightStream
 from pi2.weights.file_plan import derive_plan
-from pi2.weights.gguf_weights import FileTensor, GgufWeights
+from pi2.weights.file_tensor import FileTensor
+from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.gguf_files import write_random_gguf
 
 Ring = tuple[WeightStream, U8]

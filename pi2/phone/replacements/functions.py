@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.backends.compiler.signature import Parameter
+from pi2.diagnostics import UserError
 from pi2.logging import get_logger
 
 _INTEGER, _FLOAT, _TENSOR = 1, 3, 7
@@ -26,6 +27,17 @@ _CODES = {"i": 0, "u": 1, "f": 2}
 """Kinds of numbers (DLDataTypeCode)."""
 _WORDS = 8
 """64-bit words of a DLTensor, and of its only length and stride, which follow it."""
+
+
+def refuse_library(path: Path, error: Exception) -> UserError:
+    """What to raise where a library cannot be loaded."""
+    return UserError.of(
+        "P655",
+        f"compiled kernels cannot be loaded from {path.parent}",
+        help="copy the bundle to a folder on a file system that runs code",
+        notes=[" ".join(str(error).split())[-300:]],
+    )
+
 
 _threaded: set[str] = set()
 """Libraries with threads of their own: one model of each at a time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,3 +44,8 @@ def load_or_compile(spec: Spec, progress: Progress, compiler: object = None) -> 
         f"the bundle has no {spec.program.split('.')[2]} functions for this machine",
         help="build it again for the features that `python -m pi2_phone --machine` lists",
     )
+
+
+def load_or_compile_several(specs: Sequence[Spec], progress: Progress) -> list[Path]:
+    """The libraries of several specs; raises as `load_or_compile`."""
+    return [load_or_compile(spec, progress) for spec in specs]

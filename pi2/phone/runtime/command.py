@@ -17,7 +17,7 @@ from typing import Any
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.logging import configure_logging
-from pi2.phone.documents import PLAN, STORE, check_bundle, read_bundle, read_resolved
+from pi2.phone.documents import PLAN, STORE, TABLE, check_bundle, read_bundle, read_resolved
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 CANNOT_RUN, BUG, INTERRUPTED = 2, 3, 130
@@ -115,6 +115,15 @@ def read_plan(folder: Path) -> ResolvedPlan:
 def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
     """Read the bundle's plan; UserError P671 if it is damaged, P676 without a store."""
     resolved = read_plan(folder)
+    if resolved.file is not None:
+        missing = [file for file in take_files(resolved) if not file.is_file()]
+        if missing:
+            raise UserError.of(
+                "P676",
+                f"there is no {missing[0]}",
+                help=f"copy the GGUF file of {resolved.model.id} to {folder / STORE}",
+            )
+        return resolved
     if store is not None:
         plan = resolved.plan.model_copy(update={"store": str(store.resolve())})
         own = resolved.__dict__["digest"]
@@ -129,7 +138,33 @@ def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
     return resolved
 
 
+def take_files(resolved: ResolvedPlan) -> Sequence[Path]:
+    """GGUF files of the bundle."""
+    assert resolved.file is not None
+    source: Any = resolved.file.source
+    files: Sequence[Path] = source.files
+    return files
+
+
+def verify_file(resolved: ResolvedPlan) -> None:
+    """UserError P507 if a GGUF file is not that which the bundle was built with."""
+    from pi2.store.files import hash_file
+
+    for file in take_files(resolved):
+        table = json.loads((file.parent / TABLE).read_text(encoding="utf-8"))
+        if hash_file(file) != table["sha256"][file.name]:
+            raise UserError.of(
+                "P507",
+                f"{file.name}: its contents have changed: the SHA-256 differs",
+                help="copy the file again",
+            )
+
+
 def verify_store(resolved: ResolvedPlan) -> int:
+    if resolved.file is not None:
+        verify_file(resolved)
+        print(f"all files are as they were built: plan {resolved.digest[:12]}")
+        return 0
     from pi2.store.files import hash_file
     from pi2.store.reader import NeuronStore
 
