@@ -305,7 +305,9 @@ class Mixing:
         """Which of the layer's mixers it is."""
         self.read: F32 = np.zeros((0, self._model.shape.stored_hidden), np.float32)
         """What it reads [T, hidden]."""
-        self._products = self._gates = self._mixed = self._output = self.read
+        self.mixed: F32 = self.read
+        """What its output projection reads [T, width]."""
+        self._products = self._gates = self._output = self.read
 
     def begin(self, layer: int, number: int, read: F32) -> None:
         """Let the calls that follow be about a layer's mixer ``number``, which reads ``read`` [T,
@@ -361,12 +363,12 @@ class Mixing:
                 self.attention.mix(layer, self._products[tokens], *place)
                 for tokens, *place in parts
             ]
-        self._mixed = np.concatenate(mixed)
+        self.mixed = np.concatenate(mixed)
         if not self._has_state and self._model.attention.sub_norm:
             weights = self._tensors.read_layer(layer, "attention_sub_norm")
             width = self._model.shape.query
-            self._mixed = normalize(self._model.norm, self._mixed, weights, width=width)
-        return self._mixed
+            self.mixed = normalize(self._model.norm, self.mixed, weights, width=width)
+        return self.mixed
 
     def project_output(self, layer: int) -> F32 | None:
         """Return the products with what was mixed [T, hidden]; None where those of the first rows
@@ -379,8 +381,8 @@ class Mixing:
             first, has_bias = self._divided.output, self._model.attention.output_bias
             weights = self._tensors.read_layer(layer, "output")
             bias = self._tensors.read_layer(layer, "output_bias") if has_bias else None
-        self._output = np.zeros((len(self._mixed), len(weights)), np.float32)
-        self._output[:, first:] = self._mixed @ weights[first:].T
+        self._output = np.zeros((len(self.mixed), len(weights)), np.float32)
+        self._output[:, first:] = self.mixed @ weights[first:].T
         if bias is not None:
             self._output += bias[0]
         return self._output if first == 0 else None

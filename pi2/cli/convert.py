@@ -49,14 +49,16 @@ class ConvertOptions:
     they have]"""
     imatrix: Path | None = option(type=FILE, metavar="FILE")
     """Importance matrix of llama-imatrix, that mixtures are rounded with: .dat or GGUF."""
+    calibrate: tuple[Path, ...] = option("--calibrate", metavar="TEXT")
+    """UTF-8 text that mixtures are rounded by, instead of an importance matrix; repeatable."""
     tokenizer: Path | None = TOKENIZER()
     predictors: Path | None = option(metavar="FILE")
     """Activation predictors to use if the checkpoint has none: a safetensors file, or a PowerInfer
     folder (model_0.pt, ...; needs torch)."""
     activations: Path | None = option(metavar="FILE")
     """Parquet file of activation counts: neurons are stored in order of hotness."""
-    quantizer: Literal["nearest", "search", "compensated"] = "nearest"
-    """Rounding of int4: search and compensated are slower and more accurate."""
+    quantizer: Literal["nearest", "search", "compensated"] = "search"
+    """Rounding of int4: nearest is faster, compensated more accurate."""
     scales: Literal["inline", "resident"] = "inline"
     """Place of the scales of neurons: in the bundles, or in separate files that stay in
     memory."""
@@ -105,8 +107,9 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     if given.quantization in MIXTURES:
         quantize(opened, document, given)
         return
-    if given.imatrix is not None:
-        raise click.UsageError(f"--imatrix goes with --quantization {' or '.join(MIXTURES)}")
+    if given.imatrix is not None or given.calibrate:
+        name = "imatrix" if given.imatrix is not None else "calibrate"
+        raise click.UsageError(f"--{name} goes with --quantization {' or '.join(MIXTURES)}")
     if given.quantization is not None or given.model is None:
         document = choose_precision(document, given.quantization, opened)
     notes, refusal = write_notes(opened, document, origin, given.scales)
@@ -163,9 +166,15 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
         raise UserError.of(
             "P521", f"{given.output} exists already", help="choose another name, or give --force"
         )
+    if given.imatrix is not None and given.calibrate:
+        raise click.UsageError("--imatrix and --calibrate exclude each other")
     importance = None if given.imatrix is None else read_imatrix(given.imatrix)
     errors = None if given.errors is None else ErrorReport()
     with ProgressBar() as progress:
+        if given.calibrate:
+            from pi2.measuring.importance import record_importance
+
+            importance = record_importance(source, model, given.calibrate, progress)
         made = quantize_checkpoint(
             source,
             model,
@@ -175,7 +184,7 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
             errors=errors,
             progress=progress,
         )
-    weighed = "" if importance is None else f", {made.weighed} weighed by {given.imatrix}"
+    weighed = "" if importance is None else f", {made.weighed} weighed by {importance.file}"
     size_mib = made.size_bytes / MIB
     click.echo(
         f"{given.output}: {size_mib:.1f} MiB, {made.quantized} matrices quantised{weighed}",

@@ -175,6 +175,7 @@ def make_model(
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.kept_bits import describe_kept
+    from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_other_parts
     from pi2.pulled_models import PLAN, RECORD
 
@@ -190,7 +191,13 @@ def make_model(
             help=f"set {VARIABLE} to a folder that you may write to",
         ) from None
     manifest = convert_checkpoint(
-        checkpoint, document, output, notes=notes, replace=replace, progress=progress
+        checkpoint,
+        document,
+        output,
+        notes=notes,
+        quantizer=Quantizer("search"),
+        replace=replace,
+        progress=progress,
     )
     size_mib = sum(entry.bytes for entry in manifest.files) / MIB
     kept = describe_kept(document)

@@ -21,7 +21,7 @@ _SHARES = (0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 1.0, 1.01, 1.02, 1.04, 1.06)
 those that there are."""
 _LEAST = 1e-30
 """Numbers that are no larger count as 0: fp16 has none of them."""
-_SIGNED_SHARES = (*_SHARES, 0.87, 1.09, -0.84, -0.9)
+_SIGNED_SHARES = (*_SHARES, 0.87, 1.09, -0.84, -0.875)
 
 
 def weigh(rows: F32, importance: F32 | None, length: int) -> F32:

@@ -148,12 +148,12 @@ class _Work:
         for name, text in texts.items():
             if text is not None:
                 keys[name] = write_text(f"{FILES}{name}", text)
-        names, tensors = _find_names(source), []
+        names, tensors = find_names(source), []
         for name in sorted(formats, key=_place):
             tensor, wanted = source.tensors[name], find_format(formats[name])
             weights = None
             if len(tensor.shape) > 1 and not wanted.is_plain:
-                weights = self._weigh(name_in_file(names, name), tensor.shape[-1], 1)
+                weights = self._weigh(name_matrix(names, name, tensor), tensor.shape[-1], 1)
             tensors.append(self._round(name, tensor.shape or (1,), tensor, wanted, weights))
         return keys, tensors
 
@@ -237,7 +237,7 @@ def _copy_keys(file: GgufFile) -> dict[str, bytes]:
     return found
 
 
-def _find_names(source: Checkpoint) -> dict[str, str]:
+def find_names(source: Checkpoint) -> dict[str, str]:
     """Return what GGUF files of the same family call tensors; nothing for a family without any."""
     kind = source.config.get("model_type")
     for name in list_architectures():
@@ -246,6 +246,11 @@ def _find_names(source: Checkpoint) -> dict[str, str]:
             mixed = any(".experts." in tensor for tensor in source.tensors)
             return choose_names(found, source.tensors, mixed=mixed)
     return {}
+
+
+def name_matrix(names: Mapping[str, str], name: str, tensor: SourceTensor) -> str:
+    """Return what importance matrices call a tensor that a checkpoint has by ``name``."""
+    return tensor.name if isinstance(tensor, GgufTensor) else name_in_file(dict(names), name)
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -13,6 +13,7 @@ import numpy as np
 from pi2.arrays import F16, F32, I8, U8, Scales
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
+from pi2.formats.fitting import fit_scales, turn_groups
 from pi2.plan.weights.layout import GROUP, Precision
 
 
@@ -69,8 +70,6 @@ class ErrorReport:
 
 _INT4 = find_packing("int4")
 BOTTOM, TOP = -_INT4.offset, _INT4.top
-_FACTORS = np.linspace(0.68, 1.0, 9, dtype=np.float32)
-"""Scales that are tried, as shares of the one that the largest weight asks for."""
 _TILE_WEIGHTS = 2**15
 """Weights that are tried together: they stay in a core's cache."""
 
@@ -99,22 +98,13 @@ def quantize_by_search(
 def find_scales(groups: F32, importance: F32 | None) -> F16:
     """Best scales float16 [n, g] for ``groups`` [n, g, 32]; ``importance`` [g, 32]."""
     count, per_row, length = groups.shape
-    # One group a column: numpy works along rows, and those of a group would be short.
-    columns = np.ascontiguousarray(groups.reshape(-1, length).T)
-    weights = None if importance is None else np.tile(importance.T, (1, count))
+    columns = turn_groups(groups, length)
+    weights = np.ones_like(columns)
+    if importance is not None:
+        weights[:] = np.tile(importance.T, (1, count))
     with np.errstate(over="ignore", invalid="ignore"):
-        peaks = np.abs(columns).max(axis=0) / np.float32(TOP)
-        best = peaks.astype(np.float16)
-        errors = _measure(columns, best, weights)
-        for factor in _FACTORS[:-1]:
-            scales = (peaks * factor).astype(np.float16)
-            errors = _keep_better(columns, scales, best, errors, weights)
-        codes = _round(_divide(columns, best))
-        weighted = codes if weights is None else codes * weights
-        size = (weighted * codes).sum(axis=0)
-        fitted = (weighted * columns).sum(axis=0) / np.where(size > 0, size, 1)
-        _keep_better(columns, fitted.astype(np.float16), best, errors, weights)
-    return np.asarray(best.reshape(count, per_row), np.float16)
+        scales = fit_scales(columns, weights, BOTTOM, TOP)
+        return np.asarray(scales.reshape(count, per_row), np.float16)
 
 
 def round_groups(groups: F32, scales: F16) -> I8:
@@ -122,43 +112,6 @@ def round_groups(groups: F32, scales: F16) -> I8:
     wide = scales.astype(np.float32)[..., None]
     codes = np.divide(groups, wide, out=np.zeros_like(groups), where=wide != 0)
     return np.clip(np.rint(codes), BOTTOM, TOP).astype(np.int8)
-
-
-def _keep_better(columns: F32, scales: F16, best: F16, errors: F32, weights: F32 | None) -> F32:
-    """Put ``scales`` [n] into ``best`` where they err less; returns the errors of ``best``."""
-    found = _measure(columns, scales, weights)
-    better = (found < errors) & (scales > 0)
-    best[better] = scales[better]
-    return np.where(better, found, errors)
-
-
-def _measure(columns: F32, scales: F16, weights: F32 | None) -> F32:
-    """Squared errors [n] of groups [32, n] at their nearest codes."""
-    exact = _divide(columns, scales)
-    wrong = _round(exact)
-    wrong -= exact
-    np.square(wrong, out=wrong)
-    unit = np.square(scales.astype(np.float32))
-    zero = scales == 0
-    if zero.any():
-        # Groups that become zeros.
-        wrong[:, zero], unit[zero] = np.square(columns[:, zero]), 1
-    if weights is not None:
-        wrong *= weights
-    return np.asarray(wrong.sum(axis=0) * unit)
-
-
-def _divide(columns: F32, scales: F16) -> F32:
-    """Weights in units of their scales; 0 where that is 0."""
-    wide = scales.astype(np.float32)
-    return columns * np.divide(1, wide, out=np.zeros_like(wide), where=wide != 0)
-
-
-def _round(exact: F32) -> F32:
-    codes = np.rint(exact)
-    np.maximum(codes, BOTTOM, out=codes)
-    np.minimum(codes, TOP, out=codes)
-    return codes
 
 
 DAMPING = 0.01

@@ -167,32 +167,35 @@ def score_layerwise(
 ) -> Scores:
     """Score ``windows``; neurons are computed densely."""
     context = max(len(window.tokens) for window in windows)
-    executor = _LayerExecutor(weights, model, context)
-    states = [executor.start(np.array(window.tokens[:-1], np.int64)) for window in windows]
-    layers = model.shape.layers
-    for layer in range(layers):
-        executor.forget()
-        for state in states:
-            executor.begin_layer(layer, state)
-        for piece in weights.list_neurons(layer):
-            for state in states:
-                executor.add_piece(piece, state)
-        for state in states:
-            executor.end_layer(layer, state)
-        progress((layer + 1) / (layers + 1))
-    executor.forget()
-    inputs = np.concatenate(
-        [
-            executor.finish(state)[window.first_scored - 1 :]
-            for state, window in zip(states, windows, strict=True)
-        ]
-    )
+    found = run_layers(LayerExecutor(weights, model, context), windows, progress)
+    scored = (window.first_scored - 1 for window in windows)
+    inputs = np.concatenate([own[first:] for own, first in zip(found, scored, strict=True)])
     targets = np.concatenate(
         [np.array(window.tokens[window.first_scored :], np.int64) for window in windows]
     )
     scores = _score_head(weights, model, inputs, targets)
     progress(1.0)
     return scores
+
+
+def run_layers(
+    executor: LayerExecutor, windows: Sequence[Window], progress: Callable[[float], None]
+) -> list[F32]:
+    """What the head reads of each window [tokens, hidden]."""
+    states = [executor.start(np.array(window.tokens[:-1], np.int64)) for window in windows]
+    layers = executor.layers
+    for layer in range(layers):
+        executor.forget()
+        for state in states:
+            executor.begin_layer(layer, state)
+        for piece in executor.weights.list_neurons(layer):
+            for state in states:
+                executor.add_piece(piece, state)
+        for state in states:
+            executor.end_layer(layer, state)
+        progress((layer + 1) / (layers + 1))
+    executor.forget()
+    return [executor.finish(state) for state in states]
 
 
 def _score_head(weights: Weights, model: Model, inputs: F32, targets: I64) -> Scores:
@@ -228,9 +231,12 @@ class State:
     """Keys and values, where later layers read those of an earlier one."""
 
 
-class _LayerExecutor(ReferenceExecutor):
+class LayerExecutor(ReferenceExecutor):
+    """Computes layer by layer, with all neurons."""
+
     def __init__(self, weights: Weights, model: Model, context: int) -> None:
-        self._weights = weights
+        self.weights = weights
+        self.layers = model.shape.layers
         self._tensors = _LazyTensors(weights)
         super().__init__(
             BuildRequest(
@@ -253,10 +259,10 @@ class _LayerExecutor(ReferenceExecutor):
         self._tensors.clear()
 
     def start(self, tokens: I64) -> State:
-        x = enter_layers(self._model, self._weights.read(EMBEDDING, tokens))
+        x = enter_layers(self._model, self.weights.read(EMBEDDING, tokens))
         _, added, streams = self._none
         if self._model.layer_embedding is not None:
-            added = self._layer_inputs.make(self._weights.read(LAYER_EMBEDDING, tokens), x)
+            added = self._layer_inputs.make(self.weights.read(LAYER_EMBEDDING, tokens), x)
         if self._model.altup is not None:
             streams = self._altup.make(x)
         return State(chunk=begin_chunk(x, added, streams))
@@ -277,13 +283,16 @@ class _LayerExecutor(ReferenceExecutor):
         values = [chunk.v @ rows.T for rows in piece.rows]
         if piece.biases:
             values = [value + bias for value, bias in zip(values, piece.biases, strict=True)]
-        if piece.experts is None:
-            up = values[1] if len(values) > 1 else None
-            active = activate(self._model, values[0], up, chunk.cutoffs)
-        else:
-            active = weigh_activations(self._model, values, chunk.routes[:, piece.experts])
+        active = self.activate(piece, values, chunk)
         chunk.squares += np.square(active).sum(axis=1)
         chunk.y += active @ piece.down
+
+    def activate(self, piece: NeuronPiece, values: Sequence[F32], chunk: ChunkState) -> F32:
+        """Activations [T, n] of neurons whose gates and ups, or ups alone, are ``values``."""
+        if piece.experts is not None:
+            return weigh_activations(self._model, values, chunk.routes[:, piece.experts])
+        up = values[1] if len(values) > 1 else None
+        return activate(self._model, values[0], up, chunk.cutoffs)
 
     def end_layer(self, layer: int, state: State) -> None:
         self._now = state.chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,10 @@ from pi2.arrays import F32
 from pi2.cli.main import run
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.gguf_file import read_gguf
+from pi2.importing.new_model import describe_checkpoint
+from pi2.measuring.importance import record_importance
 from pi2.model.mixtures import MIXTURES, takes_care
+from pi2.sandbox.tokenizer import open_tokenizer
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import make_sentence_piece, write_gguf
 from tests.helpers.gguf_tensors import translate
@@ -182,9 +186,47 @@ def test_an_importance_matrix_weighs_columns(
         assert errors[1] < 0.8 * errors[0]
 
 
+def test_a_text_weighs_columns_by_what_they_read(
+    sources: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("hello world two spaces " * 40)
+    for number, source in enumerate(sources):
+        options = ("--calibrate", str(text))
+        quantize(source, tmp_path / f"aware-{number}.gguf", "q4_k_m", *options)
+        assert "57 matrices quantised, 57 weighed by" in capsys.readouterr().err
+    opened = open_checkpoint(sources[0])
+    model = describe_checkpoint(opened).model
+    found = record_importance(opened, model, [text])
+    tokens = open_tokenizer(opened.read_tokenizer() or b"").encode(text.read_text())
+    ids = [1, *tokens.ids][: model.shape.context - 1]
+    x = opened.tensors["model.embed_tokens.weight"].read()[ids]
+    x /= np.sqrt(np.square(x).mean(axis=1, keepdims=True) + model.norm.epsilon)
+    x *= opened.tensors["model.layers.0.input_layernorm.weight"].read()
+    own = found.sums["blk.0.attn_q.weight"]
+    squares = np.square(x).sum(axis=0)
+    assert np.corrcoef(own, squares)[0, 1] > 0.9
+    assert found.sums["blk.0.ffn_down.weight"].shape == (256,)
+
+
+def test_experts_are_weighed_by_the_tokens_that_choose_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 2}
+    file, folder = write_sources(tmp_path, shape, MIXTURE)
+    text = tmp_path / "text.txt"
+    text.write_text("hello world two spaces " * 40)
+    for number, source in enumerate((file, folder)):
+        options = ("--calibrate", str(text))
+        quantize(source, tmp_path / f"aware-{number}.gguf", "q4_k_m", *options)
+        said = re.search(r"(\d+) matrices quantised, (\d+) weighed", capsys.readouterr().err)
+        assert said is not None and said[1] == said[2]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        (["-o", "FOLDER/made.gguf", "--calibrate", "x", "--imatrix", "x"], "exclude each other"),
         (["-o", "FOLDER/made"], "needs -o FILE.gguf"),
         (["-o", "FOLDER/made.gguf", "--activations", "x"], "--activations is for neuron stores"),
         (["-o", "FOLDER/model.gguf"], "exists already"),
