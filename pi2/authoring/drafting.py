@@ -132,9 +132,7 @@ def describe_budget(device: Device) -> str:
     limit = "limit of the whole process"
     if device.storage.kind != "ufs":
         return limit
-    return (
-        f"{limit}; Android 17 limits an app's anonymous memory: adb shell am memory-limiter status"
-    )
+    return f"{limit}; Android 17 limits anonymous memory: adb shell am memory-limiter status"
 
 
 def _describe_units(device: Device) -> list[str]:

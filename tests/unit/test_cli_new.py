@@ -38,6 +38,14 @@ def test_a_new_plan_is_sound(device: str, memory: str) -> None:
     assert report.resolved.plan.memory.segments.hot >= find_needs(report.resolved).hot.bytes
 
 
+@pytest.mark.parametrize(("device", "is_phone"), [("oneplus-12", True), ("x86-laptop", False)])
+def test_plans_for_phones_name_android_s_limit(device: str, is_phone: bool) -> None:
+    assert make_plan("--device", device, "--model", "pi2-demo") == 0
+    lines = Path(f"pi2-demo-on-{device}.plan.toml").read_text().splitlines()
+    (budget,) = [line for line in lines if line.startswith("budget")]
+    assert ("Android 17 limits anonymous memory" in budget) == is_phone
+
+
 @pytest.mark.parametrize("model", sorted(list_shipped("model")))
 def test_every_shipped_model_gets_a_plan(model: str) -> None:
     code = make_plan("--device", "pc-rtx-4090", "--model", model, memory="64 GiB")

@@ -79,22 +79,31 @@ def test_a_bundle_has_the_backends_that_its_plan_names_and_no_other() -> None:
 def test_what_stands_in_takes_what_the_original_takes(module: str) -> None:
     original, other = import_module(module), import_module(REPLACEMENTS[module])
     public = {
-        "pi2.backends.compiler.cache": ["load_or_compile"],
-        "pi2.backends.compiler.functions": ["CompiledFunctions", "find_obstacles"],
+        "pi2.backends.compiler.cache": ["load_or_compile", "load_or_compile_several"],
+        "pi2.backends.compiler.functions": [
+            *("CompiledFunctions", "find_obstacles", "refuse_library")
+        ],
         "pi2.backends.hexagon.linkers": ["find_obstacles"],
         "pi2.sandbox.tokenizer": ["open_tokenizer", "encode_text", "decode_ids"],
+        "pi2.weights.gguf_weights": ["FileTexts"],
     }[module]
     for name in public:
         ours = list(inspect.signature(getattr(other, name)).parameters)
         theirs = list(inspect.signature(getattr(original, name)).parameters)
         assert ours == theirs, name
-    if module.endswith("functions"):
-        methods = [name for name in vars(original.CompiledFunctions) if name[0] != "_"]
-        for name in methods:
-            of_ours = inspect.signature(getattr(other.CompiledFunctions, name))
-            assert list(of_ours.parameters) == list(
-                inspect.signature(getattr(original.CompiledFunctions, name)).parameters
-            )
+    pairs = {
+        "functions": ("CompiledFunctions", original),
+        "gguf_weights": ("GgufWeights", other),  # what reads metadata is not for bundles
+    }
+    kind, has_all = pairs.get(module.rpartition(".")[2], (None, original))
+    if kind is not None:
+        for name, method in vars(getattr(has_all, kind)).items():
+            if name[0] != "_" and inspect.isfunction(method):
+                of_ours, of_theirs = (
+                    list(inspect.signature(getattr(getattr(own, kind), name)).parameters)
+                    for own in (other, original)
+                )
+                assert of_ours == of_theirs, name
 
 
 @pytest.mark.parametrize(
