@@ -90,6 +90,9 @@ def measure_share(
     found = []
     runs: dict[str, list[dict[str, float]]] = {engine.name: [] for engine in engines}
     failures: dict[str, str] = {}
+    if limit is not None:
+        # Compilers would have to share the group's memory.
+        run_limited(engines[0].make_command(file, Workload([16], 2), limit), None)
     for _ in range(turns):
         for engine in engines:
             command = engine.make_command(file, work, limit)

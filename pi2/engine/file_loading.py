@@ -48,7 +48,8 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())
         plan, is_mapped = resolved.plan, resolved.plan.memory.weights == "mapped"
         division = divide(resolved, weights, tensors)
-        addresses, loaded = place_resident(tensors, division, weights, files, budget, is_mapped)
+        addresses, ranges = place_resident(tensors, division, weights, budget, is_mapped)
+        loaded = sum(piece.size for piece, _ in ranges)
         loops = load_host_loops(progress, machine.features)
         slots, ring_bytes = None, plan.memory.segments.cold - resolved.file.slot_bytes
         if resolved.file.expert_bytes:
@@ -77,6 +78,8 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
             slots,
         )
         cleanup.callback(model.close)
+        # Kernels that had to be compiled had the memory until now.
+        load_ranges(files, ranges)
         rates, facts = model.measure() if slots is None else None, resolved.file
         expected = None
         if rates is not None:
@@ -137,16 +140,15 @@ def place_resident(
     tensors: list[FileTensor],
     division: Division,
     weights: GgufWeights,
-    files: DirectFiles,
     budget: Budget,
     is_mapped: bool,
-) -> tuple[Mapping[str, int], int]:
-    """Addresses of the resident matrices by name, and bytes that were read to where they lie."""
+) -> tuple[Mapping[str, int], list[tuple[Piece, U8]]]:
+    """Addresses of the resident matrices by name, and what is to be read to where."""
     names = set(division.resident)
     chosen = [tensor for tensor in tensors if tensor.name in names]
     if is_mapped:
         budget.charge("hot", sum(tensor.size_bytes for tensor in chosen))
-        return {t.name: weights.map_rows(t).ctypes.data for t in chosen}, 0
+        return {t.name: weights.map_rows(t).ctypes.data for t in chosen}, []
     region = budget.allocate("hot", sum(tensor.size_bytes for tensor in chosen))
     ranges: list[tuple[Piece, U8]] = []
     addresses, place = {}, 0
@@ -155,8 +157,7 @@ def place_resident(
         ranges.append((Piece(tensor.file, tensor.offset, tensor.size_bytes), target))
         addresses[tensor.name] = target.ctypes.data
         place += tensor.size_bytes
-    load_ranges(files, ranges)
-    return addresses, place
+    return addresses, ranges
 
 
 def open_slots(

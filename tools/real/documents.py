@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from real.results import ModelResult, Results, Row
@@ -42,6 +43,8 @@ def render_results(results: Results) -> str:
     ]
     for model in results.models:
         lines += render_rows(model)
+    if drafts := render_drafts(results.models):
+        lines += ["", *drafts]
     lines += [
         "",
         "In brackets: llama.cpp computing the same tokens one by one, beside itself.",
@@ -73,6 +76,18 @@ def render_rows(model: ModelResult) -> list[str]:
             ratio = f"{row.figures['decode_tokens_s'] / peers[0].figures['decode_tokens_s']:.2f}x"
         lines.append(f"{head} {render_figures(row, ratio)} |")
     return lines
+
+
+def render_drafts(models: Sequence[ModelResult]) -> list[str]:
+    """Rows whose weights stream: how near the disk's rate they are, and what drafts give."""
+    return [
+        f"- {model.file} within {row.share:.0%}: {row.figures['of_disk']:.0%} of the disk's rate; "
+        f"editing code {row.figures['edit_tokens_s']:.1f} tok/s with drafts, "
+        f"{row.figures['edit_plain_tokens_s']:.1f} without."
+        for model in models
+        for row in model.rows
+        if "of_disk" in row.figures
+    ]
 
 
 def render_figures(row: Row, ratio: str) -> str:

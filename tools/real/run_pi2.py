@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pi2.engine.generation import Generation, GenerationResult
+    from pi2.engine.loaded_model import LoadedModel
+    from pi2.plan.documents.plan import Io
 
 BEGIN = time.perf_counter()
 
@@ -22,7 +24,8 @@ def main(file: str, text: str, lengths: list[int], count: int, memory: str) -> d
     """Figures of one run; the import of pi2 belongs to the time of loading."""
     import pi2
 
-    context = {"kv.context": sum(lengths) + 2 * count}
+    # The prompt that edits, and its answer, have about 400 tokens.
+    context = {"kv.context": max(sum(lengths) + 2 * count, 512 if memory else 0)}
     with pi2.load(file, memory=memory or None, set=context) as model:
         found: dict[str, object] = {"load_s": time.perf_counter() - BEGIN}
         ids, first = model.encode(Path(text).read_text(encoding="utf-8")), 0
@@ -31,13 +34,56 @@ def main(file: str, text: str, lengths: list[int], count: int, memory: str) -> d
             answer = complete(model.generate(prompt, max_tokens=1, temperature=0.0))
             found[f"prompt_{length}_tokens_s"] = length / answer.ttft_s
             first += length
+        before, start = model.stats.flash_read_bytes, time.perf_counter()
         answer = complete(
             model.generate(ids[-16:], max_tokens=count, temperature=0.0, ignore_eos=True)
         )
+        read = (model.stats.flash_read_bytes - before) / (time.perf_counter() - start)
         found["decode_tokens_s"] = answer.decode_tokens_s
         found["ids"] = list(answer.token_ids)
+        if model.expected is not None:
+            found["expected_tokens_s"] = model.expected.tokens_s
+            found["of_disk"] = read
+            found["edit_tokens_s"] = edit(model)
+            model.scheduler.speculation = None
+            found["edit_plain_tokens_s"] = edit(model)
+        settings = model.plan.plan.io
     found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if "of_disk" in found:
+        found["of_disk"] = read / measure_disk(Path(file), settings)
     return found
+
+
+def edit(model: LoadedModel) -> float:
+    """Tokens per second where most of the answer stands in the prompt."""
+    text = (Path(__file__).parent / "edit.txt").read_text(encoding="utf-8")
+    prompt = model.encode_chat([{"role": "user", "content": text}])
+    answer = complete(model.generate(prompt, max_tokens=160, temperature=0.0))
+    return answer.decode_tokens_s or 0.0
+
+
+def measure_disk(file: Path, settings: Io) -> float:
+    """Bytes per second of sequential direct reads of 1 MiB, 32 of them in flight."""
+    import mmap
+
+    import numpy as np
+
+    from pi2.memory.weight_stream import DirectFiles, Piece, WeightStream
+
+    size, region = 1 << 20, np.frombuffer(mmap.mmap(-1, 32 << 20), np.uint8)
+    pieces = [Piece(0, first, size) for first in range(0, file.stat().st_size - size, size)]
+    files = DirectFiles([file])
+    stream = WeightStream(files, pieces, region, files.open_engine(settings, None))
+    start, count = time.perf_counter(), 0
+    while count < len(pieces) and (taken_s := time.perf_counter() - start) < 1.0:
+        stream.take(count)
+        stream.release(count)
+        count += 1
+        if count == stream.slots:  # their memory was touched for the first time
+            start = time.perf_counter()
+    stream.close()
+    files.close()
+    return (count - stream.slots) * size / taken_s
 
 
 def complete(generation: Generation) -> GenerationResult:
