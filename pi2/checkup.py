@@ -144,7 +144,7 @@ def judge_plan(
                 code="P501",
                 message=f"its {what} not on this machine",
                 help="make it with `pi2 convert`",
-                path="store",
+                path="weights",
             )
         )
     sound = all(finding.severity != "error" for finding in findings)

@@ -65,7 +65,7 @@ def main() -> int:
     for store in arguments.stores:
         counter = Counter()
         vars(flash)["make_batch"] = counter
-        with pi2.load(arguments.plan, set=settings | {"store": str(store.resolve())}) as model:
+        with pi2.load(arguments.plan, set=settings | {"weights": str(store.resolve())}) as model:
             first, *windows = list_windows(model, texts, arguments)
             if first:
                 for _ in model.iterate_logits(first, mode="decode"):

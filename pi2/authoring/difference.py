@@ -14,8 +14,9 @@ import tomli
 from pi2.diagnostics import Diagnostic
 from pi2.fitting.sizes import count_unit_needs, find_needs
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
-from pi2.plan.documents.common import SCHEMA_VERSION, Document
+from pi2.plan.documents.common import Document
 from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old_keys
+from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind, SourceFile, parse_source
 from pi2.plan.toml.text import KeyPath, format_path, write_key
 
@@ -38,10 +39,12 @@ def migrate_text(
     *,
     steps: Mapping[int, Step] = STEPS,
     renames: Sequence[Rename] = RENAMES,
-    newest: int = SCHEMA_VERSION,
+    newest: int | None = None,
 ) -> Migration:
-    """Bring a document's ``text`` to version ``newest``; ``name`` is for findings."""
+    """Bring a document's ``text`` to version ``newest``, or to that in which its kind changed last;
+    ``name`` is for findings."""
     changes: list[str] = []
+    newest = newest or DOCUMENTS[kind].VERSION
     source = parse_source(Path(name), name, text)
     if isinstance(source, list):
         return Migration(text, (), tuple(source))
@@ -211,7 +214,7 @@ def compare_plans(before: ResolvedPlan, after: ResolvedPlan) -> list[Change]:
         item
         for item in compare_documents("plan", before.plan, after.plan)
         if item.path not in (("device",), ("model",))
-        and not (item.path == ("store",) and same_store)
+        and not (item.path == ("weights",) and same_store)
     ]
     devices = compare_documents("device", before.device, after.device)
     models = compare_documents("model", before.model, after.model)

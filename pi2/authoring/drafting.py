@@ -14,6 +14,7 @@ from pi2.fitting.budget import MIB
 from pi2.fitting.completion import SEGMENT_REASONS, complete_plan, resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
+from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
@@ -32,7 +33,7 @@ def write_overlay(
     value."""
     lines = [f"# {remark}" for remark in remarks]
     value = base if key == "weights" else [base]
-    lines += ["schema_version = 2", f"{key} = {write_value(value)}"]
+    lines += [f"schema_version = {SCHEMA_VERSION}", f"{key} = {write_value(value)}"]
     dropped = [key for key, value in changes.items() if value is None]
     if dropped:
         lines.append(f"remove = {write_value(dropped)}")
@@ -91,11 +92,11 @@ class Wish:
 def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     """A plan that states the wish and leaves the rest to be derived; raises as `complete_plan`."""
     values: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": SCHEMA_VERSION,
         "name": wish.name,
+        "weights": wish.store,
         "device": wish.device,
         "model": wish.model,
-        "store": wish.store,
     }
     tables: dict[str, dict[str, object]] = {"memory": {}}
     if wish.budget_bytes is not None:
@@ -115,7 +116,7 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
         "# `pi2 show FILE` shows what is derived, `pi2 explain KEY FILE` explains a value.",
     ]
     sampling, remarks = recommend_sampling(model)
-    remarks[("store",)] = "relative to this file; `pi2 convert` makes it"
+    remarks[("weights",)] = "relative to this file; `pi2 convert` makes it"
     remarks[("memory", "budget")] = describe_budget(device)
     document = {**values, **tables, **sampling}
     return "\n".join([*head, *write_tables(Plan, (), document, remarks.get)]) + "\n"

@@ -68,16 +68,13 @@ class Report:
     """The documents' files, put together with what they extend."""
     derives: bool = False
     """Whether a plan was checked that leaves out sizes, which are derived whenever it is read."""
+    runs_file: bool = False
+    """Whether a plan was checked that runs a GGUF file as it is."""
 
     @property
     def is_sound(self) -> bool:
         """Whether there are no errors."""
         return all(item.severity != "error" for item in self.diagnostics)
-
-    @property
-    def runs_file(self) -> bool:
-        """Whether a plan was checked that runs a GGUF file as it is."""
-        return "plan" in self.files and "weights" in self.files["plan"].values
 
     def make_error(self) -> UserError:
         """The exception for a report with errors."""
@@ -218,6 +215,7 @@ def _report(check: Inspection, *, kind: Kind, resolved: ResolvedPlan | None = No
         sources=check.sources,
         files=check.files,
         derives=check.is_open,
+        runs_file=check.runs_file,
     )
 
 

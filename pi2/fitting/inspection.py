@@ -162,9 +162,13 @@ class Inspection:
         self.fill = fill
         """Completes plans that run a GGUF file."""
         self.facts: FileFacts | None = None
+        self.runs_file = False
+        """Whether the plan's weights are a GGUF file."""
         self.is_open = False
         """Whether the plan leaves out what is derived of its device and model."""
         self.is_whole = True
+        self.own: dict[KeyPath, str] = {}
+        """Documents that the plan does not name, and why they are what they are."""
         self.derived: Mapping[KeyPath, str] = {}
         self.overrides: Overrides | None = None
         self.files: dict[Kind, SourceFile] = {}
@@ -260,13 +264,20 @@ class Inspection:
         self.files[kind] = source
         self.file_names[kind] = Path(located.file_name)
         self.references[kind] = located.reference
-        if kind == "plan" and self.fill is not None and "weights" in source.values:
+        if (
+            kind == "plan"
+            and self.fill is not None
+            and self.fill.names_file(source.values.get("weights"), source.path)
+        ):
+            self.runs_file = True
             completed = self.complete(source, self.fill)
             if completed is None:
                 return
             source = self.files[kind] = completed
         if kind == "plan" and self.facts is None and leaves_out(source.values):
-            source.values.setdefault("device", "host")
+            if "device" not in source.values:
+                source.values["device"] = "host"
+                self.own[("device",)] = "this machine"
             self.is_open, self.is_whole = True, whole
             return
         self.check_values(source, kind, whole)
@@ -294,7 +305,8 @@ class Inspection:
             else:
                 memory = None if self.fill is None else self.fill.find_memory
                 found = complete_plan(source.values, device, model, memory)
-                values, self.derived, is_sound = found.values, found.reasons, found.is_sound
+                values, is_sound = found.values, found.is_sound
+                self.derived = self.own | found.reasons
         except UserError as error:
             path = ("memory", "budget")
             span = source.spans.find_value(path)
@@ -310,8 +322,6 @@ class Inspection:
     def complete(self, source: SourceFile, fill: FillPlan) -> SourceFile | None:
         """Derive what a plan that runs a GGUF file leaves out, and its model; None where that is
         not possible, with the reason among the findings."""
-        if not isinstance(source.values["weights"], str):
-            return source
         try:
             filled = fill(source.values, source.path)
         except UserError as error:
@@ -372,6 +382,11 @@ class Inspection:
             self.file_names[kind] = Path(f"{self.facts.model_id}.model.toml")
             return
         reference = None if plan is None else plan.values.get(kind)
+        if kind == "model" and plan is not None and reference is None and self.fill is not None:
+            reference = self.fill.find_model(plan.values.get("weights"), plan.path)
+            if reference is not None:
+                plan.values["model"] = reference
+                self.own[("model",)] = "the store's model"
         if plan is None or not isinstance(reference, str) or not 0 < len(reference) <= 500:
             return
         try:
@@ -538,8 +553,10 @@ class Inspection:
         return give_to_author(item, finding.path, finding.at, self.chains, self.sources)
 
     def add_removal(self, item: Diagnostic) -> Diagnostic:
-        """Say of a missing key where it was removed, if it was."""
+        """Say of a missing key why it is missing: where it was removed, or what states no model."""
         own = [r.note for r in self.removed if item.code == "P102" and r.covers(item.path)]
+        if item.code == "P102" and item.path == "model":
+            own.append("the store that `weights` names is not here, or states no model of pi2's")
         return replace(item, notes=(*item.notes, *own)) if own else item
 
     @staticmethod

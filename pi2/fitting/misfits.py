@@ -179,7 +179,7 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
         return []
     found = []
     for item in find_store_misfits(resolved):
-        path = tuple((item.path or "store").split("."))
+        path = tuple((item.path or "weights").split("."))
         # Places are looked for where something was found.
         place = item.span or report.files["plan"].spans.find_value(path)
         found.append(replace(item, span=place, path=".".join(path)))
@@ -210,7 +210,7 @@ def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
                 code="P605",
                 message=f"the store {path} has no tokenizer {tokenizer.name}",
                 help="convert the model again, or copy its tokenizer.json into the store",
-                path="store",
+                path="weights",
             )
         )
     return found

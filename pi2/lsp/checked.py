@@ -264,7 +264,7 @@ def find_definition(checked: Checked, line: int, column: int) -> tuple[Path, Spa
         return None
     if path in (("device",), ("model",)):
         return _find_document(checked, path, "device" if path == ("device",) else "model")
-    if path == ("store",):
+    if path == ("weights",):
         text = checked.read_text(path)
         target = checked.path.parent / (text or "") / MANIFEST
         return (target, Span.of_file(str(target))) if text and target.is_file() else None

@@ -285,7 +285,7 @@ def _list_values(checked: Checked, kind: Kind, cursor: Cursor, quote: str) -> It
     if path[:1] == ("extends",):
         yield from _list_documents(checked, kind, quote)
         return
-    if kind == "plan" and path == ("store",):
+    if kind == "plan" and path == ("weights",):
         yield from _list_stores(checked, quote)
         return
     if kind == "plan" and path == ("prefill", "unit"):

@@ -266,7 +266,7 @@ def write_plan_text(resolved: ResolvedPlan, model: Model, device: str) -> str:
         plan.model_copy(
             update={
                 "memory": memory,
-                "store": "store",
+                "weights": "store",
                 "model": f"./{model.id}.model.toml",
                 "device": device,
             }

@@ -181,7 +181,7 @@ def aim_plan(resolved: ResolvedPlan, wish: Wish) -> ResolvedPlan:
     settings = resolved.plan.threads.model_copy(update={"compute": threads})
     return replace(
         resolved,
-        plan=resolved.plan.model_copy(update={"threads": settings, "store": "store"}),
+        plan=resolved.plan.model_copy(update={"threads": settings, "weights": "store"}),
         device=resolved.device.model_copy(update={"units": units}),
     )
 

@@ -19,6 +19,7 @@ from pi2.fitting.completion import choose_backends
 from pi2.fitting.sizes import count_unit_needs
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
+from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number
 from pi2.plan.toml.text import KeyPath
@@ -50,11 +51,11 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     memory, segments = values["memory"], _name_segments(planned)
     sampling, recommended = recommend_sampling(resolved.model)
     document = {
-        "schema_version": 2,
+        "schema_version": SCHEMA_VERSION,
         "name": name,
+        "weights": store,
         "device": device,
         "model": model,
-        "store": store,
         "backends": choose_backends(units),
         "memory": {**memory, "segments": {key: memory["segments"][key] for key in segments}},
         **{key: values[key] for key in _TABLES if key in values},
@@ -63,7 +64,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     what = "the whole model" if resolved.has_whole_unit else "its hot neurons"
     remarks: dict[KeyPath, str | None] = {
         **recommended,
-        ("store",): "relative to this file",
+        ("weights",): "relative to this file",
         ("backends",): explain_backends(units),
         ("memory", "budget"): describe_budget(resolved.device),
         ("memory", "embedding"): "rows are read when their tokens come",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
+from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Segments
@@ -52,10 +53,10 @@ def make_plan_values(
             help="add a unit of the kind cpu to the device",
         )
     return {
-        "schema_version": 2,
+        "schema_version": SCHEMA_VERSION,
         "device": wish.device.id,
         "model": wish.model.id,
-        "store": f"stores/{wish.model.id}",
+        "weights": f"stores/{wish.model.id}",
         "memory": {"budget": "1 B", "segments": dict.fromkeys(Segments.model_fields, "0 B")},
         "bundle": {"stride": format_bytes(bundle.stride)}
         | ({} if bundle.scales == "inline" else {"scales": bundle.scales}),

@@ -131,7 +131,6 @@ def derive_plan(
     filled = {
         "device": "host",
         "model": model.id,
-        "store": values["weights"],
         "backends": {"cpu": "blocks"},
         "bundle": {"stride": f"{round_up(model.lay_out_bundle().used_bytes, 4096)} B"},
         **values,

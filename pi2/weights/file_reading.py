@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pi2.caches import is_gguf, show_path
+from pi2.caches import has_gguf_suffix, is_gguf, read_regular, show_path
 from pi2.diagnostics import UserError
+from pi2.plan.documents.common import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from pi2.fitting.check import Report
@@ -33,7 +35,7 @@ def runs_as_it_is(path: Path) -> bool:
 def describe_bare(path: Path) -> dict[str, Any] | None:
     """Values of the plan that a GGUF file stands for; None for another file."""
     name = show_path(Path(path.name))
-    return {"schema_version": 2, "weights": name} if is_gguf(path) else None
+    return {"schema_version": SCHEMA_VERSION, "weights": name} if is_gguf(path) else None
 
 
 def find_kind(path: Path) -> Kind | None:
@@ -87,6 +89,28 @@ class FileFiller:
 
     def __init__(self) -> None:
         self._opened: dict[tuple[Path, Path | None], GgufWeights] = {}
+
+    def names_file(self, weights: object, path: Path) -> bool:
+        """Whether the weights are a GGUF file, whatever its name is, or are called one."""
+        if not isinstance(weights, str):
+            return False
+        return has_gguf_suffix(Path(weights)) or is_gguf(path) or is_gguf(path.parent / weights)
+
+    def find_model(self, weights: object, path: Path) -> str | None:
+        """The model document in a store's folder, or the shipped one of the store's model."""
+        from pi2.plan.reading.references import list_shipped
+
+        if not isinstance(weights, str):
+            return None
+        try:
+            folder = path.parent / weights
+            own = sorted(folder.glob("*.model.toml"))
+            if own:
+                return f"{weights}/{own[0].name}"
+            named = json.loads(read_regular(folder / "manifest.json"))["model"]["id"]
+        except (OSError, ValueError, KeyError, TypeError):  # what opens the store says it
+            return None
+        return named if named in list_shipped("model") else None
 
     def find_memory(self) -> tuple[int, int]:
         """Installed and free memory, in bytes."""

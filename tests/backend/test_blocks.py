@@ -109,7 +109,7 @@ def make_model(**tables: Any) -> Model:
         "context": 64,
     }
     values: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": 3,
         "id": "small",
         "shape": shape | tables.get("shape", {}),
         "ffn": {"activation": "silu"} | tables.get("ffn", {}),

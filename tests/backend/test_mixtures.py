@@ -292,7 +292,7 @@ def test_thresholds_of_experts_cut_the_same_gates_as_in_the_reference(silu: Path
     )
     model = load_plan(silu).model
     thresholds = Thresholds(
-        schema_version=2,
+        schema_version=3,
         model=model.id,
         activation="silu",
         hidden=model.shape.hidden,
@@ -321,7 +321,7 @@ def test_thresholds_of_experts_cut_the_same_gates_as_in_the_reference(silu: Path
 def test_resident_scales_change_no_bit(tmp_path: Path, drelu: Path) -> None:
     store = tmp_path / "apart"
     stride = repack_store(drelu.parent / "store", scales="resident", output=store).bundle.stride
-    apart = {"store": str(store), "bundle.scales": "resident", "bundle.stride": f"{stride} B"}
+    apart = {"weights": str(store), "bundle.scales": "resident", "bundle.stride": f"{stride} B"}
     room = {"memory.segments.attention": "8 MiB", "memory.segments.workspace": "32 MiB"}
     values = {**FLASH, "prefill.chunk": 7}
     logits = []

@@ -175,7 +175,7 @@ def test_text_is_streamed_as_it_is_made() -> None:
     [
         (["--prompt", "x" * 9000], 2, "P601"),
         (["--prompt", "x", "--temperature", "-1"], 2, "P604"),
-        (["--prompt", "x", "--set", "store=nowhere"], 2, "P501"),
+        (["--prompt", "x", "--set", "weights=nowhere"], 2, "P501"),
         (["--prompt", "x", "--set", 'memory.segments.workspace="64 KiB"'], 1, "workspace"),
         (["--prompt", "x", "--set", 'memory.budget="8 MiB"'], 1, "budget"),
         (["--prompt", "x", "--set", "decode.predictr=gate"], 1, "decode.predictor"),

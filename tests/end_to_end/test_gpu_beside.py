@@ -40,7 +40,7 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     require_launcher(api)
     plan = tmp_path / "beside.plan.toml"
     plan.write_text(
-        f'extends = ["{os.path.relpath(BESIDE, tmp_path)}"]\nschema_version = 2\nname = "Beside"\n'
+        f'extends = ["{os.path.relpath(BESIDE, tmp_path)}"]\nschema_version = 3\nname = "Beside"\n'
         f'device = "host-{api}"\nmodel = "pi2-demo"\n'
     )
     return plan

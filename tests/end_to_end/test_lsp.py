@@ -169,7 +169,7 @@ def test_wide_characters_are_counted_as_editors_do(editor: Editor) -> None:
 
 def test_hover_says_what_a_key_means_and_where_its_value_is_from(editor: Editor) -> None:
     (editor.folder / "base.plan.toml").write_text(PLAN)
-    text = 'schema_version = 2\nextends = ["base.plan.toml"]\n[kv]\ncontext = 128\n'
+    text = 'schema_version = 3\nextends = ["base.plan.toml"]\n[kv]\ncontext = 128\n'
     assert editor.open(NAME, text) == []
     answer = editor.ask("textDocument/hover", editor.point(NAME, text, "context"))
     shown = answer["contents"]["value"]
@@ -187,7 +187,7 @@ def test_completion_of_keys_tables_and_values(editor: Editor) -> None:
     editor.open(NAME, PLAN)
     keys = editor.complete(NAME, PLAN.replace("[memory]\n", "[memory]\n|\n"))
     assert "segments" not in keys
-    keys = editor.complete(NAME, "schema_version = 2\n[memory.segments]\nco|")
+    keys = editor.complete(NAME, "schema_version = 3\n[memory.segments]\nco|")
     assert keys["cold"]["textEdit"]["newText"] == "cold"
     assert "on demand" in keys["cold"]["documentation"]["value"]
     assert editor.complete(NAME, "[lay|")["layers"]["detail"].startswith("a table")
@@ -202,7 +202,7 @@ def test_completion_of_keys_tables_and_values(editor: Editor) -> None:
 def test_completion_of_names(editor: Editor) -> None:
     (editor.folder / "acme-12.device.toml").write_text(DEVICE)
     editor.open(NAME, PLAN)
-    devices = editor.complete(NAME, 'schema_version = 2\ndevice = "|')
+    devices = editor.complete(NAME, 'schema_version = 3\ndevice = "|')
     assert {"oneplus-12", "host", "acme-12.device.toml"} <= set(devices)
     assert "pi2-demo" in editor.complete(NAME, 'model = "pi|')
     units = editor.complete(NAME, 'device = "oneplus-12"\n[layers]\nsplit = { |')
@@ -282,9 +282,9 @@ ADVICE = re.compile(r'^help: .*?write (\w+ = "[^"]+")', re.MULTILINE)
 
 def test_a_plan_written_with_completion_and_messages_alone_is_sound(editor: Editor) -> None:
     """What is offered is taken; what is missing is what the messages name."""
-    text = "schema_version = 2\n"
+    text = "schema_version = 3\n"
     editor.open(NAME, text)
-    values = {"device": '"host"', "model": '"pi2-demo"', "store": '"stores/pi2-demo"'}
+    values = {"device": '"host"', "model": '"pi2-demo"', "weights": '"stores/pi2-demo"'}
     values |= {"layers.split": "{ cpu = 1.0 }", "layers.hot": "0.1"}
     values |= {"memory.budget": '"1 GiB"', "kv.context": "512", "bundle.stride": '"4 KiB"'}
     for _ in range(40):
@@ -320,7 +320,7 @@ def test_definitions_of_documents_and_units(editor: Editor) -> None:
     device = editor.folder / "acme-12.device.toml"
     device.write_text(DEVICE)
     text = (
-        'schema_version = 2\nextends = ["base.plan.toml"]\ndevice = "acme-12.device.toml"\n'
+        'schema_version = 3\nextends = ["base.plan.toml"]\ndevice = "acme-12.device.toml"\n'
         'model = "pi2-demo"\n[layers]\nsplit = { cpu = 1.0 }\n'
     )
     editor.open(NAME, text)

@@ -61,7 +61,7 @@ def test_its_arithmetic_hardly_changes_the_perplexity(tmp_path: Path) -> None:
     """Within 0.5 % of the CPU's, every neuron of the text computed by the NPU."""
     dense = tmp_path / "dense.plan.toml"
     dense.write_text(
-        f'extends = ["{os.path.relpath(PLAN, tmp_path)}"]\nschema_version = 2\n'
+        f'extends = ["{os.path.relpath(PLAN, tmp_path)}"]\nschema_version = 3\n'
         'name = "Dense"\ndevice = "host-npu"\nmodel = "pi2-demo"\n[decode]\npredictor = "none"\n'
     )
     text = ROOT / "plans" / "stores" / "pi2-demo" / "heldout.txt"

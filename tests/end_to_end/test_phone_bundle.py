@@ -171,11 +171,11 @@ def test_an_npu_has_its_graphs_their_index_and_what_a_real_one_is_built_of(
 def test_a_bundle_for_a_real_npu_says_what_is_to_be_built_for_it(tmp_path: Path) -> None:
     device, plan = tmp_path / "real.device.toml", tmp_path / "real.plan.toml"
     device.write_text(
-        'extends = ["host-npu"]\nschema_version = 2\nid = "real"\nname = "Real"\n'
+        'extends = ["host-npu"]\nschema_version = 3\nid = "real"\nname = "Real"\n'
         "[units.npu]\nemulated = false\n"
     )
     plan.write_text(
-        f'extends = ["{os.path.relpath(WITH_NPU, tmp_path)}"]\nschema_version = 2\n'
+        f'extends = ["{os.path.relpath(WITH_NPU, tmp_path)}"]\nschema_version = 3\n'
         'name = "Real"\ndevice = "real.device.toml"\nmodel = "pi2-demo"\n'
     )
     done = start(build(tmp_path / "out", "--target", "x86_64-linux-gnu", plan=plan), *PROMPT)
@@ -265,7 +265,7 @@ def test_a_store_that_a_run_would_refuse_is_refused_by_the_build(
 def test_without_its_store_a_bundle_is_built_where_no_store_is(tmp_path: Path) -> None:
     """It is the one that is built beside the store."""
     target = ("--target", "x86_64-linux-gnu", "--without-store")
-    missing = f'store="{tmp_path / "none"}"'
+    missing = f'weights="{tmp_path / "none"}"'
     without = build(tmp_path / "without", *target, "--set", missing)
     beside = build(tmp_path / "beside", *target)
     names = [file.relative_to(beside) for file in sorted(beside.rglob("*")) if file.is_file()]

@@ -257,7 +257,7 @@ class TestWhatIsTaken:
             (b"a = " + b"[" * 100_000, "P012"),
             (b"extends = " + b"[" * 5000, "P012"),
             (b"schema_version = 99\n", "P107"),
-            (b'schema_version = 2\nextends = ["x\\u001b[2J"]\n', "P020"),
+            (b'schema_version = 3\nextends = ["x\\u001b[2J"]\n', "P020"),
             (b"extends = 7\ndevice = 8\nmodel = 9\n", "P103"),
         ],
     )
@@ -324,7 +324,7 @@ class TestPublish:
         assert bob.fail("profile", "publish", NAME, "--into", "empty") == ["P742"]
 
     def test_a_plan_is_not_published(self, bob: User) -> None:
-        (bob.folder / "x.plan.toml").write_text("schema_version = 2\n")
+        (bob.folder / "x.plan.toml").write_text("schema_version = 3\n")
         assert bob.fail("profile", "publish", "x.plan.toml", "--into", ".") == ["P743"]
 
     def test_its_reports_are_json(self, bob: User, tap: Repository) -> None:

@@ -92,7 +92,7 @@ class TestPlans:
         tap.write("common/base.device.toml", DEVICE.replace("acme-12", "base"))
         tap.write(
             "devices/acme-13.device.toml",
-            'schema_version = 2\nextends = ["../common/base.device.toml"]\nid = "acme-13"\n',
+            'schema_version = 3\nextends = ["../common/base.device.toml"]\nid = "acme-13"\n',
         )
         tap.commit()
         reference = refer(tap, "main", "devices/acme-13.device.toml")
@@ -116,7 +116,7 @@ class TestPlans:
         out = bob.succeed("profile", "add", reference)
         assert f'use it: extends = ["{reference}"]' in out
         assert len(bob.read_lock()) == 2
-        text = f'schema_version = 2\nextends = ["{reference}"]\nname = "Mine"\n'
+        text = f'schema_version = 3\nextends = ["{reference}"]\nname = "Mine"\n'
         (bob.folder / "my.plan.toml").write_text(text)
         shutil.rmtree(tap.folder)
         assert self.find(bob, "--locked") == []
@@ -124,7 +124,7 @@ class TestPlans:
     def test_a_device_that_needs_its_authors_files_is_not_taken(
         self, bob: User, tap: Repository, server: Server
     ) -> None:
-        text = 'schema_version = 2\nextends = ["{}"]\nid = "acme-12"\n'
+        text = 'schema_version = 3\nextends = ["{}"]\nid = "acme-12"\n'
         server.serve(f"/{NAME}", text.format("file:/srv/base.device.toml"))
         assert bob.fail("profile", "add", server.locate(f"/{NAME}")) == ["P732"]
         tap.write(f"devices/{NAME}", text.format("../../base.device.toml"))
@@ -135,7 +135,7 @@ class TestPlans:
         for one, other in (("a", "b"), ("b", "a")):
             tap.write(
                 f"devices/{one}.device.toml",
-                f'schema_version = 2\nextends = ["{other}.device.toml"]\nid = "{one}"\n',
+                f'schema_version = 3\nextends = ["{other}.device.toml"]\nid = "{one}"\n',
             )
         tap.commit()
         found = bob.fail("profile", "add", refer(tap, "main", "devices/a.device.toml"))

@@ -98,10 +98,10 @@ def write_plan(folder: Path, model: Model, changes: Mapping[str, Any]) -> Path:
     names = ("attention", "kv", "state", "predictor", "hot", "cold", "workspace")
     segments = dict.fromkeys(names, "64 MiB")
     document: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": 3,
         "device": "host",
         "model": "./golden.model.toml",
-        "store": "store",
+        "weights": "store",
         "backends": {"cpu": "reference"},
         "memory": {"budget": "2 GiB", "segments": {"runtime": "300 MiB", **segments}},
         "bundle": {"stride": f"{model.lay_out_bundle().stride} B"},

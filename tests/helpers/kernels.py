@@ -357,7 +357,7 @@ class RandomModel:
             "predictor": "int8",
         } | dict(precision or {})
         self.model = Model(
-            schema_version=2,
+            schema_version=3,
             id="random",
             shape=Shape(
                 layers=layers,

@@ -59,7 +59,7 @@ def make_model(changes: Mapping[str, Mapping[str, Any] | Any] | None = None) -> 
     ``changes`` replaces values, tables by key: ``{"shape": {"layers": 1}, "predictor": None}``.
     """
     document: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": 3,
         "id": "tiny",
         "shape": {
             "layers": 3,

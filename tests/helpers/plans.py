@@ -23,10 +23,10 @@ def write_plan(
     shape = tiny.model.shape
     layout = lay_out_bundle(shape.hidden, tiny.model.quantization.ffn)
     document: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": 3,
         "device": "host",
         "model": f"./{tiny.model.id}.model.toml",
-        "store": tiny.store.name,
+        "weights": tiny.store.name,
         "backends": {"cpu": "reference"},
         "memory": {
             "budget": "2 GiB",

@@ -21,7 +21,7 @@ FILES = {
 }
 SOURCES = {
     "plans/a.plan.toml": "[layers]\nsplit = { cpu = 0.3, npu = 0.8 }\nnotes = '''\n名前\n'''\n",
-    "plans/sound.device.toml": "schema_version = 2\n",
+    "plans/sound.device.toml": "schema_version = 3\n",
 }
 FINDINGS = (
     Diagnostic(

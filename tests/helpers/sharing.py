@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 DEVICE = """\
-schema_version = 2
+schema_version = 3
 name = "Acme 12"
 id = "acme-12"
 

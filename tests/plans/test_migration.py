@@ -137,9 +137,9 @@ def test_steps_are_taken_one_after_the_other() -> None:
 def test_a_document_without_a_version_gets_the_present_one() -> None:
     text = '#:schema x\n# Mine.\nname = "x"\n'
     result = migrate_text("plan", "x", text)
-    assert result.text == '#:schema x\nschema_version = 2\n# Mine.\nname = "x"\n'
-    assert migrate_text("plan", "x", "a = 1").text == "schema_version = 2\na = 1"
-    assert migrate_text("plan", "x", "[a]\nb = 1").text == "schema_version = 2\n[a]\nb = 1"
+    assert result.text == '#:schema x\nschema_version = 3\n# Mine.\nname = "x"\n'
+    assert migrate_text("plan", "x", "a = 1").text == "schema_version = 3\na = 1"
+    assert migrate_text("plan", "x", "[a]\nb = 1").text == "schema_version = 3\n[a]\nb = 1"
 
 
 def test_a_newer_document_is_left_alone() -> None:

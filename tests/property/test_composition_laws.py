@@ -121,7 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: Path, values: dict[str, Any], **composition: Any) -> Path:
-    merged = {"schema_version": 2, **composition, **values}
+    merged = {"schema_version": 3, **composition, **values}
     text = "".join(f"{write_key(key)} = {write_value(item)}\n" for key, item in merged.items())
     path.write_text(text, "utf-8", newline="")
     return path
@@ -215,8 +215,8 @@ fuzzed = st.fixed_dictionaries(
         "memory": odd,
         "kv": odd,
         "device": odd,
-        "store": odd,
-        "schema_version": st.integers(-1, 3) | odd,
+        "weights": odd,
+        "schema_version": st.integers(-1, 4) | odd,
     },
 )
 
@@ -272,7 +272,7 @@ def test_a_base_may_be_anything(folder: Path, data: bytes) -> None:
 
 
 def test_composing_does_not_change_what_was_read() -> None:
-    text = 'schema_version = 2\nextends = ["base.plan.toml"]\n[io]\nthreads = 2\n'
+    text = 'schema_version = 3\nextends = ["base.plan.toml"]\n[io]\nthreads = 2\n'
     source = parse_source(PARTS / "x.plan.toml", "x.plan.toml", text)
     assert isinstance(source, SourceFile)
     before = tomli.loads(text)

@@ -70,10 +70,10 @@ def wishes(draw: st.DrawFn) -> ResolvedPlan:
     backend = draw(st.sampled_from(["null", "reference"]))
     predictor = draw(st.sampled_from(["gate", "low-rank", "none"]))
     values: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": 3,
         "device": device.id,
         "model": model.id,
-        "store": "store",
+        "weights": "store",
         "backends": {"cpu": backend} | ({} if unit is None else {unit: backend}),
         "memory": memory,
         "bundle": {"stride": STRIDES[model.id]},

@@ -71,7 +71,7 @@ kinds = st.sampled_from(["plan", "device", "model"])
 @example(kind="plan", data=b"a=" + b"9" * 5000)
 @example(kind="plan", data=b"a=0x" + b"f" * 9000)
 @example(kind="model", data=b"schema_version=0x" + b"f" * 9000)
-@example(kind="plan", data=b"schema_version = 2\nlayers.overrides = [{}, 3]\n")
+@example(kind="plan", data=b"schema_version = 3\nlayers.overrides = [{}, 3]\n")
 def test_bytes(folder: Path, kind: str, data: bytes) -> None:
     check(folder, kind, data)
 
@@ -163,7 +163,7 @@ settable = st.sampled_from(
 @example(overrides={"device": "x\0y.device.toml"})
 @example(overrides={"device": "../x" * 200 + ".toml"})
 @example(overrides={"model": "/"})
-@example(overrides={"store": "\udc80"})
+@example(overrides={"weights": "\udc80"})
 @example(overrides={"": 1, "a..b": 2, "layers.overrides.99999999999999999999.hot": 1})
 def test_overrides(overrides: dict[str, object]) -> None:
     report = check_plan(ROOT / "plans/demo.plan.toml", overrides=overrides)

@@ -34,10 +34,10 @@ def resolve(**decode: Any) -> ResolvedPlan:
     sizes = {"runtime": 160, "attention": 1000, "kv": 1024, "predictor": 420, "workspace": 64}
     segments = {**sizes, "hot": 4096, "cold": 0}
     values = {
-        "schema_version": 2,
+        "schema_version": 3,
         "device": "probed",
         "model": "bamboo-7b",
-        "store": "stores/none",
+        "weights": "stores/none",
         "memory": {
             "budget": "9 GiB",
             "segments": {key: f"{size} MiB" for key, size in segments.items()},

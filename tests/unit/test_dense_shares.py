@@ -183,7 +183,7 @@ def test_scales_may_be_resident(tiny: TinyModel, plan: Path, alone: tuple[F32, F
     stride = repr(f"{pi2_stride(apart)} B").strip("'")
     settings = {
         **TWO,
-        "store": str(apart),
+        "weights": str(apart),
         "bundle": {"stride": stride, "scales": "resident"},
         "decode.predictor": "gate",
     }

@@ -20,7 +20,7 @@ MIB = 2**20
 def write_plan(folder: Path, text: str, model: str = "pi2-demo", device: str = "host") -> Path:
     path = folder / "my.plan.toml"
     store = STORE if model == "pi2-demo" else "store"
-    head = f'schema_version = 2\ndevice = "{device}"\nmodel = "{model}"\nstore = "{store}"\n'
+    head = f'schema_version = 3\ndevice = "{device}"\nmodel = "{model}"\nweights = "{store}"\n'
     path.write_text(head + text)
     return path
 
@@ -149,6 +149,28 @@ def test_units_that_are_given_work_have_their_usual_backends(tmp_path: Path) -> 
     assert found.plan.layers.split == {"npu": 0.3, "cpu": 0.7}
 
 
+def test_the_shortest_plan_of_a_store_has_the_store_s_model(tmp_path: Path) -> None:
+    path = tmp_path / "my.plan.toml"
+    path.write_text(f'schema_version = 3\nweights = "{STORE}"\nmemory.budget = "128 MiB"\n')
+    resolved = read(path).resolved
+    assert (resolved.model.id, resolved.device.id) == ("pi2-demo", "host")
+    assert resolved.derived[("model",)] == "the store's model"
+    digest = resolved.digest
+    path.write_text(path.read_text().replace("128 MiB", "160 MiB"))
+    assert read(path).resolved.digest == digest, "the room decides nothing that is computed"
+
+
+def test_a_store_of_no_known_model_needs_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my.plan.toml"
+    path.write_text('schema_version = 3\nweights = "not-here"\nmemory.budget = "1 GiB"\n')
+    assert run(["validate", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "error[P102]: missing key `model`" in out
+    assert "the store that `weights` names is not here" in out
+
+
 def test_weights_may_be_a_file_of_an_installed_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +182,7 @@ def test_weights_may_be_a_file_of_an_installed_package(
     write_model(package, "tiny", kind="Q4_1").rename(package / "tiny.gguf")
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "my.plan.toml"
-    path.write_text('schema_version = 2\nweights = "package:some_weights/tiny.gguf"\n')
+    path.write_text('schema_version = 3\nweights = "package:some_weights/tiny.gguf"\n')
     found = read(path).resolved
     assert found.file is not None
     assert found.file.path == package / "tiny.gguf"
@@ -170,7 +192,7 @@ def test_a_package_that_is_not_installed_is_a_finding_with_the_command_that_inst
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "my.plan.toml"
-    path.write_text('schema_version = 2\nweights = "package:no_such_weights/tiny.gguf"\n')
+    path.write_text('schema_version = 3\nweights = "package:no_such_weights/tiny.gguf"\n')
     assert run(["validate", str(path)]) == 1
     out = capsys.readouterr().out
     assert "error[P530]: the Python package no_such_weights is not installed" in out

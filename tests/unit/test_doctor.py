@@ -169,7 +169,7 @@ def test_budget_beyond_the_memory_keeps_a_plan_from_running() -> None:
 
 def test_broken_plan_is_reported_not_raised(tmp_path: Path) -> None:
     broken = tmp_path / "x.plan.toml"
-    broken.write_text("schema_version = 2\n")
+    broken.write_text("schema_version = 3\n")
     verdict = judge_plan(broken, "x", PHONE, {})
     assert verdict.verdict == "cannot run"
     assert verdict.findings
@@ -178,7 +178,7 @@ def test_broken_plan_is_reported_not_raised(tmp_path: Path) -> None:
 def test_plan_without_its_store_is_reported(tmp_path: Path) -> None:
     plan = tmp_path / "x.plan.toml"
     text = DEMO.read_text(encoding="utf-8")
-    plan.write_text(text.replace('store = "stores/pi2-demo"', 'store = "nowhere"'))
+    plan.write_text(text.replace('weights = "stores/pi2-demo"', 'weights = "nowhere"'))
     verdict = judge_plan(plan, "x", PHONE, {"cpu": ()})
     assert [finding.code for finding in verdict.findings] == ["P501"]
     assert verdict.verdict == "cannot run"
@@ -187,7 +187,7 @@ def test_plan_without_its_store_is_reported(tmp_path: Path) -> None:
 def test_plan_that_only_counts_needs_nothing_of_the_machine(tmp_path: Path) -> None:
     plan = tmp_path / "x.plan.toml"
     text = DEMO.read_text(encoding="utf-8").replace('cpu = "cpu"', 'cpu = "null"')
-    plan.write_text(text.replace('store = "stores/pi2-demo"', 'store = "nowhere"'))
+    plan.write_text(text.replace('weights = "stores/pi2-demo"', 'weights = "nowhere"'))
     assert judge_plan(plan, "x", PHONE, {}) == PlanVerdict(name="x", verdict="dry run")
 
 

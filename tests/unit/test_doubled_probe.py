@@ -94,10 +94,10 @@ def read_model() -> Model:
 def resolve(device: Device, plan: str) -> ResolvedPlan:
     segments = {"runtime": 160, "attention": 1000, "kv": 128, "predictor": 420, "workspace": 64}
     values = {
-        "schema_version": 2,
+        "schema_version": 3,
         "device": "probed",
         "model": "bamboo-7b",
-        "store": "stores/none",
+        "weights": "stores/none",
         "memory": {
             "budget": "4 GiB",
             "segments": {key: f"{size} MiB" for key, size in segments.items()}

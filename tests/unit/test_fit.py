@@ -48,7 +48,7 @@ def make_machine(**changes: Any) -> Machine:
 def make_device(**unit: Any) -> Device:
     """A device with one processor of the given keys."""
     return Device.model_validate(
-        {"schema_version": 2, "id": "acme", "units": {"cpu": {"kind": "cpu", **unit}}}
+        {"schema_version": 3, "id": "acme", "units": {"cpu": {"kind": "cpu", **unit}}}
     )
 
 
@@ -125,7 +125,7 @@ def test_a_core_to_bind_to_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_units_that_are_no_processor_are_not_compared() -> None:
     device = Device.model_validate(
         {
-            "schema_version": 2,
+            "schema_version": 3,
             "id": "phone",
             "units": {"cpu": {"kind": "cpu"}, "npu": {"kind": "npu", "architecture": "hexagon"}},
         }
@@ -152,7 +152,7 @@ def resolve_demo(tmp_path: Path, backend: str) -> ResolvedPlan:
     text = text.replace('cpu = "cpu"', f'cpu = "{backend}"')
     (tmp_path / "x.plan.toml").write_text(text, encoding="utf-8")
     (tmp_path / "arm.device.toml").write_text(
-        'schema_version = 2\nid = "arm"\n[units.cpu]\nkind = "cpu"\narchitecture = "aarch64"\n'
+        'schema_version = 3\nid = "arm"\n[units.cpu]\nkind = "cpu"\narchitecture = "aarch64"\n'
     )
     return load_plan(tmp_path / "x.plan.toml")
 

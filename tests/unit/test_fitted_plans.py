@@ -166,7 +166,7 @@ def test_a_fitted_file_of_weights_is_a_plan(
 def test_what_gave_way_and_items_of_arrays_are_kept_too(tmp_path: Path) -> None:
     plan = tmp_path / "plan.plan.toml"
     plan.write_text(
-        'schema_version = 2\nextends = ["demo"]\ndecode.predictor = "low-rank"\n'
+        'schema_version = 3\nextends = ["demo"]\ndecode.predictor = "low-rank"\n'
         'decode.look_ahead = "layer"\nmemory.segments.hot = "768 KiB"\n'
         'memory.segments.cold = "768 KiB"\n[[layers.overrides]]\nselect = "0-3"\nhot = 0.25\n'
     )
@@ -200,7 +200,7 @@ def test_a_first_plan_has_a_shorter_context_where_the_usual_one_does_not_fit() -
     model = Model.model_validate_json(
         json.dumps(
             {
-                "schema_version": 2,
+                "schema_version": 3,
                 "name": "small",
                 "id": "small",
                 "shape": shape,

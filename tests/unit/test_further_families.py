@@ -63,7 +63,7 @@ def describe(kind: str, **options: Any) -> Model:
     values = COMMON | {"model_type": kind} | options
     tables = describe_family(Config(Path("config.json"), values))
     return Model.model_validate(
-        {"schema_version": 2, "name": "made", "id": "made", **tables}, strict=False
+        {"schema_version": 3, "name": "made", "id": "made", **tables}, strict=False
     )
 
 

@@ -155,7 +155,7 @@ def test_a_short_budget_shortens_a_context_that_no_plan_states(tmp_path: Path) -
 def test_a_plan_may_state_no_more_than_the_weights(file: Path, tmp_path: Path) -> None:
     plan = tmp_path / "short.plan.toml"
     reference = os.path.relpath(file, tmp_path)
-    plan.write_text(f'schema_version = 2\nweights = "{reference}"\n[memory]\nbudget = "256 MiB"\n')
+    plan.write_text(f'schema_version = 3\nweights = "{reference}"\n[memory]\nbudget = "256 MiB"\n')
     with pi2.load(plan) as model:
         assert model.plan.plan.memory.budget == 256 << 20
         assert model.plan.plan.backends == {"cpu": "blocks"}
@@ -166,7 +166,7 @@ def test_a_plan_may_state_no_more_than_the_weights(file: Path, tmp_path: Path) -
 
 def test_a_plan_whose_weights_are_missing_says_so(tmp_path: Path) -> None:
     plan = tmp_path / "lost.plan.toml"
-    plan.write_text('schema_version = 2\nweights = "nowhere.gguf"\n')
+    plan.write_text('schema_version = 3\nweights = "nowhere.gguf"\n')
     with pytest.raises(UserError) as caught:
         pi2.load(plan)
     (item,) = caught.value.diagnostics

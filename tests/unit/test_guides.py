@@ -108,7 +108,7 @@ def test_the_split_means_the_neurons_that_the_guide_says(tmp_path: Path) -> None
     text = find_blocks("start/concepts.md", "toml")[0]
     path = tmp_path / "my.plan.toml"
     path.write_text(
-        'schema_version = 2\nextends = ["oneplus-12/bamboo-7b-half"]\nremove = ["layers"]\n'
+        'schema_version = 3\nextends = ["oneplus-12/bamboo-7b-half"]\nremove = ["layers"]\n'
         'memory.budget = "8 GiB"\n' + text
     )
     resolved = check_file(path).resolved

@@ -276,7 +276,7 @@ def test_a_file_of_powerinfer_runs_with_its_predictors(tmp_path: Path) -> None:
         assert (tmp_path / "store" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
     logits = {}
     for name in ("store", "other"):
-        changes = {"store": name, "decode": {"predictor": "low-rank"}}
+        changes = {"weights": name, "decode": {"predictor": "low-rank"}}
         with pi2.load(write_plan(tmp_path, made, changes)) as loaded:
             logits[name] = loaded.logits([1, 2, 3])
             text = loaded.generate([1, 2, 3], max_tokens=4, temperature=0.0, ignore_eos=True)

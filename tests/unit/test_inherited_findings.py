@@ -12,7 +12,7 @@ from pi2.plan.toml.source import display_path
 
 def find(path: Path, text: str) -> Diagnostic:
     """The only finding about a document of the user's."""
-    path.write_text(f"schema_version = 2\n{text}")
+    path.write_text(f"schema_version = 3\n{text}")
     (item,) = check_file(path).diagnostics
     return item
 
@@ -47,7 +47,7 @@ def test_a_value_of_a_shipped_device_is_found_in_the_device_that_extends_it(tmp_
 def test_a_name_in_a_shipped_plan_can_be_removed(tmp_path: Path) -> None:
     path = tmp_path / "my.plan.toml"
     text = 'extends = ["oneplus-12/bamboo-7b-half"]\ndevice = "x86-laptop"\nthreads.compute = 4\n'
-    path.write_text(f"schema_version = 2\n{text}")
+    path.write_text(f"schema_version = 3\n{text}")
     found = [item for item in check_file(path).diagnostics if item.code == "P211"]
     assert show(found[0])[1] == "2:12"
     assert f'write remove = ["layers.split.npu"] in {path} to leave it out' in str(found[0].help)
@@ -55,7 +55,7 @@ def test_a_name_in_a_shipped_plan_can_be_removed(tmp_path: Path) -> None:
 
 def test_the_way_through_files_of_one_s_own_ends_at_the_last_of_them(tmp_path: Path) -> None:
     base = tmp_path / "base.plan.toml"
-    base.write_text('schema_version = 2\n\nextends = ["demo"]\n')
+    base.write_text('schema_version = 3\n\nextends = ["demo"]\n')
     item = find(tmp_path / "my.plan.toml", 'extends = ["base.plan.toml"]\nlayers.hot = 0.25\n')
     assert item.span is not None
     assert item.span.place == f"{base}:3:12"
@@ -64,7 +64,7 @@ def test_the_way_through_files_of_one_s_own_ends_at_the_last_of_them(tmp_path: P
 
 def test_a_value_in_a_file_of_one_s_own_stays_where_it_is(tmp_path: Path) -> None:
     base = tmp_path / "base.plan.toml"
-    base.write_text('schema_version = 2\nextends = ["demo"]\nmemory.segments.hot = "256 KiB"\n')
+    base.write_text('schema_version = 3\nextends = ["demo"]\nmemory.segments.hot = "256 KiB"\n')
     item = find(tmp_path / "my.plan.toml", 'extends = ["base.plan.toml"]\n')
     assert item.span is not None
     assert item.span.place == f"{base}:3:23"

@@ -121,8 +121,8 @@ def plan(tmp_path: Path, folder: Path) -> Path:
     file = tmp_path / "mlc.plan.toml"
     file.write_text(
         f'extends = ["{os.path.relpath(PLAN.with_name("demo-opencl.plan.toml"), tmp_path)}"]\n'
-        'schema_version = 2\nname = "Demo in MLC-LLM"\ndevice = "host-opencl"\n'
-        f'model = "pi2-demo"\nstore = "{folder.name}"\nbackends = {{ gpu = "mlc" }}\n'
+        'schema_version = 3\nname = "Demo in MLC-LLM"\ndevice = "host-opencl"\n'
+        f'model = "pi2-demo"\nweights = "{folder.name}"\nbackends = {{ gpu = "mlc" }}\n'
         'decode.predictor = "none"\nsampling.repetition_penalty = 1.0\n'
     )
     return file

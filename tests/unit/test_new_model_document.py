@@ -103,7 +103,7 @@ def test_a_family_of_known_operators_is_one_document(tmp_path: Path) -> None:
         describe_checkpoint(checkpoint)
     family = checkpoint / "acorn.family.toml"
     family.write_text(
-        'schema_version = 2\nextends = ["stablelm"]\nread.norm.epsilon = ["eps", 1e-3]\n'
+        'schema_version = 3\nextends = ["stablelm"]\nread.norm.epsilon = ["eps", 1e-3]\n'
     )
     assert check_file(family).diagnostics == ()
     expected = describe_checkpoint(FOLDER / "stablelm-parallel", name="acorn").model
@@ -127,7 +127,7 @@ def test_what_a_family_cannot_compute_is_refused(tmp_path: Path, line: str) -> N
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "acorn"}))
     family = checkpoint / "acorn.family.toml"
-    family.write_text(f'schema_version = 2\nextends = ["llama"]\n{line}\n')
+    family.write_text(f'schema_version = 3\nextends = ["llama"]\n{line}\n')
     with pytest.raises(UserError, match="P544"):
         describe_checkpoint(checkpoint)
 
@@ -158,7 +158,7 @@ def test_mistakes_in_a_family_are_findings_at_their_places(
     tmp_path: Path, line: str, code: str, place: tuple[int, int]
 ) -> None:
     family = tmp_path / "acorn.family.toml"
-    family.write_text(f'schema_version = 2\nextends = ["llama"]\n{line}\n')
+    family.write_text(f'schema_version = 3\nextends = ["llama"]\n{line}\n')
     found = check_file(family).diagnostics
     assert [item.code for item in found] == [code]
     span = found[0].span

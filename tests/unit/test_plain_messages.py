@@ -20,7 +20,7 @@ from pi2.planning.wish import read_document
 from pi2.sharing.fetching import Cache, hash_bytes
 from tests.unit.test_fit import make_machine
 
-DEMO = 'schema_version = 2\nextends = ["demo"]\n'
+DEMO = 'schema_version = 3\nextends = ["demo"]\n'
 
 
 def validate(folder: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -147,7 +147,7 @@ def test_a_missing_store_has_a_plain_path(
 ) -> None:
     plan = tmp_path / "plans/mine.plan.toml"
     plan.parent.mkdir()
-    plan.write_text(DEMO + 'store = "../stores/none"\n')
+    plan.write_text(DEMO + 'weights = "../stores/none"\n')
     assert run(["run", str(plan), "--prompt", "x"]) == 2
     said = capsys.readouterr().err
     assert f"no neuron store at {tmp_path}/stores/none" in said

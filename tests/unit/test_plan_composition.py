@@ -31,7 +31,7 @@ def base(tmp_path: Path) -> Path:
 
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"schema_version = 2\n{text}")
+    path.write_text(f"schema_version = 3\n{text}")
     return path
 
 
@@ -229,5 +229,5 @@ def test_references_with_a_scheme_are_found_by_a_resolver(base: Path) -> None:
 
 
 def test_the_keys_of_composition_do_not_change_the_digest(base: Path) -> None:
-    mine = extend(base, 'device = "common/phone.device.toml"\nstore = "store"\n')
+    mine = extend(base, 'device = "common/phone.device.toml"\nweights = "store"\n')
     assert mine.digest == load_plan(base).digest

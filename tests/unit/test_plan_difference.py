@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(name: str, text: str) -> Path:
     path = Path(name)
-    path.write_text(f'schema_version = 2\nextends = ["base.plan.toml"]\n{text}')
+    path.write_text(f'schema_version = 3\nextends = ["base.plan.toml"]\n{text}')
     return path
 
 

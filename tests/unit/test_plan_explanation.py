@@ -29,7 +29,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(PARTS / name, tmp_path)
     path = tmp_path / "my.plan.toml"
     path.write_text(
-        'schema_version = 2\nextends = ["base.plan.toml"]\n'
+        'schema_version = 3\nextends = ["base.plan.toml"]\n'
         'inherit.layers.overrides = "append"\n'
         'memory.segments.hot = "17 MiB"\n'
         '[[layers.overrides]]\nselect = "3"\nhot = 0.1\n'

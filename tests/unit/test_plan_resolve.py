@@ -18,10 +18,10 @@ DEMO = ROOT / "plans/demo.plan.toml"
 PARTS = ROOT / "tests/plans/broken/parts"
 
 PLAN = """\
-schema_version = 2
+schema_version = 3
 device = "./phone.device.toml"
 model = "small.model.toml"
-store = "../store"
+weights = "../store"
 backends = { cpu = "cpu", npu = "reference" }
 memory.budget = "256 MiB"
 
@@ -126,7 +126,7 @@ def test_overrides_replace_values(plan: Path) -> None:
             "layers.split": {"cpu": 1},
             "layers.overrides.0.select": "3",
             "io.threads": 2,
-            "store": Path("elsewhere"),
+            "weights": Path("elsewhere"),
         },
     )
     assert resolved.plan.decode.predictor == "gate"

@@ -29,7 +29,7 @@ def read(kind: str, name: str) -> Any:
 def make_device(rates: Mapping[str, str], block: str = "512 B") -> Device:
     """``rates`` of random reads by block."""
     values = {
-        "schema_version": 2,
+        "schema_version": 3,
         "id": "box",
         "units": {
             "cpu": {

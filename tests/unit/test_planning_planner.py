@@ -34,7 +34,7 @@ from pi2.planning.wish import Wish, read_document
 
 GIB, MIB = 1 << 30, 1 << 20
 DEVICE: dict[str, Any] = {
-    "schema_version": 2,
+    "schema_version": 3,
     "id": "box",
     "units": {
         "cpu": {

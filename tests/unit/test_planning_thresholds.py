@@ -51,7 +51,7 @@ def make_thresholds(model: Model, kept: float) -> Thresholds:
         gate=0.1, experts=(0.1,) * model.expert_count, computed=kept, active=kept
     )
     return Thresholds(
-        schema_version=2,
+        schema_version=3,
         name="some",
         model=model.id,
         activation=model.ffn.activation,

@@ -50,7 +50,7 @@ def load(tiny: TinyModel, scales: str, settings: Mapping[str, Any]) -> LoadedMod
     plan = write_plan(folder, tiny, {"layers": {"hot": 0.0}, "pipeline": {"cluster": 8}})
     changes = {"memory.segments.cold": f"{96 * (INLINE if scales == 'inline' else RESIDENT)} B"}
     if scales == "resident":
-        changes |= {"store": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": scales}
+        changes |= {"weights": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": scales}
     return pi2.load(plan, set={**changes, **settings})
 
 
@@ -94,7 +94,7 @@ def test_neurons_come_and_go_with_their_scales(tiny: TinyModel, phases: int) -> 
 @pytest.mark.parametrize("predictor", ["none", "gate", "low-rank"])
 def test_several_sequences_have_what_each_has_alone(tiny: TinyModel, predictor: str) -> None:
     plan = write_plan(tiny.store.parent, tiny, {"layers": {"hot": 0.125}})
-    apart = {"store": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": "resident"}
+    apart = {"weights": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": "resident"}
     phases = {"pipeline.phases": 2, "cache.fill": False} if predictor == "low-rank" else {}
     check(plan, {**apart, **phases, "decode.predictor": predictor})
 
@@ -127,7 +127,7 @@ def test_there_and_back_changes_no_byte(tmp_path: Path, tiny: TinyModel) -> None
 
 def test_damaged_scales_are_found(tmp_path: Path, tiny: TinyModel) -> None:
     store = copy_store(tiny.store.parent / "apart", tmp_path / "apart")
-    with load(tiny, "resident", {"store": str(store), "io.verify": "first-read"}) as model:
+    with load(tiny, "resident", {"weights": str(store), "io.verify": "first-read"}) as model:
         assert len(model.logits(FEW, mode="decode")) == len(FEW)
     file = store / name_scales_file(1)
     content = bytearray(file.read_bytes())
@@ -137,7 +137,7 @@ def test_damaged_scales_are_found(tmp_path: Path, tiny: TinyModel) -> None:
         ("P507", True)
     ]
     with pytest.raises(UserError, match="checksum"):
-        load(tiny, "resident", {"store": str(store), "io.verify": "first-read"})
+        load(tiny, "resident", {"weights": str(store), "io.verify": "first-read"})
     before = list_hashes(store)
     with pytest.raises(UserError, match="SHA-256"):
         repack_store(store, scales="inline")
@@ -166,7 +166,7 @@ def test_a_manifest_without_the_scales_is_no_manifest(tmp_path: Path, tiny: Tiny
 def test_a_plan_and_its_store_agree_about_scales(tiny: TinyModel) -> None:
     plan = write_plan(tiny.store.parent, tiny, {"layers": {"hot": 0.0}})
     for settings, wanted in (
-        ({"store": "apart"}, "--stride '1536 B' --scales inline"),
+        ({"weights": "apart"}, "--stride '1536 B' --scales inline"),
         ({"bundle.scales": "resident"}, "--scales resident"),
     ):
         with pytest.raises(UserError) as caught:
@@ -177,7 +177,7 @@ def test_a_plan_and_its_store_agree_about_scales(tiny: TinyModel) -> None:
 
 def test_a_smaller_budget_keeps_the_scales(tiny: TinyModel) -> None:
     plan = write_plan(tiny.store.parent, tiny, {"layers": {"hot": 0.5}})
-    changes = {"store": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": "resident"}
+    changes = {"weights": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": "resident"}
     needed = find_needs(load_plan(plan, overrides=changes))
     inline = find_needs(load_plan(plan))
     scales_bytes = 2 * 96 * 3 * 42

@@ -227,7 +227,7 @@ def test_scales_may_lie_beside_the_bundles(
     manifest = repack_store(silu.parent / "store", scales="resident", output=store)
     stride = manifest.bundle.layout.stride
     settings = {
-        "store": str(store),
+        "weights": str(store),
         "bundle": {"stride": f"{stride} B", "scales": "resident"},
         "memory.segments.attention": "4 MiB",
         "memory.segments.workspace": "4 MiB",

@@ -179,7 +179,7 @@ def test_the_plan_says_what_is_wanted_and_where_it_goes(
     wish = {"method": "cats", "target": 0.25, "thresholds": "quarter.thresholds.toml"}
     asked = plan.with_name("asked.plan.toml")
     room = {"memory": {"segments": {"cold": "48 KiB"}}}
-    document = {"schema_version": 2, "extends": [f"./{plan.name}"], "sparsity": wish, **room}
+    document = {"schema_version": 3, "extends": [f"./{plan.name}"], "sparsity": wish, **room}
     asked.write_text(tomlkit.dumps({**document, "decode": {"predictor": "gate"}}))
     assert run(["validate", str(asked)]) == 1
     assert "P028" in capsys.readouterr().out
@@ -362,7 +362,7 @@ def test_thresholds_are_found_from_a_plan_that_extends_another(
     other = tmp_path / "deep" / "other.plan.toml"
     other.parent.mkdir()
     base = os.path.relpath(sparse, other.parent)
-    other.write_text(f"schema_version = 2\nextends = ['{base}']\n")
+    other.write_text(f"schema_version = 3\nextends = ['{base}']\n")
     assert load_plan(other).thresholds == load_plan(sparse).thresholds is not None
 
 

@@ -48,7 +48,7 @@ def plan(tiny: TinyModel) -> Path:
 def extend(plan: Path, name: str, *settings: Mapping[str, Any]) -> Path:
     """A plan that differs from ``plan`` in ``settings``."""
     path = plan.parent / f"{name}.plan.toml"
-    lines = ["schema_version = 2", f'extends = ["{plan.name}"]']
+    lines = ["schema_version = 3", f'extends = ["{plan.name}"]']
     values = {key: value for item in settings for key, value in item.items()}
     lines += [f"{key} = {write_value(value)}" for key, value in values.items()]
     path.write_text("\n".join(lines) + "\n")

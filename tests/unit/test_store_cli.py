@@ -16,7 +16,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny
 
 MODEL_FILE = """
-schema_version = 2
+schema_version = 3
 id = "tiny"
 tied_head = true
 

@@ -42,7 +42,7 @@ def draw_orders(tiny: TinyModel, seed: int = 7) -> I32:
 
 def run_both(plan: Path, store: str) -> list[F32]:
     """Logits of a prompt, and of decoding with the plan's predictor."""
-    with pi2.load(plan, set={"store": store}) as model:
+    with pi2.load(plan, set={"weights": store}) as model:
         return [model.logits(TOKENS), model.logits(TOKENS, mode="decode")]
 
 
@@ -91,7 +91,7 @@ def test_a_predictor_names_the_same_neurons(tmp_path: Path, tiny: TinyModel) -> 
     reorder_store(tiny.store, draw_orders(tiny), "hotness", output=tmp_path / "new")
     named = []
     for name in ("store", "new"):
-        with pi2.load(plan, set={"store": name}) as model:
+        with pi2.load(plan, set={"weights": name}) as model:
             model.logits(TOKENS, mode="decode")
             named.append((model.stats.predicted_neurons, model.stats.active_neurons))
     assert named[0] == named[1]
@@ -202,11 +202,11 @@ def test_neurons_lie_another_distance_apart(tmp_path: Path, tiny: TinyModel) -> 
     plan = write_plan(tmp_path, tiny)
     with pi2.load(plan) as model:
         before = model.logits(TOKENS)
-    settings = {"store": "new", "bundle.stride": f"{wanted} B", "memory.segments.cold": "64 KiB"}
+    settings = {"weights": "new", "bundle.stride": f"{wanted} B", "memory.segments.cold": "64 KiB"}
     with pi2.load(plan, set=settings) as model:
         assert np.array_equal(model.logits(TOKENS), before)
     with pytest.raises(UserError, match="pi2 store repack") as caught:
-        pi2.load(plan, set={"store": "new"})
+        pi2.load(plan, set={"weights": "new"})
     assert caught.value.diagnostics[0].code == "P520"
     repack_store(new, old.stride)
     assert (new / "layers").exists() and read_manifest(new).bundle.stride == old.stride

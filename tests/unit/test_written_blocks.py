@@ -97,7 +97,7 @@ def test_a_later_entry_replaces_the_operators_that_it_states(tmp_path: Path) -> 
 
 def test_a_document_that_extends_another_inherits_its_blocks(tmp_path: Path) -> None:
     path = tmp_path / "gpt-oss-20b.model.toml"
-    path.write_text('schema_version = 2\nextends = ["gpt-oss-20b"]\nshape.context = 1024\n')
+    path.write_text('schema_version = 3\nextends = ["gpt-oss-20b"]\nshape.context = 1024\n')
     assert read_model(path).blocks == read_model(SHIPPED["gpt-oss-20b"]).blocks
 
 

@@ -82,12 +82,12 @@ def _draft(
     folder = path.resolve().parent
     names = ("runtime", "attention", "kv", "predictor", "hot", "cold", "workspace")
     return {
-        "schema_version": 2,
+        "schema_version": 3,
         "name": f"{model.name or model.id}, random weights",
         "description": "Synthetic: for measuring speed and memory, the text means nothing.",
         "device": "host",
         "model": _relate(model_file, folder),
-        "store": _relate(store, folder),
+        "weights": _relate(store, folder),
         "backends": {"cpu": wish.backend},
         "memory": {"budget": "1 B", "segments": dict.fromkeys(names, "1 B")},
         "bundle": {"stride": f"{bundle.stride} B"}

@@ -125,7 +125,7 @@ def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
             )
         return resolved
     if store is not None:
-        plan = resolved.plan.model_copy(update={"store": str(store.resolve())})
+        plan = resolved.plan.model_copy(update={"weights": str(store.resolve())})
         own = resolved.__dict__["digest"]
         resolved = replace(resolved, plan=plan)
         resolved.__dict__["digest"] = own

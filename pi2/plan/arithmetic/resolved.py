@@ -132,7 +132,13 @@ class FillPlan(Protocol):
     """What is known of this machine's files and memory."""
 
     def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:
-        """Complete the values of a plan that has ``weights`` and lies at a path; `UserError`."""
+        """Complete the values of a plan that runs a GGUF file and lies at a path; `UserError`."""
+
+    def names_file(self, weights: object, path: Path) -> bool:
+        """Whether ``weights`` of the plan at a path are a GGUF file, and not a neuron store."""
+
+    def find_model(self, weights: object, path: Path) -> str | None:
+        """The model document of the store that the plan at a path names; None if there is none."""
 
     def find_memory(self) -> tuple[int, int]:
         """Installed and free memory, in bytes."""
@@ -163,7 +169,7 @@ class ResolvedPlan:
     @property
     def store_path(self) -> Path:
         """The neuron store's folder."""
-        return self.path.parent / self.plan.store
+        return self.path.parent / self.plan.weights
 
     @cached_property
     def layers(self) -> tuple[ResolvedLayer, ...]:
@@ -408,7 +414,7 @@ def lay_out_plan_bundle(plan: Plan, model: Model) -> BundleLayout:
     return model.lay_out_bundle(stride, plan.bundle.scales)
 
 
-_COSMETIC = frozenset({"name", "description"})
+_COSMETIC = frozenset({"schema_version", "name", "description"})
 
 
 def write_canonical_json(value: Any) -> str:
@@ -424,7 +430,7 @@ def hash_json(value: Any) -> str:
 
 
 def dump_plain(document: BaseModel) -> dict[str, Any]:
-    """All keys, defaults filled in, quantities as exact texts; names and descriptions left out."""
+    """All keys, defaults filled in, quantities as exact texts; versions, names and descriptions left out."""
     values: dict[str, Any] = document.model_dump(mode="json")
     for unit in values.get("units", {}).values():
         # Devices without it have the digests that they had before there was such a key.
@@ -445,15 +451,15 @@ def compute_digest(resolved: ResolvedPlan) -> str:
     """Digest of plan, device and model together.
 
     Settings of layers count as resolved, so that two spellings of the same plan agree; where the
-    device and model files lie does not count, their content does.
+    device and model files lie does not count, their content does.  Sizes of memory count only where
+    what lies there decides what is computed.
     """
     plan = dump_plain(resolved.plan)
     # What is kept between requests does not change what a run is.
     for key in ("device", "model", "layers", "serve"):
         del plan[key]
-    # Plans without them have the digests that they had before there were such keys.
-    if plan["memory"]["lock"] == "none":
-        del plan["memory"]["lock"]
+    if not (resolved.plan.decode.leaves_out or resolved.plan.experts.is_lossy):
+        plan["memory"] = {"embedding": resolved.plan.memory.embedding}
     if plan["decode"]["speculation"] is None:
         del plan["decode"]["speculation"]
     elif resolved.draft is not None:
@@ -468,7 +474,8 @@ def compute_digest(resolved: ResolvedPlan) -> str:
         if found.expert_limits is not None:
             limits = [[*pair, *own] for pair, own in zip(limits, found.expert_limits, strict=True)]
         plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
-    layers = [_dump_layer(layer) for layer in resolved.layers]
+    # Which matrices of a file are in memory changes nothing.
+    layers = [] if resolved.file is not None else [_dump_layer(layer) for layer in resolved.layers]
     return hash_json(
         {"plan": plan, "layers": layers, "device": dump_plain(resolved.device), "model": model}
     )

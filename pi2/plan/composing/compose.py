@@ -71,12 +71,12 @@ _WANTED = {
 
 _REFERENCES: Mapping[Kind, tuple[KeyPath, ...]] = {
     "plan": (
-        *(("device",), ("model",), ("store",), ("sparsity", "thresholds")),
+        *(("device",), ("model",), ("weights",), ("sparsity", "thresholds")),
         ("decode", "speculation", "plan"),
     )
 }
 """Keys whose texts are paths, or may be."""
-_PLAIN_PATHS = ("store", "thresholds")
+_PLAIN_PATHS = ("weights", "thresholds")
 """Keys that state paths of files which are no documents: they are always paths."""
 
 

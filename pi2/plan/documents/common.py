@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -67,7 +67,8 @@ def suggest(word: str, known: Iterable[str]) -> str | None:
     return names[near[0]] if near else None
 
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+"""The plan language's newest version."""
 
 Identifier = Annotated[
     str,
@@ -117,7 +118,9 @@ COMPOSITION = ("extends", "inherit", "remove")
 class Document(Table):
     """The keys that every document starts with."""
 
-    schema_version: Literal[2]
+    VERSION: ClassVar[int] = 2
+    """The version in which documents of this kind changed last: those before are old."""
+    schema_version: Literal[2, 3]
     """Version of the plan language that the file is written in."""
     name: str = Field(default="", max_length=120, examples=["Demo"])
     """Display name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -276,16 +276,18 @@ class Pipeline(Table):
 class Plan(Document):
     """A model on a device (``*.plan.toml``): what runs where, and what memory is spent on."""
 
+    VERSION: ClassVar[int] = 3
+    schema_version: Literal[3]
+    """Version of the plan language that the file is written in."""
+    weights: Annotated[Reference, Field(examples=["model-Q4_K_M.gguf", "stores/pi2-demo"])]
+    """Weights: a GGUF file (any part of a split one) or the folder of a neuron store, relative to
+    the plan file; ``package:NAME/FILE.gguf``, a file of an installed Python package; or
+    ``hf:ORG/NAME/FILE.gguf``, a file of the hub, with ``@REVISION`` after NAME if wanted."""
     device: Reference
-    """Device document: relative path or short name."""
-    model: Reference
-    """Model document: relative path or short name."""
-    store: Annotated[Reference, Field(examples=["stores/pi2-demo"])]
-    """Neuron store: a folder, relative to the plan file."""
-    weights: Annotated[Reference, Field(examples=["model-Q4_K_M.gguf"])] | None = None
-    """GGUF file that is run as it is: a path from the plan file to it, or to any part of a split
-    one, or ``package:NAME/FILE``, a file of an installed Python package. Then the model, the store
-    and the bundle are derived, and need not be stated."""
+    """Device document: relative path or short name. Absent means this machine, ``host``."""
+    model: Annotated[Reference, Field(examples=["bamboo-7b"])]
+    """Model document: relative path or short name. Absent means the model that the weights state;
+    a store that is not on this machine needs it."""
     tokenizer: Annotated[Reference, Field(examples=["tokenizer.json"])] | None = None
     """Tokenizer that replaces the one of the GGUF file ``weights``, relative to the plan file: a
     ``tokenizer.json``, a ``tokenizer.model``, or a folder with one."""
@@ -327,7 +329,15 @@ class Plan(Document):
 
 DERIVED = frozenset(
     {
-        *("device", "memory", "memory.budget", "memory.segments", "bundle", "bundle.stride"),
+        *(
+            "device",
+            "model",
+            "memory",
+            "memory.budget",
+            "memory.segments",
+            "bundle",
+            "bundle.stride",
+        ),
         *(f"memory.segments.{name}" for name in Segments.model_fields),
         *("layers", "layers.split", "layers.hot", "kv", "kv.context"),
     }

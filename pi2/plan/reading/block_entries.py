@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import Diagnostic
-from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.toml.source import SourceFile
 from pi2.plan.toml.text import KeyPath, format_path, write_value
 
@@ -91,7 +90,7 @@ def spread_blocks(source: SourceFile) -> tuple[SourceFile, list[Diagnostic]]:
     from pi2.plan.reading.schema_check import check_schema
 
     values = {key: value for key, value in source.values.items() if key != "blocks"}
-    own = {"schema_version": SCHEMA_VERSION, "blocks": source.values["blocks"]}
+    own = {"schema_version": BlockEntries.VERSION, "blocks": source.values["blocks"]}
     document, findings = check_schema(replace(source, values=own), BlockEntries)
     if document is None or findings:
         return replace(source, values=values), findings

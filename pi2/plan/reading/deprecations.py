@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from pi2.diagnostics import Diagnostic
-from pi2.plan.documents.common import SCHEMA_VERSION
+from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind, SourceFile
 from pi2.plan.toml.text import KeyPath, format_path, write_value
 
@@ -24,13 +24,25 @@ def divide_layers(document: MutableMapping[str, Any], kind: Kind) -> None:
     del document, kind
 
 
-STEPS: Mapping[int, Step] = {1: divide_layers}
+def name_weights(document: MutableMapping[str, Any], kind: Kind) -> None:
+    """Version 3: a plan's ``store`` is called ``weights`` (see `RENAMES`), as a GGUF file's path
+    was; what version 2 required is derived unless it is stated."""
+    if kind != "plan":
+        return
+    if {"store", "weights"} <= document.keys():
+        del document["store"]
+    removed = document.get("remove")
+    if isinstance(removed, list) and "store" in removed:
+        removed[removed.index("store")] = "weights"
+
+
+STEPS: Mapping[int, Step] = {1: divide_layers, 2: name_weights}
 """Steps by the version that they begin with."""
 
 
-def is_old(version: object) -> TypeGuard[int]:
-    """Whether ``schema_version`` is that of a version before this one."""
-    return type(version) is int and 1 <= version < SCHEMA_VERSION
+def is_old(version: object, kind: Kind) -> TypeGuard[int]:
+    """Whether ``schema_version`` is that of a version which a ``kind`` is not written in now."""
+    return type(version) is int and 1 <= version < DOCUMENTS[kind].VERSION
 
 
 ANY = "*"
@@ -50,6 +62,8 @@ class Rename:
     """The reason for the change, as the end of a sentence."""
     value: object = None
     """The value that is gone, of a key that remains; None for any value."""
+    since: int = 1
+    """The version that renames it: the warning about an older version says enough."""
 
     @property
     def old(self) -> str:
@@ -58,6 +72,13 @@ class Rename:
 
 
 RENAMES = (
+    Rename(
+        kind="plan",
+        path=("store",),
+        new="weights",
+        since=3,
+        reason="it names a GGUF file or a neuron store",
+    ),
     Rename(
         kind="plan",
         path=("decode", "phases"),
@@ -106,29 +127,29 @@ def modernise(
 ) -> tuple[SourceFile, list[Diagnostic]]:
     """Return the file as it would be written now, with warnings about what is old."""
     own = [item for item in renames if item.kind == kind and item.old in source.text]
-    found = [(path, item) for item in own for path in find_old_keys(source.values, item)]
     version = source.values.get("schema_version")
-    if not found and not is_old(version):
+    if not is_old(version, kind) and not any(any(find_old_keys(source.values, r)) for r in own):
         return source, []
     values = copy.deepcopy(source.values)
     warnings: list[Diagnostic] = []
     aliases: dict[KeyPath, KeyPath] = {}
-    if is_old(version):
-        for number in range(version, SCHEMA_VERSION):
+    if is_old(version, kind):
+        newest = DOCUMENTS[kind].VERSION
+        for number in range(version, newest):
             STEPS[number](values, kind)
-        values["schema_version"] = SCHEMA_VERSION
+        values["schema_version"] = newest
         warnings.append(
             Diagnostic(
                 code="P109",
                 severity="warning",
                 message=f"the file is written in version {version} of the plan language, "
-                f"{SCHEMA_VERSION} is the present one",
+                f"{newest} is the present one",
                 help="upgrade it with `pi2 migrate`",
                 span=source.spans.find_value(("schema_version",)),
                 path="schema_version",
             )
         )
-    for path, item in found:
+    for path, item in [(path, rename) for rename in own for path in find_old_keys(values, rename)]:
         table: Any = values
         for part in path[:-1]:
             table = table[part]
@@ -144,6 +165,8 @@ def modernise(
             aliases[(*path[:-1], item.new)] = path
             message = f"`{item.old}` is called `{item.new}` now: {item.reason}"
             advice = f"write `{item.new}`, or let `pi2 migrate` do it"
+        if is_old(version, kind) and version < item.since:
+            continue
         warnings.append(
             Diagnostic(
                 code="P109",

@@ -42,7 +42,7 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
     if version is not None and version.code == "P107":
         return None, [version]
     findings = [] if version is None else [version]
-    values = {**source.values, "schema_version": SCHEMA_VERSION}
+    values = {**source.values, "schema_version": document.VERSION}
     odd_paths: set[KeyPath] = set()
     for path, finding in _check_scalars(source, values):
         odd_paths.add(path)
@@ -88,7 +88,8 @@ def _validate_without_unknown(
 def check_version(source: SourceFile, document: type[Document]) -> Diagnostic | None:
     """A finding about the file's ``schema_version``."""
     key = "schema_version"
-    write_it = f"write `{key} = {SCHEMA_VERSION}`"
+    newest = document.VERSION
+    write_it = f"write `{key} = {newest}`"
     if key not in source.values:
         from pi2.plan.documents.common import suggest
 
@@ -102,9 +103,9 @@ def check_version(source: SourceFile, document: type[Document]) -> Diagnostic | 
             path=key,
         )
     version = source.values[key]
-    if type(version) is int and version == SCHEMA_VERSION:
+    if type(version) is int and newest <= version <= SCHEMA_VERSION:
         return None
-    code, message, help_text = "P104", f"`{key}` is {SCHEMA_VERSION} or more", write_it
+    code, message, help_text = "P104", f"`{key}` is {newest} or more", write_it
     if type(version) is not int:
         code, message = "P103", f"`{key}` is a whole number"
     elif version > SCHEMA_VERSION:

@@ -129,7 +129,7 @@ def read_text(path: Path, name: str) -> str | Diagnostic:
 def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnostic]:
     """Parse the ``text`` of a file."""
     if not text.strip():
-        return [_finding("P008", "the file is empty", name, help="start with `schema_version = 2`")]
+        return [_finding("P008", "the file is empty", name, help="start with `schema_version = 3`")]
     if text.count("[") + text.count("{") > MANY_BRACKETS and _is_too_deep(text):
         return [_nesting_finding(name, text)]  # compiled parsers may run out of stack
     try:
@@ -148,7 +148,7 @@ def parse_source(path: Path, name: str, text: str) -> SourceFile | list[Diagnost
     source = SourceFile(path=path, name=name, text=text, values=values)
     if not values:
         return [
-            _finding("P008", "the file has no keys", name, help="start with `schema_version = 2`")
+            _finding("P008", "the file has no keys", name, help="start with `schema_version = 3`")
         ]
     newer_syntax = _find_toml_1_1(source)
     return source if newer_syntax is None else [newer_syntax]

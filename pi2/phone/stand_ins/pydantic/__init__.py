@@ -93,8 +93,8 @@ class BaseModel:
 
     def __init_subclass__(cls, **_options: Any) -> None:
         fields = dict(cls.model_fields)
-        for name in inspect.get_annotations(cls):
-            if name == "model_config":
+        for name, kind in inspect.get_annotations(cls).items():
+            if name == "model_config" or str(kind).startswith("ClassVar"):
                 continue
             given = cls.__dict__.get(name, _MISSING)
             fields[name] = given if isinstance(given, FieldInfo) else FieldInfo(given)
