@@ -430,7 +430,7 @@ def hash_json(value: Any) -> str:
 
 
 def dump_plain(document: BaseModel) -> dict[str, Any]:
-    """All keys, defaults filled in, quantities as exact texts; versions, names and descriptions left out."""
+    """All keys, defaults filled in, quantities as exact texts; what is cosmetic left out."""
     values: dict[str, Any] = document.model_dump(mode="json")
     for unit in values.get("units", {}).values():
         # Devices without it have the digests that they had before there was such a key.
