@@ -23,6 +23,7 @@ from pi2.cli.options import (
     refer_path,
     suggest_devices,
     suggest_models,
+    suggest_plans,
     take_options,
     write_checked,
     write_file,
@@ -45,10 +46,10 @@ MOST_SEQUENCES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    device: str = option(metavar="DEVICE", required=True, shell_complete=suggest_devices)
-    """Device: a short name, path or reference."""
-    model: str = option(metavar="MODEL", required=True, shell_complete=suggest_models)
-    """Model: a short name, path or reference."""
+    device: str = option(metavar="DEVICE", default="", shell_complete=suggest_devices)
+    """Device: a short name, path or reference.  [default: PLAN's]"""
+    model: str = option(metavar="MODEL", default="", shell_complete=suggest_models)
+    """Model: a short name, path or reference.  [default: PLAN's]"""
     memory: str | None = option(metavar="SIZE")
     """Memory limit of the whole process, such as 3GiB."""
     unit_memory: tuple[str, ...] = option(metavar="UNIT=SIZE")
@@ -81,14 +82,28 @@ class PlanOptions:
 
 @in_help("Plan", "Find the fastest plan for a memory limit, or one for a speed.")
 @click.command("plan")
+@click.argument(
+    "wishes",
+    metavar="[PLAN]",
+    required=False,
+    type=click.Path(path_type=Path),
+    shell_complete=suggest_plans,
+)
 @take_options(PlanOptions)
-def plan_command(given: PlanOptions) -> None:
+def plan_command(wishes: Path | None, given: PlanOptions) -> None:
     """Find the fastest plan for a memory limit, or the smallest for a speed.
+
+    With PLAN, its device, model, weights, budget, context, batch, speed and quality count unless an
+    option says otherwise.
 
     The choices, the reasons and the expected speed go to standard output, and into the plan as
     comments.  If a request cannot be met, the reason and the nearest request that can be met are
     printed.  With --batch 1-4, four plans are written: NAME.batch-1.plan.toml and so on.
     """
+    if wishes is not None:
+        given = _take_wishes(wishes, given)
+    if not (given.device and given.model):
+        raise click.UsageError("give --device and --model, or a PLAN that has them")
     if given.pareto == (given.memory is not None or given.speed is not None):
         raise click.UsageError("give --memory, --speed or both; or --pareto alone")
     batches = parse_batches(given.batch)
@@ -121,6 +136,35 @@ def plan_command(given: PlanOptions) -> None:
             _write(path, planned, given)
     if len(found) > 1:
         click.echo("\n".join(("", *write_batches(found))))
+
+
+def _take_wishes(path: Path, given: PlanOptions) -> PlanOptions:
+    """The options, with the wishes of a plan where they say nothing."""
+    from pi2.cli.named_plans import find_plan_path
+    from pi2.plan.documents.quantities import format_bytes
+    from pi2.plan.reading.references import is_path
+    from pi2.refit import read_plan
+
+    resolved = read_plan(find_plan_path(path)).resolved
+    plan, folder = resolved.plan, resolved.path.parent
+    if resolved.file is not None:
+        raise click.UsageError(f"{path} runs a GGUF file as it is: nothing is left to plan")
+
+    def place(reference: str) -> str:
+        return str(folder / reference) if is_path(reference) else reference
+
+    return replace(
+        given,
+        device=given.device or place(plan.device),
+        model=given.model or place(plan.model),
+        memory=given.memory or (None if given.pareto else format_bytes(plan.memory.budget)),
+        speed=given.speed or (None if plan.speed is None else f"{plan.speed:g}tok/s"),
+        batch=given.batch if given.batch != "1" else str(plan.decode.batch),
+        context=given.context or plan.kv.context,
+        exact=given.exact or plan.quality == "exact",
+        leave_out=given.leave_out or plan.decode.leave_out or 0.0,
+        store=given.store or resolved.store_path,
+    )
 
 
 def parse_batches(text: str) -> range:

@@ -314,7 +314,9 @@ def _check_files(
     for path in paths:
         resolver = LockedReferences(path.parent, locked=locked)
         report = check_document(path, name=display_path(path), resolver=resolver, reuse=reuse)
-        found.update(dict.fromkeys([*report.diagnostics, *_check_store(report)]))
+        found.update(
+            dict.fromkeys([*report.diagnostics, *_check_store(report), *_check_speed(report)])
+        )
         sources.update(report.sources)
     return max(len(paths), len(files)), set(map(display_path, paths)), tuple(found), sources
 
@@ -359,6 +361,16 @@ def _find_paths(files: Sequence[Path], found: dict[Diagnostic, None]) -> Iterato
             yield find_document_path(file)
         except UserError as error:
             found.update(dict.fromkeys(error.diagnostics))
+
+
+def _check_speed(report: Report) -> list[Diagnostic]:
+    """What the predicted speed of a plan that states ``speed`` comes to."""
+    if report.resolved is None or report.resolved.plan.speed is None:
+        return []  # nothing to import for
+    from pi2.planning.speed import check_speed
+
+    place = report.files["plan"].spans.find_value(("speed",))
+    return [replace(item, span=place, path="speed") for item in check_speed(report.resolved)]
 
 
 def _check_store(report: Report) -> list[Diagnostic]:

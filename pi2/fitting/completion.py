@@ -26,6 +26,7 @@ from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.costs import USUAL_CHUNK, list_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.arithmetic.sizes import find_block_bytes
+from pi2.plan.checking.rules.sparsity import find_other_choice
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments
@@ -48,6 +49,8 @@ LONG_CHUNK_SHARE = 1 / 128
 missed more often."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that a plan without a budget takes at most."""
+WIDE_HEAD = 128
+"""Elements of a head from which on keys and values lose little in 8 bits."""
 _SIZES = tuple(name for name in Segments.model_fields if name != "state")
 
 
@@ -84,7 +87,7 @@ class Completion:
 
 def leaves_out(values: Mapping[str, Any]) -> bool:
     """Whether a plan's values are tables as they should be, and something may be derived."""
-    tables = ("memory", "layers", "bundle", "kv", "prefill", "decode", "backends")
+    tables = ("memory", "layers", "bundle", "kv", "prefill", "decode", "experts", "backends")
     if any(not isinstance(values.get(key, {}), dict) for key in tables):
         return False
     memory = values.get("memory", {})
@@ -92,7 +95,8 @@ def leaves_out(values: Mapping[str, Any]) -> bool:
     if not isinstance(segments, dict):
         return False
     return (
-        not all(name in segments for name in _SIZES)
+        "quality" in values
+        or not all(name in segments for name in _SIZES)
         or read_percent(memory.get("budget")) is not None
         or "budget" not in memory
         or "stride" not in values.get("bundle", {})
@@ -128,11 +132,14 @@ def complete_plan(
             f"the device {device.id} has no CPU, and nothing else computes yet",
             help="add a unit of the kind cpu to the device",
         )
+    has_predictor = found.read("decode", "predictor") is not None
+    for path, value in list(_list_quality(found, model)):
+        found.derive(path, value, f'quality = "{found.read("quality")}"')
     context = min(model.shape.context, USUAL_CONTEXT)
     found.derive(("kv", "context"), context, f"the model's, at most {USUAL_CONTEXT}")
     found.derive(("layers", "split"), {unit: 1.0}, "the CPU computes everything")
     _choose_units(found, device)
-    if found.read("decode", "predictor") is None and model.predictor is None:
+    if not has_predictor and model.predictor is None:
         own = "gate" if found.read("sparsity") is not None else choose_predictor(model)
         found.derive(("decode", "predictor"), own, "how this model's neurons are found")
         if own == "router":
@@ -178,11 +185,31 @@ def choose_backends(kinds: Iterable[UnitKind]) -> dict[str, str]:
 
 def choose_predictor(model: Model) -> str:
     """``decode.predictor`` of a plan for ``model``, where nobody has said which."""
-    if model.predictor is not None:
-        return "low-rank"
+    return "low-rank" if model.predictor is not None else _choose_exact_predictor(model)
+
+
+def _choose_exact_predictor(model: Model) -> str:
     if model.moe is not None:
         return "router"
     return "none" if model.is_smooth and not model.cut_layers else "gate"
+
+
+def _list_quality(found: Completion, model: Model) -> Iterator[tuple[KeyPath, object]]:
+    """Settings that ``quality`` stands for, by key."""
+    predictor = found.read("decode", "predictor") or choose_predictor(model)
+    match found.read("quality"):
+        case "exact":
+            if found.read("sparsity") is None:
+                yield ("decode", "predictor"), _choose_exact_predictor(model)
+        case "fast":
+            yield ("prefill", "activations"), "int8"
+            if model.shape.head_dim >= WIDE_HEAD:
+                yield ("kv", "type"), "int8"
+            if predictor == "low-rank" and found.read("decode", "missing_threshold") is None:
+                yield ("decode", "leave_out"), 0.02
+            moe = model.moe
+            if predictor == "router" and moe is not None and find_other_choice(moe) is None:
+                yield ("experts", "prefer_cached"), 0.2
 
 
 def _choose_sizes(

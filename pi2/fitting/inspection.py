@@ -331,7 +331,7 @@ class Inspection:
                 for item in error.diagnostics
             )
             return None
-        self.facts = filled.facts
+        self.facts, self.derived = filled.facts, filled.reasons
         self.documents["model"] = filled.model
         return replace(source, values=filled.values)
 

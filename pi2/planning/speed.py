@@ -7,9 +7,10 @@ from dataclasses import replace
 from math import floor, log10
 from typing import TYPE_CHECKING, TypeVar
 
-from pi2.costs.cost import Cost
-from pi2.diagnostics import UserError
+from pi2.costs.cost import Cost, cost_plan
+from pi2.diagnostics import Diagnostic, UserError
 from pi2.fitting.budget import MIB
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.quantities import (
     approximate_bytes,
@@ -53,6 +54,27 @@ def check_device_memory(wish: Wish) -> int | None:
             help=f"--memory '{write_most(limit)}' is the most",
         )
     return limit
+
+
+def check_speed(resolved: ResolvedPlan) -> tuple[Diagnostic, ...]:
+    """P354 where a plan is predicted to be slower than the ``speed`` that it states, a warning
+    where its device has no figures for it."""
+    wished = resolved.plan.speed or 0.0
+    try:
+        cost = cost_plan(resolved)
+    except UserError as error:
+        return tuple(replace(item, severity="warning") for item in error.diagnostics)
+    if cost.tokens_s >= wished:
+        return ()
+    name, speed = resolved.path.name, approximate_number(cost.tokens_s)
+    return UserError.of(
+        "P354",
+        f"speed = {approximate_number(wished, 9)} tok/s: {speed} tokens/s are predicted on "
+        f"{resolved.device.id}, after {cost.position} tokens of context",
+        help=f"`pi2 plan {name}` finds a faster plan, or says what can be reached; or write "
+        f'speed = "{_round_down(cost.tokens_s)} tok/s"',
+        notes=[name_limit(cost, "this plan")],
+    ).diagnostics
 
 
 def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> PlannedPlan:
@@ -151,7 +173,7 @@ def _round_down(speed: float) -> str:
     return approximate_number(floor(speed * 10**digits) / 10**digits, 9)
 
 
-def name_limit(cost: Cost) -> str:
+def name_limit(cost: Cost, plan: str = "the fastest plan") -> str:
     parts = {
         "attention": sum(x.attention_s for x in cost.layers),
         "finding active neurons": sum(x.predict_s + x.look_up_s for x in cost.layers),
@@ -161,4 +183,4 @@ def name_limit(cost: Cost) -> str:
         "the embedding": cost.embedding_s,
     }
     shown = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())
-    return f"a token of the fastest plan: {shown}"
+    return f"a token of {plan}: {shown}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from pi2.authoring.drafting import (
     describe_budget,
@@ -14,14 +16,20 @@ from pi2.authoring.drafting import (
 from pi2.authoring.writing import write_tables
 from pi2.costs.cost import Cost
 from pi2.costs.cost_layer import LayerCost
+from pi2.diagnostics import UserError
 from pi2.fitting import find_backend
-from pi2.fitting.completion import choose_backends
+from pi2.fitting.completion import choose_backends, complete_plan, resolve_values
 from pi2.fitting.sizes import count_unit_needs
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.plan import Plan
-from pi2.plan.documents.quantities import approximate_bytes, approximate_number
+from pi2.plan.documents.quantities import (
+    TOKEN_UNITS,
+    approximate_bytes,
+    approximate_number,
+    format_quantity,
+)
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.planning.planner import PlannedPlan
@@ -50,10 +58,12 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     units = {resolved.device.units[name].kind for name in _list_units(planned)}
     memory, segments = values["memory"], _name_segments(planned)
     sampling, recommended = recommend_sampling(resolved.model)
+    wished = planned.wish.tokens_s
     document = {
         "schema_version": SCHEMA_VERSION,
         "name": name,
         "weights": store,
+        **({} if wished is None else {"speed": format_quantity(wished, TOKEN_UNITS)}),
         "device": device,
         "model": model,
         "backends": choose_backends(units),
@@ -61,6 +71,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         **{key: values[key] for key in _TABLES if key in values},
         **sampling,
     }
+    document = _shorten(document, planned)
     what = "the whole model" if resolved.has_whole_unit else "its hot neurons"
     remarks: dict[KeyPath, str | None] = {
         **recommended,
@@ -77,6 +88,34 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     }
     head = [f"# {line}" if line else "#" for line in describe_choices(planned)]
     return "\n".join([*head, *write_tables(Plan, (), document, remarks.get)]) + "\n"
+
+
+def _shorten(document: dict[str, Any], planned: PlannedPlan) -> dict[str, Any]:
+    """The document without what the fitter derives as the planner has chosen it."""
+    wish, wanted = planned.wish, planned.resolved.plan
+    tables = [key for key in (*_TABLES, "backends") if key in document]
+    paths = [("memory", "segments"), *((key,) for key in reversed(tables))]
+    paths += [(key, name) for key in tables for name in document[key]]
+    short = copy.deepcopy(document)
+    for path in paths:
+        trial = copy.deepcopy(short)
+        table = trial if len(path) == 1 else trial.get(path[0], {})
+        if table.pop(path[-1], None) is None:
+            continue
+        try:
+            values = complete_plan(trial, wish.device, wish.model).values
+            found = resolve_values(values, wish.device, wish.model).plan
+        except UserError:
+            continue
+        # The cache has what the budget leaves: a size that is stated would only be older.
+        memory = found.memory.model_copy(update={"segments": wanted.memory.segments})
+        named = wanted.model_copy(update={key: getattr(found, key) for key in _NAMES})
+        if found.model_copy(update={"memory": memory}) == named:
+            short = trial
+    return short
+
+
+_NAMES = ("name", "weights", "device", "model", "speed", "sampling")
 
 
 def _name_segments(planned: PlannedPlan) -> dict[str, str]:

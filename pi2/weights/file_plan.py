@@ -9,7 +9,7 @@ from typing import Any
 
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import count_file_runtime
-from pi2.fitting.completion import MEMORY_SHARE, USUAL_CONTEXT
+from pi2.fitting.completion import MEMORY_SHARE, SEGMENT_REASONS, USUAL_CONTEXT
 from pi2.memory.expert_slots import count_least_bytes
 from pi2.memory.weight_stream import BLOCK
 from pi2.plan.arithmetic.resolved import FileFacts, FilledPlan
@@ -23,6 +23,7 @@ from pi2.plan.documents.quantities import (
     parse_quantity,
     read_percent,
 )
+from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import GgufWeights
@@ -89,7 +90,7 @@ def derive_plan(
     prefill, decode = dict(values.get("prefill") or {}), dict(values.get("decode") or {})
     decode.setdefault("predictor", "none")
     for part in (prefill, decode):
-        part.setdefault("activations", "int8")
+        part.setdefault("activations", "int16" if values.get("quality") == "exact" else "int8")
     memory = dict(values.get("memory") or {})
     share = read_percent(memory.get("budget"))
     if share is not None:
@@ -162,7 +163,37 @@ def derive_plan(
         ),
         source=weights,
     )
-    return FilledPlan(values=filled, model=model, facts=facts)
+    reasons = {
+        path: reason.format(budget=approximate_bytes(budget), streamed=approximate_bytes(streamed))
+        for path, reason in REASONS.items()
+        if _is_left_out(values, path)
+    }
+    return FilledPlan(values=filled, model=model, facts=facts, reasons=reasons)
+
+
+REASONS: Mapping[KeyPath, str] = {
+    ("device",): "this machine",
+    ("model",): "what the file's metadata say",
+    ("backends",): "the backend that computes files as they are",
+    ("memory", "budget"): "the whole file, or what is free here",
+    ("memory", "weights"): "mapped if all of the file fits",
+    ("layers", "hot"): "share of the weights that fits into {budget}",
+    ("kv", "context"): f"the model's, at most {USUAL_CONTEXT}",
+    ("prefill", "chunk"): "the most tokens that there is room for",
+    ("prefill", "activations"): 'as llama.cpp has them, or 16 bits with quality = "exact"',
+    ("decode", "speculation", "tokens"): "{streamed} are read for every step, which verifies these",
+    **{("memory", "segments", name): reason for name, reason in SEGMENT_REASONS.items()},
+    ("memory", "segments", "attention"): "norms, biases and tables",
+    ("memory", "segments", "hot"): "matrices that stay in memory",
+    ("memory", "segments", "cold"): "what comes from disk",
+}
+
+
+def _is_left_out(values: Mapping[str, Any], path: KeyPath) -> bool:
+    found: Any = values
+    for part in path:
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found is None
 
 
 def divide(budget: int, needs: FileNeeds) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -11,7 +12,10 @@ import tomli
 
 from pi2.authoring.explanation import make_schemas
 from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.plan.documents.quantities import parse_size
 from pi2.plan.toml.source import detect_kind
+from pi2.refit import read_plan
 from tests.helpers.shipped_plans import has_package, list_plans
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +65,27 @@ def test_what_show_prints_is_the_same_plan(
     again.write_text(text, "utf-8")
     assert run(["show", str(again)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == text.splitlines()[0]
+
+
+@pytest.mark.parametrize("path", list_plans(), ids=_name)
+def test_another_context_batch_or_budget_fits_or_says_the_least(path: Path) -> None:
+    budget = read_plan(path).resolved.plan.memory.budget
+    wishes: list[tuple[dict[str, object], int | None]] = [
+        ({"kv.context": 8192}, None),
+        ({"decode.batch": 2}, None),
+        *(({}, int(budget * part)) for part in (0.05, 0.75, 1.25)),
+    ]
+    for overrides, memory in wishes:
+        try:
+            read_plan(path, overrides=overrides, memory_bytes=memory).resolved
+        except UserError as error:
+            (found,) = error.diagnostics
+            if found.code in ("P203", "P231"):  # the device's memory, the model's context
+                continue
+            least = re.search(r"--memory '(.+?)'|raise the budget to (\S+ \S+?),", found.help or "")
+            assert least is not None, found
+            size = parse_size(least[1] or least[2])
+            assert read_plan(path, overrides=overrides, memory_bytes=size).resolved
 
 
 @pytest.mark.parametrize("path", [p for p in SHIPPED if p.name.endswith(".plan.toml")], ids=_name)

@@ -171,6 +171,63 @@ def test_a_store_of_no_known_model_needs_a_model(
     assert "the store that `weights` names is not here" in out
 
 
+@pytest.mark.parametrize(
+    ("quality", "model", "settings"),
+    [
+        ("exact", "bamboo-7b", {"decode.predictor": "gate"}),
+        ("exact", "qwen3-30b-a3b", {"decode.predictor": "router", "kv.type": "fp16"}),
+        ("near", "bamboo-7b", {"decode.predictor": "low-rank", "decode.leave_out": None}),
+        ("fast", "bamboo-7b", {"decode.leave_out": 0.02, "kv.type": "int8"}),
+        ("fast", "qwen3-30b-a3b", {"experts.prefer_cached": 0.2}),
+        ("fast", "llama-2-7b", {"prefill.activations": "int8", "decode.predictor": "none"}),
+    ],
+)
+def test_quality_is_a_name_for_settings(
+    tmp_path: Path, quality: str, model: str, settings: dict[str, object]
+) -> None:
+    text = f'quality = "{quality}"\nmemory.budget = "8 GiB"\n'
+    resolved = read(write_plan(tmp_path, text, model, "oneplus-12")).resolved
+    for key, value in settings.items():
+        table, _, name = key.partition(".")
+        assert getattr(getattr(resolved.plan, table), name) == value, key
+
+
+def test_a_stated_setting_counts_before_quality(tmp_path: Path) -> None:
+    text = 'quality = "fast"\nkv.type = "fp16"\nmemory.budget = "8 GiB"\n'
+    resolved = read(write_plan(tmp_path, text, "bamboo-7b", "oneplus-12")).resolved
+    assert resolved.plan.kv.type == "fp16"
+    assert resolved.derived[("decode", "leave_out")] == 'quality = "fast"'
+
+
+def test_a_plan_that_is_too_slow_is_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = 'speed = "9 tok/s"\nmemory.budget = "5 GiB"\n'
+    path = write_plan(tmp_path, text, "llama-2-7b", "oneplus-12")
+    assert run(["validate", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "error[P354]: speed = 9 tok/s: " in out and "are predicted on oneplus-12" in out
+    path.write_text(path.read_text().replace("9 tok/s", "0.5 tok/s"))
+    assert run(["validate", str(path)]) == 0
+
+
+def test_a_plan_s_wishes_are_planned_for_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("scipy")
+    text = 'speed = "8 tok/s"\nmemory.budget = "6 GiB"\nkv.context = 2048\n'
+    path = write_plan(tmp_path, text, "llama-2-7b", "oneplus-12")
+    output = tmp_path / "planned.plan.toml"
+    assert run(["plan", str(path), "-o", str(output)]) == 0
+    written = output.read_text()
+    assert 'speed = "8 tok/s"' in written and "[memory.segments]" not in written
+    assert run(["validate", str(output)]) == 0
+    path.write_text(path.read_text().replace("8 tok/s", "80 tok/s"))
+    capsys.readouterr()
+    assert run(["plan", str(path)]) == 1
+    assert "error[P350]: 80 tokens/s cannot be reached within 6 GiB" in capsys.readouterr().err
+
+
 def test_weights_may_be_a_file_of_an_installed_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

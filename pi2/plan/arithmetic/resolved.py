@@ -126,6 +126,8 @@ class FilledPlan:
     values: dict[str, Any]
     model: Model
     facts: FileFacts
+    reasons: Mapping[KeyPath, str]
+    """Why the values that the plan did not state are what they are."""
 
 
 class FillPlan(Protocol):
@@ -414,7 +416,8 @@ def lay_out_plan_bundle(plan: Plan, model: Model) -> BundleLayout:
     return model.lay_out_bundle(stride, plan.bundle.scales)
 
 
-_COSMETIC = frozenset({"schema_version", "name", "description"})
+_COSMETIC = frozenset({"schema_version", "name", "description", "quality", "speed"})
+"""Keys that decide nothing that is computed: ``quality`` stands for settings, which count."""
 
 
 def write_canonical_json(value: Any) -> str:

@@ -16,7 +16,7 @@ from pi2.plan.documents.plan_units import (
     Threads,
     UnitSettings,
 )
-from pi2.plan.documents.quantities import Bytes, MemoryBytes
+from pi2.plan.documents.quantities import Bytes, MemoryBytes, TokensPerSecond
 
 
 class Segments(Table):
@@ -273,6 +273,9 @@ class Pipeline(Table):
     512 tokens with it, as many as fit into the segment ``workspace``."""
 
 
+Quality = Literal["exact", "near", "fast"]
+
+
 class Plan(Document):
     """A model on a device (``*.plan.toml``): what runs where, and what memory is spent on."""
 
@@ -283,6 +286,14 @@ class Plan(Document):
     """Weights: a GGUF file (any part of a split one) or the folder of a neuron store, relative to
     the plan file; ``package:NAME/FILE.gguf``, a file of an installed Python package; or
     ``hf:ORG/NAME/FILE.gguf``, a file of the hub, with ``@REVISION`` after NAME if wanted."""
+    quality: Quality | None = None
+    """Settings that trade quality for speed, under one name; what is stated counts instead.
+    ``exact`` skips nothing and rounds activations to 16 bits or more; ``near`` is what a plan does
+    without this key; ``fast`` skips 2 % of predictor scores, prefers experts in memory, and rounds
+    prompts' activations and the KV cache of wide heads to 8 bits."""
+    speed: TokensPerSecond | None = None
+    """Lowest decode speed of all sequences together. `pi2 plan FILE` finds a plan that reaches it,
+    or says which speed can be reached; `pi2 validate` reports a plan that is predicted slower."""
     device: Reference
     """Device document: relative path or short name. Absent means this machine, ``host``."""
     model: Annotated[Reference, Field(examples=["bamboo-7b"])]

@@ -30,6 +30,7 @@ SECOND_UNITS: Mapping[str, Fraction] = {
     "ms": Fraction(1, 10**3),
     "s": Fraction(1),
 }
+TOKEN_UNITS: Mapping[str, int] = {"tok/s": 1}
 WATT_UNITS: Mapping[str, Fraction] = {"mW": Fraction(1, 1000), "W": Fraction(1)}
 
 _FEW_DIGITS = 6
@@ -299,6 +300,14 @@ Seconds = Annotated[
     _schema(SECOND_UNITS, ["120 us"]),
 ]
 """A duration in seconds, written ``"120 us"``."""
+
+TokensPerSecond = Annotated[
+    float,
+    _validator(TOKEN_UNITS, float),
+    PlainSerializer(lambda value: format_quantity(value, TOKEN_UNITS), return_type=str),
+    _schema(TOKEN_UNITS, ["8 tok/s"]),
+]
+"""A speed of generation in tokens per second, written ``"8 tok/s"``."""
 
 Watts = Annotated[
     float,

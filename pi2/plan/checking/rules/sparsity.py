@@ -172,7 +172,7 @@ def check_dials_need_a_router(facts: Facts) -> Iterator[Finding]:
                 ),
             ),
         )
-    elif moe is not None and experts.prefer_cached and (key := _find_other_choice(moe)):
+    elif moe is not None and experts.prefer_cached and (key := find_other_choice(moe)):
         yield Finding(
             path=("experts", "prefer_cached"),
             message=f"experts cannot be preferred: the model chooses them otherwise ({key})",
@@ -181,7 +181,7 @@ def check_dials_need_a_router(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _find_other_choice(moe: Moe) -> str | None:
+def find_other_choice(moe: Moe) -> str | None:
     """The key by which experts are chosen by more than their scores; None if there is none."""
     others = {
         "router": moe.router == "mixer",
