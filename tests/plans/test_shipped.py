@@ -77,7 +77,7 @@ def test_another_context_batch_or_budget_fits_or_says_the_least(path: Path) -> N
     ]
     for overrides, memory in wishes:
         try:
-            read_plan(path, overrides=overrides, memory_bytes=memory).resolved
+            assert read_plan(path, overrides=overrides, memory_bytes=memory).resolved
         except UserError as error:
             (found,) = error.diagnostics
             if found.code in ("P203", "P231"):  # the device's memory, the model's context
