@@ -8,6 +8,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from dataclasses import replace as change
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -56,7 +57,7 @@ class PullOptions:
 
 @in_help("Run", "Fetch a model from the hub and convert it.")
 @click.command("pull")
-@click.argument("model", metavar="[hf:]ORG/NAME[@REV]")
+@click.argument("model", metavar="[hf:]ORG/NAME[@REV]|PLAN")
 @take_options(PullOptions)
 def pull_command(model: str, given: PullOptions) -> None:
     """Fetch a model from the hub, convert it, and write a plan for this machine.
@@ -66,10 +67,38 @@ def pull_command(model: str, given: PullOptions) -> None:
     or a failure the same command goes on with the first file that is not whole.  HF_ENDPOINT,
     HF_TOKEN (or `hf auth login`) and HF_HUB_OFFLINE are respected.  Files in the Hugging Face cache
     are reused and left in place.
+
+    With PLAN, the weights that the plan names by hf:ORG/NAME/FILE.gguf are fetched into the Hugging
+    Face cache as they are, and pinned with commit and SHA-256 in pi2.lock.
     """
+    if model.endswith(".plan.toml"):
+        pull_weights(Path(model))
+        return
     made = fetch_model(model, given.quantization, given.file, given.name, replace=given.replace)
     if made.plan.exists():
         click.echo(f"next: pi2 run {made.name} --prompt 'Hello', or pi2 chat {made.name}", err=True)
+
+
+def pull_weights(plan: Path) -> None:
+    """Fetch and pin the weights that the plan at a path names; `UserError` P760 if it names none of
+    the hub, and as `fetch_hub_file`."""
+    from pi2.plan.toml.source import read_source
+    from pi2.weights.hub_files import HUB, fetch_hub_file
+
+    source = read_source(plan, str(plan))
+    if isinstance(source, list):
+        raise UserError(source, exit_code=2)
+    weights = source.values.get("weights")
+    if not isinstance(weights, str) or not weights.startswith(HUB):
+        raise UserError.of(
+            "P760",
+            "the plan names no weights of the hub",
+            help='write weights = "hf:ORG/NAME/FILE.gguf"',
+            file=str(plan),
+        )
+    with ProgressBar() as progress:
+        path = fetch_hub_file(weights, plan.parent, progress)
+    click.echo(f"{path}: pinned in pi2.lock; next: pi2 run {plan}", err=True)
 
 
 def fetch_model(

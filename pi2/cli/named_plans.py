@@ -215,8 +215,18 @@ HUB = "hf:"
 
 def find_plan_path(path: Path, *, has_files: bool = False) -> Path:
     """The plan that ``path`` names; checkpoints are converted once, unless ``has_files`` and the
-    GGUF file runs as it is. UserError P001 for an unknown name."""
-    return _find(path, ("plan",), has_files)
+    GGUF file runs as it is; then weights of the hub that are not here are offered on a terminal.
+    UserError P001 for an unknown name."""
+    found = _find(path, ("plan",), has_files)
+    if has_files and sys.stdin.isatty() and sys.stderr.isatty():
+        from pi2.weights.hub_files import list_missing
+
+        for weights in list_missing(found):
+            if click.confirm(f"{weights} is not on this machine: fetch it?", err=True):
+                from pi2.cli.models import pull_weights
+
+                pull_weights(found)
+    return found
 
 
 def find_retokenized(

@@ -207,6 +207,27 @@ def fetch_file(
             raise _NotTheHub(f"{name} has {found} bytes there, {size} were announced")
 
 
+def fetch_into_cache(
+    repository: Repository, progress: Progress = ignore_progress
+) -> dict[str, Path]:
+    """The repository's files by name, in the hub's own cache; raises as `fetch_files`."""
+    from huggingface_hub import hf_hub_download
+
+    total, done, found = max(1, sum(repository.sizes.values())), 0, dict[str, Path]()
+    for name, size in repository.sizes.items():
+
+        def report(count: int, done: int = done) -> None:
+            progress("downloading", min(1.0, (done + count) / total))
+
+        with explain_errors(HubReference(repository.name, repository.commit)):
+            place = hf_hub_download(
+                repository.name, name, revision=repository.commit, tqdm_class=_make_bar(report)
+            )
+        found[name] = Path(place)
+        done += size
+    return found
+
+
 class _NotTheHub(ValueError):
     """What has answered is no hub."""
 

@@ -1,4 +1,5 @@
-"""``pi2.lock``: which bytes each reference means, written by `pi2 profile`, committed by people.
+"""``pi2.lock``: which bytes each reference means, written by `pi2 profile` and, for weights of
+the hub, `pi2 pull`; committed by people.
 
 ::
 
@@ -13,6 +14,12 @@
     size_bytes = 1234
     sha256 = "…"
 
+    [[weights]]
+    reference = "hf:acme/model-GGUF/model-Q4_K_M.gguf"
+    revision = "4f0568861877fba9991312b38040614874b5cf15"
+    size_bytes = 4567
+    sha256 = "…"
+
 Sources are sorted by reference, so that two branches that add different ones merge.  The lock is
 the nearest ``pi2.lock`` at or above a document's folder, as far as its repository reaches.
 """
@@ -22,9 +29,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -41,7 +48,7 @@ FILE_NAME = "pi2.lock"
 LOCK_VERSION = 1
 
 _HEADER = """\
-# Written by `pi2 profile`; commit it, and let pi2 change it.
+# Written by `pi2 profile` and `pi2 pull`; commit it, and let pi2 change it.
 """
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -70,9 +77,23 @@ class Source(Table):
         return (self.path or self.url.removeprefix("file:")).rpartition("/")[2]
 
 
+class PinnedWeights(Table):
+    """A file of weights on the hub, as it was pulled."""
+
+    reference: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    """The reference as plans write it."""
+    revision: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+    """Commit of the repository."""
+    size_bytes: Annotated[int, Field(ge=0)]
+    """Length of the file."""
+    sha256: Sha256
+    """Digest of the file."""
+
+
 class _LockFile(Table):
     lock_version: int
     sources: tuple[Source, ...] = ()
+    weights: tuple[PinnedWeights, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +102,7 @@ class Lock:
 
     path: Path
     sources: tuple[Source, ...] = ()
+    weights: tuple[PinnedWeights, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -94,7 +116,16 @@ class Lock:
         """The lock with ``sources`` in place of those of the same reference."""
         known = {item.reference: item for item in (*self.sources, *sources)}
         ordered = tuple(known[reference] for reference in sorted(known))
-        return Lock(path=self.path, sources=ordered)
+        return replace(self, sources=ordered)
+
+    def find_weights(self, reference: str) -> PinnedWeights | None:
+        """The weights of ``reference``, if they are pinned."""
+        return next((item for item in self.weights if item.reference == reference), None)
+
+    def pin(self, weights: PinnedWeights) -> Lock:
+        """The lock with ``weights`` in place of those of the same reference."""
+        others = [item for item in self.weights if item.reference != weights.reference]
+        return replace(self, weights=(*others, weights))
 
 
 def find_lock(folder: Path) -> Path | None:
@@ -156,7 +187,7 @@ def read_lock(path: Path) -> Lock:
             message = f"the lock has `{item.reference}` twice"
             path_there = ("sources", number, "reference")
             raise _make_error(source, "P711", message, path_there, "keep one of them")
-    return Lock(path=path, sources=read.sources)
+    return Lock(path=path, sources=read.sources, weights=read.weights)
 
 
 def _make_error(
@@ -172,10 +203,13 @@ def _make_error(
 def format_lock(lock: Lock) -> str:
     """The lock's text: the same sources give the same bytes."""
     parts = [f"{_HEADER}lock_version = {LOCK_VERSION}\n"]
-    for item in sorted(lock.sources, key=lambda source: source.reference):
-        values = item.model_dump(mode="json", exclude_defaults=True)
-        lines = [f"{key} = {write_value(value)}\n" for key, value in values.items()]
-        parts.append("".join(["[[sources]]\n", *lines]))
+    tables: dict[str, Sequence[Source | PinnedWeights]]
+    tables = {"sources": lock.sources, "weights": lock.weights}
+    for name, items in tables.items():
+        for item in sorted(items, key=lambda item: item.reference):
+            values = item.model_dump(mode="json", exclude_defaults=True)
+            lines = [f"{key} = {write_value(value)}\n" for key, value in values.items()]
+            parts.append("".join([f"[[{name}]]\n", *lines]))
     return "\n".join(parts)
 
 

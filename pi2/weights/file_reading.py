@@ -124,6 +124,7 @@ class FileFiller:
         `pi2.weights.file_plan.derive_plan` do."""
         from pi2.weights.file_plan import derive_plan
         from pi2.weights.gguf_weights import GgufWeights
+        from pi2.weights.hub_files import HUB, find_hub_file
 
         given = values.get("tokenizer")
         tokenizer = None if given is None else path.parent / str(given)
@@ -132,6 +133,8 @@ class FileFiller:
         file = path if is_gguf(path) else path.parent / stated
         if stated.startswith(PACKAGE):
             file = find_package_file(stated)
+        elif stated.startswith(HUB):
+            file = find_hub_file(stated, path.parent)
         place = file, tokenizer
         if place not in self._opened:
             self._opened[place] = GgufWeights.open(file, tokenizer=tokenizer)

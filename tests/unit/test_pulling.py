@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -59,6 +60,53 @@ def pull(environment: dict[str, str], hub: Hub, *words: str, **more: str) -> tup
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr
+
+
+def run_command(environment: dict[str, str], *words: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pi2", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_weights_of_a_plan_are_pulled_when_asked_for_and_pinned(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    from tests.unit.test_checkpoint_models import write_model
+
+    (tmp_path / "there").mkdir()
+    file = write_model(tmp_path / "there", "tiny", kind="Q4_1")
+    plan = tmp_path / "my.plan.toml"
+    plan.write_text(
+        'schema_version = 3\nweights = "hf:org/tiny@v1/tiny.gguf"\nmemory.budget = "200 MiB"\n'
+    )
+    run_it = ("run", str(plan), "--prompt", "x", "--max-tokens", "1")
+    code, said = run_command(environment, *run_it)
+    assert (code, "was not pulled" in said, "pi2 pull PLAN" in said) == (1, True, True)
+    with serve_repository(tmp_path / "there", "org/tiny") as hub:
+        code, said = pull(environment, hub, str(plan))
+        assert code == 0, said
+        entry = (tmp_path / "pi2.lock").read_text().partition("[[weights]]")[2]
+        assert f'revision = "{COMMIT}"' in entry
+        assert f'sha256 = "{hashlib.sha256(file.read_bytes()).hexdigest()}"' in entry
+        asked = len(hub.asked)
+        code, said = run_command(
+            environment, "run", str(plan), "--prompt", "x", "--max-tokens", "1"
+        )
+        assert code == 0, said
+        assert len(hub.asked) == asked, "a run fetches nothing"
+        lock = tmp_path / "pi2.lock"
+        lock.write_text(
+            lock.read_text().replace('sha256 = "', 'sha256 = "' + "0" * 8)[:-11] + '"\n'
+        )
+        code, said = pull(environment, hub, str(plan))
+        assert (code, "P729" in said) == (1, True), said
 
 
 def test_a_pulled_model_is_listed_run_and_removed(
