@@ -1,5 +1,6 @@
 """Progress of a long job: whoever waits is told what is done, and how much of it."""
 
+import time
 from collections.abc import Callable
 
 Progress = Callable[[str, float], None]
@@ -9,3 +10,21 @@ a rate, may be another at every call."""
 
 def ignore_progress(label: str, share: float) -> None:
     """Ignore what is reported."""
+
+
+class ByteProgress:
+    """Reports bytes that are read or fetched: how many of all, and their rate since the first
+    report."""
+
+    def __init__(self, progress: Progress, label: str, total_bytes: int) -> None:
+        self._progress = progress
+        self._label = label
+        self._total = max(1, total_bytes)
+        self._first: tuple[float, int] | None = None
+
+    def __call__(self, done_bytes: int) -> None:
+        now, done = time.monotonic(), min(done_bytes, self._total)
+        since, before = self._first = self._first or (now, done)
+        size = f"{done / 2**20:,.0f} of {self._total / 2**20:,.0f} MiB"
+        rate = f", {(done - before) / (now - since) / 2**20:,.0f} MiB/s" if now > since else ""
+        self._progress(f"{self._label}, {size}{rate}", done / self._total)

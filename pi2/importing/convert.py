@@ -39,7 +39,7 @@ from pi2.model.tensor import DenseTensor, Place, StoredPrecision, split_name
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import assemble_bundles
 from pi2.plan.weights.layout import GROUP, BundleLayout, Part, ScalesPlace, round_up
-from pi2.progress import Progress, ignore_progress
+from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.store.manifest import Manifest, name_layer_file
 from pi2.store.writer import StoreWriter, TensorPieces
 
@@ -144,8 +144,8 @@ class _Conversion:
         self._predictors = predictors
         self._order = order
         self._quantizer = quantizer
-        self._progress = progress
-        self._total_bytes = sum(tensor.size_bytes for tensor in source.tensors.values())
+        total = sum(tensor.size_bytes for tensor in source.tensors.values())
+        self._progress = ByteProgress(progress, "converting", total)
         self._read_bytes = 0
 
     def write_streamed(self, writer: StoreWriter, pool: ThreadPoolExecutor, shards: Shards) -> None:
@@ -410,7 +410,7 @@ class _Conversion:
         return find_ffn_rows(self._source.tensors, self._model, key, layer, expert)
 
     def _advance(self, source: Rows) -> None:
-        self._progress("converting", min(1.0, self._read_bytes / max(1, self._total_bytes)))
+        self._progress(self._read_bytes)
         self._read_bytes += source.size_bytes
 
 

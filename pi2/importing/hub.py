@@ -20,7 +20,7 @@ from pi2.importing.checkpoint import PICKLED, Checkpoint, open_checkpoint, open_
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family, unwrap_config
 from pi2.importing.safetensors_file import measure_header
-from pi2.progress import Progress, ignore_progress
+from pi2.progress import ByteProgress, Progress, ignore_progress
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _REFERENCE = re.compile(rf"hf:(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w./-]{{1,200}}))?")
@@ -165,13 +165,14 @@ def fetch_files(
     with explain_errors(HubReference(repository.name, repository.commit)):
         folder.mkdir(parents=True, exist_ok=True)
         check_space(repository, folder, total)
+    advance = ByteProgress(progress, "downloading", total)
     for name in sorted(chosen, key=lambda name: (is_weight_file(name), name)):
         if is_weight_file(name) and not is_known:
             check_family(folder)
             is_known = True
 
         def report(count: int, done: int = done) -> None:
-            progress("downloading", min(1.0, (done + count) / max(1, total)))
+            advance(done + count)
 
         fetch_file(repository, name, folder, report, endpoint)
         done += repository.sizes[name]
@@ -213,11 +214,12 @@ def fetch_into_cache(
     """The repository's files by name, in the hub's own cache; raises as `fetch_files`."""
     from huggingface_hub import hf_hub_download
 
-    total, done, found = max(1, sum(repository.sizes.values())), 0, dict[str, Path]()
+    advance = ByteProgress(progress, "downloading", sum(repository.sizes.values()))
+    done, found = 0, dict[str, Path]()
     for name, size in repository.sizes.items():
 
         def report(count: int, done: int = done) -> None:
-            progress("downloading", min(1.0, (done + count) / total))
+            advance(done + count)
 
         with explain_errors(HubReference(repository.name, repository.commit)):
             place = hf_hub_download(
@@ -424,7 +426,8 @@ class HubShards:
     ) -> None:
         self._repository = repository
         self._folder = folder
-        self._progress = progress
+        total = sum(size for name, size in repository.sizes.items() if is_weight_file(name))
+        self._advance = ByteProgress(progress, "downloading", total)
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._small: dict[tuple[str, int, int], bytes] = {}
@@ -488,10 +491,9 @@ class HubShards:
             if file.exists():
                 return
             sizes = self._repository.sizes
-            total = sum(size for name, size in sizes.items() if is_weight_file(name))
 
             def report(count: int) -> None:
-                self._progress("downloading", min(1.0, (self._settled_bytes + count) / total))
+                self._advance(self._settled_bytes + count)
 
             check_space(self._repository, self._folder, sizes[file.name])
             fetch_file(self._repository, file.name, self._folder, report, self._endpoint)
