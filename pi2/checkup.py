@@ -16,7 +16,7 @@ from pi2.caches import find_cache_folder
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.fitting import find_alone_backend, find_backend, find_text_backend, find_unit_backend
 from pi2.fitting.misfits import find_plan_misfits
-from pi2.machine import Machine, Storage, detect_machine, inspect_storage
+from pi2.machine import Machine, Storage, detect_machine, inspect_storage, list_hints
 from pi2.machine.storage import EMULATORS, LINKERS, Tvm, detect_tvm, find_programs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import list_backend_names
@@ -63,6 +63,8 @@ class Checkup:
     kernel_cache: Folder
     backends: Mapping[str, Sequence[str]]
     """By backend, what keeps it from running here."""
+    hints: tuple[str, ...] = ()
+    """What keeps runs slower than they could be here, and what changes it."""
     only_emulated: frozenset[str] = frozenset()
     """Backends whose devices have been emulated so far, wherever pi2 ran."""
     plans: tuple[PlanVerdict, ...]
@@ -77,6 +79,7 @@ def examine_machine() -> Checkup:
         pi2_version=_read_version(),
         python_version=platform.python_version(),
         machine=machine,
+        hints=tuple(list_hints(machine)),
         storage=inspect_storage(folder / "stores"),
         tvm=detect_tvm(),
         linkers=find_programs(LINKERS),

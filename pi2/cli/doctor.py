@@ -75,6 +75,7 @@ def write_checkup(checkup: Checkup) -> Iterator[str]:
     yield from _write(
         "Kernels", f"kept in {cache.path}" + ("" if cache.writable else ", which is not writable")
     )
+    yield from _write("Faster", *(checkup.hints or ["nothing that pi2 knows of"]))
     yield ""
     yield click.style("Backends", bold=True)
     for name, obstacles in checkup.backends.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.machine.cpu import Cpu, CpuCores, bind_calling_thread, detect_cpu, list_allowed_cores
-from pi2.machine.memory import Memory, detect_memory
+from pi2.machine.memory import Memory, detect_memory, read_int, read_meminfo, read_text
 from pi2.machine.storage import Storage, inspect_storage
 
 if TYPE_CHECKING:
@@ -47,6 +48,26 @@ def detect_machine(root: Path = Path("/")) -> Machine:
     )
 
 
+def list_hints(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
+    """What keeps runs on this machine slower than they could be, and what changes it."""
+    memory = machine.memory
+    huge = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    if "[never]" in huge:
+        yield "huge pages are off: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    forbidden = read_int(root / "proc/sys/kernel/io_uring_disabled")
+    if forbidden:
+        yield "io_uring is forbidden, reads use threads: sysctl kernel.io_uring_disabled=0"
+    if swap := read_meminfo(root).get("SwapTotal"):
+        yield f'{swap >> 20} MiB of swap may take idle weights: memory.lock = "locked", or swapoff -a'
+    if memory.limit_bytes < memory.installed_bytes:
+        yield (
+            f"a control group allows {memory.limit_bytes >> 20} of "
+            f"{memory.installed_bytes >> 20} MiB: raise memory.max for larger budgets"
+        )
+    if machine.architecture == "x86-64" and "avx512vnni" not in machine.features:
+        yield "the CPU has no AVX-512 VNNI: products of 8-bit weights take more instructions"
+
+
 __all__ = [
     "Cpu",
     "CpuCores",
@@ -59,4 +80,5 @@ __all__ = [
     "detect_memory",
     "inspect_storage",
     "list_allowed_cores",
+    "list_hints",
 ]

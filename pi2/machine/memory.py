@@ -117,7 +117,7 @@ class Memory:
 
 def detect_memory(root: Path = Path("/")) -> Memory:
     """Read ``/proc/meminfo`` and the control groups, or ask ``sysconf`` where there are none."""
-    sizes = _read_meminfo(root)
+    sizes = read_meminfo(root)
     installed = sizes.get("MemTotal", 0) or _ask_sysconf("SC_PHYS_PAGES")
     available = sizes.get("MemAvailable", sizes.get("MemFree", 0)) or _ask_sysconf(
         "SC_AVPHYS_PAGES"
@@ -137,7 +137,7 @@ def count_own_bytes(root: Path = Path("/")) -> int:
     return max(0, int(pages[0]) - int(pages[1])) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _read_meminfo(root: Path) -> dict[str, int]:
+def read_meminfo(root: Path) -> dict[str, int]:
     """Entries of ``/proc/meminfo`` in bytes."""
     sizes = {}
     for line in (read_text(root / "proc/meminfo") or "").splitlines():

@@ -17,7 +17,7 @@ from pi2.checkup import Checkup, Folder, PlanVerdict, examine_machine, inspect_f
 from pi2.cli.doctor import doctor_command as command
 from pi2.cli.doctor import write_checkup
 from pi2.diagnostics import Diagnostic
-from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage
+from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage, list_hints
 from pi2.machine.storage import DirectReads, Tvm, detect_tvm, find_programs
 from pi2.plan.reading.references import find_shipped_folder
 
@@ -43,6 +43,7 @@ CHECKUP = Checkup(
     pi2_version="9.9",
     python_version="3.11.2",
     machine=PHONE,
+    hints=("a control group allows 8192 of 12288 MiB: raise memory.max for larger budgets",),
     storage=Storage(
         path=Path("/data"),
         filesystem="f2fs",
@@ -101,6 +102,19 @@ def read(checkup: Checkup) -> str:
 
 def test_report_for_people() -> None:
     assert read(CHECKUP) + "\n" == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_hints_name_what_is_slow_and_what_changes_it(tmp_path: Path) -> None:
+    for name, text in {
+        "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+        "proc/sys/kernel/io_uring_disabled": "2\n",
+        "proc/meminfo": "SwapTotal:  2048 kB\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    huge, uring, swap, group = list_hints(PHONE, tmp_path)
+    assert "madvise" in huge and "io_uring_disabled=0" in uring
+    assert swap.startswith("2 MiB of swap") and "8192 of 12288 MiB" in group
 
 
 def test_report_of_this_machine() -> None:
