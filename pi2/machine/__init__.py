@@ -58,7 +58,7 @@ def list_hints(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
     if forbidden:
         yield "io_uring is forbidden, reads use threads: sysctl kernel.io_uring_disabled=0"
     if swap := read_meminfo(root).get("SwapTotal"):
-        yield f'{swap >> 20} MiB of swap may take idle weights: memory.lock = "locked", or swapoff -a'
+        yield f'{swap >> 20} MiB of swap may take idle weights: state memory.lock = "locked"'
     if memory.limit_bytes < memory.installed_bytes:
         yield (
             f"a control group allows {memory.limit_bytes >> 20} of "
