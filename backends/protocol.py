@@ -213,7 +213,7 @@ class TextBackend(Backend, Protocol):
     text, not logits."""
 
     WEIGHTS: str
-    """The file by which its folders of weights are known; the plan's ``store`` is one."""
+    """The file by which its folders of weights are known; the plan's ``weights`` are one."""
 
     def find_unit_obstacles(self, unit: Unit) -> list[str]:
         """What keeps the program from being started here; empty if nothing does."""

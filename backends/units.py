@@ -284,7 +284,7 @@ class TextRequest:
     """What a program is started with."""
 
     folder: Path
-    """Weights, in the program's own layout: the plan's ``store``."""
+    """Weights, in the program's own layout: the plan's ``weights``."""
     model: Model
     unit: Unit | None
     """What the device says of the unit; None leaves the choice to the program."""

@@ -184,7 +184,7 @@ def write_plans(
     random = np.random.default_rng(arguments.seed)
     for number in range(arguments.random):
         values = draw_values(problem, planned.values, random)
-        values |= {"device": device, "model": model, "store": store, "name": "random"}
+        values |= {"device": device, "model": model, "weights": store, "name": "random"}
         path = work / f"{size}-random-{number}.plan.toml"
         path.write_text(write_document(Plan.model_validate_json(json.dumps(values))))
         yield f"random {number}", path

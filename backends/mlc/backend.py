@@ -1,4 +1,4 @@
-"""MLC-LLM as a backend: a GPU has the whole model and gives text; the plan's ``store`` is its
+"""MLC-LLM as a backend: a GPU has the whole model and gives text; the plan's ``weights`` are its
 folder."""
 
 from __future__ import annotations

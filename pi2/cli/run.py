@@ -86,7 +86,7 @@ def fits(resolved: ResolvedPlan, budget_bytes: int) -> bool:
 def run_mlc(
     resolved: ResolvedPlan, prompt: str | Sequence[Mapping[str, Any]], given: RunOptions
 ) -> None:
-    """Generate text with the weights of ``--mlc``, or of the plan's ``store`` if the plan names the
+    """Generate text with the weights of ``--mlc``, or the plan's ``weights`` if the plan names the
     backend; UserError P686-P689."""
     from pi2.backends.mlc.backend import open_text
     from pi2.backends.units import TextRequest
