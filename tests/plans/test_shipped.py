@@ -77,7 +77,7 @@ def test_another_context_batch_or_budget_fits_or_says_the_least(path: Path) -> N
     ]
     for overrides, memory in wishes:
         try:
-            assert read_plan(path, overrides=overrides, memory_bytes=memory).resolved
+            assert read_plan(path, overrides=overrides, memory_bytes=memory).resolved.layers
         except UserError as error:
             (found,) = error.diagnostics
             if found.code in ("P203", "P231"):  # the device's memory, the model's context
@@ -85,7 +85,7 @@ def test_another_context_batch_or_budget_fits_or_says_the_least(path: Path) -> N
             least = re.search(r"--memory '(.+?)'|raise the budget to (\S+ \S+?),", found.help or "")
             assert least is not None, found
             size = parse_size(least[1] or least[2])
-            assert read_plan(path, overrides=overrides, memory_bytes=size).resolved
+            assert read_plan(path, overrides=overrides, memory_bytes=size).resolved.layers
 
 
 @pytest.mark.parametrize("path", [p for p in SHIPPED if p.name.endswith(".plan.toml")], ids=_name)
