@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from pi2.authoring.writing import write_tables
 from pi2.fitting import list_usual_backends
 from pi2.fitting.budget import MIB
-from pi2.fitting.completion import SEGMENT_REASONS, complete_plan, resolve_values
+from pi2.fitting.completion import complete_plan, resolve_values
 from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.documents.common import SCHEMA_VERSION
@@ -120,12 +120,6 @@ def draft_plan(wish: Wish, device: Device, model: Model) -> str:
     remarks[("memory", "budget")] = describe_budget(device)
     document = {**values, **tables, **sampling}
     return "\n".join([*head, *write_tables(Plan, (), document, remarks.get)]) + "\n"
-
-
-def name_segments(model: Model) -> dict[str, str]:
-    """What the segments of a plan for ``model`` hold: those that it needs."""
-    has_states = bool(model.state_layers)
-    return {name: text for name, text in SEGMENT_REASONS.items() if has_states or name != "state"}
 
 
 def describe_budget(device: Device) -> str:

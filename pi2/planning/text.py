@@ -7,12 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from pi2.authoring.drafting import (
-    describe_budget,
-    explain_backends,
-    name_segments,
-    recommend_sampling,
-)
+from pi2.authoring.drafting import describe_budget, explain_backends, recommend_sampling
 from pi2.authoring.writing import write_tables
 from pi2.costs.cost import Cost
 from pi2.costs.cost_layer import LayerCost
@@ -56,7 +51,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     """The document's text; equal wishes and documents give equal texts."""
     values, resolved = planned.values, planned.resolved
     units = {resolved.device.units[name].kind for name in _list_units(planned)}
-    memory, segments = values["memory"], _name_segments(planned)
+    memory = values["memory"]
     sampling, recommended = recommend_sampling(resolved.model)
     wished = planned.wish.tokens_s
     document = {
@@ -67,7 +62,7 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         "device": device,
         "model": model,
         "backends": choose_backends(units),
-        "memory": {**memory, "segments": {key: memory["segments"][key] for key in segments}},
+        "memory": memory,
         **{key: values[key] for key in _TABLES if key in values},
         **sampling,
     }
@@ -83,7 +78,6 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         ("bundle", "scales"): "in memory",
         ("layers", "hot"): "share of neurons that stay in memory",
         ("kv", "lend"): "cold neurons use it until the context does",
-        **{("memory", "segments", key): remark for key, remark in segments.items()},
         **{("memory", "units", unit, "budget"): what for unit in memory.get("units", ())},
     }
     head = [f"# {line}" if line else "#" for line in describe_choices(planned)]
@@ -116,14 +110,6 @@ def _shorten(document: dict[str, Any], planned: PlannedPlan) -> dict[str, Any]:
 
 
 _NAMES = ("name", "weights", "device", "model", "speed", "sampling")
-
-
-def _name_segments(planned: PlannedPlan) -> dict[str, str]:
-    embedded = reads_embedding(planned.resolved.plan, planned.resolved.model)
-    own = name_segments(planned.resolved.model)
-    if planned.resolved.has_whole_unit:
-        own = own | {"runtime": "Python, libraries, and the unit's driver"}
-    return own | ({"attention": "attention, norms, head"} if embedded else {})
 
 
 def _list_units(planned: PlannedPlan) -> set[str]:

@@ -433,7 +433,7 @@ def write_aimed_plan(folder: Path, file: Path, features: Sequence[str]) -> Path:
     )
     plan = folder / "aimed.plan.toml"
     plan.write_text(
-        f'schema_version = 2\nweights = "{file}"\ndevice = "./{device.name}"\n'
+        f'schema_version = 3\nweights = "{file}"\ndevice = "./{device.name}"\n'
         "[threads]\ncompute = 2\n"
     )
     return plan
