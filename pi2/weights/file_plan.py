@@ -178,7 +178,7 @@ REASONS: Mapping[KeyPath, str] = {
     ("memory", "budget"): "the whole file, or what is free here",
     ("memory", "weights"): "mapped if all of the file fits",
     ("layers", "hot"): "share of the weights that fits into {budget}",
-    ("kv", "context"): f"the model's, at most {USUAL_CONTEXT}",
+    ("kv", "context"): f"the model's, at most {USUAL_CONTEXT}, or shorter if memory is short",
     ("prefill", "chunk"): "the most tokens that there is room for",
     ("prefill", "activations"): 'as llama.cpp has them, or 16 bits with quality = "exact"',
     ("decode", "speculation", "tokens"): "{streamed} are read for every step, which verifies these",

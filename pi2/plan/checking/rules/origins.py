@@ -142,7 +142,7 @@ def check_no_home_folders(facts: Facts) -> Iterator[Finding]:
     Why: a path such as ``/home/alice`` exists on one machine only, and tells the name of an
     account.
 
-    Example: ``store = "/home/alice/stores/bamboo-7b"``.
+    Example: ``weights = "/home/alice/stores/bamboo-7b"``.
 
     Fix: write the path relative to the plan, such as ``../stores/bamboo-7b``.
     """
@@ -173,7 +173,7 @@ def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
 
     Why: a template's placeholder is no value; what it stands for was forgotten.
 
-    Example: ``store = "stores/REPLACE_ME"``.
+    Example: ``weights = "stores/REPLACE_ME"``.
 
     Fix: write the value, or remove the key where it has a default.
     """
