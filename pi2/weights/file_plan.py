@@ -181,6 +181,7 @@ REASONS: Mapping[KeyPath, str] = {
     ("kv", "context"): f"the model's, at most {USUAL_CONTEXT}, or shorter if memory is short",
     ("prefill", "chunk"): "the most tokens that there is room for",
     ("prefill", "activations"): 'as llama.cpp has them, or 16 bits with quality = "exact"',
+    ("decode", "activations"): 'as llama.cpp has them, or 16 bits with quality = "exact"',
     ("decode", "speculation", "tokens"): "{streamed} are read for every step, which verifies these",
     **{("memory", "segments", name): reason for name, reason in SEGMENT_REASONS.items()},
     ("memory", "segments", "attention"): "norms, biases and tables",
