@@ -106,7 +106,7 @@ def test_weights_of_a_plan_are_pulled_when_asked_for_and_pinned(
             lock.read_text().replace('sha256 = "', 'sha256 = "' + "0" * 8)[:-11] + '"\n'
         )
         code, said = pull(environment, hub, str(plan))
-        assert (code, "P729" in said) == (1, True), said
+        assert (code, "P729" in said) == (2, True), said
 
 
 def test_a_pulled_model_is_listed_run_and_removed(
