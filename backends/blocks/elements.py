@@ -25,11 +25,7 @@ from pi2.formats import Activations
 def emit_quantize(kind: Activations, table: Table) -> None:
     """Quantise tokens, block by block: items are blocks of all tokens."""
     x, y = table.take_array("x", "float32"), table.take_array("y", "uint8")
-    x_stride, y_stride, length = (
-        table.take("x_stride"),
-        table.take("y_stride"),
-        table.take("length"),
-    )
+    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
     order = table.take_array("order", "int64") if kind == "q8_k" else None
     together = table.take("together") if kind == "q8_0" else None
     rounds = table.take("rounds") if kind == "q8_0" else None
@@ -190,11 +186,7 @@ def emit_normalize(table: Table) -> None:
     x, y = table.take_array("x", "float32"), table.take_array("y", "float32")
     weights, bias = table.take_array("weights", "float32"), table.take_array("bias", "float32")
     has_weights, has_bias = table.take("has_weights"), table.take("has_bias")
-    x_stride, y_stride, length = (
-        table.take("x_stride"),
-        table.take("y_stride"),
-        table.take("length"),
-    )
+    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
     epsilon, factor = table.take_float("epsilon"), table.take_float("factor")
     centred, added = table.take("centred"), table.take("added")
     zero = T.int64(0)
@@ -240,11 +232,7 @@ def emit_gate(table: Table) -> None:
     """``y`` = activation(gates) x ups, or activation(gates)."""
     gates, ups = table.take_array("gates", "float32"), table.take_array("ups", "float32")
     y, has_ups, kind = table.take_array("y", "float32"), table.take("has_ups"), table.take("kind")
-    x_stride, y_stride, length = (
-        table.take("x_stride"),
-        table.take("y_stride"),
-        table.take("length"),
-    )
+    x_stride, y_stride, length = map(table.take, ("x_stride", "y_stride", "length"))
     limit, slope = table.take_float("limit"), table.take_float("slope")
     offset = table.take_float("up_offset")
     with T.serial(table.first, table.end) as item:
@@ -290,11 +278,8 @@ def _activate(name: str, value: v.Expr, lanes: int) -> v.Expr:
 
 def emit_cap(table: Table) -> None:
     """x becomes limit tanh(x factor / limit), or x factor where the limit is 0."""
-    x, x_stride, length = (
-        table.take_array("x", "float32"),
-        table.take("x_stride"),
-        table.take("length"),
-    )
+    x = table.take_array("x", "float32")
+    x_stride, length = table.take("x_stride"), table.take("length")
     limit, factor = table.take_float("limit"), table.take_float("factor")
     with T.serial(table.first, table.end) as item:
         token, first, end = _split_item(item, length)

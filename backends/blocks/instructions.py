@@ -257,15 +257,19 @@ class _Part:
         ]
         fields = [FIELDS[instruction.kernel] for instruction in own]
         rows = values[begin:end]
-        self._counts = [
-            (row[names.index("tokens") :][:1], instruction.pairs)
-            for row, names, instruction in zip(rows, fields, own, strict=True)
-            if "tokens" in names
-        ]
+
+        def find(*wanted: str) -> list[tuple[I64, Instruction]]:
+            """Where instructions have one of these arguments."""
+            return [
+                (row[place:][:1], instruction)
+                for row, names, instruction in zip(rows, fields, own, strict=True)
+                for place, name in enumerate(names)
+                if name in wanted
+            ]
+
+        self._counts = [(place, each.pairs) for place, each in find("tokens")]
         self._orders = [
-            (row[_find_order(names) :][:1], instruction.orders)
-            for row, names, instruction in zip(rows, fields, own, strict=True)
-            if instruction.orders is not None
+            (place, each.orders) for place, each in find(*_ORDERS) if each.orders is not None
         ]
         # Without experts, all tokens belong to the only one.
         self._starts: I32 = np.zeros(2, np.int32)
@@ -275,16 +279,8 @@ class _Part:
         self._made = np.array([instruction.plane for instruction in own], np.int64)
         self._planes = 0
         """Number of planes; arguments that depend on it: those read, and whether there are more."""
-        self._read = [
-            row[names.index("planes") :][:1]
-            for row, names in zip(rows, fields, strict=True)
-            if "planes" in names and row[names.index("plane_stride")]
-        ]
-        self._rests = [
-            (row[names.index("has_rest") :][:1], instruction.plane)
-            for row, names, instruction in zip(rows, fields, own, strict=True)
-            if "has_rest" in names
-        ]
+        self._read = [place for place, each in find("planes") if each.values["plane_stride"]]
+        self._rests = [(place, each.plane) for place, each in find("has_rest")]
         self._little = np.array([int(instruction.is_little) for instruction in own], np.int64)
         self._way = -1
         self._count = 0
@@ -321,11 +317,6 @@ class _Part:
         for value, pairs in self._counts:
             value[0] = count * pairs
         self._starts[1] = count
-
-
-def _find_order(names: Sequence[str]) -> int:
-    """Return the place of the argument that `Instruction.orders` sets."""
-    return next(place for place, name in enumerate(names) if name in _ORDERS)
 
 
 def _align(words: int) -> I64:

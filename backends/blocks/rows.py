@@ -435,11 +435,8 @@ def emit_take_rows(isa: Isa, unpacking: Unpacking, table: Table) -> None:
     machine = Machine(isa)
     weights, grid = table.take_array("weights", "uint8"), table.take_array("grid", "uint8")
     numbers, y = table.take_array("numbers", "int32"), table.take_array("y", "float32")
-    stride, blocks, factor = (
-        table.take("y_stride"),
-        table.take("blocks"),
-        table.take_float("factor"),
-    )
+    stride, blocks = table.take("y_stride"), table.take("blocks")
+    factor = table.take_float("factor")
     with T.serial(table.first, table.end) as token:
         start = v.let(v.wide(numbers[token]) * blocks * unpacking.size)
         target = v.let(token * stride)
