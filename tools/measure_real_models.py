@@ -33,6 +33,8 @@ from real.results import (
     write_results,
 )
 
+PATIENCE_S = 300
+"""Seconds after which a run under a limit is given up."""
 GROUP_SLACK = 1.02
 """A memory group is larger than the budget by the pages of the kernel."""
 
@@ -114,7 +116,12 @@ def run_limited(command: list[str], limit: int | None) -> subprocess.CompletedPr
     try:
         with MemoryGroup(int(limit * GROUP_SLACK), name="real-models") as group:
             process = group.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            out, errors = process.communicate()
+            try:
+                out, errors = process.communicate(timeout=PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                return subprocess.CompletedProcess(command, 1, "", f"over {PATIENCE_S} s")
             return subprocess.CompletedProcess(command, process.returncode, out, errors)
     except GroupUnavailable as error:
         raise SystemExit(f"no memory group here: {error}") from error

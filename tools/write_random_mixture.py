@@ -1,4 +1,4 @@
-"""Write a GGUF file of random weights in the shape of a known mixture of experts.
+"""Write a GGUF file of random weights in the shape of a known model.
 
     python tools/write_random_mixture.py qwen3-30b-a3b --layers 12 FILE.gguf
 
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 
+from limited.random_gguf import add_tokenizer
 from pi2.arrays import U8
 from pi2.formats import find_format
 
@@ -26,7 +27,7 @@ POOL_BLOCKS = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A mixture as its GGUF files describe it."""
+    """A model as its GGUF files describe it."""
 
     architecture: str
     layers: int
@@ -35,9 +36,10 @@ class Shape:
     kv_heads: int
     head_dim: int
     experts: int
+    """0: the model is dense."""
     active: int
     width: int
-    """Neurons of an expert."""
+    """Neurons of an expert, or of a dense layer."""
     vocab: int
     dense: str = "q4_k"
     """Format of attention's matrices and the embedding."""
@@ -57,6 +59,18 @@ class Shape:
 
 
 SHAPES = {
+    "qwen3-8b": Shape(
+        architecture="qwen3",
+        layers=36,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        experts=0,
+        active=0,
+        width=12288,
+        vocab=151936,
+    ),
     "qwen3-30b-a3b": Shape(
         architecture="qwen3moe",
         layers=48,
@@ -129,15 +143,16 @@ def list_tensors(own: Shape, layers: int) -> Iterator[Tensor]:
                 size = own.head_dim if own.norms == "head" else rows
                 yield Tensor(f"{block}.attn_{name}_norm.weight", (size,), "f32")
         yield Tensor(f"{block}.attn_output.weight", (hidden, query), own.dense)
-        yield Tensor(f"{block}.ffn_gate_inp.weight", (own.experts, hidden), "f32")
-        wide = (own.experts, own.width, hidden)
+        if own.experts:
+            yield Tensor(f"{block}.ffn_gate_inp.weight", (own.experts, hidden), "f32")
+        each, end = ((own.experts,), "_exps") if own.experts else ((), "")
         down = own.outputs[layer % len(own.outputs)]
         for name, shape, kind in (
-            ("gate", wide, own.inputs),
-            ("up", wide, own.inputs),
-            ("down", (own.experts, hidden, own.width), down),
+            ("gate", (*each, own.width, hidden), own.inputs),
+            ("up", (*each, own.width, hidden), own.inputs),
+            ("down", (*each, hidden, own.width), down),
         ):
-            yield Tensor(f"{block}.ffn_{name}_exps.weight", shape, kind)
+            yield Tensor(f"{block}.ffn_{name}{end}.weight", shape, kind)
             if own.has_biases:
                 yield Tensor(f"{block}.ffn_{name}_exps.bias", shape[:2], "f32")
         if own.has_biases:
@@ -173,35 +188,22 @@ def write_settings(writer: GGUFWriter, own: Shape, layers: int) -> None:
     writer.add_embedding_length(own.hidden)
     writer.add_block_count(layers)
     writer.add_feed_forward_length(own.width)
-    writer.add_expert_feed_forward_length(own.width)
     writer.add_head_count(own.heads)
     writer.add_head_count_kv(own.kv_heads)
     writer.add_key_length(own.head_dim)
     writer.add_value_length(own.head_dim)
     writer.add_rope_freq_base(own.theta)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_expert_count(own.experts)
-    writer.add_expert_used_count(own.active)
+    if own.experts:
+        writer.add_expert_feed_forward_length(own.width)
+        writer.add_expert_count(own.experts)
+        writer.add_expert_used_count(own.active)
     if own.has_biases:
         writer.add_sliding_window(128)
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(32.0)
         writer.add_rope_scaling_orig_ctx_len(4096)
-    write_tokenizer(writer, own.vocab)
-
-
-def write_tokenizer(writer: GGUFWriter, vocab: int) -> None:
-    """A token for each byte, then numbers."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    signs = sorted(ByteLevel.alphabet())
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    pieces = [*signs, "ab"]
-    writer.add_token_list([*pieces, *(f"<{number}>" for number in range(len(pieces), vocab))])
-    writer.add_token_types([1] * vocab)
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(vocab - 1)
+    add_tokenizer(writer, own.vocab, own.vocab - 1)
 
 
 def draw_tensor(tensor: Tensor, pools: dict[tuple[str, int], U8], begin: int) -> U8:

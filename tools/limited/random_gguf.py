@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ZEROS = ("_exps.bias", "inp.bias", "output.bias", "sinks.weight")
 """Ends of the names of what random weights need not have."""
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files that are written; raise it when they change."""
 OUTPUT_SHARE = 0.08
 """Deviation of what a layer adds to the residual stream, where words are a store's: synthetic
@@ -217,7 +217,7 @@ def _add_settings(writer: GGUFWriter, model: Model) -> None:
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(model.rope.theta)
     writer.add_layer_norm_rms_eps(model.norm.epsilon)
-    _add_tokenizer(writer, model)
+    add_tokenizer(writer, model.shape.vocab, next(iter(model.tokenizer.eos), None))
     if model.moe is not None:
         writer.add_expert_count(model.moe.experts)
         writer.add_expert_used_count(model.moe.active_experts)
@@ -229,11 +229,11 @@ def _add_settings(writer: GGUFWriter, model: Model) -> None:
         writer.add_rope_scaling_orig_ctx_len(model.rope.original_context or shape.context)
 
 
-def _add_tokenizer(writer: GGUFWriter, model: Model) -> None:
+def add_tokenizer(writer: GGUFWriter, vocab: int, end: int | None) -> None:
     """A token for each byte, numbers for the rest: llama.cpp's server takes and gives texts."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    vocab, signs = model.shape.vocab, sorted(ByteLevel.alphabet())
+    signs = [*sorted(ByteLevel.alphabet()), "ab"]
     if vocab < len(signs):
         writer.add_tokenizer_model("no_vocab")
         return
@@ -241,9 +241,9 @@ def _add_tokenizer(writer: GGUFWriter, model: Model) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list([*signs, *(f"<{number}>" for number in range(len(signs), vocab))])
     writer.add_token_types([1] * vocab)  # ordinary tokens
-    writer.add_token_merges([f"{signs[-1]} {signs[-2]}"])  # llama.cpp wants one at least
-    if model.tokenizer.eos:
-        writer.add_eos_token_id(model.tokenizer.eos[0])
+    writer.add_token_merges(["a b"])  # llama.cpp wants one at least
+    if end is not None:
+        writer.add_eos_token_id(end)
 
 
 def _add_tensor(writer: GGUFWriter, tensor: GgufTensor, kind: GGMLQuantizationType) -> None:
