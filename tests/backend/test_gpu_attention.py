@@ -155,10 +155,10 @@ def test_attention_of_chunks_and_steps(launcher: Launcher, attention: AttentionK
 @pytest.mark.parametrize(
     "norm",
     [
-        NormKernels(length=288, width=288, epsilon=1e-5, outputs=True, residual_factor=0.5),
-        NormKernels(length=320, width=300, epsilon=1e-3, kind="layernorm", bias=True),
+        NormKernels(length=288, width=288, norm=Norm(outputs=True), residual_factor=0.5),
+        NormKernels(length=320, width=300, norm=Norm(epsilon=1e-3, kind="layernorm", bias=True)),
     ],
-    ids=lambda norm: norm.kind,
+    ids=lambda norm: norm.norm.kind,
 )
 def test_norms_and_sums(launcher: Launcher, norm: NormKernels) -> None:
     random = np.random.default_rng(1)
@@ -169,12 +169,12 @@ def test_norms_and_sums(launcher: Launcher, norm: NormKernels) -> None:
     x[:, norm.width :] = 0
     bench = Bench(launcher, list(list_norm_kernels(norm)))
     arrays = {"x": x, "y": y, "weights": weights, "biases": biases, "outputs": np.empty_like(x)}
-    document = Norm(kind=norm.kind, epsilon=norm.epsilon)
-    own_biases = biases if norm.bias else None
+    document = norm.norm
+    own_biases = biases if norm.norm.bias else None
     found = bench.run("norm", arrays, {"first": 0, "tokens": 5})["outputs"]
     wanted = normalize(document, x, weights, own_biases, norm.width)
     assert measure_error(found, wanted) < CLOSE
-    if norm.outputs:
+    if norm.norm.outputs:
         found = bench.run("add_norm", arrays, {"tokens": 5})["x"]
         added = normalize(document, y, weights, own_biases, norm.width)
     else:

@@ -32,7 +32,7 @@ from pi2.backends.gpu.kernels.specification import (
 from pi2.backends.gpu.packing import load_image
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
-from pi2.plan.documents.model_parts import Ffn
+from pi2.plan.documents.model_parts import Ffn, Moe, Norm
 from tests.helpers.cubins import read_resources
 
 FFN = FfnKernels(
@@ -56,14 +56,14 @@ def make_spec(arch: str) -> GpuSpec:
         ),
         gates=dataclasses.replace(FFN, precision="int8"),
         select=SelectKernels(experts=8, expert_neurons=14336),
-        router=RouterKernels(length=4096, experts=8, active=2, kind="softmax", normalise=True),
+        router=RouterKernels(length=4096, moe=Moe(experts=8, active_experts=2)),
         products=(
             ProductKernels(length=4096, precision="int4", bias=True),
             ProductKernels(length=4096, precision="fp16", adds=True),
             ProductKernels(length=256, precision="int8", bias=True, blocks=8),
         ),
         embedding=EmbeddingKernels(length=4096, precision="int4", positions=True),
-        norm=NormKernels(length=4096, width=4096, epsilon=1e-5, outputs=True, spreads=True),
+        norm=NormKernels(length=4096, width=4096, norm=Norm(outputs=True), spreads=True),
         attention=AttentionKernels(
             heads=32, kv_heads=8, head_dim=128, scale=0.09, kv="fp16", window=4096, some_full=True
         ),

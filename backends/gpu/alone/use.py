@@ -134,23 +134,11 @@ class ModelUse:
         moe = self.model.moe
         if moe is None:
             return None
-        assert moe.router != "mixer" and moe.router != "none", "limits of the backend"
         return RouterKernels(
             length=self.model.shape.stored_hidden,
-            experts=moe.experts,
-            active=moe.active_experts,
-            kind=moe.router,
-            normalise=moe.normalise_weights,
-            bias=moe.router_bias,
-            choice_bias=moe.choice_bias,
-            groups=moe.groups,
-            active_groups=moe.active_groups,
-            group_best=1 if moe.group_score == "best" else 2,
-            scaling=moe.scaling,
-            shared=moe.shared_experts,
+            moe=moe.model_copy(update={"dense_layers": (), "dense_ffn": None}),
             others=self.model.expert_count - moe.experts - moe.shared_experts,
             some_dense=bool(moe.dense_layers),
-            shared_gate=moe.shared_gate,
         )
 
     def describe_kernels(self, target: Target) -> GpuSpec:
@@ -180,10 +168,7 @@ class ModelUse:
             norm=NormKernels(
                 length=shape.stored_hidden,
                 width=shape.hidden,
-                epsilon=norm.epsilon,
-                kind=norm.kind,
-                bias=norm.bias,
-                outputs=norm.outputs,
+                norm=norm,
                 residual_factor=model.multipliers.residual,
                 spreads=model.ffn.bias,
                 experts=experts if model.ffn.bias else 0,

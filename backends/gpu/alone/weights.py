@@ -93,7 +93,7 @@ class ModelArrays:
         if kind in JOINED:
             array, part = JOINED[kind]
             layer = int(tensor.name.split(".")[1])
-            rows = self._use.router.experts if self._use.router is not None else 0
+            rows = self._use.router.moe.experts if self._use.router is not None else 0
             begin = 4 * shape.length * (part * rows if array == "router" else part)
             self._send(
                 self.state[f"{array}_{layer}"], tensor.weights, begin + 4 * shape.length * first

@@ -57,7 +57,7 @@ _NORM_WIDTH = 256
 
 def list_norm_kernels(norm: NormKernels) -> Iterator[c.Kernel]:
     yield make_norm(norm)
-    if norm.outputs:
+    if norm.norm.outputs:
         yield make_add_norm(norm)
     else:
         yield make_add(norm)
@@ -142,7 +142,7 @@ def make_spread(norm: NormKernels) -> c.Kernel:
 
 def _take_weights(kernel: c.Kernel, norm: NormKernels) -> tuple[c.Buffer, c.Buffer | None]:
     weights = kernel.take_array("weights", "float32")
-    return weights, kernel.take_array("biases", "float32") if norm.bias else None
+    return weights, kernel.take_array("biases", "float32") if norm.norm.bias else None
 
 
 def _emit_norm(
@@ -158,7 +158,7 @@ def _emit_norm(
     are."""
     shared = c.share(_NORM_WIDTH)
     mean = c.number(0.0)
-    if norm.kind == "layernorm":
+    if norm.norm.kind == "layernorm":
         mean = c.let(_average(norm, lambda index: x[first + index], shared, thread))
 
     def square(index: c.Expr) -> c.Expr:
@@ -166,7 +166,7 @@ def _emit_norm(
         return value * value
 
     mean_square = _average(norm, square, shared, thread)
-    factor = c.let(c.number(1.0) / T.sqrt(mean_square + c.number(norm.epsilon)))
+    factor = c.let(c.number(1.0) / T.sqrt(mean_square + c.number(norm.norm.epsilon)))
     with T.serial(-(-norm.length // _NORM_WIDTH)) as turn:
         element = c.let(turn * _NORM_WIDTH + thread)
         with c.when(element < norm.length):
@@ -285,7 +285,7 @@ def make_route_scores(router: RouterKernels) -> c.Kernel:
     with kernel.declare():
         inputs = kernel.take_array("inputs", "float32")
         rows = kernel.take_array("router", "float32")
-        biases = kernel.take_array("router_biases", "float32") if router.bias else None
+        biases = kernel.take_array("router_biases", "float32") if router.moe.router_bias else None
         scores = kernel.take_array("route_scores", "float32")
         kernel.take_number("tokens")
         with kernel.run(Axis(times=router.rows), Axis(number="tokens")) as place:
@@ -298,8 +298,8 @@ def make_route_scores(router: RouterKernels) -> c.Kernel:
                     own.add(inputs[first + index] * rows[begin + index])
             total = c.add_in_group(c.share(_THREADS), thread, own.get(), _THREADS)
             if biases is not None:
-                bias = biases[T.min(row, router.experts - 1)]
-                total = total + T.Select(row < router.experts, bias, c.number(0.0))
+                bias = biases[T.min(row, router.moe.experts - 1)]
+                total = total + T.Select(row < router.moe.experts, bias, c.number(0.0))
             with c.when(thread == 0):
                 c.store(scores, token * router.rows + row, total)
     return kernel
@@ -309,10 +309,10 @@ def make_route(router: RouterKernels) -> c.Kernel:
     """Make ``route``: a work group per token; an expert is chosen if fewer than ``active`` others
     win."""
     kernel = c.Kernel("route", (_THREADS, 1, 1))
-    experts = router.experts
+    experts = router.moe.experts
     with kernel.declare():
         scores = kernel.take_array("route_scores", "float32")
-        biases = kernel.take_array("choice_biases", "float32") if router.choice_bias else None
+        biases = kernel.take_array("choice_biases", "float32") if router.moe.choice_bias else None
         routes = kernel.take_array("routes", "float32")
         kernel.take_number("tokens")
         with kernel.run(Axis(number="tokens")) as place:
@@ -330,34 +330,36 @@ def make_route(router: RouterKernels) -> c.Kernel:
                     worth = share if biases is None else share + biases[expert]
                     c.store(wanted, expert, worth)
             c.wait_for_group()
-            if router.groups > 1:
+            if router.moe.groups > 1:
                 _leave_out_groups(router, wanted, thread)
             weights = c.share(experts)
             for turn in turns:
                 expert = c.let(thread + turn * _THREADS)
                 better = _count_better(wanted, T.min(expert, experts - 1), experts)
                 with c.when(expert < experts):
-                    chosen = better < router.active
+                    chosen = better < router.moe.active_experts
                     c.store(weights, expert, T.Select(chosen, shares[expert], c.number(0.0)))
             c.wait_for_group()
             total = c.Cell(c.number(1.0))
-            if router.normalise:
+            if router.moe.normalise_weights:
                 total.set(c.number(0.0))
                 with T.serial(experts) as other:
                     total.add(weights[other])
                 total.set(T.max(total.get(), c.number(_SMALLEST_SUM)))
-            factor = c.let(c.number(router.scaling) / total.get())
+            factor = c.let(c.number(router.moe.scaling) / total.get())
             for turn in turns:
                 expert = c.let(thread + turn * _THREADS)
                 with c.when(expert < experts):
                     c.store(routes, begin + expert, weights[expert] * factor)
             shared = c.Cell(c.number(1.0))
-            if router.shared_gate:
+            if router.moe.shared_gate:
                 shared.set(_squash(c.let(scores[first + experts])))
             for turn in range(-(-(router.pitch - experts) // _THREADS)):
                 expert = c.let(thread + turn * _THREADS)
                 with c.when(expert < router.pitch - experts):
-                    weight = T.Select(expert < router.shared, shared.get(), c.number(0.0))
+                    weight = T.Select(
+                        expert < router.moe.shared_experts, shared.get(), c.number(0.0)
+                    )
                     c.store(routes, begin + experts + expert, weight)
     return kernel
 
@@ -381,23 +383,23 @@ def make_route_first(router: RouterKernels) -> c.Kernel:
 class _Shares:
     def __init__(self, router: RouterKernels, scores: c.Buffer, first: c.Expr) -> None:
         self._router, self._scores, self._first = router, scores, first
-        if router.kind == "softmax":
+        if router.moe.router == "softmax":
             top, total = c.Cell(scores[first]), c.Cell(c.number(0.0))
-            with T.serial(router.experts) as other:
+            with T.serial(router.moe.experts) as other:
                 top.set(T.max(top.get(), scores[first + other]))
-            with T.serial(router.experts) as other:
+            with T.serial(router.moe.experts) as other:
                 total.add(T.exp(scores[first + other] - top.get()))
             self._top, self._total = top.get(), total.get()
 
     def __call__(self, expert: c.Expr) -> c.Expr:
         score = c.let(self._scores[self._first + expert])
-        if self._router.kind == "sigmoid":
+        if self._router.moe.router == "sigmoid":
             return c.let(_squash(score))
         return c.let(T.exp(score - self._top) / self._total)
 
 
 def _leave_out_groups(router: RouterKernels, wanted: c.Buffer, thread: c.Expr) -> None:
-    groups, size = router.groups, router.experts // router.groups
+    groups, size = router.moe.groups, router.moe.experts // router.moe.groups
     worths = c.share(groups)
     for turn in range(-(-groups // _THREADS)):
         group = c.let(thread + turn * _THREADS)
@@ -407,16 +409,16 @@ def _leave_out_groups(router: RouterKernels, wanted: c.Buffer, thread: c.Expr) -
             value = c.let(wanted[start + index])
             second.set(T.max(second.get(), T.min(value, best.get())))
             best.set(T.max(best.get(), value))
-        is_sum = router.group_best == 2 and size > 1
+        is_sum = router.moe.group_score == "best-two" and size > 1
         worth = c.let(best.get() + second.get() if is_sum else best.get())
         with c.when(group < groups):
             c.store(worths, group, worth)
     c.wait_for_group()
-    for turn in range(-(-router.experts // _THREADS)):
+    for turn in range(-(-router.moe.experts // _THREADS)):
         expert = c.let(thread + turn * _THREADS)
-        group = c.let(T.floordiv(T.min(expert, router.experts - 1), size))
+        group = c.let(T.floordiv(T.min(expert, router.moe.experts - 1), size))
         better = _count_better(worths, group, groups)
-        with c.when(T.And(expert < router.experts, better >= router.active_groups)):
+        with c.when(T.And(expert < router.moe.experts, better >= router.moe.active_groups)):
             c.store(wanted, expert, c.number(_LOWEST))
     c.wait_for_group()
 

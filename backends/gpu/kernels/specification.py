@@ -8,14 +8,14 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pi2.model.states import StateShape
 from pi2.plan.documents.common import Table
 from pi2.plan.documents.model_mixing import Latent
-from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn
+from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn, Moe, Norm
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import GROUP, Precision, fill_groups
 
@@ -206,11 +206,7 @@ class NormKernels:
     """Elements of a vector as it lies in memory: zeros fill up the last group."""
     width: int
     """Elements that norms are taken of."""
-    epsilon: float
-    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    bias: bool = False
-    outputs: bool = False
-    """Whether what is added is normalised before."""
+    norm: Norm
     residual_factor: float = 1.0
     spreads: bool = False
     """Whether the FFN's sum begins with biases."""
@@ -319,39 +315,21 @@ class RouterKernels:
 
     length: int
     """Of its inputs."""
-    experts: int
-    active: int
-    """Experts that compute a token."""
-    kind: Literal["softmax", "sigmoid"]
-    normalise: bool
-    bias: bool = False
-    """Whether scores have a bias."""
-    choice_bias: bool = False
-    """Whether experts are chosen by their weights and a bias."""
-    groups: int = 1
-    """Groups of neighbouring experts, of which the best are chosen first."""
-    active_groups: int = 1
-    group_best: Literal[1, 2] = 2
-    """How many of a group's best experts add up to what it is compared by."""
-    scaling: float = 1.0
-    """Factor of the weights."""
-    shared: int = 0
-    """Shared experts."""
+    moe: Moe
     others: int = 0
     """Experts behind all of these, which only layers that are no mixture need."""
     some_dense: bool = False
     """Whether there are such layers."""
-    shared_gate: bool = False
 
     @property
     def rows(self) -> int:
         """Scores of a token."""
-        return self.experts + self.shared_gate
+        return self.moe.experts + self.moe.shared_gate
 
     @property
     def pitch(self) -> int:
         """Weights of a token."""
-        return self.experts + self.shared + self.others
+        return self.moe.experts + self.moe.shared_experts + self.others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,18 +400,24 @@ def _read_state(shape: dict[str, Any], epsilon: float) -> StateKernels:
     return StateKernels(shape=StateShape(**shape), epsilon=epsilon)
 
 
-def _read_ffn(options: dict[str, Any], **values: Any) -> FfnKernels:
-    return FfnKernels(options=Ffn.model_validate_json(json.dumps(options)), **values)
+def _read_with(family: Any, key: str, table: type[Table]) -> Callable[..., Any]:
+    """What reads kernels that have a table of a model document."""
+
+    def read(**values: Any) -> Any:
+        found = table.model_validate_json(json.dumps(values.pop(key)))
+        return family(**{key: found}, **values)
+
+    return read
 
 
 _FAMILIES: Mapping[str, Any] = {
-    "ffn": _read_ffn,
-    "gathered": _read_ffn,
-    "gates": _read_ffn,
+    "ffn": _read_with(FfnKernels, "options", Ffn),
+    "gathered": _read_with(FfnKernels, "options", Ffn),
+    "gates": _read_with(FfnKernels, "options", Ffn),
     "select": SelectKernels,
-    "router": RouterKernels,
+    "router": _read_with(RouterKernels, "moe", Moe),
     "embedding": EmbeddingKernels,
-    "norm": NormKernels,
+    "norm": _read_with(NormKernels, "norm", Norm),
     "attention": _read_attention,
     "state": _read_state,
 }
