@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2 import orchestrator
+from pi2.plan.documents.quantities import parse_size
+from pi2.refit import read_plan
+from pi2.sharing.resolver import LockedReferences
+from pi2.weights.file_reading import FileFiller
 
 if TYPE_CHECKING:
     from pi2.engine.loaded_model import LoadedModel
@@ -38,17 +42,17 @@ def load(
     may give an observer of the executor; ``thresholds`` count instead of those that the plan
     names, ``"none"`` that there are none yet.  Raises `UserError` with all findings.
     """
-    plan = Path(path)
+    plan, files = Path(path), FileFiller()
     if not plan.name.endswith(".plan.toml"):
         from pi2.cli.named_plans import find_plan_path
 
-        plan = find_plan_path(plan, has_files=True)
-    return orchestrator.load(
+        plan = find_plan_path(plan, files=files)
+    fitted = read_plan(
         plan,
-        set=set,
-        locked=locked,
-        memory=memory,
-        progress=progress,
-        make_observer=make_observer,
+        overrides=set,
+        memory_bytes=None if memory is None else parse_size(memory),
+        resolver=LockedReferences(plan.parent, locked=locked),
         thresholds=thresholds,
+        files=files,
     )
+    return orchestrator.load(fitted, progress=progress, make_observer=make_observer)

@@ -88,12 +88,13 @@ def read_plan(
     memory_bytes: int | None = None,
     resolver: Resolver | None = None,
     thresholds: GivenThresholds = None,
+    files: FileFiller | None = None,
 ) -> FittedPlan:
     """Read the plan at ``path`` with ``overrides``, fitted to ``memory_bytes`` if that is given.
 
     A value of the plan's files that contradicts an override gives way to it, and sizes that an
-    override makes too small are fitted again.  Raises `UserError` P611 if even the least does not
-    fit.
+    override makes too small are fitted again; ``files`` are open GGUF files.  Raises `UserError`
+    P611 if even the least does not fit.
     """
     check = partial(
         check_plan,
@@ -103,7 +104,7 @@ def read_plan(
         thresholds=thresholds,
         reuse=Reuse(composed={}),
         values=describe_bare(path),
-        fill=FileFiller(),
+        fill=files or FileFiller(),
     )
     given = dict(overrides or {})
     report = check(overrides=given)

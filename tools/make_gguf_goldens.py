@@ -24,7 +24,8 @@ import llama_cpp
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from pi2.importing.gguf_file import read_gguf
-from pi2.importing.gguf_tokenizer import find_marks, make_tokenizer
+from pi2.importing.gguf_tokenizer import make_tokenizer
+from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.text_cuts import CUTS
 
 FILE = Path(__file__).resolve().parents[1] / "tests/golden/gguf_tokenizers.json"

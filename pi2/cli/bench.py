@@ -71,9 +71,10 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
 def name_other(name: str) -> str:
     """The path of another plan; UserError P663 for a name that nothing has."""
     from pi2.cli.named_plans import find_plan_path
+    from pi2.weights.file_reading import FileFiller
 
     try:
-        return str(find_plan_path(Path(name), has_files=True))
+        return str(find_plan_path(Path(name), files=FileFiller()))
     except UserError as error:
         (found,) = error.diagnostics
         help_text = f"use reference, gate, low-rank, or another plan; {found.help}"

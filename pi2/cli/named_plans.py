@@ -27,7 +27,7 @@ from pi2.pulled_models import (
     find_models_folder,
     list_models,
 )
-from pi2.weights.file_reading import runs_as_it_is
+from pi2.weights.file_reading import FileFiller
 
 if TYPE_CHECKING:
     from pi2.importing.checkpoint import Checkpoint
@@ -213,12 +213,12 @@ MANIFEST = "manifest.json"
 HUB = "hf:"
 
 
-def find_plan_path(path: Path, *, has_files: bool = False) -> Path:
-    """The plan that ``path`` names; checkpoints are converted once, unless ``has_files`` and the
-    GGUF file runs as it is; then weights of the hub that are not here are offered on a terminal.
+def find_plan_path(path: Path, *, files: FileFiller | None = None) -> Path:
+    """The plan that ``path`` names; checkpoints are converted once, unless there are ``files`` and
+    the GGUF file runs as it is; then weights of the hub that are not here are offered on a terminal.
     UserError P001 for an unknown name."""
-    found = _find(path, ("plan",), has_files)
-    if has_files and sys.stdin.isatty() and sys.stderr.isatty():
+    found = _find(path, ("plan",), files)
+    if files is not None and sys.stdin.isatty() and sys.stderr.isatty():
         from pi2.weights.hub_files import list_missing
 
         for weights in list_missing(found):
@@ -230,27 +230,27 @@ def find_plan_path(path: Path, *, has_files: bool = False) -> Path:
 
 
 def find_retokenized(
-    path: Path, tokenizer: Path | None, *, has_files: bool = False
+    path: Path, tokenizer: Path | None, *, files: FileFiller | None = None
 ) -> tuple[Path, dict[str, object]]:
     """The named plan with ``tokenizer``, and the overrides it needs; UsageError if it is no
     checkpoint."""
     if tokenizer is None:
-        return find_plan_path(path, has_files=has_files), {}
+        return find_plan_path(path, files=files), {}
     if not is_checkpoint(path):
         raise click.UsageError(f"--tokenizer is for a checkpoint; {path} has its tokenizer")
-    if has_files and runs_as_it_is(path):
+    if files is not None and files.runs_as_it_is(path, tokenizer.absolute()):
         return path, {"tokenizer": str(tokenizer.absolute())}
     return convert_once(path, tokenizer), {}
 
 
 def find_document_path(path: Path) -> Path:
     """The plan, device or model that ``path`` names; a folder stays one."""
-    return _find(path, KINDS, True)
+    return _find(path, KINDS, FileFiller())
 
 
-def _find(path: Path, kinds: Sequence[Kind], has_files: bool) -> Path:
+def _find(path: Path, kinds: Sequence[Kind], files: FileFiller | None) -> Path:
     if is_checkpoint(path):
-        return path if has_files and runs_as_it_is(path) else convert_once(path)
+        return path if files and files.runs_as_it_is(path) else convert_once(path)
     try:
         found = _find_plan(path)
         if found is not None or os.path.lexists(path):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pi2.plan.toml.source import Kind
     from pi2.progress import Progress
     from pi2.refit import FittedPlan
+    from pi2.weights.file_reading import FileFiller
 
 
 def suggest_files(
@@ -380,6 +381,8 @@ class ChosenPlan:
     """The values of ``--set``."""
     memory_bytes: int | None = None
     locked: bool = False
+    files: FileFiller | None = None
+    """GGUF files that are open."""
 
     @cached_property
     def fitted(self) -> FittedPlan:
@@ -394,6 +397,7 @@ class ChosenPlan:
             overrides=self.settings,
             memory_bytes=self.memory_bytes,
             resolver=LockedReferences(self.path.parent, locked=self.locked),
+            files=self.files,
         )
         if found.report.resolved is not None:
             for change in found.changes:
@@ -438,10 +442,13 @@ def choose_plan(
 ) -> ChosenPlan:
     """The plan that arguments name; ``has_files`` as in `take_plan`."""
     from pi2.cli.named_plans import find_retokenized
+    from pi2.weights.file_reading import FileFiller
 
-    path, further = find_retokenized(given, tokenizer, has_files=has_files)
+    files = FileFiller() if has_files else None
+    path, further = find_retokenized(given, tokenizer, files=files)
     values, memory_bytes = parse_changes(settings, memory)
-    return ChosenPlan(given, path, {**values, **further}, memory_bytes, locked=locked)
+    chosen = {**values, **further}
+    return ChosenPlan(given, path, chosen, memory_bytes, locked=locked, files=files)
 
 
 def parse_changes(

@@ -14,13 +14,11 @@ from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.host import HostLoops, load_host_loops
 from pi2.engine.file_model import Division, FileModel, divide_matrices
-from pi2.engine.loading import read_tokenizer
 from pi2.engine.opened_model import check_fit
 from pi2.engine.parts import Parts
 from pi2.engine.whole_forward import WholeForward
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
-from pi2.machine.memory import release_free_memory
 from pi2.memory.budget import Budget
 from pi2.memory.expert_slots import ExpertSlots, SlotReads
 from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, WeightStream, load_ranges
@@ -40,9 +38,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         machine = detect_machine()
         check_fit(resolved, machine)
         store = FileTexts(weights, cleanup)
-        tokenizer = read_tokenizer(store.path / "tokenizer.json")
-        # Lists of 262,144 tokens and their merges were some 200 MiB, and weights come next.
-        release_free_memory()
+        tokenizer = weights.checkpoint.open_tokenizer()
         files = DirectFiles(weights.files)
         cleanup.callback(files.close)
         tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())

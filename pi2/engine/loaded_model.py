@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequenc
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 import numpy as np
 
@@ -47,6 +47,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.sandbox.child import StayingChild
 from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
 from pi2.store.reader import NeuronStore
+from pi2.tokens.table_tokenizer import Coder, TableTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -86,7 +87,16 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer (`tokenizers.Tokenizer`); UserError P605 if the plan's store has none."""
+        """The tokenizer (`tokenizers.Tokenizer`); UserError P605 if the plan's store has none.
+
+        One of a GGUF file is made when it is asked for: `encode_text` and `decode` need less.
+        """
+        coder = self.coder
+        return coder.library if isinstance(coder, TableTokenizer) else cast("Tokenizer", coder)
+
+    @property
+    def coder(self) -> Coder:
+        """What makes tokens of texts; UserError P605 as ``tokenizer``."""
         if self._parts.tokenizer is None:
             raise UserError.of(
                 "P605",
@@ -192,8 +202,8 @@ class LoadedModel:
         if self.is_dry:
             ids = [0] * -(-len(prompt.encode("utf-8", "replace")) // 4)
         else:
-            ids = encode_text(self.tokenizer, prompt)
-            ids += list_endings(self.tokenizer) if whole else []
+            ids = encode_text(self.coder, prompt)
+            ids += list_endings(self.coder) if whole else []
         settings = self.plan.model.tokenizer
         if settings.add_bos and settings.bos is not None:
             ids = [settings.bos, *ids]
@@ -237,7 +247,7 @@ class LoadedModel:
         broken, P609 if there is none."""
         file = None if self.plan.file is None else self.plan.file.path
         settings = self.plan.model.tokenizer
-        return read_chat_template(self.text_folder, self.tokenizer, settings, name, file)
+        return read_chat_template(self.text_folder, self.coder, settings, name, file)
 
     def encode_chat(
         self,
@@ -261,7 +271,7 @@ class LoadedModel:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of ``text`` as it is: no begin token is added."""
-        return self.encode(text) if self.is_dry else encode_text(self.tokenizer, text)
+        return self.encode(text) if self.is_dry else encode_text(self.coder, text)
 
     def generate(
         self,
@@ -373,12 +383,12 @@ class LoadedModel:
         """Text of ``ids``, without special tokens unless ``special``; a dry run has none."""
         if self.is_dry:
             return ""
-        return decode_ids(self.tokenizer, ids, special=special)
+        return decode_ids(self.coder, ids, special=special)
 
     def _make_decoder(self, request: GenerationRequest) -> TokenDecoder:
         if not request.shown_ids or self.is_dry:
             return TokenDecoder(self.decode)
-        added = self.tokenizer.get_added_tokens_decoder()
+        added = self.coder.get_added_tokens_decoder()
         hidden = {token for token, what in added.items() if what.special} - request.shown_ids
         return TokenDecoder(
             lambda ids: self.decode([token for token in ids if token not in hidden], special=True)

@@ -19,8 +19,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.store.reader import NeuronStore
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
+    from pi2.tokens.table_tokenizer import Coder
     from pi2.weights.gguf_weights import FileTexts
 
 
@@ -40,7 +39,7 @@ class Parts:
     resolved: ResolvedPlan
     store: NeuronStore | FileTexts | None
     """None where the backend computes nothing."""
-    tokenizer: Tokenizer | None
+    tokenizer: Coder | None
     budget: Budget
     layers: LayerParts | None
     """None where a unit has the model as a whole."""

@@ -15,9 +15,8 @@ from pi2.sandbox.child import MIB, ChildFailed, Limits, StayingChild, run_child
 from pi2.store.manifest import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from pi2.plan.documents.model_parts import Tokenizer as TokenizerSettings
+    from pi2.tokens.table_tokenizer import Coder
 
 
 Message = Mapping[str, Any]
@@ -103,7 +102,7 @@ class ChatTemplate:
 
 def read_chat_template(
     folder: Path,
-    tokenizer: Tokenizer,
+    tokenizer: Coder,
     settings: TokenizerSettings,
     name: str | None = None,
     file_of: Path | None = None,

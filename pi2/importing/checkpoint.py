@@ -28,6 +28,7 @@ from pi2.importing.safetensors_file import (
     list_streamed,
 )
 from pi2.plan.documents.model import Model
+from pi2.sandbox.tokenizer import try_tokenizer
 
 _BLOBS, _SNAPSHOTS = "blobs", "snapshots"
 """Folders of a repository in the hub's cache: ``snapshots/REVISION/NAME`` links to ``blobs``."""
@@ -138,8 +139,22 @@ class Checkpoint:
                 help="copy it from the checkpoint again, or remove it",
             ) from None
 
-    def forget(self) -> None:
-        """Drop contents that were made of metadata: the tokenizer."""
+    def find_mark(self, text: str) -> int | None:
+        """The token that the tokenizer takes as ``text`` out of texts; None if it has none.
+
+        `UserError`, or what reading JSON raises, if the tokenizer is broken.
+        """
+        added = json.loads(self.read_tokenizer() or b"{}").get("added_tokens", [])
+        found = [token["id"] for token in added if token["content"] == text]
+        return found[0] if found and type(found[0]) is int else None
+
+    def find_begin(self) -> int | None:
+        """The token that the tokenizer puts before a text; None if there is no tokenizer.
+
+        `UserError` or `TokenizerRefused` if it is broken.
+        """
+        content = self.read_tokenizer()
+        return None if content is None else try_tokenizer(content).begin
 
     def list_templates(self) -> dict[str, bytes]:
         """Further chat templates by their names; `UserError` P543 if one cannot be read."""

@@ -14,7 +14,7 @@ from pi2.importing import gguf_decoders, gguf_families, gguf_states
 from pi2.importing.families import list_families
 from pi2.importing.gguf_decoders import Metadata
 from pi2.importing.gguf_states import Scale
-from pi2.importing.gguf_tokenizer import find_marks
+from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.family import Architecture as Stated
 

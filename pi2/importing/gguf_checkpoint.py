@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,13 @@ from pi2.importing.gguf_states import (
     restore_state,
     scale_positions,
 )
-from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files, read_named_templates
+from pi2.importing.gguf_tokenizer import make_table, make_tokenizer
+from pi2.importing.gguf_tokens import GgufTokens, read_chat_files, read_named_templates
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import Precision
+from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
+from pi2.tokens.table_tokenizer import Coder
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _PIECE_WEIGHTS = 2**20
@@ -120,8 +123,6 @@ class GgufCheckpoint(Checkpoint):
 
     statements: Metadata
     names: Names
-    made: dict[str, bytes] = field(default_factory=dict, repr=False, compare=False)
-    """The tokenizer, once it was asked for: with 262,144 tokens it takes seconds to make."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -137,15 +138,35 @@ class GgufCheckpoint(Checkpoint):
 
     def read_file(self, name: str) -> bytes | None:
         if name == "tokenizer.json":
-            if name not in self.made:
-                self.made[name] = make_tokenizer(self.folder, self.metadata)
-            return self.made[name]
+            return make_tokenizer(self.folder, self.metadata)
         if name == "generation_config.json":
             return make_generation_config(self.metadata)
         return read_chat_files(self.metadata).get(name)
 
-    def forget(self) -> None:
-        self.made.clear()
+    def find_mark(self, text: str) -> int | None:
+        if self.given_tokenizer is not None:
+            return Checkpoint.find_mark(self, text)
+        return GgufTokens.read(self.folder, self.metadata).find_mark(text)
+
+    def find_begin(self) -> int | None:
+        if self.given_tokenizer is not None:
+            return Checkpoint.find_begin(self)
+        return GgufTokens.read(self.folder, self.metadata).frame()[0]
+
+    def open_tokenizer(self) -> Coder:
+        """The tokenizer, with a compact table where that can be; `UserError` P543 or P605."""
+        if self.given_tokenizer is None:
+            table = make_table(self.folder, self.metadata)
+            if table is not None:
+                return table
+        try:
+            return open_tokenizer(self.read_tokenizer() or b"")
+        except TokenizerRefused as error:
+            raise UserError.of(
+                "P605",
+                f"cannot read the tokenizer of {self.folder}: {error}",
+                help="give the original's tokenizer.json with --tokenizer",
+            ) from None
 
     def list_templates(self) -> dict[str, bytes]:
         return read_named_templates(self.metadata)

@@ -24,6 +24,7 @@ from pi2.caches import GGUF_MAGICS, open_stream
 from pi2.diagnostics import UserError
 from pi2.formats import find_format, find_packing, list_formats
 from pi2.plan.weights.layout import GROUP, Precision
+from pi2.tokens.texts import Texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class GgufFile:
 
     path: Path
     metadata: Mapping[str, Any]
-    """Values by key: numbers, texts, numpy arrays of numbers, lists of the rest."""
+    """Values by key: numbers, texts, numpy arrays of numbers, `Texts`, lists of the rest."""
     entries: Mapping[str, GgufEntry]
     is_powerinfer: bool
     spans: Mapping[str, tuple[int, int]]
@@ -283,17 +284,11 @@ class _Header:
         dtype = np.dtype(_NUMBERS[kind])
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
-    def _take_texts(self, count: int) -> list[str]:
-        # A vocabulary has hundreds of thousands: no call for each.
-        data, place, end = self._data, self._place, self._size
-        measure = struct.Struct("<Q").unpack_from
-        texts = []
-        for _ in range(count):
-            first = place + 8
-            if first > end or (place := first + measure(data, first - 8)[0]) > end:
-                self._refuse(f"it ends inside {self._reading}")
-            texts.append(data[first:place].decode("utf-8", "replace"))
-        self._place = place
+    def _take_texts(self, count: int) -> Texts:
+        try:
+            texts, self._place = Texts.read(self._data, self._place, count)
+        except struct.error:
+            self._refuse(f"it ends inside {self._reading}")
         return texts
 
     def _take_text(self, *, strict: bool = False) -> str:

@@ -1,280 +1,205 @@
-"""Makes a ``tokenizer.json`` from a GGUF file's metadata."""
+"""Makes tokenizers from GGUF files' metadata: a ``tokenizer.json``, or one with a compact table."""
 
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pi2.diagnostics import UserError
-from pi2.importing.text_cuts import CUTS, Cut, write_expression
-from pi2.sandbox.tokenizer import TokenizerRefused, call_library
+from pi2.importing.gguf_tokens import BYTE, CONTROL, OWN, UNKNOWN, GgufTokens, refuse
+from pi2.importing.text_cuts import write_expression
+from pi2.sandbox.tokenizer import TokenizerRefused, call_library, open_tokenizer
+from pi2.tokens.merging import FindMerge, Pairs
+from pi2.tokens.table_tokenizer import TableTokenizer
+from pi2.tokens.texts import ListedMerges, ScoredMerges, Texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-
-ORDINARY, UNKNOWN, CONTROL, OWN, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of tokens: ``tokenizer.ggml.token_type``."""
-
-_ENDS = frozenset(
-    (
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
-        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>"),
-        *("[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
-        *("<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
-    )
-)
-"""Texts of tokens that end an answer."""
-_ROLES: Mapping[str, tuple[str, ...]] = {
-    "fim_pre": (
-        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
-        *("<|code_prefix|>", "<|prefix|>"),
-    ),
-    "fim_suf": (
-        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
-        *("<|code_suffix|>", "<|suffix|>"),
-    ),
-    "fim_mid": (
-        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
-        *("<|code_middle|>", "<|middle|>"),
-    ),
-    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep": ("<|file_sep|>",),
-}
-"""Tokens of code that is filled in, by their keys in a file; a key goes before a text."""
-_OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
-_DEFAULTS = {"llama": {"bos": 1, "eos": 2}, "t5": {"eos": 1}}
-"""Begin and end tokens where a file names none, by its kind of tokenizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenMarks:
-    """What the tokens of a file are for."""
-
-    kinds: tuple[int, ...]
-    begin: int | None
-    ends: tuple[int, ...]
-    """Tokens after which an answer is over, the file's own end token first."""
-
-
-def read_marks(
-    metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
-) -> TokenMarks:
-    """The marks among ``tokens`` of the ``kinds`` that the file states."""
-    numbers = {text: number for number, text in enumerate(tokens)}
-    found = list(kinds)
-
-    def read(role: str) -> int | None:
-        default = _DEFAULTS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
-        for name in (role, _OLD_KEYS.get(role, role)):
-            number = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
-            if type(number) is int and 0 <= number < len(tokens):
-                return number
-        return None
-
-    named = [read(role) for role in ("eos", "eot", "eom")]
-    ends = {number: None for number in named if number is not None}
-    for role, texts in _ROLES.items():
-        number = read(role)
-        if number is None:
-            number = next((numbers[text] for text in texts if text in numbers), None)
-            if number is not None:
-                found[number] = CONTROL
-        if number is not None and role in ("fim_pad", "fim_rep", "fim_sep"):
-            ends[number] = None
-    for number in sorted(numbers[text] for text in _ENDS & numbers.keys()):
-        found[number] = CONTROL
-        ends[number] = None
-    known = {tokens[number] for number in ends}
-    calls = known & {"<|call|>", "<|calls|>"}
-    if "<|end|>" in known and calls and known & {"<|return|>", "<|flush|>"}:
-        # gpt-oss and Solar end each message with it, and the answer with others.
-        ends.pop(numbers["<|end|>"])
-    if "</s>" in known and known & {"<|tool_response>", "<|plamo:eos|>"}:
-        found[numbers["</s>"]] = ORDINARY
-        ends.pop(numbers["</s>"])
-    return TokenMarks(tuple(found), read("bos"), tuple(ends))
-
-
 _SPACE = "\u2581"
 """The character that SentencePiece writes for a space."""
-_ELSEWHERE = {
-    "bert": "it is of models that make no text",
-    "hybriddna": "pi2 does not cut DNA into words",
-    "rwkv": "pi2 knows no model that has it",
-    "plamo2": "pi2 knows no model that has it",
-    "whitespace": "it is of models that make no text",
-}
-"""Kinds that llama.cpp knows besides, and why pi2 does not take them."""
 _NEVER = frozenset("ÀÁõö÷øùúûüýþÿ")
 """Letters of bytes that no text has in UTF-8."""
 
-_MOST_CHARACTERS = 4096
-"""In a token: every place where it could be divided is looked at."""
-
-_HELP = "give the tokenizer.json of the original checkpoint, or its folder, with --tokenizer"
+_KEPT_MERGES = 1 << 16
+_NOTHING = "\U0010fffd"
+"""Stands for text between marks."""
 
 
 def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
     """The tokenizer of ``file`` as ``tokenizer.json``; `UserError` P543 if its kind is unknown or
     its lists contradict each other."""
-    tokens = _read_tokens(file, metadata)
-    marks = read_marks(metadata, tokens, _read_kinds(file, metadata, tokens))
-    longest = max((len(token) for token in tokens), default=0)
-    if longest > _MOST_CHARACTERS:
-        raise _refuse(file, f"a token has {longest} characters")
+    told = GgufTokens.read(file, metadata)
 
     def build() -> str:
-        tokenizer, begins = _build(file, metadata, tokens, marks.kinds)
-        _add_marks(tokenizer, metadata, tokens, marks.kinds)
-        ends = metadata.get("tokenizer.ggml.add_eos_token", False)
-        _frame_texts(
-            tokenizer,
-            tokens,
-            marks.begin if begins else None,
-            marks.ends[0] if marks.ends and ends else None,
-        )
+        frame = told.frame()
+        tokenizer = _make_steps(told)
+        tokenizer.model = _make_model(told)
+        _add_marks(tokenizer, told)
+        _frame_texts(tokenizer, told.tokens, *frame)
         return str(tokenizer.to_str())
 
     try:
         return call_library(build).encode()
     except TokenizerRefused as error:
-        raise _refuse(file, str(error)) from None
+        raise refuse(file, str(error)) from None
 
 
-def find_marks(file: Path, metadata: Mapping[str, Any], vocab: int = 0) -> TokenMarks:
-    """The marks of ``file``; those that its keys name, of ``vocab`` tokens, where it has no list of
-    tokens that can be used: `make_tokenizer` says that."""
+def make_table(file: Path, metadata: Mapping[str, Any]) -> TableTokenizer | None:
+    """The tokenizer of ``file`` with a compact table; None for one that only the library can have.
+
+    `UserError` P543 as `make_tokenizer`.
+    """
+    told = GgufTokens.read(file, metadata)
+    begin, end = told.frame()
+    pairs = _make_table_pairs(told)
+    if pairs is None:
+        return None
+
+    def make_library() -> Tokenizer:
+        try:
+            return open_tokenizer(make_tokenizer(file, metadata))
+        except TokenizerRefused as error:
+            raise refuse(file, str(error)) from None
+
     try:
-        tokens = _read_tokens(file, metadata)
-        kinds = _read_kinds(file, metadata, tokens)
-    except UserError:
-        tokens, kinds = [""] * vocab, [1] * vocab
-    return read_marks(metadata, tokens, kinds)
+        steps, marks = call_library(lambda: (_make_steps(told), _make_marks(told)))
+    except TokenizerRefused as error:
+        raise refuse(file, str(error)) from None
+    frame = [[] if token is None else [token] for token in (begin, end)]
+    return TableTokenizer(pairs, told.tokens, steps, marks, (frame[0], frame[1]), make_library)
 
 
-def _read_tokens(file: Path, metadata: Mapping[str, Any]) -> list[str]:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab") or tokens is None:
-        raise _refuse(file, "it has no tokenizer")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise _refuse(file, "tokenizer.ggml.tokens is not a list of texts")
-    return tokens
+def _make_table_pairs(told: GgufTokens) -> Pairs | None:
+    """What merges pairs; None where a table cannot be exact, or the library could fail."""
+    tokens, metadata = told.tokens, told.metadata
+    if not len(tokens) or not tokens.are_whole or not tokens.numbers.are_distinct:
+        return None
+    find: FindMerge
+    if told.kind == "llama":
+        scores = np.asarray(_read_scores(told))
+        if (
+            metadata.get("tokenizer.ggml.precompiled_charsmap") is not None
+            or np.isnan(scores).any()
+        ):
+            return None
+        find = ScoredMerges(tokens, scores).find
+    elif told.kind in ("gpt2", "gemma4"):
+        merges = metadata.get("tokenizer.ggml.merges")
+        listed = ListedMerges.read(merges, tokens) if isinstance(merges, Texts) else None
+        if listed is None:
+            return None
+        find = listed.find
+    else:
+        return None
+    return Pairs(tokens.numbers, lru_cache(_KEPT_MERGES)(find), **_describe_model(told))
 
 
-def _read_kinds(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
-    kinds = metadata.get("tokenizer.ggml.token_type")
-    try:
-        found = [1] * len(tokens) if kinds is None else [int(number) for number in kinds]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise _refuse(file, str(error)) from None
-    if len(found) != len(tokens):
-        raise _refuse(file, f"{len(tokens)} tokens have {len(found)} types")
-    return found
-
-
-def _build(
-    file: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
-) -> tuple[Tokenizer, bool]:
-    kind = metadata.get("tokenizer.ggml.model")
-    stated = metadata.get("tokenizer.ggml.add_bos_token")
-    if kind in ("gpt2", "gemma4"):
-        cut = _find_cut(file, "gemma4" if kind == "gemma4" else metadata.get("tokenizer.ggml.pre"))
-        begins = cut.begins if stated is None else bool(stated)
-        return _make_pairs(metadata, tokens, cut), begins or cut.always_begins
-    if kind == "llama":
-        return _make_sentence_piece(file, metadata, tokens, kinds), stated in (None, True)
-    if kind == "t5":
-        return _make_unigram(file, metadata, tokens, kinds), stated is True
-    reason = _ELSEWHERE.get(str(kind), "known are gpt2, gemma4, llama and t5")
-    raise _refuse(file, f"its tokenizer is of the kind {kind!r}: {reason}")
-
-
-def _find_cut(file: Path, name: object) -> Cut:
-    """How ``tokenizer.ggml.pre`` says that words are cut."""
-    cut = CUTS.get("" if name is None else str(name))
-    if cut is None:
-        near = get_close_matches(str(name), CUTS, 3, 0.5)
-        known = f"the nearest of {len(CUTS) - 1} known: {', '.join(near)}" if near else ""
-        known = known or f"known are {', '.join(sorted(CUTS)[1:])}"
-        raise _refuse(file, f"how {name!r} cuts text into words is unknown; {known}")
-    return cut
-
-
-def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """The chat template and the special tokens that it may name, as a Hugging Face folder has
-    them: ``chat_template.jinja`` and ``tokenizer_config.json``."""
-    template = metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str):
-        return {}
-    listed = metadata.get("tokenizer.ggml.tokens")
-    # What is no text is refused where the tokenizer is made.
-    texts = isinstance(listed, list) and all(isinstance(token, str) for token in listed)
-    tokens = listed if texts and isinstance(listed, list) else []
-    special = {}
-    for name in ("bos", "eos", "unk", "pad"):
-        key = {"unk": "unknown", "pad": "padding"}.get(name, name)
-        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if type(number) is int and 0 <= number < len(tokens):
-            special[f"{name}_token"] = tokens[number]
+def _describe_model(told: GgufTokens) -> dict[str, Any]:
+    """What a model of pairs does with words and characters that it does not know."""
+    if told.kind == "llama":
+        unknown = np.flatnonzero(told.marks.kinds == UNKNOWN)
+        return {
+            "unknown": int(unknown[0]) if len(unknown) else None,
+            "fuses": True,
+            "falls_back": bool((told.marks.kinds == BYTE).any()),
+        }
+    cut = told.find_cut()
     return {
-        "chat_template.jinja": template.encode(),
-        "tokenizer_config.json": json.dumps(special, ensure_ascii=False).encode(),
+        "takes_whole": cut.whole_words,
+        "falls_back": not cut.bytes_as_letters and _has_bytes(told.tokens),
     }
 
 
-def read_named_templates(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """Further chat templates by their names."""
-    names = metadata.get("tokenizer.chat_templates")
-    listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    found = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in listed}
-    return {
-        name: text.encode()
-        for name, text in found.items()
-        if isinstance(text, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)
-    }
+def _has_bytes(tokens: Texts) -> bool:
+    return all(f"<0x{byte:02X}>" in tokens.numbers for byte in range(256))
 
 
-def _make_pairs(metadata: Mapping[str, Any], tokens: Sequence[str], cut: Cut) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+def _make_marks(told: GgufTokens) -> Tokenizer:
+    """A tokenizer of marks alone: text between them is the token after all others."""
+    from tokenizers import Tokenizer, models
+
+    found = np.flatnonzero(np.isin(told.marks.kinds, (CONTROL, UNKNOWN, OWN)))
+    known = {told.tokens[number]: number for number in found.tolist()}
+    marks = Tokenizer(models.WordLevel(known | {_NOTHING: len(told.tokens)}, _NOTHING))
+    _add_marks(marks, told)
+    return marks
+
+
+def _make_steps(told: GgufTokens) -> Tokenizer:
+    """A tokenizer without a vocabulary: what texts go through before and after it."""
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.BPE())
+    if told.kind == "llama":
+        _add_pieces(tokenizer, told.metadata)
+    elif told.kind == "t5":
+        _add_likeliest(tokenizer, told)
+    else:
+        _add_words(tokenizer, told)
+    return tokenizer
+
+
+def _make_model(told: GgufTokens) -> Any:
+    """The library's model."""
+    from tokenizers import models
+
+    tokens = told.tokens
+    if told.kind == "t5":
+        unknown = np.flatnonzero(told.marks.kinds == UNKNOWN)
+        return models.Unigram(
+            list(zip(tokens, _read_scores(told), strict=True)),
+            int(unknown[0]) if len(unknown) else None,
+            byte_fallback=bool((told.marks.kinds == BYTE).any()),
+        )
+    listed, rules = list(tokens), _describe_model(told)
+    numbers = _number_tokens(listed)
+    if told.kind == "llama":
+        unknown = rules["unknown"]
+        return models.BPE(
+            vocab=numbers,
+            merges=_find_merges(listed, numbers, _read_scores(told)),
+            unk_token=None if unknown is None else listed[unknown],
+            fuse_unk=True,
+            byte_fallback=rules["falls_back"],
+        )
+    return models.BPE(
+        vocab=numbers,
+        merges=_read_merges(told.metadata),
+        ignore_merges=rules["takes_whole"],
+        byte_fallback=rules["falls_back"],
+    )
+
+
+def _add_words(tokenizer: Tokenizer, told: GgufTokens) -> None:
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
     def split(expression: str, behavior: str) -> Any:
         return pre_tokenizers.Split(Regex(expression), behavior)
 
-    numbers = _number_tokens(tokens)
-    has_bytes = all(f"<0x{byte:02X}>" in numbers for byte in range(256))
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=numbers,
-            merges=_read_merges(metadata),
-            ignore_merges=cut.whole_words,
-            byte_fallback=not cut.bytes_as_letters and has_bytes,
-        )
-    )
+    cut, numbers = told.find_cut(), told.tokens.numbers
     steps = [split(write_expression(expression), "isolated") for expression in cut.expressions]
     if cut.bytes_as_letters:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        letters = frozenset(pre_tokenizers.ByteLevel.alphabet())
-        lacking = letters - numbers.keys() - _NEVER
+        letters = frozenset(pre_tokenizers.ByteLevel.alphabet()) - _NEVER
+        lacking = {letter for letter in letters if letter not in numbers}
         if lacking:
             steps.append(split(_write_class(lacking), "removed"))
         tokenizer.decoder = decoders.ByteLevel()
     else:
         tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-        if not has_bytes:
+        if not _has_bytes(told.tokens):
             steps.append(split(_write_class(filter(_is_letter, numbers), "^"), "removed"))
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    return tokenizer
 
 
 def _is_letter(token: str) -> bool:
@@ -286,22 +211,9 @@ def _write_class(letters: Iterable[str], sign: str = "") -> str:
     return f"[{sign}" + "".join(f"\\x{{{ord(letter):X}}}" for letter in sorted(letters)) + "]"
 
 
-def _make_sentence_piece(
-    file: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
-) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
+def _add_pieces(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    from tokenizers import decoders, normalizers
 
-    scores = _read_scores(file, metadata, tokens)
-    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == 2), None)
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=_number_tokens(tokens),
-            merges=_find_merges(tokens, scores),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=BYTE in kinds,
-        )
-    )
     leads = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     changes = _list_changes(metadata)
     changes += [normalizers.Prepend(_SPACE)] if leads else []
@@ -310,29 +222,23 @@ def _make_sentence_piece(
     tokenizer.decoder = decoders.Sequence(
         [*steps, decoders.Strip(content=" ", left=1, right=0)] if leads else steps
     )
-    return tokenizer
 
 
-def _make_unigram(
-    file: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
-) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+def _add_likeliest(tokenizer: Tokenizer, told: GgufTokens) -> None:
+    from tokenizers import decoders, normalizers, pre_tokenizers
 
-    scores = _read_scores(file, metadata, tokens)
-    unknown = next((place for place, kind in enumerate(kinds) if kind == UNKNOWN), None)
-    pieces = list(zip(tokens, scores, strict=True))
-    tokenizer = Tokenizer(models.Unigram(pieces, unknown, byte_fallback=BYTE in kinds))
+    metadata = told.metadata
     changes = _list_changes(metadata)
     if changes:
         tokenizer.normalizer = normalizers.Sequence(changes)
     leads = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     scheme = "always" if leads else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
-    steps: list[Any] = [decoders.ByteFallback()] if BYTE in kinds else []
+    falls_back = bool((told.marks.kinds == BYTE).any())
+    steps: list[Any] = [decoders.ByteFallback()] if falls_back else []
     tokenizer.decoder = decoders.Sequence(
         [*steps, decoders.Metaspace(_SPACE, prepend_scheme=scheme)]
     )
-    return tokenizer
 
 
 def _list_changes(metadata: Mapping[str, Any]) -> list[Any]:
@@ -347,16 +253,17 @@ def _list_changes(metadata: Mapping[str, Any]) -> list[Any]:
     return changes
 
 
-def _read_scores(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise _refuse(file, "its pieces have no scores")
+def _read_scores(told: GgufTokens) -> list[float]:
+    scores = told.metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(told.tokens):
+        raise refuse(told.file, "its pieces have no scores")
     return [float(score) for score in scores]
 
 
-def _find_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _find_merges(
+    tokens: Sequence[str], numbers: Mapping[str, int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
     """Pairs of tokens by the score of both together, and of a token by their numbers."""
-    numbers = _number_tokens(tokens)
     merges: list[tuple[str, str]] = []
     for number in sorted(numbers.values(), key=lambda number: (-scores[number], number)):
         token = tokens[number]
@@ -387,26 +294,22 @@ def _number_tokens(tokens: Sequence[str]) -> dict[str, int]:
     return numbers
 
 
-def _add_marks(
-    tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
-) -> None:
+def _add_marks(tokenizer: Tokenizer, told: GgufTokens) -> None:
     """Take control tokens, and those that users have added, as they are out of the text."""
     from tokenizers import AddedToken
 
-    pairs = list(zip(tokens, kinds, strict=True))
-    controls = [token for token, kind in pairs if kind in (CONTROL, UNKNOWN)]
-    own = [token for token, kind in pairs if kind == OWN]
     # Phi-3 was taught to swallow what follows its marks.
-    name = str(metadata.get("general.name", "")).lower()
+    name = str(told.metadata.get("general.name", "")).lower()
     takes = "phi-3" in name or "phi3" in name
     keeping = ("<unk>", "<s>", "<|endoftext|>")
     tokenizer.add_special_tokens(
         [
             AddedToken(text, special=True, normalized=False, rstrip=takes and text not in keeping)
-            for text in controls
+            for text in told.list_kinds(CONTROL, UNKNOWN)
         ]
     )
-    tokenizer.add_tokens([AddedToken(text, normalized=False, rstrip=takes) for text in own if text])
+    own = [text for text in told.list_kinds(OWN) if text]
+    tokenizer.add_tokens([AddedToken(text, normalized=False, rstrip=takes) for text in own])
 
 
 def _frame_texts(
@@ -423,12 +326,6 @@ def _frame_texts(
         single=[*before, "$A", *after],
         pair=[*before, "$A", *after, *before, "$B", *after],
         special_tokens=framing,
-    )
-
-
-def _refuse(file: Path, problem: str) -> UserError:
-    return UserError.of(
-        "P543", f"no tokenizer can be made from {file}: {problem}", help=_HELP, file=str(file)
     )
 
 

@@ -32,7 +32,7 @@ from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_q
 from pi2.plan.reading.block_entries import gather_blocks, list_entries, write_entries
 from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
-from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
+from pi2.sandbox.tokenizer import TokenizerRefused
 
 LEAST_CONTEXT = 512
 """Tokens of the shortest context that is chosen without being asked for."""
@@ -387,17 +387,14 @@ def _find_turn_end(checkpoint: Checkpoint) -> int | None:
             return None
         end = said.get("eos_token")
         end = end.get("content") if isinstance(end, Mapping) else end
-        added = json.loads(checkpoint.read_tokenizer() or b"{}").get("added_tokens", [])
-        found = [token["id"] for token in added if token["content"] == end]
+        return checkpoint.find_mark(end) if isinstance(end, str) else None
     except (UserError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None  # the conversion will say what is wrong
-    return found[0] if found and type(found[0]) is int else None
 
 
 def _begins_with(checkpoint: Checkpoint, bos: int) -> bool:
     """Whether the tokenizer puts ``bos`` before a text; False if it cannot be read."""
     try:
-        content = checkpoint.read_tokenizer()
-        return content is not None and try_tokenizer(content).begin == bos
+        return checkpoint.find_begin() == bos
     except (UserError, TokenizerRefused):  # the conversion will say what is wrong
         return False

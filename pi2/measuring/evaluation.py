@@ -22,7 +22,6 @@ from pi2.orchestrator import load
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
-from pi2.sandbox.tokenizer import encode_text
 
 Mode = Literal["prefill", "decode"]
 
@@ -182,7 +181,7 @@ def evaluate_plan(
         if counter is not None:
             counter.threshold = model.plan.plan.decode.threshold
         dense = score_windows(model, cut, "prefill", lambda share: progress("dense", share))
-        ids = [encode_text(model.tokenizer, text) for text in texts]
+        ids = [model.encode_text(text) for text in texts]
         text = _Text(texts, ids, cut, _count_bytes(model, cut), dense)
         runs = [_describe(model, "dense", "none", dense, text)]
         if counter is not None:
@@ -255,8 +254,7 @@ def _compare(
 def _check_tokens(model: LoadedModel, text: _Text, path: Path) -> None:
     context = max(len(window.tokens) for window in text.windows)
     same = model.plan.plan.kv.context >= context and all(
-        encode_text(model.tokenizer, piece) == ids
-        for piece, ids in zip(text.texts, text.ids, strict=True)
+        model.encode_text(piece) == ids for piece, ids in zip(text.texts, text.ids, strict=True)
     )
     if not same:
         raise UserError.of(
@@ -312,9 +310,7 @@ def _describe(
 
 def _count_bytes(model: LoadedModel, windows: Sequence[Window]) -> int:
     """UTF-8 bytes of the scored tokens' text."""
-    texts = model.tokenizer.decode_batch(
-        [list(window.tokens[window.first_scored :]) for window in windows]
-    )
+    texts = [model.decode(window.tokens[window.first_scored :]) for window in windows]
     return max(1, sum(len(text.encode()) for text in texts))
 
 

@@ -16,7 +16,7 @@ from pi2.plan.documents.model import Model
 from pi2.sandbox.tokenizer import encode_text
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from pi2.tokens.table_tokenizer import Coder
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ class Passages:
                 help="the context is at most kv.context, the stride at most the context",
             )
         cut = partial(cut_windows, context=size, stride=step)
-        return cut_texts(self.texts, model.tokenizer, model.plan.model, cut, self.count)
+        return cut_texts(self.texts, model.coder, model.plan.model, cut, self.count)
 
 
 def cut_texts(
     texts: Sequence[str],
-    tokenizer: Tokenizer,
+    tokenizer: Coder,
     model: Model,
     cut: Callable[..., list[Window]],
     count: int | None,

@@ -20,6 +20,8 @@ from pi2.sandbox.child import MIB, ChildFailed, Limits, run_child
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from pi2.tokens.table_tokenizer import Coder
+
 Result = TypeVar("Result")
 
 _CPU_S, _CPU_S_PER_MIB = 5.0, 1.0
@@ -71,7 +73,7 @@ def open_tokenizer(content: bytes) -> Tokenizer:
     return tokenizer
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_text(tokenizer: Coder, text: str) -> list[int]:
     """Token ids without special tokens; `UserError` P607 for half a character, P605 on failure."""
     try:
         text.encode("utf-8")
@@ -88,14 +90,14 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(found)
 
 
-def list_endings(tokenizer: Tokenizer) -> list[int]:
+def list_endings(tokenizer: Coder) -> list[int]:
     whole, plain = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     places = range(len(whole) - len(plain) + 1)
     place = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
     return list(whole[place + len(plain) :])
 
 
-def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:
+def decode_ids(tokenizer: Coder, ids: Sequence[int], *, special: bool = False) -> str:
     """Text of ``ids``, without special tokens unless ``special``; `UserError` P605 on failure."""
     try:
         text: str = call_library(

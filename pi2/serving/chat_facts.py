@@ -235,7 +235,7 @@ def read_chat_facts(model: LoadedModel) -> ChatFacts:
         return describe_family("", {}, frozenset(), frozenset())
     settings = model.plan.model.tokenizer
     template = model.read_chat_template().source
-    added = model.tokenizer.get_added_tokens_decoder()
+    added = model.coder.get_added_tokens_decoder()
     ends = {*settings.eos, *([] if settings.bos is None else [settings.bos])}
     ends |= {number for number, token in added.items() if token.content in _FILLERS}
     return describe_family(

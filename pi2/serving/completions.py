@@ -66,7 +66,7 @@ def _read_token(model: LoadedModel, token: int) -> str:
 
 def _describe(model: LoadedModel, token: int, value: float) -> dict[str, Any]:
     text = _read_token(model, token)
-    written = model.tokenizer.id_to_token(token)
+    written = model.coder.id_to_token(token)
     return {"token": text, "logprob": _limit(value), "bytes": list_token_bytes(written, text)}
 
 
@@ -199,7 +199,7 @@ def fill_gap(host: Host, before: Any, after: str) -> list[int]:
 def _find_tokens(host: Host, names: Sequence[str]) -> list[int] | None:
     if host.model.is_dry:
         return None
-    found = [host.model.tokenizer.token_to_id(name) for name in names]
+    found = [host.model.coder.token_to_id(name) for name in names]
     return [token for token in found if token is not None] if None not in found else None
 
 

@@ -18,20 +18,6 @@ if TYPE_CHECKING:
     from pi2.weights.gguf_weights import GgufWeights
 
 
-def runs_as_it_is(path: Path) -> bool:
-    """Whether the GGUF file at ``path`` needs no conversion: all of its operators and formats are
-    computed as the file has them."""
-    from pi2.weights.gguf_weights import GgufWeights
-
-    if not is_gguf(path):
-        return False
-    try:
-        with GgufWeights.open(path, has_texts=False) as weights:
-            return not weights.find_obstacles()
-    except UserError:
-        return False  # the conversion says what is wrong
-
-
 def describe_bare(path: Path) -> dict[str, Any] | None:
     """Values of the plan that a GGUF file stands for; None for another file."""
     name = show_path(Path(path.name))
@@ -85,7 +71,7 @@ def find_package_file(reference: str) -> Path:
 
 
 class FileFiller:
-    """Completes plans that run GGUF files, whose headers are read once."""
+    """GGUF files that were opened, once each, and the plans that run them."""
 
     def __init__(self) -> None:
         self._opened: dict[tuple[Path, Path | None], GgufWeights] = {}
@@ -123,7 +109,6 @@ class FileFiller:
         """Complete a plan's values; raises `UserError` as `GgufWeights.open` and
         `pi2.weights.file_plan.derive_plan` do."""
         from pi2.weights.file_plan import derive_plan
-        from pi2.weights.gguf_weights import GgufWeights
         from pi2.weights.hub_files import HUB, find_hub_file
 
         given = values.get("tokenizer")
@@ -135,8 +120,21 @@ class FileFiller:
             file = find_package_file(stated)
         elif stated.startswith(HUB):
             file = find_hub_file(stated, path.parent)
+        return derive_plan(values, self.open(file, tokenizer), *self.find_memory())
+
+    def open(self, file: Path, tokenizer: Path | None = None) -> GgufWeights:
+        """Open ``file``, once; `UserError` as `GgufWeights.open`."""
+        from pi2.weights.gguf_weights import GgufWeights
+
         place = file, tokenizer
         if place not in self._opened:
             self._opened[place] = GgufWeights.open(file, tokenizer=tokenizer)
-        weights = self._opened[place]
-        return derive_plan(values, weights, *self.find_memory())
+        return self._opened[place]
+
+    def runs_as_it_is(self, path: Path, tokenizer: Path | None = None) -> bool:
+        """Whether the GGUF file at ``path`` needs no conversion: all of its operators and formats
+        are computed as the file has them."""
+        try:
+            return is_gguf(path) and not self.open(path, tokenizer).find_obstacles()
+        except UserError:
+            return False  # the conversion says what is wrong

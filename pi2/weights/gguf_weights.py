@@ -197,7 +197,7 @@ class GgufWeights:
 
 
 class FileTexts:
-    """What a file's metadata say of texts, as a folder that the model's tokenizer is read from."""
+    """What a file's metadata say of chats, as a folder that its template is read from."""
 
     def __init__(self, weights: GgufWeights, cleanup: ExitStack) -> None:
         self.identity = repr(weights.identity).encode()
@@ -205,11 +205,9 @@ class FileTexts:
         self.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pi2-")))
         checkpoint = weights.checkpoint
         contents = {
-            "tokenizer.json": checkpoint.read_tokenizer(),
             "tokenizer_config.json": checkpoint.read_file("tokenizer_config.json"),
             "chat_template.jinja": checkpoint.read_file("chat_template.jinja"),
         }
         for name, content in contents.items():
             if content is not None:
                 (self.path / name).write_bytes(content)
-        checkpoint.forget()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
-from pi2.weights.file_reading import check_document, runs_as_it_is
+from pi2.weights.file_reading import FileFiller, check_document
 from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import MIXTURE
@@ -22,7 +22,7 @@ from tests.helpers.models import MIXTURE
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sound file of a tiny mixture."""
     file = write_random_gguf(tmp_path_factory.mktemp("whole"), {"layers": 2}, MIXTURE)
-    assert runs_as_it_is(file)
+    assert FileFiller().runs_as_it_is(file)
     return file
 
 
@@ -34,7 +34,7 @@ def find_header(content: bytes | bytearray) -> int:
 def check(file: Path) -> list[str]:
     """Codes of the errors of a file; also what can be read of it as weights is."""
     errors = [item.code for item in check_document(file).diagnostics if item.severity == "error"]
-    if runs_as_it_is(file):
+    if FileFiller().runs_as_it_is(file):
         with GgufWeights.open(file, has_texts=False) as weights:
             size = file.stat().st_size
             for _, _, tensor in weights.list_matrices():

@@ -13,7 +13,7 @@ import pytest
 
 import pi2
 from pi2.backends.blocks.instructions import Weight
-from pi2.weights.file_reading import runs_as_it_is
+from pi2.weights.file_reading import FileFiller
 from pi2.weights.gguf_weights import GgufWeights
 from tests.helpers.block_model import PlainBlockModel
 from tests.helpers.gguf_files import make_sentence_piece, write_gguf
@@ -40,7 +40,7 @@ def test_mixtures_give_the_logits_of_the_reference(name: str, tmp_path: Path) ->
     file = tmp_path / "tiny.gguf"
     write_gguf(file, config, translate(weights, config), changes=make_tokens(config["vocab_size"]))
     golden = read_golden(name)
-    assert runs_as_it_is(file)
+    assert FileFiller().runs_as_it_is(file)
     with pi2.load(file, set={"kv.context": 64}) as model:
         together = model.logits(golden.prompt).copy()
         one_by_one = model.logits(golden.prompt, mode="decode").copy()
@@ -80,7 +80,7 @@ def test_biases_of_experts_and_routers_and_sinks(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file, config, translate(weights, config), changes=make_tokens(config["vocab_size"]))
     prompt = read_golden("gpt-oss").prompt
-    assert runs_as_it_is(file)
+    assert FileFiller().runs_as_it_is(file)
     with GgufWeights.open(file, has_texts=False) as source:
         expected = PlainBlockModel(source.model, partial(read_weight, source)).compute(prompt)
     with pi2.load(file, set={"kv.context": 64}) as model:

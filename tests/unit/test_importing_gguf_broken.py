@@ -21,7 +21,8 @@ from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_decoders import Metadata
 from pi2.importing.gguf_file import read_gguf
-from pi2.importing.gguf_tokenizer import make_tokenizer, read_chat_files
+from pi2.importing.gguf_tokenizer import make_tokenizer
+from pi2.importing.gguf_tokens import read_chat_files
 from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf

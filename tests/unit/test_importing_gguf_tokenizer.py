@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from pi2.diagnostics import UserError
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_checkpoint import open_gguf
-from pi2.importing.gguf_tokenizer import find_marks, make_tokenizer
+from pi2.importing.gguf_tokenizer import make_tokenizer
+from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.text_cuts import CUTS
 from pi2.sandbox.tokenizer import list_endings

@@ -1,0 +1,1 @@
+"""Texts of tokens: compact tables of them, and how pairs are merged."""
