@@ -19,13 +19,13 @@ from pi2.plan.documents.model import Model
 
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
 """Planes of 8 bits that inputs of quantised matrices have, by `activations` of a plan."""
-COMMON, STEPS = "common", "steps"
-"""Libraries that belong to no format."""
+ATTENTION, COMMON, STEPS = "attention", "common", "steps"
+"""Libraries that belong to no format; the first takes as long to compile as the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """A library for a processor: the kernels of a format, `COMMON` or `STEPS`."""
+    """A library for a processor: the kernels of a format, or of no format."""
 
     program: ClassVar[str] = "pi2.backends.blocks.program"
     library: str

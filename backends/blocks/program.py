@@ -10,7 +10,7 @@ from pathlib import Path
 import tvm
 
 from pi2.backends.blocks import attention, elements, panels, routing, rows
-from pi2.backends.blocks.contract import COMMON, STEPS, BlockSpec
+from pi2.backends.blocks.contract import ATTENTION, COMMON, STEPS, BlockSpec
 from pi2.backends.blocks.tables import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
 from pi2.backends.compiler.compile import compile_text, generate_plain, make_target
@@ -59,6 +59,8 @@ class Program:
         isa, library = self._spec.isa, self._spec.library
         if library == STEPS:
             return {}
+        if library == ATTENTION:
+            return {"attend": partial(attention.emit_attend, isa)}
         if library == COMMON:
             return {
                 "normalize": elements.emit_normalize,
@@ -66,7 +68,6 @@ class Program:
                 "quantize_q8_0": partial(elements.emit_quantize, "q8_0"),
                 "turn": elements.emit_turn,
                 "keep": elements.emit_keep,
-                "attend": partial(attention.emit_attend, isa),
                 "join": partial(attention.emit_join, isa),
                 "attend_many": partial(attention.emit_attend_many, isa),
                 "route": routing.emit_route,

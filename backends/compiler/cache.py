@@ -58,22 +58,27 @@ class Spec(Protocol):
 def compute_key(spec: Spec, triple: str | None = None) -> str:
     """Return the digest of everything that the compiled code depends on; ``triple``: of another
     machine than this one."""
-    digest = hashlib.sha256()
-    own, home = _find_sources(spec), Path(pi2.__file__).parent
-    folders = (Path(__file__).parent, own)
-    sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    sources += sorted(own.rglob("*.ll"))
-    for path in (*sources, *(home / name for name in _SHARED)):
-        digest.update(path.name.encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    for package in ("apache-tvm", "apache-tvm-ffi"):
-        digest.update(importlib.metadata.version(package).encode())
+    digest = hashlib.sha256(_hash_sources(_find_sources(spec)))
     digest.update(spec.program.encode())
     digest.update(spec.to_json().encode())
     if triple is not None:
         digest.update(triple.encode())
         digest.update(hashlib.sha256((Path(__file__).parent / "threads.ll").read_bytes()).digest())
     return digest.hexdigest()[:_DIGITS]
+
+
+@cache
+def _hash_sources(folder: Path) -> bytes:
+    """The digest of a program's sources and of the compiler, as they are when it is asked first."""
+    digest, home = hashlib.sha256(), Path(pi2.__file__).parent
+    sources = [path for own in (Path(__file__).parent, folder) for path in sorted(own.rglob("*.py"))]
+    sources += sorted(folder.rglob("*.ll"))
+    for path in (*sources, *(home / name for name in _SHARED)):
+        digest.update(path.name.encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for package in ("apache-tvm", "apache-tvm-ffi"):
+        digest.update(importlib.metadata.version(package).encode())
+    return digest.digest()
 
 
 def _find_sources(spec: Spec) -> Path:
