@@ -43,6 +43,8 @@ VOCABULARY_BYTES = 700
 thousand tokens."""
 TOKENIZER_FILE_PART = 12.5
 """The same for each byte of ``tokenizer.json``: 9 to 18."""
+TABLE_BYTES = 160
+"""What a compact table has of each token while it is made: 90 to 170 of 49 to 256 thousand."""
 NEURON_TABLE_BYTES = 41
 """What is known of a neuron: its check, slot and owner, how often it is used, and copies of it.
 From the resident set of a 7B's run, less that of the demo model's."""
@@ -67,10 +69,12 @@ def count_libraries(model: Model, tokenizer_bytes: int | None = None) -> int:
     return LIBRARY_BYTES + LAYER_BYTES * shape.layers + tokenizer + tables
 
 
-def count_file_runtime(model: Model) -> int:
-    """Bytes that a run of a GGUF file has resident beside its segments: no neuron has a table."""
+def count_file_runtime(model: Model, *, has_table: bool) -> int:
+    """Bytes that a run of a GGUF file has resident beside its segments: no neuron has a table.
+    ``has_table``: its tokenizer has a compact one."""
+    token = TABLE_BYTES if has_table else VOCABULARY_BYTES
     shape = model.shape
-    return LIBRARY_BYTES + LAYER_BYTES * shape.layers + VOCABULARY_BYTES * shape.vocab + SPARE_BYTES
+    return LIBRARY_BYTES + LAYER_BYTES * shape.layers + token * shape.vocab + SPARE_BYTES
 
 
 def count_runtime(model: Model, budget_bytes: int, *, units: Iterable[UnitKind] = ()) -> int:

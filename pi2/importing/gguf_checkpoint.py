@@ -45,7 +45,7 @@ from pi2.importing.gguf_states import (
     restore_state,
     scale_positions,
 )
-from pi2.importing.gguf_tokenizer import make_table, make_tokenizer
+from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, may_have_table
 from pi2.importing.gguf_tokens import GgufTokens, read_chat_files, read_named_templates
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.model import Model
@@ -152,6 +152,11 @@ class GgufCheckpoint(Checkpoint):
         if self.given_tokenizer is not None:
             return Checkpoint.find_begin(self)
         return GgufTokens.read(self.folder, self.metadata).frame()[0]
+
+    @property
+    def may_have_table(self) -> bool:
+        """Whether `open_tokenizer` makes a compact table, unless the file's lists are odd."""
+        return self.given_tokenizer is None and may_have_table(self.metadata)
 
     def open_tokenizer(self) -> Coder:
         """The tokenizer, with a compact table where that can be; `UserError` P543 or P605."""

@@ -76,28 +76,31 @@ def make_table(file: Path, metadata: Mapping[str, Any]) -> TableTokenizer | None
     return TableTokenizer(pairs, told.tokens, steps, marks, (frame[0], frame[1]), make_library)
 
 
+def may_have_table(metadata: Mapping[str, Any]) -> bool:
+    """Whether pairs are merged, and characters are not replaced by a table first."""
+    is_plain = metadata.get("tokenizer.ggml.precompiled_charsmap") is None
+    return is_plain and metadata.get("tokenizer.ggml.model") in ("llama", "gpt2", "gemma4")
+
+
 def _make_table_pairs(told: GgufTokens) -> Pairs | None:
     """What merges pairs; None where a table cannot be exact, or the library could fail."""
     tokens, metadata = told.tokens, told.metadata
-    if not len(tokens) or not tokens.are_whole or not tokens.numbers.are_distinct:
+    if not may_have_table(metadata) or not len(tokens):
+        return None
+    if not tokens.are_whole or not tokens.numbers.are_distinct:
         return None
     find: FindMerge
     if told.kind == "llama":
         scores = np.asarray(_read_scores(told))
-        if (
-            metadata.get("tokenizer.ggml.precompiled_charsmap") is not None
-            or np.isnan(scores).any()
-        ):
+        if np.isnan(scores).any():
             return None
         find = ScoredMerges(tokens, scores).find
-    elif told.kind in ("gpt2", "gemma4"):
+    else:
         merges = metadata.get("tokenizer.ggml.merges")
         listed = ListedMerges.read(merges, tokens) if isinstance(merges, Texts) else None
         if listed is None:
             return None
         find = listed.find
-    else:
-        return None
     return Pairs(tokens.numbers, lru_cache(_KEPT_MERGES)(find), **_describe_model(told))
 
 

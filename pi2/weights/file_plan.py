@@ -230,7 +230,9 @@ def count_needs(
         vectors=count_vectors(model),
         kv=count_kv_bytes(model, context, sequences),
         workspace=count_workspace_bytes(model, chunk, sequences, planes, context=context),
-        runtime=round_up(count_file_runtime(model), _MIB),
+        runtime=round_up(
+            count_file_runtime(model, has_table=weights.checkpoint.may_have_table), _MIB
+        ),
         matrices=matrices,
         looked_up=0 if model.tied_head else _count_embedding(weights),
         experts=sum(tensor.size_bytes for own in experts.values() for tensor in own),
