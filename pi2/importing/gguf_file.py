@@ -287,7 +287,7 @@ class _Header:
     def _take_texts(self, count: int) -> Texts:
         try:
             texts, self._place = Texts.read(self._data, self._place, count)
-        except struct.error:
+        except (struct.error, OverflowError):
             self._refuse(f"it ends inside {self._reading}")
         return texts
 

@@ -32,7 +32,7 @@ class Texts(Sequence[str]):
     @classmethod
     def read(cls, source: Any, place: int, count: int) -> tuple[Texts, int]:
         """Read ``count`` texts from a buffer, each after its length as u64, and say where they end;
-        `struct.error` if the buffer ends before."""
+        `struct.error` or OverflowError if the buffer ends before."""
         measure = Struct("<Q").unpack_from
         end = place
         ends = [end := end + 8 + measure(source, end)[0] for _ in range(count)]
