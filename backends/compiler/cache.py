@@ -71,7 +71,8 @@ def compute_key(spec: Spec, triple: str | None = None) -> str:
 def _hash_sources(folder: Path) -> bytes:
     """The digest of a program's sources and of the compiler, as they are when it is asked first."""
     digest, home = hashlib.sha256(), Path(pi2.__file__).parent
-    sources = [path for own in (Path(__file__).parent, folder) for path in sorted(own.rglob("*.py"))]
+    folders = (Path(__file__).parent, folder)
+    sources = [path for own in folders for path in sorted(own.rglob("*.py"))]
     sources += sorted(folder.rglob("*.ll"))
     for path in (*sources, *(home / name for name in _SHARED)):
         digest.update(path.name.encode())

@@ -238,7 +238,7 @@ def find_retokenized(
         return find_plan_path(path, files=files), {}
     if not is_checkpoint(path):
         raise click.UsageError(f"--tokenizer is for a checkpoint; {path} has its tokenizer")
-    if files is not None and files.runs_as_it_is(path, tokenizer.absolute()):
+    if files is not None and files.runs_as_it_is(path):
         return path, {"tokenizer": str(tokenizer.absolute())}
     return convert_once(path, tokenizer), {}
 

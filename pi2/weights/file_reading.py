@@ -131,10 +131,10 @@ class FileFiller:
             self._opened[place] = GgufWeights.open(file, tokenizer=tokenizer)
         return self._opened[place]
 
-    def runs_as_it_is(self, path: Path, tokenizer: Path | None = None) -> bool:
+    def runs_as_it_is(self, path: Path) -> bool:
         """Whether the GGUF file at ``path`` needs no conversion: all of its operators and formats
         are computed as the file has them."""
         try:
-            return is_gguf(path) and not self.open(path, tokenizer).find_obstacles()
+            return is_gguf(path) and not self.open(path).find_obstacles()
         except UserError:
             return False  # the conversion says what is wrong

@@ -23,7 +23,7 @@ def make_model(tokenizer: Tokenizer) -> Any:
     def decode(ids: list[int], *, special: bool) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=not special))
 
-    return SimpleNamespace(decode=decode, tokenizer=tokenizer)
+    return SimpleNamespace(decode=decode, coder=tokenizer)
 
 
 def make_byte_level() -> Tokenizer:
