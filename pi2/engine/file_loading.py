@@ -38,7 +38,7 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         machine = detect_machine()
         check_fit(resolved, machine)
         store = FileTexts(weights, cleanup)
-        tokenizer = weights.checkpoint.open_tokenizer()
+        tokenizer = store.open_tokenizer()
         files = DirectFiles(weights.files)
         cleanup.callback(files.close)
         tensors = list({t.name: t for _, _, t in weights.list_matrices()}.values())

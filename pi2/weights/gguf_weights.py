@@ -22,6 +22,7 @@ from pi2.importing.new_model import describe_checkpoint
 from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
+from pi2.tokens.table_tokenizer import Coder
 from pi2.weights.file_tensor import FileTensor
 
 
@@ -211,3 +212,8 @@ class FileTexts:
         for name, content in contents.items():
             if content is not None:
                 (self.path / name).write_bytes(content)
+        self._checkpoint = checkpoint
+
+    def open_tokenizer(self) -> Coder:
+        """The file's tokenizer; `UserError` P543 or P605."""
+        return self._checkpoint.open_tokenizer()

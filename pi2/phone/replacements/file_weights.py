@@ -13,7 +13,9 @@ from typing import Any, Self
 import numpy as np
 
 from pi2.arrays import F32, U8
+from pi2.engine.loading import read_tokenizer
 from pi2.plan.documents.model import Model
+from pi2.tokens.table_tokenizer import Coder
 from pi2.weights.file_tensor import FileTensor
 
 Key = tuple[str, int]
@@ -93,3 +95,6 @@ class FileTexts:
         self.path = weights.folder
         stats = [(file.name, file.stat().st_size) for file in weights.files]
         self.identity = repr(stats).encode()
+
+    def open_tokenizer(self) -> Coder:
+        return read_tokenizer(self.path / "tokenizer.json")
