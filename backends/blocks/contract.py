@@ -19,8 +19,8 @@ from pi2.plan.documents.model import Model
 
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
 """Planes of 8 bits that inputs of quantised matrices have, by `activations` of a plan."""
-ATTENTION, COMMON, STEPS = "attention", "common", "steps"
-"""Libraries that belong to no format; the first takes as long to compile as the others."""
+SHARED = STEPS, COMMON, ATTENTION = "steps", "common", "attention"
+"""Libraries that belong to no format; the last takes as long to compile as the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

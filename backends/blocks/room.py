@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pi2.arrays import F16, U8, Raw
-from pi2.backends.blocks.contract import ATTENTION, COMMON, FIELDS, STEPS, BlockSpec
+from pi2.backends.blocks.contract import ATTENTION, COMMON, FIELDS, SHARED, BlockSpec
 from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.executor import CONTEXT_BLOCK
@@ -210,7 +210,7 @@ class Libraries:
         """Load them, compiled now unless they are cached."""
         own = tuple(sorted(features))
 
-        names = (STEPS, COMMON, ATTENTION, *sorted(formats))
+        names = (*SHARED, *sorted(formats))
         specs = [BlockSpec(library=name, architecture=architecture, features=own) for name in names]
         self.isa = specs[0].isa
         self.steps, *paths = load_or_compile_several(specs, progress)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.backends.blocks.contract import COMMON, STEPS, BlockSpec
+from pi2.backends.blocks.contract import SHARED, BlockSpec
 from pi2.model.tensors import list_sources
 from pi2.phone.documents import NUMBERS, STORE, TABLE, describe_file
 from pi2.plan.arithmetic.resolved import FileFacts, ResolvedPlan
@@ -28,7 +28,7 @@ def list_block_specs(resolved: ResolvedPlan) -> list[BlockSpec]:
         BlockSpec(
             library=name, architecture=unit.architecture, features=tuple(sorted(unit.features))
         )
-        for name in (STEPS, COMMON, *sorted({*formats, "f32"}))
+        for name in (*SHARED, *sorted({*formats, "f32"}))
     ]
 
 
