@@ -215,7 +215,7 @@ HUB = "hf:"
 
 def find_plan_path(path: Path, *, files: FileFiller | None = None) -> Path:
     """The plan that ``path`` names; checkpoints are converted once, unless there are ``files`` and
-    the GGUF file runs as it is; then weights of the hub that are not here are offered on a terminal.
+    the GGUF file runs as it is; then missing weights of the hub are offered on a terminal.
     UserError P001 for an unknown name."""
     found = _find(path, ("plan",), files)
     if files is not None and sys.stdin.isatty() and sys.stderr.isatty():
