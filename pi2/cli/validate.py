@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,27 +154,14 @@ def write_explanation(item: Explanation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _indent(text: str) -> str:
-    return textwrap.fill(
-        text,
-        COLUMNS,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+_fill = partial(textwrap.fill, width=COLUMNS, break_long_words=False, break_on_hyphens=False)
+_indent = partial(_fill, initial_indent="  ", subsequent_indent="    ")
 
 
 def write_page(page: Page) -> str:
     parts = [f"{page.code}: {page.what}"]
     parts += [f"{heading}: {text}" for heading, text in page.sections]
-    return (
-        "\n\n".join(
-            textwrap.fill(part, COLUMNS, break_long_words=False, break_on_hyphens=False)
-            for part in parts
-        )
-        + "\n"
-    )
+    return "\n\n".join(map(_fill, parts)) + "\n"
 
 
 def _print_in_colour(page: Page) -> None:
@@ -339,9 +327,15 @@ def _print(
     output_format: str,
     output_file: Path | None,
 ) -> None:
+    from pi2.plan.reading.references import find_shipped_folder
+
     shown = checked | {item.span.file for item in diagnostics if item.span is not None}
+    # Nobody who checks a plan is told of files that came with pi2 and have no findings.
+    installed = find_shipped_folder()
     texts = {
-        name: text for name, text in sources.items() if name in shown or not _is_installed(name)
+        name: text
+        for name, text in sources.items()
+        if name in shown or not Path(name).resolve().is_relative_to(installed)
     }
     colour = output_file is None and wants_colour(sys.stdout)
     text = render(output_format, diagnostics, colour=colour, sources=texts, find_page=_find_page)
@@ -379,13 +373,6 @@ def _check_store(report: Report) -> list[Diagnostic]:
     from pi2.fitting.misfits import list_store_findings
 
     return list_store_findings(report)
-
-
-def _is_installed(name: str) -> bool:
-    """Whether a file came with pi2: nobody who checks a plan is told of those without findings."""
-    from pi2.plan.reading.references import find_shipped_folder
-
-    return Path(name).resolve().is_relative_to(find_shipped_folder())
 
 
 def _find_page(code: str) -> Page | None:

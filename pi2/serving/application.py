@@ -327,36 +327,36 @@ class Gate:
         self._origins = {origin.encode() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            size = sum(len(name) + len(value) for name, value in scope["headers"])
-            if size > MAX_HEADER_BYTES:
-                message = f"Headers may have {MAX_HEADER_BYTES} bytes at most."
-                await refuse(ApiError(431, message), scope["path"])(scope, receive, send)
-                return
-            host = dict(scope["headers"]).get(b"host")
-            # Browsers always send it.
-            if self._names is not None and host is not None and not is_own_name(host, self._names):
-                message = "This server does not have the name in 'Host'; --allow-origin adds one."
-                await refuse(ApiError(403, message), scope["path"])(scope, receive, send)
-                return
-            if scope["path"] not in _PUBLIC and self._is_foreign(dict(scope["headers"])):
-                message = "Pages of this origin may not ask; the server's --allow-origin lets them."
-                refusal = refuse(ApiError(403, message), scope["path"])
-                await refusal(scope, receive, send)
-                return
-        if scope["type"] == "http" and self._keys and scope["path"] not in _PUBLIC:
-            headers = dict(scope["headers"])
-            bearer = headers.get(b"authorization", b"")
-            given = headers.get(b"x-api-key", b"")
-            if bearer[:7].lower() == b"bearer ":
-                given = bearer[7:].strip()
-            if not any(hmac.compare_digest(given, key) for key in self._keys):
-                message = "Incorrect API key provided." if given else "No API key provided."
-                refusal = refuse(ApiError(401, message, code="invalid_api_key"), scope["path"])
+        if scope["type"] == "http" and (error := self._refuse(scope)) is not None:
+            refusal = refuse(error, scope["path"])
+            if error.status == 401:
                 refusal.headers["WWW-Authenticate"] = "Bearer"
-                await refusal(scope, receive, send)
-                return
+            await refusal(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _refuse(self, scope: Scope) -> ApiError | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return ApiError(431, f"Headers may have {MAX_HEADER_BYTES} bytes at most.")
+        host = headers.get(b"host")
+        # Browsers always send it.
+        if self._names is not None and host is not None and not is_own_name(host, self._names):
+            message = "This server does not have the name in 'Host'; --allow-origin adds one."
+            return ApiError(403, message)
+        if scope["path"] in _PUBLIC:
+            return None
+        if self._is_foreign(headers):
+            message = "Pages of this origin may not ask; the server's --allow-origin lets them."
+            return ApiError(403, message)
+        bearer = headers.get(b"authorization", b"")
+        given = headers.get(b"x-api-key", b"")
+        if bearer[:7].lower() == b"bearer ":
+            given = bearer[7:].strip()
+        if self._keys and not any(hmac.compare_digest(given, key) for key in self._keys):
+            message = "Incorrect API key provided." if given else "No API key provided."
+            return ApiError(401, message, code="invalid_api_key")
+        return None
 
     def _is_foreign(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a page of another origin asks: its browser would send a form without asking

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -132,11 +132,7 @@ class _ModelCollector(Collector):
             "pi2:predicted_neurons": ("Neurons that predictors named.", "predicted_neurons"),
             "pi2:active_neurons": ("Those of them that fired.", "active_neurons"),
         }
-        for key, (text, field) in counters.items():
-            family = CounterMetricFamily(key, text, labels=["model_name"])
-            for name, model, _ in models:
-                family.add_metric([name], getattr(model.stats, field))
-            yield family
+        yield from _count(counters, [(name, model.stats) for name, model, _ in models])
         yield from self._collect_speculation()
         segments = GaugeMetricFamily(
             "pi2:memory_segment_bytes", "The plan's segments.", labels=["model_name", "segment"]
@@ -168,11 +164,7 @@ class _ModelCollector(Collector):
             "pi2:spec_decode_plain_tokens": ("Tokens of other steps.", "plain_tokens"),
             "pi2:spec_decode_plain_bytes": ("Bytes these touched.", "plain_bytes"),
         }
-        for key, (text, field) in counters.items():
-            family = CounterMetricFamily(key, text, labels=["model_name"])
-            for name, counts in found:
-                family.add_metric([name], getattr(counts, field))
-            yield family
+        yield from _count(counters, found)
         places = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Guessed tokens kept, by their place in the guess.",
@@ -182,3 +174,14 @@ class _ModelCollector(Collector):
             for position, count in enumerate(counts.accepted_by_position):
                 places.add_metric([name, str(position)], count)
         yield places
+
+
+def _count(
+    counters: Mapping[str, tuple[str, str]], found: Sequence[tuple[str, object]]
+) -> Iterator[Metric]:
+    """A metric for each of ``counters``, a text and an attribute of what is ``found`` by model."""
+    for key, (text, field) in counters.items():
+        family = CounterMetricFamily(key, text, labels=["model_name"])
+        for name, counts in found:
+            family.add_metric([name], getattr(counts, field))
+        yield family

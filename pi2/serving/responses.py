@@ -271,26 +271,25 @@ class _ResponseWriter(Writer):
         )
 
     def _write_text(self, found: list[dict[str, Any]], item: Fragment) -> None:
-        is_message = item.part == "content"
-        self._begin(found, "message" if is_message else "reasoning")
+        self._begin(found, "message" if item.part == "content" else "reasoning")
         self._text += item.text
-        place: dict[str, Any] = {**self._place, "content_index": 0, "delta": item.text}
-        if is_message:
-            self._add(found, "response.output_text.delta", **place, logprobs=[])
+        self._add_text(found, "delta", delta=item.text)
+
+    def _add_text(self, found: list[dict[str, Any]], stage: str, **values: str) -> None:
+        assert self._open is not None
+        place = {**self._place, "content_index": 0, **values}
+        if self._open["type"] == "message":
+            self._add(found, f"response.output_text.{stage}", **place, logprobs=[])
         else:
-            self._add(found, "response.reasoning_text.delta", **place)
+            self._add(found, f"response.reasoning_text.{stage}", **place)
 
     def _end(self, found: list[dict[str, Any]]) -> None:
         if self._open is None:
             return
         item = self._open
         part = {**item["content"][0], "text": self._text}
-        place: dict[str, Any] = {**self._place, "content_index": 0}
-        if item["type"] == "message":
-            self._add(found, "response.output_text.done", **place, text=self._text, logprobs=[])
-        else:
-            self._add(found, "response.reasoning_text.done", **place, text=self._text)
-        self._add(found, "response.content_part.done", **place, part=part)
+        self._add_text(found, "done", text=self._text)
+        self._add(found, "response.content_part.done", **self._place, content_index=0, part=part)
         item = {**item, "content": [part]}
         number = len(self._output)
         self._add(found, "response.output_item.done", output_index=number, item=item)
