@@ -208,8 +208,7 @@ class _Sieve:
         self.mass.set(self.mass.get() + T.cast(self._marks[index] - self._zero, "float64"))
 
     def judge(self, index: v.Expr, place: v.Expr, is_sieved: v.Cell) -> None:
-        """Set ``is_sieved`` to 1 if the missing neuron ``index``, at ``place`` of the list, is left
-        out."""
+        """Set ``is_sieved`` to 1 if the missing neuron ``index``, at ``place``, is left out."""
         mark = v.let(self._marks[index])
         with T.If(mark >= self._least):
             with T.Then():

@@ -306,8 +306,7 @@ class _Ring:
         self._write(RingControl.DONE_HEAD, head + count)
 
     def emit_push(self, pending: v.Expr) -> None:
-        """Write entries that wait into the ring, as many as the depth allows, if somebody waits or
-        they are worth a system call; those without an operation were given up."""
+        """Write waiting entries into the ring, up to its depth, if a system call is worth it."""
         control = self.control
         handed = v.Cell(control[RingControl.HANDED_OVER])
         named = v.let(control[RingControl.NAMED])

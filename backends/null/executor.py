@@ -99,8 +99,7 @@ class NullModel:
 
 
 def compute_hotness(neurons: int, active: float, skew: float) -> F64:
-    """Firing chances [neurons], hottest first, with mean ``active``; ``skew`` makes 80 % of them:
-    (i + 1)^-a with a = 1 - log(0.8) / log(skew)."""
+    """Firing chances [neurons], hottest first, mean ``active``; ``skew`` of neurons make 80 %."""
     exponent = 1 - np.log(0.8) / np.log(min(max(skew, 1e-3), 0.79))
     weights = np.arange(1, neurons + 1, dtype=np.float64) ** -exponent
     chances = np.minimum(weights / weights.mean() * active, 1.0)
