@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache
 from math import log
 from pathlib import Path
 from statistics import NormalDist
@@ -232,6 +232,12 @@ def unite_activity(activity: LayerActivity, batch: int) -> LayerActivity:
     )
 
 
+def _unite_all(found: Sequence[LayerActivity], batch: int) -> tuple[LayerActivity, ...]:
+    # Layers that are alike stay the same object: they cost the same.
+    united = {id(item): unite_activity(item, batch) for item in found}
+    return tuple(united[id(item)] for item in found)
+
+
 @lru_cache(maxsize=512)
 def average_chances(hotness: Hotness) -> F64:
     """Mean chance [CLASSES] over tokens that use different numbers of neurons; rare neurons
@@ -258,9 +264,7 @@ def describe_activity(
     """Activity of every layer for ``batch`` sequences, and its source; ``store`` may have
     statistics."""
     found, source = _describe_single(model, mode, store, constants)
-    # Layers that are alike stay the same object: they cost the same.
-    united = {id(item): unite_activity(item, batch) for item in found}
-    return tuple(united[id(item)] for item in found), source
+    return _unite_all(found, batch), source
 
 
 def _describe_single(
@@ -338,17 +342,16 @@ def describe_routing(
         again=0.0 if synthetic else constants.routing_repeat,
         grain=model.shape.ffn,
     )
-    made: dict[tuple[int, int], LayerActivity] = {}
+
+    @cache  # layers that are alike stay the same object
+    def fill(always: int, never: int) -> LayerActivity:
+        return replace(layer, always=always, never=never)
+
     found = []
     for ffn in (block.ffn for block in model.blocks):
         varied = moe.experts * model.shape.ffn if ffn.has_router else 0
-        always = ffn.neurons
-        if varied:
-            always = moe.count_shared(model.shape.ffn)
-        never = model.layer_neurons - varied - always
-        if (always, never) not in made:
-            made[always, never] = replace(layer, always=always, never=never)
-        found.append(made[always, never])
+        always = moe.count_shared(model.shape.ffn) if varied else ffn.neurons
+        found.append(fill(always, model.layer_neurons - varied - always))
     source = "a router's choices, all as likely" if synthetic else "published routing of experts"
     return tuple(found), source
 
@@ -356,17 +359,18 @@ def describe_routing(
 def _describe_cutoffs(model: Model, constants: Constants) -> tuple[tuple[LayerActivity, ...], str]:
     """Neurons whose gates are open, of layers with a cutoff; of others all."""
     _, spread = _read_model(model, "gate", constants)
-    made: dict[float, LayerActivity] = {}
-    shares = [block.ffn.closed for block in model.blocks]
-    for share in shares:
-        if share not in made:
-            made[share] = LayerActivity(
-                named=Hotness(active=1.0 - share, spread=spread if share else 0.0),
-                chosen=1.0,
-                neurons=model.layer_neurons,
-                again=constants.token_correlation if share else 0.0,
-            )
-    return tuple(made[share] for share in shares), "the model's cutoffs of gates"
+
+    @cache  # layers that are alike stay the same object
+    def describe(share: float) -> LayerActivity:
+        return LayerActivity(
+            named=Hotness(active=1.0 - share, spread=spread if share else 0.0),
+            chosen=1.0,
+            neurons=model.layer_neurons,
+            again=constants.token_correlation if share else 0.0,
+        )
+
+    found = tuple(describe(block.ffn.closed) for block in model.blocks)
+    return found, "the model's cutoffs of gates"
 
 
 def _is_synthetic(store: Path) -> bool:
@@ -404,8 +408,7 @@ def describe_cut_activity(
         )
         for layer in thresholds.layers
     ]
-    chosen = _choose_experts(model, found)
-    return tuple(unite_activity(item, batch) for item in chosen), "the plan's thresholds"
+    return _unite_all(_choose_experts(model, found), batch), "the plan's thresholds"
 
 
 def describe_target_activity(
@@ -421,8 +424,7 @@ def describe_target_activity(
         expert_again=constants.expert_correlation,
     )
     found = _choose_experts(model, [layer] * model.shape.layers)
-    united = {id(item): unite_activity(item, batch) for item in found}
-    return tuple(united[id(item)] for item in found), "the plan's sparsity.target"
+    return _unite_all(found, batch), "the plan's sparsity.target"
 
 
 @lru_cache(maxsize=512)
@@ -475,13 +477,11 @@ def read_statistics(store: Path, layers: int) -> Sequence[LayerStatistics] | Non
 
 
 def _average_statistics(found: Sequence[LayerStatistics]) -> LayerStatistics:
-    count = len(found)
-    return LayerStatistics(
-        active=sum(item.active for item in found) / count,
-        gate_positive=sum(item.gate_positive for item in found) / count,
-        predicted=sum(item.predicted for item in found) / count,
-        skew=round(sum(item.skew for item in found) / count, 3),
-    )
+    means = {
+        item.name: sum(getattr(layer, item.name) for layer in found) / len(found)
+        for item in fields(LayerStatistics)
+    }
+    return LayerStatistics(**{**means, "skew": round(means["skew"], 3)})
 
 
 def _read_model(model: Model, mode: PredictorMode, constants: Constants) -> tuple[float, float]:

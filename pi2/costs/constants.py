@@ -13,6 +13,7 @@ logarithmic scales, because rates follow powers of both over wide stretches.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -32,9 +33,7 @@ class Figure:
 
 
 def describe_statuses(figures: tuple[Figure, ...]) -> str:
-    counts: dict[str, int] = {}
-    for item in figures:
-        counts[item.status] = counts.get(item.status, 0) + 1
+    counts = Counter(item.status for item in figures)
     parts = [f"{count} {status}" for status, count in sorted(counts.items())]
     return f"{len(figures)} figures of device and model: {', '.join(parts)}"
 
@@ -127,7 +126,7 @@ class Flash:
         if block_bytes < smallest:
             seconds = max(block_bytes / rate, self.latency_s / threads)
             return block_bytes / min(seconds, smallest / rate)
-        return _interpolate(by_block, block_bytes)
+        return interpolate_logs(by_block, block_bytes)
 
 
 def keep_core(points: Iterable[FlashPoint], core: str | None) -> list[FlashPoint]:
@@ -161,10 +160,10 @@ def _rate_in_range(points: Sequence[FlashPoint], range_bytes: int | None) -> flo
     for extent in sorted({item.range_bytes for item in narrow if item.range_bytes is not None}):
         same = [item for item in narrow if item.range_bytes == extent]
         curve.append((extent, max(item.rate_bytes_s for item in same)))
-    return _interpolate(curve, range_bytes or curve[0][0])
+    return interpolate_logs(curve, range_bytes or curve[0][0])
 
 
-def _interpolate(curve: Sequence[tuple[float, float]], at: float) -> float:
+def interpolate_logs(curve: Sequence[tuple[float, float]], at: float) -> float:
     """Interpolate on logarithmic scales; constant below the first point and above the last."""
     if at <= curve[0][0]:
         return curve[0][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import comb
 
 from pi2.costs.activity import LayerActivity
@@ -73,9 +74,9 @@ def cost_layer(
     ``dense``."""
     terms = find_terms(rates, sizes, settings, activity, hot=hot, dense=dense)
     counts = _count_neurons(settings, activity, terms, hot=hot, cold=cold, dense=dense)
-    kind = _Kind(sizes=sizes, settings=settings, activity=activity, hot=hot, cold=cold)
+    cost = partial(_cost_counts, sizes, settings, activity, terms, hot, cold)
     if activity.grain == 1 or settings.predictor != "router" or counts.missing <= 0.0:
-        return _cost_counts(kind, terms, counts, find_chance(counts.missing))
+        return cost(counts, find_chance(counts.missing))
     # A few experts are missing, or none: times of whole numbers, by how often they come.
     varied = counts.used - activity.always
     number = max(round(varied / activity.grain), 1)
@@ -84,20 +85,20 @@ def cost_layer(
     for missing in range(number + 1):
         weight = comb(number, missing) * share**missing * (1.0 - share) ** (number - missing)
         part = missing / number * varied
-        found = (counts.used - part) / max(counts.used - counts.missing, 1e-9)
+        there = (counts.used - part) / max(counts.used - counts.missing, 1e-9)
         if settings.limits is not None:
             part = settings.limits.limit(float(missing)) / number * varied
         own = replace(
             counts,
             missing=part,
-            resident=counts.resident * found,
-            cached=counts.cached * found,
-            hot_weight=counts.hot_weight * found,
+            resident=counts.resident * there,
+            cached=counts.cached * there,
+            hot_weight=counts.hot_weight * there,
         )
-        costs.append((weight, _cost_counts(kind, terms, own, float(part > 0.0))))
+        costs.append((weight, cost(own, float(part > 0.0))))
     return LayerCost(
         **{
-            item.name: sum(weight * getattr(cost, item.name) for weight, cost in costs)
+            item.name: sum(weight * getattr(found, item.name) for weight, found in costs)
             for item in fields(LayerCost)
             if item.name != "hot_bytes"
         },
@@ -105,19 +106,17 @@ def cost_layer(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    sizes: Sizes
-    settings: Settings
-    activity: LayerActivity
-    hot: float
-    cold: float
-
-
-def _cost_counts(kind: _Kind, terms: LayerTerms, counts: _Counts, chance: float) -> LayerCost:
+def _cost_counts(
+    sizes: Sizes,
+    settings: Settings,
+    activity: LayerActivity,
+    terms: LayerTerms,
+    hot: float,
+    cold: float,
+    counts: _Counts,
+    chance: float,
+) -> LayerCost:
     """Times of numbers of neurons, of which any is missing with a ``chance``."""
-    sizes, settings, activity = kind.sizes, kind.settings, kind.activity
-    hot, cold = kind.hot, kind.cold
     look_up_s = terms.time_look_up(counts.missing, counts.cached, expected=True)
     gathered_s = (counts.hot_weight + counts.cached) * terms.neuron.seconds
     missing_s = counts.missing * terms.neuron.seconds

@@ -62,8 +62,9 @@ def list_used_units(resolved: ResolvedPlan) -> list[str]:
     return list(dict.fromkeys((*list_dense_units(resolved), *others)))
 
 
-def list_assumptions(resolved: ResolvedPlan, known: str | None) -> tuple[str, ...]:
-    """A sentence for each difference between prediction and engine; ``known`` has known rates."""
+def _list_assumptions(resolved: ResolvedPlan, rates: Rates) -> tuple[str, ...]:
+    """A sentence for each difference between prediction and engine."""
+    known = None if rates.dense is None else rates.dense.name
     sparse, prompts = resolved.sparse_unit, resolved.plan.prefill.unit
     units = list_dense_units(resolved)
     found = []
@@ -77,7 +78,8 @@ def list_assumptions(resolved: ResolvedPlan, known: str | None) -> tuple[str, ..
             f"{sparse} computes whole prompts; in pi2's engine {units[0]} computes the neurons "
             "that it keeps"
         )
-    return tuple(found)
+    takes = "no time, the device has no rates of it" if known is None else f"{known}'s time"
+    return (*found, *(f"{name} takes {takes}" for name in units if name != known))
 
 
 ATTENTION_KERNELS = 6
@@ -331,10 +333,3 @@ def _group_layers(
         )
         for (_, _, hot, cold, dense), numbers in kinds.items()
     )
-
-
-def _list_assumptions(resolved: ResolvedPlan, rates: Rates) -> tuple[str, ...]:
-    known = None if rates.dense is None else rates.dense.name
-    takes = "no time, the device has no rates of it" if known is None else f"{known}'s time"
-    others = [name for name in list_dense_units(resolved) if name != known]
-    return (*list_assumptions(resolved, known), *(f"{name} takes {takes}" for name in others))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 from typing import get_args
+
+import numpy as np
 
 from pi2.costs.constants import Constants
 from pi2.plan.documents.device import KernelFigure, KernelName, Unit
@@ -71,13 +73,15 @@ class KernelTimes:
         return [(width, sorted(found[width], key=lambda x: x.size)) for width in sorted(found)]
 
     def _interpolate(self, values: list[tuple[int, float]]) -> float:
-        width = self._width or values[-1][0]
-        if width <= values[0][0]:
-            return values[0][1]
-        for (w0, y0), (w1, y1) in pairwise(values):
-            if width <= w1:
-                return y0 + (y1 - y0) * (width - w0) / (w1 - w0)
-        return values[-1][1]
+        widths, found = zip(*values, strict=True)
+        return float(np.interp(self._width or widths[-1], widths, found))
+
+    def _interpolate_each(self, lines: Sequence[tuple[int, Sequence[float]]]) -> tuple[float, ...]:
+        """Each number of the lines at the model's width."""
+        return tuple(
+            self._interpolate([(width, line[number]) for width, line in lines])
+            for number in range(len(lines[0][1]))
+        )
 
     def find_time(self, kernel: KernelName, default_s: float, *, most: bool = False) -> float:
         """Seconds of a step that does not depend on its work, or of its least or ``most``."""
@@ -142,17 +146,11 @@ class KernelTimes:
         if not found:
             return Linear(call_s=self.barrier_s, bytes_s=inf), 0.0, 0.0
         lines = [(width, _draw_look_up(items)) for width, items in found]
-        call_s, neuron_s, place_s = (
-            self._interpolate([(width, line[number]) for width, line in lines])
-            for number in range(3)
-        )
+        call_s, neuron_s, place_s = self._interpolate_each(lines)
         touch_s = 0.0
         touches = [(width, _draw_touches(x)) for width, x in self._list_widths("engine-cached")]
         if touches:
-            fixed_s, touch_s = (
-                self._interpolate([(width, line[number]) for width, line in touches])
-                for number in range(2)
-            )
+            fixed_s, touch_s = self._interpolate_each(touches)
             call_s = max(fixed_s - self.find_time("engine", 0.0), 0.0)
         return Linear(call_s=call_s, bytes_s=1.0 / neuron_s), place_s, touch_s
 
@@ -162,9 +160,7 @@ class KernelTimes:
         if not lines:
             rate = self.find_ops(kernel)
             return None if rate is None else (0.0, 2.0 / rate)
-        once, each = (
-            self._interpolate([(width, line[number]) for width, line in lines]) for number in (0, 1)
-        )
+        once, each = self._interpolate_each(lines)
         return once, each
 
     def find_ops(self, kernel: KernelName, *, few: bool = False) -> float | None:

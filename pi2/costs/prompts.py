@@ -62,14 +62,14 @@ class PromptLayer:
 
     before_s: float
     """What is computed without anything that is read."""
-    streamed_s: float
-    """Arithmetic of what is read, and of what is computed in between, all pieces together."""
-    pieces: int
-    read_s: float
-    """Reading all pieces."""
-    read_bytes: float
     count: int
     """Layers that are alike."""
+    streamed_s: float = 0.0
+    """Arithmetic of what is read, and of what is computed in between, all pieces together."""
+    pieces: int = 0
+    read_s: float = 0.0
+    """Reading all pieces."""
+    read_bytes: float = 0.0
 
 
 def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> PromptSettings:
@@ -210,18 +210,9 @@ def _describe_layer(description: Description, kind: LayerKind, chunks: list[int]
     streamed = 1.0 if reading and prompts.interleaves else part
     before_s = fixed_s + slow * (project_s + ffn_s * (1.0 - streamed))
     if not reading:
-        return PromptLayer(
-            before_s=before_s,
-            streamed_s=0.0,
-            pieces=0,
-            read_s=0.0,
-            read_bytes=0.0,
-            count=kind.count,
-        )
+        return PromptLayer(before_s=before_s, count=kind.count)
     assert stream is not None
-    size = absent * touched * stream.stride
-    if rates.measured:
-        size = float(absent * stream.stride)
+    size = absent * (1.0 if rates.measured else touched) * stream.stride
     return PromptLayer(
         before_s=before_s,
         streamed_s=slow * ffn_s * streamed,

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import inf, log
+from math import inf
 from typing import Literal
 
 from pi2.costs.activity import MergedReads
-from pi2.costs.constants import Flash, FlashPoint
+from pi2.costs.constants import Flash, FlashPoint, interpolate_logs
 from pi2.costs.sizes import find_touched_bytes
 
 Engine = Literal["pread", "io_uring"]
@@ -151,7 +151,7 @@ class Reads:
         reads = (
             missing / self.run * (merged.requests * once + (1.0 + merged.unwanted) * (1.0 - once))
         )
-        return _interpolate([(item.threads, item.time(reads)) for item in self.choices], busy)
+        return interpolate_logs([(item.threads, item.time(reads)) for item in self.choices], busy)
 
 
 def find_stretches(single_s: float, stream_s: float, density: float) -> MergedReads:
@@ -373,19 +373,6 @@ def _list_bursts(
             seconds = item.burst * (item.block_bytes / item.rate_bytes_s + more_s)
             found.append((item.burst, seconds))
     return sorted(found)
-
-
-def _interpolate(points: list[tuple[int, float]], at: float) -> float:
-    """Interpolate on logarithmic scales of both; constant beyond the ends."""
-    x0, y0 = points[0]
-    if at <= x0:
-        return y0
-    for x1, y1 in points[1:]:
-        if at <= x1:
-            share = (log(at) - log(x0)) / (log(x1) - log(x0))
-            return float(y0 * (y1 / y0) ** share)
-        x0, y0 = x1, y1
-    return y0
 
 
 def _find_rate(

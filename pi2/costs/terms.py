@@ -99,11 +99,8 @@ def find_terms(
     predict = _find_predict(rates, sizes, settings)
     attention_s, position_s = _time_attention(rates, sizes, settings)
     gathers = rates.open if settings.predictor == "gate" else rates.gather
-    if not settings.is_predicted and not rates.measured:
-        # What is computed as a whole streams by, and nothing is gathered.
-        gathers = Linear(call_s=gathers.call_s, bytes_s=rates.bandwidth_bytes_s)
-    elif activity.grain > 1 and not rates.measured:
-        # An expert's neurons lie together.
+    if not rates.measured and (activity.grain > 1 or not settings.is_predicted):
+        # Nothing is gathered: an expert's neurons lie together, and whole layers stream by.
         gathers = Linear(call_s=gathers.call_s, bytes_s=rates.bandwidth_bytes_s)
     neuron_bytes = _count_neuron_bytes(rates, sizes, settings, activity)
     neuron_s = neuron_bytes / gathers.bytes_s
@@ -202,9 +199,9 @@ def _find_hot_part(
     rates: Rates, settings: Settings, activity: LayerActivity, hot: float, dense: float
 ) -> float:
     """Devices without pi2's kernels compute hot clusters densely, as PowerInfer-2 does."""
-    if rates.measured or rates.whole_unit is not None or not settings.is_predicted:
+    if rates.measured or rates.whole_unit is not None:
         return 1.0
-    if activity.grain > 1:
+    if activity.grain > 1 or not settings.is_predicted:
         return 1.0
     chances = average_chances(activity.named)
     share = weigh_hot(hot) - weigh_hot(min(dense, hot))

@@ -27,7 +27,7 @@ from pi2.plan.documents.quantities import (
     write_least,
 )
 from pi2.plan.weights.layout import round_up
-from pi2.planning.problem import Problem, list_predictors, pose_problem, with_wish
+from pi2.planning.problem import Problem, list_predictors, pose_problem
 from pi2.planning.program import Goal, Program, Solution
 from pi2.planning.refinement import (
     REWRITE_GAIN,
@@ -113,8 +113,10 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
     modes, _ = list_predictors(wish)
     every: PredictorMode = "none" if wish.model.moe is None else "router"
     found = [
-        PlannedPlan(wish=wish, values=item.values, resolved=item.resolved, cost=item.cost)
-        for item in list_whole_plans(wish, bundle, tuple(dict.fromkeys((*modes, every))))
+        PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost)
+        for values, resolved, cost in list_whole_plans(
+            wish, bundle, tuple(dict.fromkeys((*modes, every)))
+        )
     ]
     if not found:
         return None
@@ -298,7 +300,7 @@ def trace_pareto(wish: Wish, points: int, *, most_bytes: int | None = None) -> l
     if most_bytes is not None:
         if low > most_bytes:
             raise _explain_impossible(
-                with_wish(problem, replace(wish, memory_bytes=most_bytes)), Program(problem)
+                replace(problem, wish=replace(wish, memory_bytes=most_bytes)), Program(problem)
             )
         high = min(high, most_bytes - MIB)
     found = []

@@ -441,7 +441,3 @@ def _group_layers(activities: Sequence[LayerActivity]) -> tuple[LayerGroup, ...]
         order = sorted(range(len(keys)), key=lambda number: (keys[number], number))
         parts = [part.tolist() for part in np.array_split(np.array(order), GROUPS)]
     return tuple(LayerGroup(layers=tuple(sorted(part))) for part in parts)
-
-
-def with_wish(problem: Problem, wish: Wish) -> Problem:
-    return replace(problem, wish=wish)

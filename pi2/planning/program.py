@@ -246,14 +246,8 @@ class Program:
     def _list_rows(self) -> _Rows:
         problem = self._problem
         rows = _Rows(self._places)
-        for kind in (
-            self._modes,
-            self._kvs,
-            self._embeddings,
-            self._chunks,
-            self._ios,
-            self._aheads,
-        ):
+        choices = (self._modes, self._kvs, self._embeddings, self._chunks, self._ios, self._aheads)
+        for kind in choices:
             rows.add(dict.fromkeys(kind, 1.0), low=1.0, high=1.0)
         lent = self._lent[0]
         unused = {
@@ -320,14 +314,14 @@ class Program:
         if mode.cache_share == 0.0:
             return
         for number, (m, b, w) in enumerate(zip(self._m, self._b, self._w, strict=True)):
-            most = max((offset for _, offset in mode.lines[number]), default=0.0)
+            used = max((offset for _, offset in mode.lines[number]), default=0.0)
             for io, io_place in zip(problem.ios, self._ios, strict=True):
                 own_s = io.run_s if mode.predictor == "router" else io.neuron_s
                 neuron_s = mode.neuron_s[number] or own_s
                 overlap = problem.rates.overlap if io.overlap is None else io.overlap
                 if mode.neuron_s[number]:
                     overlap = find_stream_overlap(problem.rates)
-                large = most * neuron_s + io.call_s
+                large = used * neuron_s + io.call_s
                 # What the cores are needed for while reading goes on cannot be hidden.
                 rows.add(
                     {w: 1.0, m: -(1.0 - overlap) * neuron_s, place: -large, io_place: -large},
@@ -339,7 +333,7 @@ class Program:
                     late_s = 0.0
                     if ahead == "none" and mode.predictor != "none":
                         # The last of two clusters is computed when reading is over.
-                        late_s = mode.compute_s[number] / max(_count_used(mode, number), 1.0) / 2
+                        late_s = mode.compute_s[number] / max(used, 1.0) / 2
                     rows.add(
                         {
                             w: 1.0,
@@ -376,10 +370,6 @@ class Program:
 
 
 _MIB = float(1 << 20)
-
-
-def _count_used(mode: Mode, number: int) -> float:
-    return max((offset for _, offset in mode.lines[number]), default=0.0)
 
 
 @contextmanager

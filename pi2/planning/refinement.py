@@ -10,6 +10,7 @@ from typing import Any
 from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.description import read_whole_rates
+from pi2.costs.reads import IoChoice
 from pi2.costs.sizes import PAGE_BYTES, StoredLayout
 from pi2.diagnostics import UserError
 from pi2.fitting import find_whole_backend, list_usual_backends
@@ -34,18 +35,9 @@ from pi2.planning.wish import Wish, make_plan_values
 _CHUNK = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholePlan:
-    """A plan whose GPU or NPU has the whole model."""
-
-    values: dict[str, Any]
-    resolved: ResolvedPlan
-    cost: Cost
-
-
 def list_whole_plans(
     wish: Wish, bundle: BundleLayout, predictors: tuple[PredictorMode, ...]
-) -> Iterator[WholePlan]:
+) -> Iterator[tuple[Values, ResolvedPlan, Cost]]:
     """Plans for each unit with its own memory, predictor and KV type; unknown rates are left
     out."""
     types: tuple[KvType, ...] = ("fp16",) if wish.exact else ("fp16", "int8")
@@ -70,8 +62,7 @@ def list_whole_plans(
                 resolved = _fit(wish, name, values)
                 if resolved is None:
                     continue
-                cost = cost_resolved(resolved, rates, store=wish.store)
-                yield WholePlan(values=values, resolved=resolved, cost=cost)
+                yield values, resolved, cost_resolved(resolved, rates, store=wish.store)
 
 
 def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
@@ -331,57 +322,31 @@ def _list_dimensions(
     cores = problem.rates.cores
     counts = sorted({cores, max(cores - 1, 1), max(cores // 2, 1)}, reverse=True)
     if len(counts) > 1:
-        yield (
-            "threads.compute",
-            [
-                _Option(label=str(count), changes={"threads": {"compute": count}})
-                for count in counts
-            ],
-        )
+        yield _offer("threads.compute", counts)
     if cost.hit_rate >= 1.0 or all(layer.read_s == 0.0 for layer in cost.layers):
         return
     if problem.look_aheads != ("none",) and cost.predictor in LOOK_AHEAD_MODES:
-        yield (
-            "decode.look_ahead",
-            [
-                _Option(label=item, changes={"decode": {"look_ahead": item}})
-                for item in problem.look_aheads
-            ],
-        )
+        yield _offer("decode.look_ahead", problem.look_aheads)
     if cost.predictor == "low-rank" and _has_two_reads(problem, values):
-        yield (
-            "pipeline.phases",
-            [_Option(label=str(n), changes={"pipeline": {"phases": n}}) for n in (1, 2)],
-        )
-    ios = problem.ios
-    yield (
-        "io.engine",
-        [
-            _Option(
-                label=f"{io.engine}, {io.threads} thread{'s' * (io.threads > 1)}"
-                if io.engine == "pread"
-                else f"{io.engine}, {io.depth} deep",
-                changes={
-                    "io": {
-                        "engine": io.engine,
-                        # With a queue, half of the parts that a layer's reads are divided into.
-                        "threads": max(io.threads, 4) if io.engine == "io_uring" else io.threads,
-                        "depth": io.depth,
-                    }
-                },
-            )
-            for io in ios
-        ],
-    )
+        yield _offer("pipeline.phases", (1, 2))
+    yield "io.engine", [_offer_io(io) for io in problem.ios]
     if cost.predictor == "low-rank" and problem.by_expert:
-        yield (
-            "io.merge_gap",
-            [_Option(label=str(gap), changes={"io": {"merge_gap": gap}}) for gap in MERGE_GAPS],
-        )
-    yield (
-        "pipeline.cluster",
-        [_Option(label=str(size), changes={"pipeline": {"cluster": size}}) for size in CLUSTERS],
-    )
+        yield _offer("io.merge_gap", MERGE_GAPS)
+    yield _offer("pipeline.cluster", CLUSTERS)
+
+
+def _offer(key: str, values: Sequence[int | str]) -> tuple[str, Sequence[_Option]]:
+    table, _, name = key.partition(".")
+    return key, [_Option(label=str(value), changes={table: {name: value}}) for value in values]
+
+
+def _offer_io(io: IoChoice) -> _Option:
+    label, threads = f"{io.engine}, {io.threads} thread{'s' * (io.threads > 1)}", io.threads
+    if io.engine == "io_uring":
+        # With a queue, half of the parts that a layer's reads are divided into.
+        label, threads = f"{io.engine}, {io.depth} deep", max(io.threads, 4)
+    settings = {"engine": io.engine, "threads": threads, "depth": io.depth}
+    return _Option(label=label, changes={"io": settings})
 
 
 def _has_two_reads(problem: Problem, values: Values) -> bool:
