@@ -316,17 +316,16 @@ def describe_path(text: str) -> list[Explanation]:
     path = parse_path(text)
     found = []
     for kind in DOCUMENTS:
-        own = _find_document(kind, path)
-        if own is not None:
-            doc = describe_field(WRITTEN[own[0]], own[1])
-            if doc is not None:
-                found.append(Explanation(path=own[1], kind=own[0], value=None, steps=(), doc=doc))
+        owner, own = _find_document(kind, path)
+        doc = describe_field(WRITTEN[owner], own)
+        if doc is not None:
+            found.append(Explanation(path=own, kind=owner, value=None, steps=(), doc=doc))
     if not found:
         raise _report_unknown(text, path, "plan")
     return found
 
 
-def _find_document(kind: Kind, path: KeyPath) -> tuple[Kind, KeyPath] | None:
+def _find_document(kind: Kind, path: KeyPath) -> tuple[Kind, KeyPath]:
     """Document and path that ``path`` means in a document of ``kind``."""
     if kind == "plan" and len(path) > 1 and path[0] in ("device", "model"):
         other: Kind = "device" if path[0] == "device" else "model"
@@ -340,9 +339,7 @@ def explain_values(report: Report, kind: Kind, text: str) -> list[Explanation]:
     """Explain the values at ``text``, or the key if there are none; UserError P019 for unknown
     keys."""
     path = parse_path(text)
-    found = _find_document(kind, path)
-    assert found is not None
-    owner, own = found
+    owner, own = _find_document(kind, path)
     if EVERY_ITEM not in own and EVERY_NAME not in own:
         return [explain_value(report, kind, path)]
     source = report.files.get(owner)
@@ -371,9 +368,7 @@ def _expand_path(values: Any, path: KeyPath) -> Iterator[KeyPath]:
 
 def explain_value(report: Report, kind: Kind, path: KeyPath) -> Explanation:
     """Explain the value at ``path``, as `explain_values` does."""
-    found = _find_document(kind, path)
-    assert found is not None
-    owner, own = found
+    owner, own = _find_document(kind, path)
     resolved = report.resolved
     if owner == "plan" and len(path) > 1 and path[0] == "layers" and isinstance(path[1], int):
         own = _find_layer(report, path) if resolved is not None else own
@@ -441,8 +436,6 @@ def _report_unknown(text: str, path: KeyPath, kind: Kind) -> UserError:
 
 def write_chain(steps: tuple[Step, ...]) -> Iterator[str]:
     """The history, the strongest step first, one line each."""
-    from pi2.plan.toml.text import write_value
-
     for step in reversed(steps):
         shown = write_value(step.value)
         if len(shown) > 60:

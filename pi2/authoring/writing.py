@@ -56,12 +56,10 @@ def find_origin(source: SourceFile, path: KeyPath) -> str:
 def write_body(document: Document, comment: Comment) -> str:
     """Write all values of a document with the remarks that ``comment`` gives."""
     values = document.model_dump(mode="json", exclude_none=True)
+    root = type(document)
     if isinstance(document, Model):
-        return (
-            "\n".join(write_tables(WrittenModel, (), gather_blocks(document, values), comment))
-            + "\n"
-        )
-    return "\n".join(write_tables(type(document), (), values, comment)) + "\n"
+        root, values = WrittenModel, gather_blocks(document, values)
+    return "\n".join(write_tables(root, (), values, comment)) + "\n"
 
 
 def _describe_file(facts: FileFacts) -> Iterator[str]:

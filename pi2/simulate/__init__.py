@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +64,16 @@ class SimulationResult:
 
     @property
     def energy(self) -> Energy | None:
-        return _estimate_energy(self.inputs, self.decode)
+        """Power of what is at work times the time it is: all units, the CPU or the other one."""
+        rates, run = self.inputs.rates, self.decode
+        if rates.power_w is None and rates.both_w is None:
+            return None
+        cpu_w = rates.power_w or rates.both_w or 0.0
+        total = float(run.token_s.sum())
+        dense_s = min(float(run.dense_s.sum()), total) if self.inputs.uses_dense else 0.0
+        energy = cpu_w * (total - dense_s) + (rates.both_w or cpu_w) * dense_s
+        tokens = len(run.token_s) * self.inputs.settings.batch
+        return Energy(token_j=energy / tokens, mean_w=energy / total)
 
     @property
     def expected(self) -> Cost:
@@ -167,24 +175,8 @@ class SimulationResult:
         return "\n".join(lines)
 
 
-def _estimate_energy(inputs: Description, run: DecodeRun) -> Energy | None:
-    """Power of what is at work times the time it is: all units, the CPU or the other one alone."""
-    rates, batch = inputs.rates, inputs.settings.batch
-    if rates.power_w is None and rates.both_w is None:
-        return None
-    cpu_w = rates.power_w or rates.both_w or 0.0
-    total = float(run.token_s.sum())
-    dense_s = min(float(run.dense_s.sum()), total) if inputs.uses_dense else 0.0
-    energy = cpu_w * (total - dense_s) + (rates.both_w or cpu_w) * dense_s
-    tokens = len(run.token_s) * batch
-    return Energy(token_j=energy / tokens, mean_w=energy / total)
-
-
 def _round(value: float) -> float:
     return round(value, 4)
-
-
-Summary = Mapping[str, Any]
 
 
 def draw_run(result: SimulationResult, file_format: str) -> bytes:
@@ -273,30 +265,17 @@ def _check_reads(resolved: ResolvedPlan) -> list[Diagnostic]:
 
 def _check_units(resolved: ResolvedPlan) -> list[Diagnostic]:
     names = list_dense_units(resolved)
-    found = []
+    found: dict[str, str] = {}
     if len(names) > 1:
-        found.append(
-            (
-                f"layers are given to {', '.join(names)}: the simulator knows the CPU and one "
-                "other unit",
-                f"give the layers of `{names[-1]}` to `{names[0]}`",
-            )
-        )
+        message = f"layers are given to {', '.join(names)}: the simulator knows the CPU and one "
+        found[f"{message}other unit"] = f"give the layers of `{names[-1]}` to `{names[0]}`"
     if names and resolved.device.units[names[0]].emulated:
-        found.append(
-            (
-                f"the unit {names[0]!r} is the processor itself, emulating another one",
-                "give the layers to `cpu`",
-            )
-        )
+        message = f"the unit {names[0]!r} is the processor itself, emulating another one"
+        found[message] = "give the layers to `cpu`"
+    span = Span.of_file(str(resolved.path))
     return [
-        Diagnostic(
-            code=UNSUPPORTED_SPLIT,
-            message=message,
-            help=text,
-            span=Span.of_file(str(resolved.path)),
-        )
-        for message, text in found
+        Diagnostic(code=UNSUPPORTED_SPLIT, message=message, help=text, span=span)
+        for message, text in found.items()
     ]
 
 

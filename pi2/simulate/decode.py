@@ -169,7 +169,7 @@ def _draw_neurons(
 
 def add_layers(total: dict[str, F64], simulation: LayerSimulation, work: TokenWork) -> None:
     """Add the layers' times to their tokens, simulated on a grid of counts and interpolated."""
-    times = _LayerTable(simulation).look_up(work.resident, work.missing)
+    times = _look_up_times(simulation, work.resident, work.missing)
     for number, name in enumerate(COLUMNS):
         total[name] += times[..., number].sum(axis=1)
     touched_s = simulation.terms.touch_s * work.cached.sum(axis=1)
@@ -184,51 +184,41 @@ COLUMNS = ("token_s", "flash_s", "waiting_s", "cpu_s", "dense_s")
 RESULTS = (*COLUMNS, "read_bytes", "active_neurons", "missing_neurons")
 
 
-class _LayerTable:
-    """Times of a layer over resident and missing neurons, filled where it is looked at."""
+def _look_up_times(simulation: LayerSimulation, resident: F64, missing: F64) -> F64:
+    """Times [..., columns and bytes per missing neuron] for counts, simulated where they are."""
+    pairs = np.stack([resident, missing], axis=-1).reshape(-1, 2)
+    unique, where = np.unique(pairs, axis=0, return_inverse=True)
+    if len(unique) <= _FEW:
+        rows = np.array([_simulate(simulation, float(x), float(y)) for x, y in unique])
+        return np.asarray(rows[where.ravel()].reshape(*resident.shape, -1))
+    most = simulation.plan.possible
+    across, right = _find_cells(resident, most)
+    down, below = _find_cells(missing, most)
+    total = np.zeros((*resident.shape, len(COLUMNS) + 1))
+    for step_x, step_y in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        weight = (right if step_x else 1.0 - right) * (below if step_y else 1.0 - below)
+        used = weight > 0.0
+        if not used.any():
+            continue
+        corners = np.stack([across + step_x, down + step_y], axis=-1)[used]
+        unique, where = np.unique(corners, axis=0, return_inverse=True)
+        counts = [(_count_at(int(x), most), _count_at(int(y), most)) for x, y in unique]
+        rows = np.array([_simulate(simulation, *pair) for pair in counts])
+        total[used] += weight[used][:, None] * rows[where.ravel()]
+    return total
 
-    def __init__(self, simulation: LayerSimulation) -> None:
-        self._simulation = simulation
 
-    def look_up(self, resident: F64, missing: F64) -> F64:
-        """Return [..., columns and bytes per missing neuron] for counts of the same shape."""
-        pairs = np.stack([resident, missing], axis=-1).reshape(-1, 2)
-        unique, where = np.unique(pairs, axis=0, return_inverse=True)
-        if len(unique) <= _FEW:
-            rows = np.array([self._simulate(float(x), float(y)) for x, y in unique])
-            return np.asarray(rows[where.ravel()].reshape(*resident.shape, -1))
-        most = self._simulation.plan.possible
-        across, right = _find_cells(resident, most)
-        down, below = _find_cells(missing, most)
-        total = np.zeros((*resident.shape, len(COLUMNS) + 1))
-        for step_x, step_y in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            weight = (right if step_x else 1.0 - right) * (below if step_y else 1.0 - below)
-            used = weight > 0.0
-            if not used.any():
-                continue
-            corners = np.stack([across + step_x, down + step_y], axis=-1)[used]
-            unique, where = np.unique(corners, axis=0, return_inverse=True)
-            rows = np.array(
-                [
-                    self._simulate(_count_at(int(x), most), _count_at(int(y), most))
-                    for x, y in unique
-                ]
-            )
-            total[used] += weight[used][:, None] * rows[where.ravel()]
-        return total
-
-    def _simulate(self, resident: float, missing: float) -> tuple[float, ...]:
-        work = LayerWork(resident=resident, missing=missing)
-        times = self._simulation.run_ahead(work)
-        meter = times.meter
-        return (
-            times.duration_s,
-            meter.flash_s,
-            meter.waiting_s,
-            meter.cpu_s,
-            meter.dense_s,
-            meter.read_bytes / missing if missing else 0.0,
-        )
+def _simulate(simulation: LayerSimulation, resident: float, missing: float) -> tuple[float, ...]:
+    times = simulation.run_ahead(LayerWork(resident=resident, missing=missing))
+    meter = times.meter
+    return (
+        times.duration_s,
+        meter.flash_s,
+        meter.waiting_s,
+        meter.cpu_s,
+        meter.dense_s,
+        meter.read_bytes / missing if missing else 0.0,
+    )
 
 
 def _count_at(index: int, most: float) -> float:
@@ -290,7 +280,7 @@ def _trace_layer(
 ) -> LayerTimes:
     """Record a layer's FFN; reads that begin earlier are one slice, from the attention on."""
     times = simulation.run_ahead(work)
-    if simulation.looks_ahead and work.missing > 0:
+    if simulation.plan.settings.look_ahead != "none" and work.missing > 0:
         ready = replace(work, resident=work.resident + work.missing, missing=0.0)
         simulation.run(ready, recorder)
         recorder.add_slice(READ_LANE, "reads ahead", -before_s, times.meter.flash_s - before_s)

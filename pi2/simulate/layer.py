@@ -45,7 +45,6 @@ class LayerPlan:
     terms: LayerTerms
     settings: Settings
     stride: int
-    neuron_bytes: int
     cluster: int
     absent: float
     """Neurons of the computing experts that are not hot."""
@@ -313,7 +312,6 @@ class LayerSimulation:
             terms=self.terms,
             settings=settings,
             stride=sizes.stride,
-            neuron_bytes=sizes.whole_neuron,
             cluster=64 if reads is None else reads.cluster,
             absent=possible * (1.0 - kind.hot),
             possible=possible,
@@ -351,10 +349,6 @@ class LayerSimulation:
     @property
     def streams(self) -> bool:
         return self.plan.settings.stream is not None and self.plan.streamed >= 1.0
-
-    @property
-    def looks_ahead(self) -> bool:
-        return self.plan.settings.look_ahead != "none"
 
     def run_ahead(self, work: LayerWork) -> LayerTimes:
         """Run the layer with ``look_ahead``: it takes its computing time unless flash needs
