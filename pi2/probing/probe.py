@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,13 +214,7 @@ class KernelBench:
     def list_steps(self) -> list[StepFacts]:
         listed = [facts for item in self._tokens for facts in item.list_facts()]
         return listed + [
-            StepFacts(
-                kernel=step.kernel,
-                size=step.size,
-                read_bytes=step.read_bytes,
-                operations=step.operations,
-                width=step.width,
-            )
+            StepFacts(**{item.name: getattr(step, item.name) for item in fields(StepFacts)})
             for step in self._steps
         ]
 
@@ -239,7 +233,7 @@ class KernelBench:
     def _measure(self, rounds: int, keys: Collection[Key] | None) -> dict[Key, list[float]]:
         wanted = [step for step in self._steps if keys is None or step.key in keys]
         measures = [(step.key, make_timer(step)) for step in wanted]
-        found = collect_rounds(measures, rounds, ignore_progress, "")
+        found = collect_rounds(measures, rounds)
         for _ in range(rounds):
             for item in self._tokens:
                 own = {facts.key for facts in item.list_facts()}

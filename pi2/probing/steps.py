@@ -141,7 +141,6 @@ class TokenSteps:
             kernel=kernel,
             size=size,
             read_bytes=read_bytes,
-            operations=None,
             width=self._sizes.width,
             kv=self._variety.kv,
             activations=self._variety.activations,
@@ -241,13 +240,7 @@ class Steps:
                 executor.embed(self._many[:tokens])
             executor.attend(index % layers, 0)
 
-        return Step(
-            kernel="project-many",
-            size=tokens,
-            read_bytes=None,
-            operations=2.0 * tokens * weights,
-            run=run,
-        )
+        return Step(kernel="project-many", size=tokens, operations=2.0 * tokens * weights, run=run)
 
     def stir(self, index: int) -> None:
         """Read a layer's projections, and make the FFN's input anew: all ones."""
@@ -272,9 +265,7 @@ class Steps:
             time.sleep(REST_US / 1e6)
             return compute(index)
 
-        return Step(
-            kernel="wake", size=REST_US, read_bytes=None, operations=None, run=rest, base=compute
-        )
+        return Step(kernel="wake", size=REST_US, run=rest, base=compute)
 
     def _dense(self, tokens: int) -> Step:
         executor, chunk = self._executor, self._many[:tokens]
@@ -298,8 +289,6 @@ class Steps:
         return Step(
             kernel="look-up",
             size=missing,
-            read_bytes=None,
-            operations=None,
             run=self._make_look_up(missing),
             base=self._make_look_up(0) if missing else None,
             stir=self.stir,
@@ -334,6 +323,4 @@ class Steps:
         def run(index: int) -> None:
             route(moe, inputs @ router.T)
 
-        return Step(
-            kernel="route", size=EXPERTS, read_bytes=None, operations=None, run=run, stir=self.stir
-        )
+        return Step(kernel="route", size=EXPERTS, run=run, stir=self.stir)

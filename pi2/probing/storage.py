@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,6 @@ from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.io_engine import EngineName
 from pi2.probing.timing import Key, collect_rounds
 from pi2.probing.tokens import allocate, fill
-from pi2.progress import ignore_progress
 
 MIB = 1 << 20
 FILE_BYTES = 1024 * MIB
@@ -62,14 +61,7 @@ class ReadSpec:
 
     @property
     def key(self) -> Key:
-        return (
-            self.pattern,
-            str(self.block_bytes),
-            str(self.depth),
-            str(self.threads),
-            str(self.range_bytes),
-            str(self.burst),
-        )
+        return tuple(map(str, astuple(self)))
 
 
 def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
@@ -86,24 +78,12 @@ def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
     specs += [ReadSpec(pattern="random", block_bytes=8 * kib, depth=depth) for depth in depths]
     counts = [1, 4, 16]
     specs += [ReadSpec(pattern="random", block_bytes=8 * kib, threads=count) for count in counts]
-    specs += [
-        *(
-            ReadSpec(pattern="random", block_bytes=8 * kib, depth=128, burst=burst)
-            for burst in (1, BURST)
-        ),
-        ReadSpec(pattern="random", block_bytes=8 * kib, burst=1),
-        *(
-            ReadSpec(pattern="random", block_bytes=8 * kib, threads=count, burst=BURST)
-            for count in counts
-        ),
-    ]
+    bursts = ReadSpec(pattern="random", block_bytes=8 * kib, burst=BURST)
+    specs += [replace(bursts, depth=128, burst=burst) for burst in (1, BURST)]
+    specs += [replace(bursts, burst=1), *(replace(bursts, threads=count) for count in counts)]
     if file_bytes > LEAST_BYTES:
-        for size in (4, 8):
-            specs.append(
-                ReadSpec(
-                    pattern="random", block_bytes=size * kib, depth=128, range_bytes=LEAST_BYTES
-                )
-            )
+        near = ReadSpec(pattern="random", block_bytes=4 * kib, depth=128, range_bytes=LEAST_BYTES)
+        specs += [near, replace(near, block_bytes=8 * kib)]
     return specs
 
 
@@ -179,11 +159,10 @@ class StorageBench:
         self._at = 0
 
     def measure(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
-        """Bytes per second of each, ``rounds`` times; queued ones only where there are queues."""
-        if not self._has_queue():
-            specs = [spec for spec in specs if spec.depth is None]
-        measures = [(spec.key, lambda spec=spec: self._measure(spec)) for spec in specs]
-        return collect_rounds(measures, rounds, ignore_progress, "")
+        """Bytes per second of each, ``rounds`` times."""
+        usable = self._list_usable(specs)
+        measures = [(spec.key, lambda spec=spec: self._measure(spec)) for spec in usable]
+        return collect_rounds(measures, rounds)
 
     def measure_latency(self, rounds: int) -> list[float]:
         """Median seconds of one read of 4 KiB in an idle queue."""
@@ -206,13 +185,11 @@ class StorageBench:
         self, specs: list[ReadSpec], compute: Callable[[], None], rounds: int
     ) -> dict[Key, list[float]]:
         """Part of the shorter of reading and computing that running both saves, for each read."""
-        if not self._has_queue():
-            specs = [spec for spec in specs if spec.depth is None]
-        found: dict[Key, list[float]] = {spec.key: [] for spec in specs}
-        for _ in range(rounds):
-            for spec in specs:
-                found[spec.key].append(self._measure_saving(spec, compute))
-        return found
+        measures = [
+            (spec.key, lambda spec=spec: self._measure_saving(spec, compute))
+            for spec in self._list_usable(specs)
+        ]
+        return collect_rounds(measures, rounds)
 
     def _measure_saving(self, spec: ReadSpec, compute: Callable[[], None]) -> float:
         reader = self._make_reader(spec, _MISSES)
@@ -242,11 +219,13 @@ class StorageBench:
         finally:
             reader.close()
 
-    def _begin_batch(self, reader: FlashReader, spec: ReadSpec) -> Callable[[], None]:
-        """Ask for a layer's missing neurons; what is returned waits for them."""
-        slots = np.arange(_MISSES, dtype=np.int32)
-        count = self._size // spec.block_bytes
-        indices = self._random.choice(count, _MISSES, replace=False)
+    def _begin_batch(
+        self, reader: FlashReader, spec: ReadSpec, batch: int = _MISSES
+    ) -> Callable[[], None]:
+        """Ask for missing neurons, by default a layer's; what is returned waits for them."""
+        slots = np.arange(batch, dtype=np.int32)
+        count = min(spec.range_bytes or self._size, self._size) // spec.block_bytes
+        indices = self._random.choice(count, batch, replace=False)
         pending = reader.start(0, np.sort(indices).astype(np.int32), slots)
 
         def wait() -> None:
@@ -268,11 +247,11 @@ class StorageBench:
         for reader in self._readers.values():
             reader.close()
 
-    def _has_queue(self) -> bool:
-        spec = ReadSpec(pattern="random", block_bytes=4096, depth=1)
-        reader = self._make_reader(spec, 1)
+    def _list_usable(self, specs: list[ReadSpec]) -> list[ReadSpec]:
+        """Queued reads only where there are queues."""
+        reader = self._make_reader(ReadSpec(pattern="random", block_bytes=4096, depth=1), 1)
         try:
-            return reader.engine == "io_uring"
+            return [x for x in specs if x.depth is None or reader.engine == "io_uring"]
         finally:
             reader.close()
 
@@ -320,14 +299,9 @@ class StorageBench:
         if reader is None:
             reader = self._make_reader(spec, batch)
             self._readers[spec.key] = reader
-        count = min(spec.range_bytes or self._size, self._size) // spec.block_bytes
-        slots = np.arange(batch, dtype=np.int32)
         done, start = 0, time.perf_counter()
         while time.perf_counter() - start < ROUND_S:
-            indices = self._random.choice(count, batch, replace=False)
-            pending = reader.start(0, np.sort(indices).astype(np.int32), slots)
-            for number in range(len(pending.clusters)):
-                reader.finish(pending, number)
+            self._begin_batch(reader, spec, batch)()
             done += batch
         return done * spec.block_bytes / (time.perf_counter() - start)
 

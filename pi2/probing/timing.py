@@ -12,7 +12,6 @@ from pi2.diagnostics import UserError
 from pi2.plan.documents.device import KernelName
 from pi2.plan.documents.plan import ActivationType, KvType
 from pi2.probing import tokens
-from pi2.progress import Progress
 
 Key = tuple[str, ...]
 """What was measured: a kind, then its settings as text."""
@@ -63,15 +62,13 @@ def round_digits(value: float) -> float:
 
 
 def collect_rounds(
-    measures: Sequence[tuple[Key, Callable[[], float]]], rounds: int, progress: Progress, label: str
+    measures: Sequence[tuple[Key, Callable[[], float]]], rounds: int
 ) -> dict[Key, list[float]]:
     """Measure everything in turn, ``rounds`` times, so that drift shows in every spread."""
     found: dict[Key, list[float]] = {key: [] for key, _ in measures}
-    total = rounds * len(measures)
-    for number in range(rounds):
-        for place, (key, measure) in enumerate(measures):
+    for _ in range(rounds):
+        for key, measure in measures:
             found[key].append(measure())
-            progress(label, (number * len(measures) + place + 1) / total)
     return found
 
 
@@ -87,8 +84,8 @@ class StepFacts:
 
     kernel: KernelName
     size: int
-    read_bytes: int | None
-    operations: float | None
+    read_bytes: int | None = None
+    operations: float | None = None
     width: int = tokens.LARGE.width
     """Width of the model."""
     kv: KvType = "fp16"
