@@ -51,6 +51,27 @@ def open_stream(path: Path) -> FileIO:
     return FileIO(open_regular(path), "rb")
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write ``data`` whole or not at all, in a folder that is made; raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def is_gguf(path: Path) -> bool:
     """Whether a file is a GGUF file, whatever its name is, or is called one."""
     if path.name.endswith(".toml"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 from pathlib import Path
 
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.compilers import Compiler
 from pi2.backends.hexagon.sizes import UnitSizes, lay_out_scratch
 from pi2.backends.hexagon.specification import VERSIONS, HexagonSpec, Version
+from pi2.caches import replace_file
 from pi2.plan.documents.device import Unit
 from pi2.progress import Progress, ignore_progress
 
@@ -51,16 +51,8 @@ def choose_version(unit: Unit) -> Version:
 
 def write_library(spec: HexagonSpec, folder: Path, progress: Progress = ignore_progress) -> None:
     """Write a library to ``folder``; raises P650 and P651 as compiling does."""
-    folder.mkdir(parents=True, exist_ok=True)
     for compiler in (PROGRAMS, OBJECTS):
         made = load_or_compile(spec, progress, compiler)
-        _replace(folder / f"graphs{compiler.suffix}", made.read_bytes())
+        replace_file(folder / f"graphs{compiler.suffix}", made.read_bytes())
     (folder / PROGRAM).chmod(0o755)  # the emulator asks for it
-    _replace(folder / "graphs.json", write_index(spec).encode())
-
-
-def _replace(target: Path, content: bytes) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        temporary = Path(folder) / target.name
-        temporary.write_bytes(content)
-        temporary.replace(target)
+    replace_file(folder / "graphs.json", write_index(spec).encode())

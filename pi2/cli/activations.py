@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pi2.caches import replace_file
 from pi2.cli.commands import ProgressBar, in_help
 from pi2.cli.options import (
     FILE,
@@ -264,10 +265,7 @@ def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
             plan.path, given.read_passages(), overrides=plan.overrides, progress=progress
         )
     try:
-        given.output.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".part")
-        temporary.write_bytes(encode_trace(trace, notes))
-        temporary.replace(path)
+        replace_file(path, encode_trace(trace, notes))
     except OSError as error:
         raise UserError.of("P666", f"cannot write {path}: {error.strerror}") from None
     click.echo(describe_routing(trace))

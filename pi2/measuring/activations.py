@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import time
 import zipfile
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ import numpy.typing as npt
 
 from pi2.arrays import F32, I32, I64, Bits, Raw
 from pi2.backends.protocol import BuildRequest, Executor
-from pi2.caches import read_regular
+from pi2.caches import read_regular, replace_file
 from pi2.diagnostics import UserError
 from pi2.engine.observation import DenseObserver, Routing
 from pi2.importing.conversion_job import note_identity
@@ -386,13 +385,8 @@ def _restore(folder: Path, job: str, counts: Counts) -> int:
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file whole or not at all; UserError P666 if the system refuses."""
-    temporary = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_file(path, data)
     except OSError as error:
         raise _explain(path, error) from None
 

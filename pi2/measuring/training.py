@@ -15,6 +15,7 @@ import numpy as np
 
 from pi2.authoring.writing import write_document
 from pi2.backends.protocol import BuildRequest, Executor
+from pi2.caches import replace_file
 from pi2.diagnostics import UserError
 from pi2.engine.observation import DenseObserver
 from pi2.fitting.sizes import find_needs
@@ -172,13 +173,13 @@ def publish_predictors(resolved: ResolvedPlan, fits: Sequence[LayerFit], output:
     try:
         output.mkdir(parents=True, exist_ok=True)
         write_predictors(resolved, model, fits, output / "store")
-        _write(output / f"{model.id}.model.toml", write_document(model))
+        replace_file(output / f"{model.id}.model.toml", write_document(model).encode())
         plan = output / "default.plan.toml"
         device = resolved.plan.device
         if "/" in device or device.endswith(".toml"):
             device = "./machine.device.toml"
-            _write(output / "machine.device.toml", write_document(resolved.device))
-        _write(plan, write_plan_text(resolved, model, device))
+            replace_file(output / "machine.device.toml", write_document(resolved.device).encode())
+        replace_file(plan, write_plan_text(resolved, model, device).encode())
     except OSError as error:
         raise UserError.of(
             "P523",
@@ -272,15 +273,6 @@ def write_plan_text(resolved: ResolvedPlan, model: Model, device: str) -> str:
             }
         )
     )
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 _SMALL_WEIGHTS = 1 << 22

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import NoReturn
 from urllib.parse import unquote, urljoin, urlsplit
 
-from pi2.caches import find_cache_folder
+from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.plan.toml.source import MAX_BYTES
 from pi2.sharing.git import Revision, RevisionKind, read_git_file, resolve_revision
@@ -122,22 +122,8 @@ def hash_bytes(data: bytes) -> str:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` whole or not at all; UserError P003 if the system refuses."""
-    import tempfile
-
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        _sync_folder(path.parent)
+        replace_file(path, data)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError.of("P003", f"cannot be written: {reason}", file=str(path)) from None
@@ -155,14 +141,6 @@ def write_report(path: Path, text: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError.of("P003", f"cannot be written: {reason}", file=str(path)) from None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.host import load_host_loops
+from pi2.caches import replace_file
 from pi2.diagnostics import UserError
 from pi2.machine import detect_machine, inspect_storage
 from pi2.measuring.bandwidth import BandwidthMeter
@@ -92,9 +93,7 @@ def write_probe(
     )
     text += write_toml(describe_device(name, measure(place, recipes, rounds)))
     try:
-        temporary = output.with_name(f".{output.name}.part")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(output)
+        replace_file(output, text.encode())
     except OSError as error:
         raise UserError.of("P675", f"{output} cannot be written: {error.strerror}") from None
 
