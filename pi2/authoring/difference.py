@@ -207,8 +207,7 @@ def _is_keyed(items: Any) -> bool:
 
 
 def compare_plans(before: ResolvedPlan, after: ResolvedPlan) -> list[Change]:
-    """Values of plan, device and model that differ, layers excepted; paths of documents do not
-    count."""
+    """Values of plan, device and model that differ, without layers and paths of documents."""
     same_store = os.path.realpath(before.store_path) == os.path.realpath(after.store_path)
     changes = [
         item
@@ -222,8 +221,7 @@ def compare_plans(before: ResolvedPlan, after: ResolvedPlan) -> list[Change]:
 
 
 def compare_layers(before: ResolvedPlan, after: ResolvedPlan) -> list[LayerChange]:
-    """Layers whose resolved settings differ, grouped by equal difference, as far as both models
-    go."""
+    """Layers whose resolved settings differ, grouped by equal difference."""
     pairs = list(enumerate(zip(before.layers, after.layers, strict=False)))
     strides = (before.bundle.stride, after.bundle.stride)
     changes = []

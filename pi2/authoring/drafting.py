@@ -29,8 +29,7 @@ def write_overlay(
     remarks: Sequence[str] = (),
     key: Literal["extends", "weights"] = "extends",
 ) -> str:
-    """A plan that extends ``base`` or runs this file of weights; None removes an inherited
-    value."""
+    """A plan that extends ``base`` or runs this file of weights; None removes a value."""
     lines = [f"# {remark}" for remark in remarks]
     value = base if key == "weights" else [base]
     lines += [f"schema_version = {SCHEMA_VERSION}", f"{key} = {write_value(value)}"]

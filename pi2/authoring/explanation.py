@@ -172,8 +172,7 @@ class FieldDoc:
 
 
 def list_keys(root: type[BaseModel], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Paths of all keys, tables first; `EVERY_ITEM` stands for array entries, `EVERY_NAME` for
-    names."""
+    """Paths of all keys, tables first, with `EVERY_ITEM` and `EVERY_NAME` for items and names."""
     table = find_type(root, path) if path else root
     assert isinstance(table, type) and issubclass(table, BaseModel), path
     for name in table.model_fields:
@@ -280,8 +279,7 @@ class Explanation:
 
 
 def parse_path(text: str) -> KeyPath:
-    """Split ``layers.overrides[0].hot`` or ``units."a.b"``; ``[]`` and ``*`` mean every item or
-    name."""
+    """Split ``layers.overrides[0].hot`` or ``units."a.b"``; ``[]`` and ``*`` mean every one."""
     parts: list[str | int] = []
     position = 0
     while position < len(text):
@@ -336,8 +334,7 @@ def _find_document(kind: Kind, path: KeyPath) -> tuple[Kind, KeyPath]:
 
 
 def explain_values(report: Report, kind: Kind, text: str) -> list[Explanation]:
-    """Explain the values at ``text``, or the key if there are none; UserError P019 for unknown
-    keys."""
+    """Explain the values at ``text``, else the key; UserError P019 for unknown keys."""
     path = parse_path(text)
     owner, own = _find_document(kind, path)
     if EVERY_ITEM not in own and EVERY_NAME not in own:

@@ -79,8 +79,7 @@ def replay_command(trace: Path, given: ReplayOptions) -> None:
 
 
 def count_slots(size: str, trace: RoutingTrace) -> int:
-    """Experts that fit into ``size``; UserError P552 if it is invalid or below one token's
-    experts."""
+    """Experts that fit into ``size``; UserError P552 if it is invalid or too small for a token."""
     from pi2.plan.documents.quantities import BYTE_UNITS, QuantityError, parse_quantity
 
     layers, chosen = trace.chosen.shape[1:]
@@ -251,8 +250,7 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
 
 
 def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
-    """Record and describe routing; UserError P664 if a recording exists, P666 if it cannot be
-    written."""
+    """Record and describe routing; UserError P664 if a recording exists, P666 without room."""
     from pi2.measuring.routing import ROUTING, encode_trace, record_routing
 
     path = given.output / ROUTING

@@ -93,8 +93,7 @@ def show_controls(text: str) -> str:
 
 
 def is_control(letter: str) -> bool:
-    """Whether a terminal obeys it: C0 and C1 except new lines and tabs, and text direction
-    marks."""
+    """Whether a terminal obeys it: C0 and C1 but new lines and tabs, and text direction marks."""
     code = ord(letter)
     is_turning = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
     return (code < 32 and letter not in "\n\t") or 127 <= code < 160 or is_turning

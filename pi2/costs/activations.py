@@ -113,8 +113,7 @@ class Hotness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitedHotness(Hotness):
-    """Activation of several sequences together; ``active`` is of the union of their experts'
-    neurons."""
+    """Activation of several sequences together; ``active`` is of the union of their experts."""
 
     base: Hotness
     """Hotness for one sequence."""
@@ -311,8 +310,7 @@ def compute_hit_chances(
     token_correlation: float,
     expert_correlation: float,
 ) -> F64:
-    """Chance [CLASSES] that an active cold neuron is cached; ``chosen`` is the chance of an
-    expert."""
+    """Chance [CLASSES] that an active cold neuron is cached; ``chosen``: chance of an expert."""
     cold = 1.0 - weigh_hot(hot_share)
     absent = float(cold.mean())
     if cold_share <= 0.0 or absent <= 0.0:
@@ -432,8 +430,7 @@ class CountedHotness(Hotness):
 
 
 def read_counts(store: Path, layers: int, neurons: int) -> F64 | None:
-    """Share of tokens that activate each neuron [layers, neurons], hottest first; None if
-    unknown."""
+    """Share of tokens that activate each neuron [layers, neurons], hottest first, or None."""
     path = store / COUNTS_FILE
     if not path.is_file():
         return None

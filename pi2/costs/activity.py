@@ -132,8 +132,8 @@ class LayerActivity:
         return lost + self._count(hot, hits, self.find_read_chances(hot, hits, leave_out))
 
     def find_read_chances(self, hot: float, hits: F64, leave_out: float) -> F64:
-        """Chance [CLASSES] that a named, missing neuron is read if ``leave_out`` of the scores may
-        be left out."""
+        """Chance [CLASSES] that a named, missing neuron is read if ``leave_out`` may be left
+        out."""
         missing = (1.0 - weigh_hot(hot)) * (1.0 - hits)
         return find_read_chances(self._chances, missing, leave_out)
 
@@ -157,8 +157,7 @@ class LayerActivity:
         return float(chances.sum()) * self._class_uses
 
     def merge_reads(self, hot: float, cold: float, gap: int) -> MergedReads:
-        """Reads that neighbours of an expert share if gaps of up to ``gap`` neurons are read
-        across."""
+        """Reads that neighbours of an expert share where reads cross up to ``gap`` neurons."""
         weights = self._chances * (1.0 - weigh_hot(min(sum(self.divide_room(hot, cold)), 1.0)))
         if not weights.any():
             return MergedReads()
@@ -174,8 +173,8 @@ class LayerActivity:
         )
 
     def _find_frequent(self, hot: float, cold: float) -> F64:
-        """A neuron with chance c has a count of mean c m and variance c m / 2 over m remembered
-        tokens."""
+        """Counts over m remembered tokens have the mean c m and the variance c m / 2, c a
+        chance."""
         absent = 1.0 - weigh_hot(hot)
         counts = self._chances * self.chosen * _MEMORY_TOKENS
         spread = np.sqrt(np.maximum(counts / 2.0, 1e-12))
@@ -240,8 +239,7 @@ def _unite_all(found: Sequence[LayerActivity], batch: int) -> tuple[LayerActivit
 
 @lru_cache(maxsize=512)
 def average_chances(hotness: Hotness) -> F64:
-    """Mean chance [CLASSES] over tokens that use different numbers of neurons; rare neurons
-    gain."""
+    """Mean chance [CLASSES] over tokens that use different numbers of neurons."""
     if hotness.active >= 1.0:
         return np.ones(CLASSES)
     points, weights = weigh_shifts(25)
@@ -261,8 +259,8 @@ def describe_activity(
     *,
     batch: int = 1,
 ) -> tuple[tuple[LayerActivity, ...], str]:
-    """Activity of every layer for ``batch`` sequences, and its source; ``store`` may have
-    statistics."""
+    """Activity of each layer for ``batch`` sequences, by the ``store``'s statistics if it has
+    any."""
     found, source = _describe_single(model, mode, store, constants)
     return _unite_all(found, batch), source
 
@@ -314,8 +312,7 @@ def _describe_single(
 
 
 def _choose_experts(model: Model, layers: Sequence[LayerActivity]) -> tuple[LayerActivity, ...]:
-    """The layers with the share of neurons that may compute a token; equal layers stay one
-    object."""
+    """The layers with their shares of neurons that may compute; equal layers stay one object."""
     parts = [block.ffn.neurons / model.layer_neurons for block in model.blocks[: len(layers)]]
     keys = [(id(layer), part) for layer, part in zip(layers, parts, strict=True)]
     made = {

@@ -43,7 +43,7 @@ from pi2.plan.arithmetic.sizes import (
 
 
 def count_memory(resolved: ResolvedPlan, tokens: int = POSITION) -> int:
-    """Resident bytes after ``tokens`` of context: needs of the segments, used KV cache, neuron
+    """Resident bytes after ``tokens`` of context: needs of segments, used KV cache, neuron
     cache."""
     segments = resolved.plan.memory.segments
     needs = dict(find_needs(resolved).items())
@@ -124,8 +124,7 @@ class Cost:
 
     @property
     def spread_tokens_s(self) -> float:
-        """Standard uncertainty of ``tokens_s`` from the spread of measured steps; 0 if
-        unmeasured."""
+        """Standard uncertainty of ``tokens_s`` from the spread of measured steps, 0 without."""
         steps = {
             "project": sum(layer.attention_s for layer in self.layers),
             "predict": sum(layer.predict_s for layer in self.layers),
@@ -149,8 +148,7 @@ class Cost:
 
     @property
     def token_j(self) -> float | None:
-        """Joules per token; the processor draws power all the time, the other unit while it
-        computes."""
+        """Joules per token; the processor always draws power, the other unit while it computes."""
         if self.power_w is None:
             return None
         dense_s = sum(layer.dense_s for layer in self.layers)
@@ -170,8 +168,7 @@ def cost_plan(
     position: int = POSITION,
     prompt: int = PROMPT,
 ) -> Cost:
-    """Cost of a token after ``position`` tokens, and of a prompt; UserError P351 for missing
-    figures."""
+    """Cost of a token after ``position`` tokens, and of a prompt; UserError P351."""
     return cost_resolved(
         resolved, rates, store=resolved.store_path, position=position, prompt=prompt
     )

@@ -70,8 +70,7 @@ def cost_layer(
     cold: float,
     dense: float = 0.0,
 ) -> LayerCost:
-    """Cost of a layer: ``hot`` neurons stay, the cache holds ``cold``, a dense unit computes
-    ``dense``."""
+    """Cost of a layer: ``hot`` neurons stay, a cache holds ``cold``, a unit computes ``dense``."""
     terms = find_terms(rates, sizes, settings, activity, hot=hot, dense=dense)
     counts = _count_neurons(settings, activity, terms, hot=hot, cold=cold, dense=dense)
     cost = partial(_cost_counts, sizes, settings, activity, terms, hot, cold)
@@ -220,8 +219,7 @@ def _count_neurons(
 
 
 def run_beside(steps: Sequence[Work], terms: LayerTerms) -> float:
-    """Seconds of the processor's ``steps`` while the dense unit works; both slow if memory
-    saturates."""
+    """Seconds of ``steps`` beside the dense unit; both are slower if memory saturates."""
     launch_s, dense = terms.launch_s, terms.dense
     if dense.seconds <= 0.0:
         return sum(step.seconds for step in steps)

@@ -93,8 +93,7 @@ LAST_KERNELS = 2
 
 
 def read_whole_rates(device: Device, name: str, constants: Constants | None = None) -> Rates:
-    """Rates of the unit ``name`` that has the whole model; UserError P351 without its memory's
-    rate."""
+    """Rates of the unit ``name`` that has the whole model; UserError P351 without its rate."""
     constants = constants or Constants()
     unit = device.units[name]
     bytes_s, figures, source = _find_memory_rate(device, name, unit, constants)

@@ -170,8 +170,7 @@ def read_rates(
     *,
     unit: str | None = None,
 ) -> Rates:
-    """Rates of a device at a model's ``width`` for the dense ``unit``; UserError P351 for missing
-    figures."""
+    """Rates of a device at a model's ``width``, with the dense ``unit``; UserError P351."""
     return _Reader(device, width, constants or Constants()).read(unit)
 
 
@@ -332,8 +331,7 @@ class _Reader:
         return constants.x86_of_peak if is_x86 else constants.arm_of_peak
 
     def _find_core_ops(self) -> float | None:
-        """Operations per second of a core for a token; None if unknown or part of a reading
-        rate."""
+        """Operations per second of a core for a token; None if unknown or hidden by reading."""
         stated = self._times.measured or self._cpu.read_bandwidth is not None
         if stated or self._cpu.architecture is None:
             return None

@@ -215,8 +215,7 @@ def find_reads(
     streams: bool = False,
     run: int = 1,
 ) -> Reads:
-    """Reads of a plan's settings, from the nearest measured ones; ``overlap`` stands in for
-    unmeasured engines."""
+    """Reads of a plan's settings, from the nearest measured ones; else with ``overlap``."""
     if phases is None:
         choices = list_io_choices(flash, stride, range_bytes, place_s, run=run)
     else:
@@ -340,8 +339,7 @@ def _make_choice(
 def _time_read(
     flash: Flash, own: list[FlashPoint], size_bytes: float, range_bytes: int, lanes: int
 ) -> float:
-    """Seconds of one of many reads; bytes beyond the largest measured block come at the best
-    rate."""
+    """Seconds of one of many reads; bytes beyond the largest block come at the best rate."""
     blocks = [item.block_bytes for item in own]
     within = min(max(size_bytes, min(blocks)), max(blocks))
     seconds = within / _find_rate(flash, own, round(within), range_bytes, lanes)

@@ -42,8 +42,7 @@ class Stream:
         return float(ceil(absent / self.neurons - 1e-9)) if absent > 0.0 else 0.0
 
     def time_wait(self, absent: float, before_s: float, compute_s: float) -> float:
-        """Seconds of a layer beyond its arithmetic: ``before_s``, then ``compute_s`` for ``absent``
-        neurons."""
+        """Seconds of a layer beyond arithmetic: ``before_s``, ``compute_s`` for ``absent``."""
         pieces = self.count_pieces(absent)
         if pieces == 0.0:
             return 0.0
@@ -150,8 +149,7 @@ def read_settings(
     *,
     named: bool = True,
 ) -> Settings:
-    """Settings of a plan with read times, over layers whose neurons are ``named`` or all
-    computed."""
+    """Settings of a plan with read times, of layers with ``named`` neurons or the others."""
     plan = resolved.plan
     predictor = plan.decode.predictor if named else "none"
     numbers = resolved.named_layers if named else resolved.whole_layers
@@ -219,8 +217,7 @@ def count_run(resolved: ResolvedPlan, store: Path | None) -> int:
 
 
 def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
-    """The plan's gap if a mixture's neurons lie by expert; other orders have few missing
-    neighbours."""
+    """The plan's gap if a mixture's neurons lie by expert; else few neighbours are missing."""
     plan = resolved.plan
     if resolved.model.moe is None or plan.pipeline.phases != 1:
         return None

@@ -159,8 +159,7 @@ def _find_predict(rates: Rates, sizes: Sizes, settings: Settings) -> Work:
 
 
 def _time_attention(rates: Rates, sizes: Sizes, settings: Settings) -> tuple[float, float]:
-    """Seconds of projections and KV cache at the position, and of one more token; units share
-    memory."""
+    """Seconds of projections and KV cache at the position, and of one more token."""
     speed, batch = rates.scale(settings.threads), settings.batch
     seconds = divide_matrix(
         rates,

@@ -202,8 +202,7 @@ def sift(
     checked: Iterable[str],
     project: ProjectSettings | None = None,
 ) -> Sifted:
-    """Leave out ignored findings; unused or unreadable ignores in ``checked`` files become
-    findings."""
+    """Leave out ignored findings; unused or unreadable ignores in ``checked`` are findings."""
     project = project or ProjectSettings()
     ignores: list[Ignore] = []
     left: list[Diagnostic] = []

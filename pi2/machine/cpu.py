@@ -179,8 +179,7 @@ Processor = Mapping[str, str]
 
 
 def _read_processors(root: Path) -> list[Processor]:
-    """Processors of ``/proc/cpuinfo``, completed by entries of the whole system, as phones have
-    them."""
+    """Processors of ``/proc/cpuinfo``, with entries of the whole system, as phones have them."""
     common: dict[str, str] = {}
     processors: list[dict[str, str]] = []
     for block in (read_text(root / "proc/cpuinfo") or "").split("\n\n"):

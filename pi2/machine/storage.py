@@ -138,8 +138,7 @@ def inspect_storage(path: Path, root: Path = Path("/")) -> Storage:
 
 
 def probe_direct_reads(path: Path) -> DirectReads:
-    """Read a block of ``path``, a file or folder, past the page cache: some systems fail only
-    then."""
+    """Read a block of ``path``, a file or folder, past the page cache: some fail only then."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return DirectReads(works=False, obstacle="this system has no O_DIRECT")

@@ -60,8 +60,7 @@ class Counts:
 
     @classmethod
     def make(cls, layers: int, neurons: int, samples: int, moments_of: int = 0) -> Counts:
-        """Empty counts with ``samples`` evenly spread neurons; ``moments_of``: input width, 0 for
-        none."""
+        """Empty counts of ``samples`` spread neurons; ``moments_of``: input width, or 0."""
         chosen = np.unique(np.linspace(0, neurons - 1, min(samples, neurons)).astype(np.int32))
         return cls(
             fired=np.zeros((layers, len(BATCHES), neurons), np.int64),
@@ -80,8 +79,7 @@ class ActivationCounter:
     """An observer of FFNs (`pi2.engine.observation`) that adds to ``counts``."""
 
     def __init__(self, counts: Counts, largest: float | None) -> None:
-        """``largest``: share of a token's neurons, by magnitude, that counts as active; None:
-        non-zero."""
+        """``largest``: share of a token's neurons that counts as active; None: non-zero ones."""
         self.counts = counts
         self._largest = largest
 

@@ -84,8 +84,7 @@ _KIB = 1024
 def describe_changes(
     resolved: ResolvedPlan, thresholds: Thresholds, goal: Goal, file: str
 ) -> dict[str, object]:
-    """Changes of the plan for ``thresholds`` in ``file``: gates first, room for gates and open
-    neurons."""
+    """Changes of the plan for ``thresholds`` in ``file``: gates first, and room for them."""
     sparsity: dict[str, object] = {"method": goal.method}
     if goal.target is not None:
         sparsity["target"] = goal.target
@@ -136,8 +135,7 @@ class KeptFindings:
     _written_s: float = field(default_factory=time.monotonic)
 
     def restore(self, digest: str, layers: dict[int, LayerMagnitudes]) -> int:
-        """Fill ``layers`` with counts of the same plan and texts; return how many windows they
-        cover."""
+        """Fill ``layers`` with counts of the same plan and texts; return their windows."""
         text = json.dumps([FORMAT, digest, *self.asked], default=str)
         self._key = hashlib.sha256(text.encode()).hexdigest()
         if self.file is None:

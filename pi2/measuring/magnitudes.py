@@ -96,8 +96,7 @@ class Histogram:
         return LayerThresholds(gate=_shorten(low + part * (high - low)), computed=kept, active=kept)
 
     def _choose_both(self, target: float) -> LayerThresholds:
-        """CATS and TEAL: the pair of thresholds that leaves out ``target`` and loses the least
-        energy."""
+        """CATS and TEAL: thresholds that leave out ``target`` and lose the least energy."""
         total = int(self.both.sum())
         # Neurons below each edge of gates, and the energy that goes with them.
         closed = np.concatenate([[0], np.cumsum(self.both.sum(axis=1))]) / total

@@ -114,8 +114,7 @@ def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
 
 
 def order_by_coactivation(statistics: Path, layers: int, neurons: int) -> I32:
-    """Orders by hotness in bands, in each by chains of neurons that fire together; UserError
-    P540."""
+    """Orders in bands of hotness, each by chains of neurons that fire together; UserError P540."""
     counts = read_counts(_find_counts(statistics), layers, neurons)
     pairs = _read_pairs(statistics / COACTIVATIONS, layers, neurons)
     borders = [0, *(round(share * neurons) for share in BANDS)]

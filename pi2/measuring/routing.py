@@ -220,8 +220,7 @@ def _find_popular(counts: I64) -> float:
 
 
 def _measure_reuse(chosen: I32, sequences: I32, distance: int) -> float:
-    """Share of the experts ``chosen`` [tokens, k] that one of ``distance`` tokens before also
-    chose."""
+    """Share of ``chosen`` [tokens, k] that a token within ``distance`` before also chose."""
     tokens = len(chosen)
     used = np.zeros((tokens, int(chosen.max()) + 1), bool)
     np.put_along_axis(used, chosen, True, axis=1)

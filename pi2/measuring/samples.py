@@ -54,8 +54,7 @@ def list_workloads(
     depths: Sequence[int],
     sequences: Sequence[int | None] = (None,),
 ) -> list[Workload]:
-    """All prompts, then all answers, at all depths and numbers of ``sequences``; 0 lengths are left
-    out."""
+    """All prompts, then all answers, at all depths and ``sequences``; lengths of 0 are left out."""
     return [
         *(Workload("pp", length, depth) for depth in depths for length in prompts if length),
         *(
@@ -69,8 +68,7 @@ def list_workloads(
 
 
 class TokenSource:
-    """Endless tokens, equal for every program; repetitions continue, so that the cache does not
-    know them."""
+    """Endless tokens, equal for every program and new for the cache in each repetition."""
 
     def __init__(self, tokens: I32) -> None:
         assert len(tokens) > 0

@@ -78,8 +78,7 @@ class Passages:
         return replace(self, texts=texts, count=self.held_out or count)
 
     def cut(self, model: LoadedModel) -> list[Window]:
-        """The windows; UserError P660 if no token is scored, P661 if context and stride do not
-        fit."""
+        """The windows; UserError P660 if no token is scored, P661 for context or stride."""
         room = model.plan.plan.kv.context
         size = min(512, room) if self.context is None else self.context
         step = size if self.stride is None else self.stride

@@ -138,8 +138,7 @@ def choose_rank(samples: LayerSamples, resolved: ResolvedPlan, recipe: Recipe) -
 
 
 def count_token_bytes(fit: Fit, resolved: ResolvedPlan, precision: Precision) -> float:
-    """Bytes per token of a layer or expert: predictor, and named neurons, absent ones weighing
-    more."""
+    """Bytes per token of a predictor and the neurons that it names; absent ones weigh more."""
     hidden, neurons = resolved.model.stored_neuron_width, resolved.model.shape.ffn
     rank = fit.weights.rank
     own = matrix_bytes(rank, hidden, precision) + matrix_bytes(neurons, rank, precision)

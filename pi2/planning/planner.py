@@ -72,8 +72,7 @@ class PlannedPlan:
 
 
 def plan(wish: Wish) -> PlannedPlan:
-    """The best plan; UserError P350 for an impossible wish, P351 for missing figures, P352 without
-    a solver."""
+    """The best plan; UserError P350 if there is none, P351 for missing figures, P352."""
     if wish.tokens_s is None:
         check_device_memory(wish)
         return _plan_within(wish)
@@ -200,8 +199,7 @@ def _choose_layout(
 
 
 def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -> Iterator[str]:
-    """Why units beside the CPU have nothing to do; ``other`` is a plan with the unit of known
-    rates."""
+    """Why units beside the CPU have nothing to do; ``other``: a plan with the known unit."""
     used = _list_units(chosen.values["layers"])
     known = read_rates(wish.device, wish.model.shape.stored_hidden).dense
     for name, unit in wish.device.units.items():

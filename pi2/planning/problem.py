@@ -168,8 +168,7 @@ class Problem:
 
 
 def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -> Problem:
-    """Choices that device and model leave, with costs; ``bundle``: layout, by default the
-    closest."""
+    """Choices that device and model leave, with costs; by default the closest ``bundle``."""
     model = wish.model
     if bundle is None:
         least = round_up(model.lay_out_bundle().used_bytes, find_block_bytes(wish.device))

@@ -156,8 +156,7 @@ class Program:
         return None if result.x is None else self._read(result.x)
 
     def _time_prompt_token(self, chunk: ChunkChoice) -> float:
-        """Seconds per prompt token that depend on the chunk: streaming and unpacking all
-        neurons."""
+        """Seconds per prompt token that depend on the chunk: all neurons stream or unpack."""
         problem = self._problem
         layers = sum(group.count for group in problem.groups)
         size = layers * problem.neurons * problem.stride

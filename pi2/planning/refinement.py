@@ -38,8 +38,7 @@ _CHUNK = 256
 def list_whole_plans(
     wish: Wish, bundle: BundleLayout, predictors: tuple[PredictorMode, ...]
 ) -> Iterator[tuple[Values, ResolvedPlan, Cost]]:
-    """Plans for each unit with its own memory, predictor and KV type; unknown rates are left
-    out."""
+    """Plans for each unit with memory, rates and a backend, by predictor and KV type."""
     types: tuple[KvType, ...] = ("fp16",) if wish.exact else ("fp16", "int8")
     usual = list_usual_backends()
     for name, unit in wish.device.units.items():
@@ -66,8 +65,7 @@ def list_whole_plans(
 
 
 def _fit(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
-    """Fit the plan's memories to their needs; None if too large, or the backend cannot compute
-    it."""
+    """Fit the plan's memories to their needs; None if too large, or not computable."""
     resolved = resolve_values(values, wish.device, wish.model)
     backend = find_whole_backend(resolved.name_backend(name))
     assert backend is not None

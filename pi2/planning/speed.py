@@ -78,8 +78,7 @@ def check_speed(resolved: ResolvedPlan) -> tuple[Diagnostic, ...]:
 
 
 def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> PlannedPlan:
-    """The plan for a speed: fastest in a stated memory, else least memory or energy.  UserError
-    P350."""
+    """The plan for a speed: fastest in a stated memory, else least memory or energy; P350."""
     assert wish.tokens_s is not None
     device_bytes = check_device_memory(wish)
     stated = [size for size in (wish.memory_bytes, device_bytes) if size is not None]
@@ -140,8 +139,7 @@ def _list_sparing(wish: Wish, make_plan: Planner) -> Iterator[PlannedPlan]:
 
 
 def _explain(wish: Wish, fastest: PlannedPlan, needed: PlannedPlan | None) -> UserError:
-    """P350: what limits the fastest plan, and the nearest wishes; ``needed``: the plan with more
-    memory."""
+    """P350: what limits the fastest plan, and the nearest wishes; ``needed`` has more memory."""
     assert wish.tokens_s is not None
     wished = approximate_number(wish.tokens_s, 9)
     nearest = [f"--speed {_round_down(fastest.cost.tokens_s)}tok/s"]

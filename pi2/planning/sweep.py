@@ -161,8 +161,7 @@ def run_sweep(
     progress: Progress,
     on: Place = "processes",
 ) -> list[Outcome]:
-    """Run missing cells, write ``output`` (Parquet), return all; UserError P352, P353 for lost
-    workers."""
+    """Run missing cells, write ``output`` (Parquet), return all; UserError P352, P353."""
     journal = output.with_name(f"{output.name}.cells")
     known = read_journal(journal)
     waiting = [cell for cell in cells if cell.key not in known]

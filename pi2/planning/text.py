@@ -341,8 +341,7 @@ def _write_row(numbers: list[int], layer: LayerCost) -> str:
 
 
 def draw_cost(cost: Cost, form: str, title: str = "") -> bytes:
-    """Terms of every layer, stacked; UserError P632 without matplotlib, P633 for an unknown
-    type."""
+    """Terms of every layer, stacked; UserError P632 without matplotlib, P633."""
     figure = make_figure(9.0, 4.0)
     axes = figure.add_subplot()
     places = range(len(cost.layers))

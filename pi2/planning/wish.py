@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 def read_document(reference: str, kind: Kind, folder: Path | None = None) -> Report:
-    """Read a sound device or model by path, short name or locked reference; UserError P014,
-    P015."""
+    """A sound device or model by path, short name or locked reference; UserError P014, P015."""
     folder = folder or Path()
     resolver = LockedReferences(folder)
     try:

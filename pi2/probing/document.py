@@ -362,8 +362,7 @@ _ARCHITECTURES = {"opencl": "opencl", "webgpu": "vulkan", "cuda": "cuda"}
 
 
 def _describe_others(found: Measurements) -> Iterator[tuple[str, dict[str, Any]]]:
-    """GPUs by name: ``gpu``, ``gpu2``; emulating processors are ``opencl-cpu`` or
-    ``webgpu-cpu``."""
+    """GPUs by name: ``gpu``, ``gpu2``; emulated ones ``opencl-cpu`` or ``webgpu-cpu``."""
     counts: Counter[str] = Counter()
     for item in found.accelerators.units:
         base = f"{item.facts.api}-cpu" if item.facts.is_emulated else "gpu"

@@ -85,8 +85,7 @@ class GpuBench:
         return survey_api(api)
 
     def measure(self, api: Api, number: int, rounds: int) -> dict[Key, list[float]]:
-        """``rounds`` medians of seconds per call of each step; ArithmeticError for wrong
-        results."""
+        """``rounds`` median seconds of each step; ArithmeticError for wrong results."""
         bench = DeviceBench(open_device(api, number), self._progress)
         calls = {step.key: bench.prepare(step) for step in STEPS}
         found: dict[Key, list[float]] = {key: [] for key in calls}

@@ -219,8 +219,7 @@ class KernelBench:
         ]
 
     def measure(self, rounds: int, keys: Collection[Key] | None = None) -> dict[Key, list[float]]:
-        """``rounds`` figures of seconds per call of each step, or of ``keys`` and their
-        companions."""
+        """``rounds`` figures of seconds per call of each step, or of those with ``keys``."""
         if self._bound:
             bind_calling_thread(self._bound)
         try:

@@ -42,8 +42,7 @@ class Variety:
         return replace(request, kv_type=self.kv, token_type=self.activations, gate_rows=gates)
 
     def apply(self, request: BuildRequest, layers: int) -> BuildRequest:
-        """``request`` with this variety's types and gates; tokens pass the first ``layers``
-        layers."""
+        """``request`` with this variety's types and gates, for the first ``layers`` layers."""
         chosen = self.choose_types(request)
         if not self.has_gates:
             return chosen

@@ -88,8 +88,7 @@ def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
 
 
 def list_overlaps(specs: list[ReadSpec]) -> list[ReadSpec]:
-    """Reads that computing is measured beside: missing neurons of a layer, and the prefill's
-    stream."""
+    """Reads that computing is measured beside: a layer's missing neurons, and a stream."""
     return [
         spec
         for spec in specs

@@ -302,8 +302,7 @@ class TokenSample:
         hot: float = 1.0,
         loops: HostLoops | None = None,
     ) -> None:
-        """``arena`` [n, stride]: neurons of some layers; ``hot``: share that stays, a cache holds
-        the rest."""
+        """``arena`` [n, stride]: some layers; ``hot``: share that stays, a cache holds the rest."""
         shape = model.shape
         layers = min(shape.layers, len(arena) // shape.ffn)
         stay = round(hot * shape.ffn)

@@ -62,8 +62,7 @@ def start_child(module: str, limits: Limits, *, stays: bool = False) -> subproce
 
 
 def run_child(module: str, request: bytes, limits: Limits) -> bytes:
-    """Run ``module`` of this package on ``request``; raises `ChildFailed` if it fails or exceeds
-    ``limits``."""
+    """Run ``module`` of this package on ``request`` within ``limits``; raises `ChildFailed`."""
     with start_child(module, limits) as process:
         try:
             answer, errors = process.communicate(request, timeout=START_S + 4 * limits.cpu_s)

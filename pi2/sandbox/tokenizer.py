@@ -62,8 +62,7 @@ def try_tokenizer(content: bytes) -> Tried:
 
 
 def open_tokenizer(content: bytes) -> Tokenizer:
-    """Try and read a ``tokenizer.json``, without truncation or padding; raises
-    `TokenizerRefused`."""
+    """Try and read a ``tokenizer.json``, without truncation or padding, or `TokenizerRefused`."""
     from tokenizers import Tokenizer
 
     try_tokenizer(content)

@@ -180,8 +180,7 @@ class MarkedReader:
         content: Sequence[Pair] = (),
         prompt: str = "",
     ) -> None:
-        """``tools``: None leaves calls in the content; ``prompt`` may have written the first
-        mark."""
+        """``tools``: None leaves calls in the content; ``prompt`` may have written a mark."""
         self._tools = tools
         self._is_loose = format.is_loose and bool(tools)
         self._forms = [] if tools is None else list_call_forms(format)

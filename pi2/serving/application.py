@@ -359,8 +359,7 @@ class Gate:
         return None
 
     def _is_foreign(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a page of another origin asks: its browser would send a form without asking
-        first."""
+        """Whether a page of another origin asks: browsers send forms without asking first."""
         origin = headers.get(b"origin")
         if origin is None or origin in self._origins or b"*" in self._origins:
             return False

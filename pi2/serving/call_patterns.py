@@ -137,8 +137,7 @@ class CallForm:
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
 
     def read(self, text: str, at: int, tools: Tools, *, last: bool) -> tuple[list[ToolCall], int]:
-        """The next calls and where they end; raises `NotWhole` or `NoCall`.  ``last``: the text
-        ends."""
+        """The next calls and where they end; `NotWhole` or `NoCall`.  ``last``: the text ends."""
         reader = _Reader(self, text, tools, last=last)
         at = reader.skip(at)
         try:

@@ -98,8 +98,7 @@ class Finished:
 
 
 async def prepare_chat(host: Host, conversation: Conversation, ask: Mapping[str, Any]) -> Ask:
-    """The request for a conversation's next message; ApiError 400.  ``ask``: other values of
-    `Ask`."""
+    """The request for a conversation's next message, with values of `Ask`; ApiError 400."""
     try:
         return await asyncio.to_thread(_prepare_chat, host, conversation, ask)
     except UserError as error:

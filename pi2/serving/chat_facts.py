@@ -47,8 +47,7 @@ class ChannelReader:
     """Takes text and gives fragments and calls as soon as they are certain."""
 
     def __init__(self, *, tools: Tools | None = None, prompt: str = "") -> None:
-        """``tools``: None leaves calls in the content; ``prompt`` may have written the first
-        head."""
+        """``tools``: None leaves calls in the content; ``prompt`` may have written a head."""
         self._tools = tools
         self._held = ""
         self._head = ""

@@ -48,8 +48,7 @@ _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def list_token_bytes(written: str | None, text: str) -> list[int]:
-    """UTF-8 bytes of a token with this ``text`` and vocabulary entry: parts of characters have no
-    text."""
+    """UTF-8 bytes of a token by ``text`` or vocabulary: parts of characters have no text."""
     if written is not None and "\ufffd" in text:
         fallback = _FALLBACK.fullmatch(written)
         if fallback:

@@ -185,8 +185,7 @@ def name_calls(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[di
 def render_prompt(
     host: Host, conversation: Conversation, written: Mapping[int, str] | None = None
 ) -> str:
-    """The model's prompt; UserError P608 or P609.  ``written`` replaces messages with calls, by
-    number."""
+    """The model's prompt; UserError P608, P609.  ``written`` replaces numbered messages."""
     facts = host.find_chat_facts()
     messages = [dict(message) for message in conversation.messages]
     for number, message in enumerate(messages):

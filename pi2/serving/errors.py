@@ -163,8 +163,7 @@ def write_typed_events(events: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def write_stream_error(path: str, error: ApiError, number: int = 0) -> bytes:
-    """The last event of a failed stream of ``path``; ``number``: its place if events have
-    numbers."""
+    """The last event of a failed stream of ``path``, numbered if its events are."""
     problem = error.describe(find_form(path))
     if path.startswith("/api/"):
         return dump_json(problem) + b"\n"

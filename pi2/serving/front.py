@@ -171,8 +171,7 @@ class _Passed:
         """Whether something of the answer was sent, other than signs of life."""
 
     async def take(self, message: Message) -> None:
-        """Pass a message on, the status with the first body part, the last part after the replica's
-        end."""
+        """Pass a message on: the status with the first part, the last part at the end."""
         if message["type"] == USE:
             note_use(self._request, **message["values"])
         elif message["type"] == "http.response.start":

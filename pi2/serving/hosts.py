@@ -96,8 +96,7 @@ class Replay:
                 self._calls.popitem(last=False)
 
     def recall(self, answers: Sequence[tuple[str, Sequence[tuple[str, Any]]]]) -> list[str | None]:
-        """How the model wrote each of these answers, the latest first for repeats; None if
-        unknown."""
+        """How the model wrote each answer, the latest first for repeats; None if unknown."""
         keys = [_describe_answer(content, calls) for content, calls in answers]
         with self._lock:
             known = {key: list(self._calls.get(key, ())) for key in keys}

@@ -123,8 +123,7 @@ _USED = {
 
 
 def make_tracer(environment: Mapping[str, str] | None = None) -> Tracer | None:
-    """A tracer for the variables ``OTEL_*``, None without them; UserError P691 if it cannot be
-    made."""
+    """A tracer for the variables ``OTEL_*``, None without them; UserError P691."""
     values = os.environ if environment is None else environment
     exporter = values.get(_EXPORTER, "otlp" if any(values.get(key) for key in _ENDPOINTS) else "")
     is_off = values.get("OTEL_SDK_DISABLED", "").lower() == "true"

@@ -126,8 +126,7 @@ class RayReplicas:
         return settings.memory_bytes or sum(plan.budget_bytes for plan in settings.plans)
 
     def _check_room(self) -> None:
-        """`UserError` P685 if this machine's cluster can never hold the replicas; others may
-        grow."""
+        """`UserError` P685 if this machine can never hold the replicas; clusters may grow."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         room = sum(
             int(min(node.get("CPU", 0), node.get("memory", 0) // self._need_bytes))

@@ -156,8 +156,7 @@ def _list_keys(values: object) -> object:
 def write_profile(
     prepared: Prepared, clone: Path, *, replace: bool = False, commit: bool = False
 ) -> Written:
-    """Write a device into the git clone ``clone``, with ``commit`` on a new branch; UserError P741,
-    P742."""
+    """Write a device into a git clone, with ``commit`` on a new branch; UserError P741, P742."""
     if not (clone / ".git").exists():
         raise UserError.of(
             "P742",

@@ -24,8 +24,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 def fetch_url(url: str, *, timeout_s: float) -> bytes:
-    """Bytes at ``url``; UserError P720 (no answer), P721 (slow), P722 (large), P723 (redirect),
-    P725."""
+    """Bytes at ``url``; UserError P720 without answer, P721 slow, P722 large, P723, P725."""
     # A thread, because a server that sends a byte now and then keeps within any time of a read.
     outcome: Queue[bytes | BaseException] = Queue()
     Thread(target=_report, args=(url, timeout_s, outcome), daemon=True).start()

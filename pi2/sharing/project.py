@@ -75,8 +75,7 @@ class Project:
         return read_lock(find_lock(self.folder) or self.lock_path)
 
     def add(self, references: Sequence[str]) -> list[Outcome]:
-        """Lock ``references`` and their needs at once or not at all; without any, fetch locked
-        ones."""
+        """Lock ``references`` and their needs at once or not at all; by default locked ones."""
         if not references:
             return [self._restore(item) for item in self.read_lock().sources]
         with edit_lock(self.lock_path) as edit:

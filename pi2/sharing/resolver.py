@@ -33,8 +33,7 @@ class LockedReferences:
         self._lock = lock
 
     def find(self, reference: str, kind: Kind) -> Located | None:
-        """The locked file of ``reference``, None for a plain name; UserError P701 to P706, P710 to
-        P715."""
+        """The locked file of ``reference``, None for a plain name; UserError P701-P715."""
         if not has_scheme(reference):
             return None
         from pi2.sharing.lock import FILE_NAME, find_lock, read_lock
@@ -76,8 +75,7 @@ class LockedReferences:
         return Located(path=path, file_name=source.file_name, name=reference, reference=reference)
 
     def join(self, reference: str, relative: str) -> str:
-        """The reference of ``relative`` seen from ``reference``; UserError P705 if it leads
-        outside."""
+        """The reference of ``relative`` seen from ``reference``; UserError P705 outside."""
         return join_reference(reference, relative)
 
 

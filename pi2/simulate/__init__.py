@@ -228,8 +228,7 @@ UNSUPPORTED_SPLIT = "P331"
 def read_inputs(
     resolved: ResolvedPlan, rates: Rates | None = None, constants: Constants | None = None
 ) -> Description:
-    """Describe a plan; ``UserError`` P330, P331 names missing figures; ``rates`` replace the
-    device's."""
+    """Describe a plan; UserError P330, P331 for missing figures.  ``rates`` replace its own."""
     findings = list(_check_units(resolved))
     try:
         description = describe_plan(resolved, rates, store=resolved.store_path, constants=constants)

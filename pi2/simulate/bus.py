@@ -58,8 +58,7 @@ class Bus:
     def work(
         self, unit: UnitName, seconds: float, *, bytes_s: float = 0.0, share: float = 1.0
     ) -> simpy.Event:
-        """Start work of ``seconds`` on a whole idle unit; ``bytes_s`` of main memory, ``share`` of
-        the unit."""
+        """Start work of ``seconds`` on a ``share`` of a unit, with ``bytes_s`` of main memory."""
         size = seconds * bytes_s
         if unit == "cpu":
             self.meter.cpu_bytes += size

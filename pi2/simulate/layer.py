@@ -351,8 +351,7 @@ class LayerSimulation:
         return self.plan.settings.stream is not None and self.plan.streamed >= 1.0
 
     def run_ahead(self, work: LayerWork) -> LayerTimes:
-        """Run the layer with ``look_ahead``: it takes its computing time unless flash needs
-        longer."""
+        """Run the layer with ``look_ahead``: computing hides what flash needs, if it can."""
         times, mode = self.run(work), self.plan.settings.look_ahead
         if mode == "none" or work.missing <= 0 or self.plan.settings.reads is None:
             return times

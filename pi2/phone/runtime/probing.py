@@ -83,8 +83,7 @@ def has_kernels(recipes: Sequence[KernelRecipe]) -> bool:
 def write_probe(
     output: Path, place: Path, recipes: Sequence[KernelRecipe], *, rounds: int = ROUNDS
 ) -> None:
-    """Measure this machine into the new file ``output``; UserError P675, P341, or P674 without
-    kernels."""
+    """Measure this machine into a new file; UserError P675, P341, P674 without kernels."""
     if output.exists():
         raise UserError.of("P675", f"{output} exists already", help="choose another name with -o")
     name = output.name.removesuffix(SUFFIX).removesuffix(".toml").lower()
