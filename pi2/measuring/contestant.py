@@ -249,34 +249,25 @@ def _serve(pipe: Connection, recipe: Recipe) -> None:
             made.close()
 
 
-class RemoteContestant:
-    """A contestant as its caller sees it.  Use it as a context manager."""
+class RemoteContestant(Worker):
+    """A contestant as its caller sees it."""
 
     def __init__(self, recipe: Recipe, progress: Progress, subject: str) -> None:
-        self._worker = Worker(recipe, progress, subject)
+        super().__init__(recipe, progress, subject)
         try:
-            self.description: Description = self._worker.call("describe")
+            self.description: Description = self.call("describe")
         except BaseException:
-            self._worker.close()
+            self.close()
             raise
 
     def run(self, workload: Workload) -> Sample:
-        sample: Sample = self._worker.call("run", workload)
+        sample: Sample = self.call("run", workload)
         return sample
 
     def profile(self, workload: Workload) -> Profile | None:
-        found: Profile | None = self._worker.call("profile", workload)
+        found: Profile | None = self.call("profile", workload)
         return found
 
     def count_bytes(self, workload: Workload, active: float | None) -> TokenBytes | None:
-        found: TokenBytes | None = self._worker.call("count_bytes", workload, active)
+        found: TokenBytes | None = self.call("count_bytes", workload, active)
         return found
-
-    def read_peak_rss_bytes(self) -> int:
-        return self._worker.read_peak_rss_bytes()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._worker.close()
