@@ -24,8 +24,7 @@ step that computes T tokens (``BuildRequest.step_tokens``), one of each of them 
 follow each other in one, begins with ``begin_step`` instead of ``embed`` and has
 ``attend_step`` instead of ``attend``.  What stands for T = 1 above is about one of its tokens then:
 the one that ``select_token`` names, at first token 0.  Every token is computed as it would be
-alone; weights are read once for all where that is quicker.
-"""
+alone; weights are read once for all where that is quicker."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ _WITHOUT_LAYER = frozenset({"embed", "logits"})
 class ExecutorObserver:
     """Is told by the executor that it observes, in the thread that drives it; does nothing itself.
 
-    `pi2.backends.protocol.InputReader` shows an observer what an FFN reads meanwhile.
-    """
+    `pi2.backends.protocol.InputReader` shows an observer what an FFN reads meanwhile."""
 
     def note_kernel(self, name: str, layer: int | None, start_s: float, end_s: float) -> None:
         """A compiled function of the executor has run, from when to when
@@ -146,8 +144,7 @@ class Executor(Protocol):
         """Stored indices, ascending, whose predictor score is >= ``threshold`` (T = 1).
 
         In a mixture, those of ``experts`` alone, by default of the chosen ones.  The array is valid
-        until the next call.
-        """
+        until the next call."""
 
     def read_scores(self) -> F32:
         """Scores [neurons] of the last ``predict_low_rank``, in a mixture of those that it named
@@ -157,8 +154,7 @@ class Executor(Protocol):
         """Stored indices, ascending, whose gate is above the activation's threshold (T = 1); of a
         smooth activation, those that reach the first limit of the layer or of their expert.
 
-        In a mixture, of the chosen experts.  The array is valid until the next call.
-        """
+        In a mixture, of the chosen experts.  The array is valid until the next call."""
 
     def find_open(self, layer: int, arena: U8, slots: I32, indices: I32 | None = None) -> Bits:
         """Whether the gate of each of the neurons in ``slots`` [n] of ``arena`` [slots, stride] is
@@ -181,8 +177,7 @@ class Executor(Protocol):
         ``known``: the last ``predict_gate`` was of this layer and input and has found all of them
         open.  Neurons below the layer's second limit are left out then.  With a ``stretch``,
         ``slots`` and ``indices`` are numbers of stretches of so many neurons
-        (`pi2.backends.arithmetic`); the result has the same bits as that of the single neurons.
-        """
+        (`pi2.backends.arithmetic`); the result has the same bits as that of the single neurons."""
 
     def add_named_neurons(
         self,
@@ -317,8 +312,7 @@ class RowDivider(Protocol):
         project_output(layer), put_output(layer, values)
 
     and ``logits(first)`` comes between ``read_head_input(first)`` and ``put_logits(values)``.
-    Positions are those of ``begin_step`` in a step.  Arrays are valid until the next call.
-    """
+    Positions are those of ``begin_step`` in a step.  Arrays are valid until the next call."""
 
     def begin_attention(self, layer: int, position: int) -> F32:
         """Normalise x for the attention of ``layer``, as the other unit reads it."""
@@ -377,8 +371,7 @@ class StateKeeper(Protocol):
 
     Keys and values of a position stay as they are when later ones come; a state is that after the
     last token, and nothing else.  Whoever wants to go on from an earlier token keeps a copy.  A
-    sequence that begins at position 0 begins with an empty state, whatever was there.
-    """
+    sequence that begins at position 0 begins with an empty state, whatever was there."""
 
     def read_state(self, sequence: int) -> F32:
         """A copy [n] of all states of a sequence, in an order of the executor's own; empty for a

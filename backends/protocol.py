@@ -3,8 +3,7 @@ those of `ExecutorBackend`, `WholeBackend`, `TextBackend` and `UnitBackend`, of 
 
 A backend serves compute units.  Its module imports nothing heavy: `pi2 validate` asks it what it
 can compute and how much memory that takes.  ``build`` turns a `BuildRequest` (plain numbers and
-arrays: a backend knows nothing of files, caches or plans' texts) into an `Executor`.
-"""
+arrays: a backend knows nothing of files, caches or plans' texts) into an `Executor`."""
 
 from __future__ import annotations
 
@@ -191,8 +190,7 @@ class Preparer(Protocol):
 
         Called before any memory is filled, with a request that has no room in memory yet: tensors
         are those of the store.  Takes no memory that stays.  The request that it is built with is
-        the same, completed.
-        """
+        the same, completed."""
 
 
 class WholeBackend(Backend, Protocol):

@@ -2,8 +2,7 @@
 
 >>> import pi2
 >>> with pi2.load("plans/demo.plan.toml") as model:
-...     text = model.generate("def ", max_tokens=8).result.text
-"""
+...     text = model.generate("def ", max_tokens=8).result.text"""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ def load(
     such as ``"3 GiB"``, is another budget, to which the segments are fitted.  ``progress``
     is called with a label and the share done while something takes its time; ``make_observer``
     may give an observer of the executor; ``thresholds`` count instead of those that the plan
-    names, ``"none"`` that there are none yet.  Raises `UserError` with all findings.
-    """
+    names, ``"none"`` that there are none yet.  Raises `UserError` with all findings."""
     plan, files = Path(path), FileFiller()
     if not plan.name.endswith(".plan.toml"):
         from pi2.cli.named_plans import find_plan_path

@@ -1,7 +1,6 @@
 """A plan with overrides, or for another memory budget: what the plan derived is derived again.
 
-Where not all neurons fit, the embedding and the unused part of the context make room for them.
-"""
+Where not all neurons fit, the embedding and the unused part of the context make room for them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from pi2.plan.documents.quantities import (
     write_least,
 )
 from pi2.plan.reading.references import Resolver
-from pi2.plan.toml.text import write_value
+from pi2.plan.toml.source import write_value
 from pi2.plan.weights.layout import round_up
 from pi2.weights.file_reading import FileFiller, describe_bare
 
@@ -94,8 +93,7 @@ def read_plan(
 
     A value of the plan's files that contradicts an override gives way to it, and sizes that an
     override makes too small are fitted again; ``files`` are open GGUF files.  Raises `UserError`
-    P611 if even the least does not fit.
-    """
+    P611 if even the least does not fit."""
     check = partial(
         check_plan,
         path,
@@ -218,8 +216,7 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
 
     Where some neurons do not fit, rows of the embedding come from flash and the context lends what
     it does not use yet, unless the plan states ``memory.embedding`` or ``kv.lend`` itself; the rest
-    is `pi2.fitting.budget`'s.  Raises UserError P611 if even the least does not fit.
-    """
+    is `pi2.fitting.budget`'s.  Raises UserError P611 if even the least does not fit."""
     memory, overrides = resolved.plan.memory, dict[str, object]()
     changes = []
     if memory.budget != budget_bytes:

@@ -6,8 +6,7 @@ A token is one stretch: codes int8 [length]; then, per 256 (``q8_k``), scales fl
 codes and of 32 codes int16; or, per 32 (``q8_0``), scales float32, which ``rounds`` makes fp16
 numbers, those times the sums of codes, and the sums int32.  Codes of a block of 256 may stand in
 another order, 16 by 16, which formats choose; of groups of 32, the first halves of several may lie
-together, and then the second ones.
-"""
+together, and then the second ones."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
-from pi2.backends.blocks.tables import Table
+from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE, Table
 from pi2.backends.compiler import vectors as v
 from pi2.formats import Activations
 

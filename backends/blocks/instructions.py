@@ -68,8 +68,7 @@ class Threads:
 def _open_copy(library: Path) -> ctypes.CDLL:
     """Open a copy of ``library``: opened twice by one path, it would share its counters of threads.
 
-    `UserError` P655 if neither its folder nor the one for temporary files has room.
-    """
+    `UserError` P655 if neither its folder nor the one for temporary files has room."""
     content = library.read_bytes()
     for folder in (library.parent, None):
         try:
@@ -124,8 +123,7 @@ class Weight:
 class FindWeight(Protocol):
     """Finds a tensor by the key that `pi2.plan.documents.model_tensors.Tensors` has for its name.
 
-    In a mixture, tensors of experts have all of them (`Weight.experts`).
-    """
+    In a mixture, tensors of experts have all of them (`Weight.experts`)."""
 
     def __call__(self, key: str, layer: int, /) -> Weight | None:
         """Return the tensor ``key`` of a layer (0 for the model's own); None if there is none."""

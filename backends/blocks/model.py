@@ -18,8 +18,7 @@ of instructions, each with the numbers of its matrices.  ``set_tensor(number, ad
 a matrix is.  `begin_step` and `begin_chunk` write tokens and positions, then
 ``run_range(number)`` for each range in order computes them, and `read_logits` returns them; `step`
 and `prefill` do just that without waiting.  An embedding without bytes has its rows given by
-``put_rows``.
-"""
+``put_rows``."""
 
 from __future__ import annotations
 
@@ -300,8 +299,7 @@ class BlockModel:
     """See the module.  One calling thread.
 
     Inputs of matrices that are quantised have ``planes`` of 8 bits in steps and in chunks: each is
-    what those before it leave, quantised again.
-    """
+    what those before it leave, quantised again."""
 
     def __init__(
         self,

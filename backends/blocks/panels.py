@@ -3,8 +3,7 @@
 A panel is as many rows as a register has lanes: for every four elements of a block a register of
 four bytes of each row, then, a register each, scales (float32) of pieces of the block, pairs of
 minima (int16) of two pieces, and scales of minima or minima themselves.  It lies in a thread's
-scratch, which the second-level cache holds, behind `STAGE_BYTES` in which rows are unpacked.
-"""
+scratch, which the second-level cache holds, behind `STAGE_BYTES` in which rows are unpacked."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from collections.abc import Sequence
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
+from pi2.backends.blocks.contract import Table
 from pi2.backends.blocks.machine import Machine, as_bytes, pick
 from pi2.backends.blocks.room import STAGE_BYTES
 from pi2.backends.blocks.rows import Pairs, Results
-from pi2.backends.blocks.tables import Table
 from pi2.backends.blocks.unpacking import Unpacking
 from pi2.backends.blocks.unpacking.block import Block, Source
 from pi2.backends.compiler import vectors as v

@@ -7,8 +7,7 @@ this one.
 
 Runs in a process of its own, because the compiler library is far too large for a process that
 promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while
-it works.  Exit status 3 and ``{"linker": [...]}``: no linker was found.
-"""
+it works.  Exit status 3 and ``{"linker": [...]}``: no linker was found."""
 
 from __future__ import annotations
 

@@ -15,5 +15,4 @@ planes   largest difference,         the same, of the    greedy text of 64 token
 1e-2 is what is promised.  The second plane costs nothing where memory is the limit, which is
 decoding (`tools/bench_kernels.py`), and about half of the rate where arithmetic is.  Most of what
 two planes differ by comes from keys and values in fp16.  A plan may have neither rounded
-(docs/reference/exactness.md): 1e-4 is promised then.
-"""
+(docs/reference/exactness.md): 1e-4 is promised then."""

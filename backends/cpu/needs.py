@@ -63,8 +63,7 @@ def need_workspace(resolved: ResolvedPlan) -> Need:
     normalised, a float, and one for each thread.  For embeddings of layers, two floats for each
     element that all layers have of a token, and the input of an output.  For n residual streams,
     n d floats and the input of LAuReL's output, and (n - 1) d floats for each row of logits.  Where
-    gates have cutoffs, a float for each row of their matrices, and one more.
-    """
+    gates have cutoffs, a float for each row of their matrices, and one more."""
     plan, model = resolved.plan, resolved.model
     shape, chunk = model.shape, count_chunk_tokens(plan)
     # Layers with other heads have room of their own.

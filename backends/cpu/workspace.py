@@ -66,8 +66,7 @@ class Workspace:
         """Return views of all tensors of a layer, or of the whole model, by their kinds.
 
         Its norms are also what they are for its FFN, or for one ``mixer``: ``norm``, ``norm_bias``
-        and ``output_norm``.
-        """
+        and ``output_norm``."""
         kinds = self._names[layer]
         roles = ("ffn_norm", "ffn_norm_bias", "ffn_output_norm")
         if layer is None:

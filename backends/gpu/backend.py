@@ -34,7 +34,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute alone; beside the CPU it computes rows and neurons of every
     model that the plan language can state, but for a few precisions and a norm inside the FFN."""
     from pi2.backends.gpu.alone.sizes import find_alone_limits
-    from pi2.backends.limits import list_unknown_weights
+    from pi2.backends.units import list_unknown_weights
 
     if facts.neurons is None:
         return find_alone_limits(facts.resolved)
@@ -85,6 +85,6 @@ def build_unit(request: UnitRequest) -> DenseUnit:
 
 def build_whole(request: WholeRequest) -> WholeModel:
     """Open the device, compile or load kernels, and make room for the model."""
-    from pi2.backends.gpu.alone.model import GpuModel
+    from pi2.backends.gpu.alone.use import GpuModel
 
     return GpuModel(request)

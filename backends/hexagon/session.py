@@ -6,8 +6,7 @@ What the engine and a worker of an NPU say to each other; plain Python.
 Both see one region of memory.  The engine writes a *hello*, the worker maps the region and answers
 with one; then every *message* names a graph and where its operands are, in bytes from the region's
 start, and gets one *reply*.  Messages are answered in order; the end of messages ends the worker.
-Everything is 32-bit, little-endian, as on the NPU; `dsp/protocol.h` says the same in C.
-"""
+Everything is 32-bit, little-endian, as on the NPU; `dsp/protocol.h` says the same in C."""
 
 from __future__ import annotations
 

@@ -56,8 +56,7 @@ def emit_find_neurons(take: Parameters) -> None:
     first; indices of the missing ones; slots that these have been given; the cold ones of all these
     slots, counted from the first cold one.  ``found`` [8] becomes: neurons that were looked for,
     those in memory, hot ones among them, missing ones, those of them that have a slot, candidates
-    that were looked at, neurons that left, and those that were left out.
-    """
+    that were looked at, neurons that left, and those that were left out."""
     count, room = take.take_number("count"), take.take_number("room")
     first_hot, end_hot = take.take_number("first_hot"), take.take_number("end_hot")
     hot_slot = take.take_number("hot_slot")
@@ -158,8 +157,7 @@ def emit_place_neurons(take: Parameters) -> None:
     nobody holds, to ``missing`` [count], as far as they go.
 
     ``found`` [3] becomes: neurons that have a slot, candidates that were looked at, and neurons
-    that left.
-    """
+    that left."""
     count = take.take_number("count")
     size = take.take_number("size")
     first_key = take.take_number("first_key")
@@ -261,8 +259,7 @@ class _Places:
         """Give slots to the ``count`` neurons whose indices ``find_missing`` tells; ``give`` is
         told each one's place and cold slot.
 
-        Returns how many have a slot, candidates that were looked at, and neurons that left.
-        """
+        Returns how many have a slot, candidates that were looked at, and neurons that left."""
         count = v.let(count)
         placed, seen, left = (v.Cell(T.int32(0)) for _ in range(3))
         with T.While(T.And(placed.get() < count, seen.get() < self.size)):

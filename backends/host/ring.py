@@ -18,8 +18,7 @@ def emit_read_runs(take: Parameters) -> None:
     """Read requests start, start + step, ... of ``n`` with preadv.
 
     Request i fills the ``counts[i]`` vectors from ``firsts[i]`` on; a vector is an address and a
-    length, as in C's ``struct iovec``.
-    """
+    length, as in C's ``struct iovec``."""
     fd = take.take_number("fd")
     start = take.take_number("start")
     step = take.take_number("step")
@@ -47,8 +46,7 @@ def emit_plan_reads(take: Parameters) -> None:
     to ``most``, are one request.
 
     Writes what `emit_read_runs` takes, and the bytes of each request, the request of each bundle,
-    and ``pending`` for results; ``found`` [1] becomes the number of requests.
-    """
+    and ``pending`` for results; ``found`` [1] becomes the number of requests."""
     plan = ReadPlan(take)
     pending = take.take_number("pending", "int64")
     results = take.take_given_array("results", "int64")
@@ -152,8 +150,7 @@ def emit_drive_ring(architecture: str, take: Parameters) -> None:
     wait until none of ``results`` [begin, end) is ``pending``; see `HostLoops.drive_ring`.
 
     ``found`` becomes: whether a system call has failed, results that are still pending, and
-    whether entries wait.
-    """
+    whether entries wait."""
     begin, end = take.take_number("begin"), take.take_number("end")
     pending_value = take.take_number("pending", "int64")
     ring = _Ring(architecture, take)
@@ -168,8 +165,7 @@ def emit_submit_reads(architecture: str, take: Parameters) -> None:
     The requests have the names from ``first_name`` on, ``count`` of them: those that neighbours
     have made superfluous get entries without an operation.  ``head`` is the first word of entries,
     ``vectors_address`` where ``vectors`` are.  ``found`` [4] becomes what `emit_drive_ring` says,
-    and the number of requests.
-    """
+    and the number of requests."""
     plan = ReadPlan(take)
     pending_value = take.take_number("pending", "int64")
     head = take.take_number("head", "int64")
@@ -271,8 +267,7 @@ class _Ring:
         """Hand over ``queued`` entries and wait for ``least`` completions; below 0: it failed.
 
         The last two arguments are not for the kernel.  They say that it changes what lies there,
-        so that nothing of it is kept in a register.
-        """
+        so that nothing of it is kept in a register."""
         return T.call_extern(
             "int64",
             "syscall",

@@ -1,6 +1,5 @@
 """Several residual streams, which predict each other, and LAuReL
-(`pi2.plan.documents.model_mixing`).
-"""
+(`pi2.plan.documents.model_mixing`)."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ A few tokens are not worth a tile: they take the schedule of processors without 
 (`kernels.dots`).  Sums have the same bits there, since groups are added in the same order here:
 those of each lane first, and then the lanes by halves.  They lie in this order, too (`Chains`).
 
-Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
-"""
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ class Spans:
     """How the blocks that a token sees are divided, and room for what each span adds up to.
 
     ``sums`` float32 [heads, SPANS, head_dim], not yet divided by the total of the shares;
-    ``tops`` and ``totals`` float32 [heads, SPANS]: largest score and total of the shares.
-    """
+    ``tops`` and ``totals`` float32 [heads, SPANS]: largest score and total of the shares."""
 
     sums: v.Buffer
     tops: v.Buffer
@@ -186,8 +185,7 @@ def _emit_queries(
 ) -> None:
     """Add up values of ``blocks`` blocks from ``begin`` on, weighted by the queries' shares.
 
-    ``finish(index, largest score, total of shares)`` is called for every query at the end.
-    """
+    ``finish(index, largest score, total of shares)`` is called for every query at the end."""
     spec, qkv, cache = attending.spec, attending.qkv, attending.cache
     size, count = spec.attention.head_dim, len(queries)
     lanes = count_lanes(size)
@@ -363,8 +361,7 @@ def emit_heads(
     heads of one token, which sees all up to ``last``.
 
     ``scale`` float32 is the factor of scores.
-    ``finish(index, largest score, total of shares)`` is called for every head at the end.
-    """
+    ``finish(index, largest score, total of shares)`` is called for every head at the end."""
     queries, sources, target, results = heads.queries, heads.sources, heads.target, heads.results
     rank, size, lanes, count = kept.shape.rank, kept.shape.kept, kept.lanes, len(sources)
     scores = T.alloc_buffer((count * KV_BLOCK,), "float32")

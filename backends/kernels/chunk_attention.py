@@ -173,8 +173,7 @@ class _Task:
 def _emit_shares(task: _Task, arithmetic: Arithmetic, tile: Tile, block: Block) -> None:
     """Turn the scores of a tile into shares, and find the factors of old and new sums.
 
-    Step by step for all rows: what one row waits for in a step, others compute in the meantime.
-    """
+    Step by step for all rows: what one row waits for in a step, others compute in the meantime."""
     room, once = task.room, task.chunk.cache.once
     rows = room.layout.rows
     with T.If(task.sees_all(tile, block)):

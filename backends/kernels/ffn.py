@@ -56,8 +56,7 @@ def emit_dense(
     number of threads.
 
     ``unpacked`` holds a part's down weights, and y of a few tokens at the few places that a thread
-    is at: in y itself, those of one token after the other push each other out of the caches.
-    """
+    is at: in y itself, those of one token after the other push each other out of the caches."""
     spec, chosen, count = every.bundles.spec, every.chosen, every.size
     threads, hidden = spec.threads, spec.hidden
     if takes_blocks(isa, activations, spec.precision.ffn):

@@ -14,8 +14,7 @@ many neurons a predictor names in vain.  There is one join of the threads.  A fe
 computed together, because a processor reads ahead in several rows at once, and while they are,
 memory is asked for what comes next, line by line: in bunches, requests wait for each other and the
 arithmetic for them.  Which thread adds a neuron, and when, depends on the list and on the signs of
-gate and up alone: equal input gives equal bits.
-"""
+gate and up alone: equal input gives equal bits."""
 
 from __future__ import annotations
 
@@ -142,8 +141,7 @@ class Scratch:
     ``gates`` float32 [neurons], ``values`` float32 [neurons], ``firing`` int32 [neurons], and
     ``firing_rows`` likewise where scales are resident, else None;
     ``partial`` float32 [threads, hidden]: a sum per thread, added up in the order of threads;
-    ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever.
-    """
+    ``counts`` int32 [threads + 1]: the last one counts non-zero activations, ever."""
 
     gates: v.Buffer
     values: v.Buffer
@@ -234,8 +232,7 @@ def emit_gathered(
 
     ``known`` (scores float32 [neurons], indices int32 [count]): gate i is ``scores[indices[i]]``;
     of smooth activations it is the activation itself.  These have a ``limit``: neurons whose
-    activation, up included, is smaller than that are left out.
-    """
+    activation, up included, is smaller than that are left out."""
     spec, scratch, token, count = run.spec, run.scratch, run.token, gathered.count
     threads, hidden = spec.threads, spec.hidden
 
@@ -282,8 +279,7 @@ def emit_at_once(
 
     Gate and up of a few; those that fire wait in a list until there are enough of them that the
     sum, which the first-level cache does not hold beside gates and ups, is worth fetching; memory
-    is asked for the down vectors of the next few while those of the first are added.
-    """
+    is asked for the down vectors of the next few while those of the first are added."""
     scratch = run.scratch
     kept, added = _Kept(scratch, first), v.Cell(T.int32(0))
     turns = v.let(given.count_turns())
@@ -410,8 +406,7 @@ class _Kept:
         """Write a neuron of a turn to the lists, and go on to the next place if it ``stays``.
 
         Nothing is written of neurons that are not ``there``, beyond the list's end: where all have
-        stayed, the next place is another thread's.
-        """
+        stayed, the next place is another thread's."""
         with T.If(there), T.Then():
             index = v.let(self._first + self.count)
             v.store(values, index, value, 1)

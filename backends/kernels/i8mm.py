@@ -16,8 +16,7 @@ order beforehand, and the inner loop is nothing but loads and multiplications:
 Weights are signed here, so that no offset is taken out afterwards.  The integer sum of a group is
 exact, as with every other schedule; groups are added in their order.
 
-Source: Arm Architecture Reference Manual (DDI 0487), SMMLA (vector).
-"""
+Source: Arm Architecture Reference Manual (DDI 0487), SMMLA (vector)."""
 
 from __future__ import annotations
 

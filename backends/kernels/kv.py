@@ -8,8 +8,7 @@ head_dim]; ``context`` is a multiple of 16.  Three types:
 - ``int8``: every head's vector of a token has one fp16 scale, its largest magnitude / 127; codes
   are rint(x / scale).  ``key_scales`` and ``value_scales`` fp16 [kv_heads, context].  One scale per
   vector costs a multiplication per 16 scores, and per 16 shares; the error of an element is at
-  most 1 / 254 of the vector's largest.
-"""
+  most 1 / 254 of the vector's largest."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ def emit_rope(
     alone where keys are another layer's.
 
     ``qkv`` float32 [tokens, qkv_rows]; ``tables``: cosines and sines float32 [context, head_dim /
-    2]; element d of a head turns with element d + head_dim / 2.
-    """
+    2]; element d of a head turns with element d + head_dim / 2."""
     size, half = spec.attention.head_dim, spec.attention.head_dim // 2
     cosines, sines = tables
     lanes = count_lanes(half)

@@ -1,6 +1,5 @@
 """Products of queries with keys and of shares with values, a block and a tile of queries at a
-time.
-"""
+time."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class MixingRoom:
 
     Each of a task's queries has float32 ``totals`` [slots, 16] (of its shares, still to be added
     up), ``tops`` [slots] (largest score) and ``query_scales`` [slots], and int32 ``query_places``,
-    ``result_places`` and ``query_offsets`` [slots].  The others belong to a block or a tile.
-    """
+    ``result_places`` and ``query_offsets`` [slots].  The others belong to a block or a tile."""
 
     layout: MixingLayout
     floats: Mapping[str, Region]

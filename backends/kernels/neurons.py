@@ -1,8 +1,7 @@
 """What one neuron computes: its activation, and its part of the FFN's output.
 
 The FFN's sum y is kept in *lane order*, the order in which down vectors unpack: within a block of
-L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in natural order.
-"""
+L lanes, element e of group j stands at ``e * L + j``; fp16 vectors are in natural order."""
 
 from __future__ import annotations
 

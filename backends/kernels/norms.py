@@ -69,8 +69,7 @@ def emit_normalize(
     ``norm``, and quantise it.
 
     ``source`` float32 [rows, length].  Mean and variance are computed one after the other:
-    subtracting large squares would cancel.
-    """
+    subtracting large squares would cancel."""
     if norm is None:
         with T.serial(target.length // 16 * target.once) as step:
             part = v.load(source, row * target.length + step * 16, 16)
@@ -109,8 +108,7 @@ def emit_add_normalized(
     """Add the norm of ``source[token]`` [hidden], scaled as outputs are, to ``target[token]``, or
     to ``target[row]``.
 
-    ``source`` may change.
-    """
+    ``source`` may change."""
     length = spec.hidden
     base = v.let(token * length)
     origin = base if row is None else v.let(row * length)

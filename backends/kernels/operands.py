@@ -52,8 +52,7 @@ class Activations:
     ``codes`` int8 [tokens, planes, length], ``scales`` float32 [tokens, length / 32], ``sums``
     int32 [tokens, length / 32] (-8 * sum of the group), ``values`` float32 [tokens, length] (what
     was quantised; fp16 weights use it).  With `FLOAT_PLANES`, ``codes`` are the bytes of the values
-    in lane order (`kernels.unpacking`), and scales and sums have no meaning.
-    """
+    in lane order (`kernels.unpacking`), and scales and sums have no meaning."""
 
     length: int
     planes: int

@@ -32,8 +32,7 @@ def emit_list(
 
     ``test(first, lanes)`` says of the places from ``first`` on whether they pass; what it says of
     places beyond ``count`` does not matter.  Without branches: what does not pass is overwritten by
-    what follows.
-    """
+    what follows."""
     end = v.Cell(T.int32(0))
     # An instruction that moves the lanes that pass together takes 16 at a time.
     lanes = 16 if isa.lanes == 16 else 1

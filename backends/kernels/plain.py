@@ -12,8 +12,7 @@ are asked for some neurons before it: one neuron after the other in the order of
 pace of the arithmetic, of which downs take most.  With more neurons at a time, the cache loses what
 it was asked for.  Which thread adds a neuron, and when, depends on its place among all neurons of
 its part alone, not on how they are divided into stretches, nor on the parts of other calls: each
-part has sums of its own, which are added up in the order of the parts' numbers.
-"""
+part has sums of its own, which are added up in the order of the parts' numbers."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class Stretches:
     def find(self, bundles: Bundles, place: v.Expr) -> Neuron:
         """Return the neuron at a place among all of them.
 
-        Neurons of a stretch have one expert: its number is read once, of the first of them.
-        """
+        Neurons of a stretch have one expert: its number is read once, of the first of them."""
         number, index = self._divide(place)
         first = v.let(self.slots[number] * self.size)
         row = None if self.rows is None else self.find_row(place)
@@ -119,8 +117,7 @@ def emit_stretched(
     """Compute the neurons of ``stretches``, and add those parts that are ``finished`` to the total.
 
     Each thread has a sum of its own of each part, and they are added up part by part in the order
-    of threads.
-    """
+    of threads."""
     spec, squares, token = bundles.spec, sums.squares, sums.token
     threads, zero = spec.threads, v.constant(0.0, "float32")
     every = v.let(stretches.count * stretches.size)
@@ -247,8 +244,7 @@ def emit_plain_gathered(
 
     ``partial`` float32 [threads, hidden] one sum per thread, added up in the order of threads.
     Which thread computes a neuron depends on its place in the list alone: equal input gives equal
-    bits.
-    """
+    bits."""
     spec, count, squares, token = bundles.spec, gathered.count, sums.squares, sums.token
     threads, zero = spec.threads, T.int32(0)
 

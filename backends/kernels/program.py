@@ -38,8 +38,7 @@ Other attention than the first (`KernelSpec.attentions`) has functions of its ow
 difference, whose names end with its number.
 
 Layers with a state have ``state_attend``, and for several sequences ``state_attend_project``,
-``state_attend_mix`` and ``state_attend_output``, which are given the same.
-"""
+``state_attend_mix`` and ``state_attend_output``, which are given the same."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def emit_foresee(schedule: Schedule, rank: int, take: Parameters) -> None:
     whose input takes the place of the other one.
 
     Every token has the bits of ``begin_ffn`` and ``predict_low_rank`` of the one layer and
-    ``begin_ffn`` of the other.
-    """
+    ``begin_ffn`` of the other."""
     spec = schedule.spec
     neurons = take.take_number("neurons")
     threshold = take.take_number("threshold", "float32")

@@ -32,8 +32,7 @@ class ScanArrays:
 
     ``projected`` [tokens, 2 width]: values, and gates; ``mixed``: what was convolved, which becomes
     the result; ``factors`` [tokens, width + 2 key_dim]: step sizes, B and C; ``memory``
-    [width / lanes, key_dim, lanes]; ``decay`` [key_dim, width].
-    """
+    [width / lanes, key_dim, lanes]; ``decay`` [key_dim, width]."""
 
     shape: StateShape
     projected: v.Buffer

@@ -50,8 +50,7 @@ def take_activations(
 
     With ``chunk_planes`` it is the number of tokens, and more than one have those planes and, where
     ``isa`` has pairs, the order of `i8mm`; with ``upper`` several are multiplied by the upper
-    plane.  ``isa`` None: rows are not unpacked for several tokens.
-    """
+    plane.  ``isa`` None: rows are not unpacked for several tokens."""
     unpacks = isa is not None and isa.unpacks
     pairs = isa is not None and isa.pairs
     differs = chunk_planes is not None and (pairs or chunk_planes != planes)

@@ -78,8 +78,7 @@ def emit_activate(
     """Replace gates ``scores`` float32 [count] by their smooth activations, after a ``cutoff``
     where layers have one.
 
-    Whole lines: the array's room is a multiple of 16.
-    """
+    Whole lines: the array's room is a multiple of 16."""
     row = find_row(token, count)
     with T.serial(T.floordiv(count + 15, 16)) as step:
         gates = v.let(v.load(scores, row + step * 16, 16))
@@ -240,8 +239,7 @@ def take_low_rank(
 def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
     """Compute all gates of a layer, or of an expert, and list those that are open.
 
-    Smooth activations are computed too: those that reach ``limit`` count as open.
-    """
+    Smooth activations are computed too: those that reach ``limit`` count as open."""
     spec = schedule.spec
     precision = spec.precision.ffn
     neurons = take.take_number("neurons")

@@ -23,8 +23,7 @@ class Naming:
     bit for each token; the room of these is whole lines.  ``own_slots`` int32 [threads, tokens,
     `BLOCK_ROOM`], and ``own_rows``, are room for what a thread takes of a block, one token's list
     behind the other's, so that memory is asked for the next token's neurons while the last of one
-    are computed.
-    """
+    are computed."""
 
     slots: v.Buffer
     rows: v.Buffer | None
@@ -39,8 +38,7 @@ def emit_shared_neurons(run: Run, naming: Naming, total: v.Buffer) -> None:
     """Add neurons to ``total`` float32 [tokens, hidden] (lane order) of those that have named them.
 
     Of the run's scratch, ``gates``, ``values`` and ``firing`` are [threads, BLOCK], ``partial`` is
-    [tokens, threads, hidden]; its token has no meaning.
-    """
+    [tokens, threads, hidden]; its token has no meaning."""
     spec, scratch = run.spec, run.scratch
     threads, hidden, count, tokens = spec.threads, spec.hidden, naming.count, naming.tokens
     squares = scratch.squares

@@ -1,7 +1,6 @@
 """`KernelSpec`: everything that the generated code depends on, and nothing else.
 
-Plain Python: no TVM.  Two requests with equal specs share one compiled library.
-"""
+Plain Python: no TVM.  Two requests with equal specs share one compiled library."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ positions say what they mean."""
 class KernelSpec:
     """Operators of a model and choices of a run that its kernels are specialised for.
 
-    Context length and chunk size are not part of it: they are arguments of the kernels.
-    """
+    Context length and chunk size are not part of it: they are arguments of the kernels."""
 
     program: ClassVar[str] = "pi2.backends.kernels.program"
     model: Model

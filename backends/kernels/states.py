@@ -11,8 +11,7 @@ Columns of S do not depend on each other: a task takes some lanes of a head's va
 tokens of a chunk, and its part of S, [key_dim, lanes], stays in the first-level cache.  That reads
 and writes S once for every token, which is less work than the projections of the same layer; the
 chunked form (Yang et al. 2024, section 3) would save it for matrix products on top.  The result
-depends on nothing but the tokens: chunks of any length give equal bits.
-"""
+depends on nothing but the tokens: chunks of any length give equal bits."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class StateArrays:
 
     ``projected`` [tokens, entries] as `StateShape` has them; ``gates`` [tokens, factors], of
     which the first ``value_heads`` become b and the others a; ``tail`` [kernel - 1, channels], the
-    oldest token's first; ``memory`` [value_heads, value_dim / lanes, key_dim, lanes].
-    """
+    oldest token's first; ``memory`` [value_heads, value_dim / lanes, key_dim, lanes]."""
 
     shape: StateShape
     projected: v.Buffer
@@ -96,8 +94,7 @@ def emit_state_mix(
     """Mix the first ``tokens`` of a sequence, or the one that has a ``number`` among others; it
     stands at ``position``.
 
-    A sequence that begins, at position 0, begins with a state of zeros.
-    """
+    A sequence that begins, at position 0, begins with a state of zeros."""
     shape, spec = arrays.shape, schedule.spec
     first = T.int32(0) if number is None else number
     count = T.int32(1) if tokens is None else tokens

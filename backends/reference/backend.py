@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
-from pi2.backends.limits import list_undivided, list_unknown_weights
+from pi2.backends.units import list_undivided, list_unknown_weights
 from pi2.formats import find_packing
 from pi2.plan.arithmetic.sizes import (
     LOGIT_ROWS,

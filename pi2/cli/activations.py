@@ -56,8 +56,7 @@ class ReplayOptions:
 def replay_command(trace: Path, given: ReplayOptions) -> None:
     """Take the experts of TRACE (routing.parquet of `pi2 activations --routing`) through caches.
 
-    belady is the optimal policy, as an upper bound.
-    """
+    belady is the optimal policy, as an upper bound."""
     from pi2.measuring.routing import POLICIES, ROUTING, read_trace, replay_trace
     from pi2.tracing import check_form
 
@@ -174,8 +173,7 @@ def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
     The trace has a lane for each compute thread, each unit next to the CPU, and each reading thread
     or queue, with arrows from reads to the kernels that waited for them, and counters of the neuron
     cache.  Open it at ui.perfetto.dev or chrome://tracing.  A summary of where the time went, and
-    of how long units worked at the same time, is printed.
-    """
+    of how long units worked at the same time, is printed."""
     from pi2.measuring.timeline import record_run
     from pi2.sharing.fetching import write_report
     from pi2.tracing import make_chrome_trace
@@ -221,8 +219,7 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
 
     STATS gets activations.parquet (for `pi2 convert --activations`), coactivations.parquet and
     statistics.json.  After Ctrl-C the same command resumes.  With --routing STATS gets
-    routing.parquet alone: the experts of each token, with their weights.
-    """
+    routing.parquet alone: the experts of each token, with their weights."""
     from pi2.measuring.activations import RecordingOptions, record_activations
     from pi2.measuring.prediction import draw_activations
     from pi2.tracing import check_form

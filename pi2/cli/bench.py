@@ -54,8 +54,7 @@ def evaluate_command(plan: ChosenPlan, given: EvaluateOptions) -> None:
     The text is scored densely (every neuron is computed), then sparsely (only neurons that the
     plan's predictor selects), and both are compared token by token.  The recall of low-rank
     predictors is counted layer by layer.  Each token is scored once, with at least CONTEXT - STRIDE
-    tokens before it.
-    """
+    tokens before it."""
     from pi2.measuring.evaluation import evaluate_plan, write_markdown
 
     with ProgressBar() as progress:
@@ -151,8 +150,7 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
 
     Each test runs once as a warm-up, then repeatedly; results go to standard output.  The memory's
     read bandwidth is measured in the same run, and the bytes that a token must read are counted.
-    The results show the distance to that limit.
-    """
+    The results show the distance to that limit."""
     from pi2.measuring import report
     from pi2.measuring.report import describe_conditions
     from pi2.measuring.samples import list_workloads

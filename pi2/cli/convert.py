@@ -25,7 +25,7 @@ from pi2.cli.options import (
 )
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing, name_packings
-from pi2.model.mixtures import MIXTURES
+from pi2.importing.quantize import MIXTURES
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:
@@ -86,15 +86,13 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     Ctrl-C the same command resumes.  With a mixture such as q4_k_m a GGUF file is written instead.
 
     --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
-    two operations per weight and token each time, with one layer in memory.
-    """
+    two operations per weight and token each time, with one layer in memory."""
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
     from pi2.importing.convert import convert_checkpoint
-    from pi2.importing.kept_bits import describe_kept
     from pi2.importing.new_model import describe_checkpoint, name_origin
     from pi2.importing.predictors import announce_predictors
     from pi2.importing.quantizers import Quantizer
-    from pi2.importing.requirements import describe_other_parts
+    from pi2.importing.requirements import describe_kept, describe_other_parts
     from pi2.measuring.texts import read_texts
 
     opened = use_tokenizer(open_checkpoint(checkpoint), given.tokenizer)
@@ -238,7 +236,7 @@ def write_errors(
 def choose_precision(model: Model, precision: FfnPrecision | None, source: Checkpoint) -> Model:
     """The model with weights of one type; tables, heads and predictors have 8 bits at least, and
     as projections have that cannot have that type.  None: no fewer bits than a GGUF file has."""
-    from pi2.importing.kept_bits import keep_bits
+    from pi2.importing.requirements import keep_bits
     from pi2.plan.documents.model_parts import Quantization
 
     if precision is None:

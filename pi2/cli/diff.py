@@ -46,8 +46,7 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
     """Compare two plans, devices or models, A and B, with everything resolved.
 
     For plans, this includes the memory that each segment needs, what stays in memory layer by layer
-    and, if the device has the figures, the speed: simulated, not measured.
-    """
+    and, if the device has the figures, the speed: simulated, not measured."""
     from pi2.authoring.difference import (
         compare_documents,
         compare_layers,
@@ -197,7 +196,7 @@ def _write(
 
 
 def _show(value: Any) -> str:
-    from pi2.plan.toml.text import write_value
+    from pi2.plan.toml.source import write_value
 
     if value is None:
         return "(nothing)"

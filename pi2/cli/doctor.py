@@ -36,8 +36,7 @@ def doctor_command(as_json: bool) -> int:
     """Check what this machine has and which shipped plans can run on it.
 
     Plans marked "dry run" can be counted through but compute nothing.  Exits with 1 if no plan can
-    run.
-    """
+    run."""
     from pi2.checkup import examine_machine
 
     checkup = examine_machine()

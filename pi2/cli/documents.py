@@ -41,8 +41,7 @@ def migrate_command(files: tuple[str, ...], check: bool) -> int:
     """Upgrade documents to the current version of the plan language.
 
     FILE is a plan, device or model, or a folder of them.  Versions are raised and renamed keys
-    replaced; comments, order and layout are kept.  Files that are up to date are not touched.
-    """
+    replaced; comments, order and layout are kept.  Files that are up to date are not touched."""
     from pi2.authoring.difference import migrate_text
     from pi2.diagnostics import Diagnostic, Span
     from pi2.plan.reading.references import list_documents
@@ -94,8 +93,7 @@ def schema_command(output: Path, check: bool) -> int:
     """Write the JSON Schemas that editors use to check documents.
 
     Editors find them by the first line of a document, such as
-    `#:schema ../schemas/plan.schema.json`.
-    """
+    `#:schema ../schemas/plan.schema.json`."""
     from pi2.authoring.explanation import make_schemas
 
     code = 0
@@ -141,8 +139,7 @@ def show_command(plan: str, given: ShowOptions) -> None:
     """Print FILE with everything resolved, and a plan's digest.
 
     FILE is a plan, device or model.  The output is a valid document: saved next to the original, it
-    resolves to the same digest.
-    """
+    resolves to the same digest."""
     from pi2.authoring.writing import write_document, write_plan
     from pi2.plan.toml.source import detect_kind
 
@@ -173,8 +170,7 @@ def completion_command(shell: str) -> None:
     """Print a script that completes pi2's commands, options and files in SHELL.
 
     For example `pi2 completion bash >> ~/.bashrc`, `pi2 completion zsh >> ~/.zshrc`, or
-    `pi2 completion fish > ~/.config/fish/completions/pi2.fish`.
-    """
+    `pi2 completion fish > ~/.config/fish/completions/pi2.fish`."""
     from click.shell_completion import get_completion_class
 
     from pi2.cli.main import group
@@ -200,8 +196,7 @@ def completion_command(shell: str) -> None:
 def lsp_command() -> None:
     """Start the language server on standard input and output.
 
-    Editors start it themselves (docs/howto/check-in-ci.md).  It needs `pip install 'pi2[lsp]'`.
-    """
+    Editors start it themselves (docs/howto/check-in-ci.md).  It needs `pip install 'pi2[lsp]'`."""
     try:
         from pi2.lsp.server import make_server
     except ImportError as error:
@@ -232,8 +227,7 @@ def fit_command(plan: ChosenPlan, given: FitOptions) -> None:
 
     Segments, shares of hot neurons and splits are worked out again; the changes go to standard
     error.  The new plan extends PLAN and states what differs.  Without -o it goes to standard
-    output.
-    """
+    output."""
     from pi2.authoring.drafting import refer_from, write_overlay
     from pi2.plan.documents.quantities import format_bytes
     from pi2.plan.reading.references import list_shipped

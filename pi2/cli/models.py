@@ -69,8 +69,7 @@ def pull_command(model: str, given: PullOptions) -> None:
     are reused and left in place.
 
     With PLAN, the weights that the plan names by hf:ORG/NAME/FILE.gguf are fetched into the Hugging
-    Face cache as they are, and pinned with commit and SHA-256 in pi2.lock.
-    """
+    Face cache as they are, and pinned with commit and SHA-256 in pi2.lock."""
     if model.endswith(".plan.toml"):
         pull_weights(Path(model))
         return
@@ -83,7 +82,7 @@ def pull_weights(plan: Path) -> None:
     """Fetch and pin the weights that the plan at a path names; `UserError` P760 if it names none of
     the hub, and as `fetch_hub_file`."""
     from pi2.plan.toml.source import read_source
-    from pi2.weights.hub_files import HUB, fetch_hub_file
+    from pi2.weights.file_reading import HUB, fetch_hub_file
 
     source = read_source(plan, str(plan))
     if isinstance(source, list):
@@ -216,8 +215,7 @@ def check_kinds(
 def cache_command(ctx: click.Context, as_json: bool) -> None:
     """List what pi2 keeps on this machine, and clear it.
 
-    Without a command: every kind of thing with its number, size, last use and folder.
-    """
+    Without a command: every kind of thing with its number, size, last use and folder."""
     if ctx.invoked_subcommand is not None:
         return
     from pi2.pulled_models import KINDS, find_kind_folder, list_cached
@@ -263,8 +261,7 @@ class ClearOptions:
 def clear(kinds: tuple[str, ...], given: ClearOptions) -> None:
     """Remove the things of each KIND; without one, all that pi2 makes again by itself.
 
-    Models and chat history are removed only if `models`, `stores` or `history` is named.
-    """
+    Models and chat history are removed only if `models`, `stores` or `history` is named."""
     from pi2.pulled_models import KINDS, ONLY_NAMED, list_cached, remove_thing
 
     before = None if given.older_than is None else time.time() - given.older_than

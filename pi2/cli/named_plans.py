@@ -174,9 +174,8 @@ def make_model(
     from pi2.cli.convert import choose_precision, write_notes
     from pi2.cli.options import MIB
     from pi2.importing.convert import convert_checkpoint
-    from pi2.importing.kept_bits import describe_kept
     from pi2.importing.quantizers import Quantizer
-    from pi2.importing.requirements import describe_other_parts
+    from pi2.importing.requirements import describe_kept, describe_other_parts
     from pi2.pulled_models import PLAN, RECORD
 
     document = choose_precision(document, source.quantization, checkpoint)
@@ -219,7 +218,7 @@ def find_plan_path(path: Path, *, files: FileFiller | None = None) -> Path:
     UserError P001 for an unknown name."""
     found = _find(path, ("plan",), files)
     if files is not None and sys.stdin.isatty() and sys.stderr.isatty():
-        from pi2.weights.hub_files import list_missing
+        from pi2.weights.file_reading import list_missing
 
         for weights in list_missing(found):
             if click.confirm(f"{weights} is not on this machine: fetch it?", err=True):

@@ -62,8 +62,7 @@ def new(checkpoint: Path, given: OutputOptions) -> None:
     """Write the model document of CHECKPOINT: a Hugging Face folder, GGUF file or MLC-LLM folder.
 
     It is derived from the checkpoint's configuration or metadata, and every number is checked
-    against the tensors.
-    """
+    against the tensors."""
     from pi2.importing.new_model import describe_checkpoint
     from pi2.sharing.fetching import write_atomically
 
@@ -81,8 +80,7 @@ def new_command() -> None:
     """Write a valid starter document: a device, model or plan.
 
     On a terminal, missing values are asked for; elsewhere they are an error.  The document passes
-    `pi2 validate`; existing files are only overwritten with --force.
-    """
+    `pi2 validate`; existing files are only overwritten with --force."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,8 +98,7 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
 
     The choices, the reasons and the expected speed go to standard output, and into the plan as
     comments.  If a request cannot be met, the reason and the nearest request that can be met are
-    printed.  With --batch 1-4, four plans are written: NAME.batch-1.plan.toml and so on.
-    """
+    printed.  With --batch 1-4, four plans are written: NAME.batch-1.plan.toml and so on."""
     if wishes is not None:
         given = _take_wishes(wishes, given)
     if not (given.device and given.model):

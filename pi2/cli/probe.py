@@ -55,8 +55,7 @@ def build_command(plan: ChosenPlan, given: BuildOptions) -> None:
     """Build a bundle of PLAN: kernels, weights, and a runtime that needs only Python and numpy.
 
     It runs on machines without TVM, such as phones with Termux: copy the folder there, then
-    `./run.sh --prompt TEXT`.
-    """
+    `./run.sh --prompt TEXT`."""
     from pi2.phone.building import build_bundle
     from pi2.phone.contents import Wish, parse_features
     from pi2.plan.documents.quantities import approximate_bytes
@@ -116,8 +115,7 @@ def probe_command(given: ProbeOptions) -> None:
     --compare, shows for each figure whether it agrees with the figure of another device file.
 
     With --rpc, kernels of another machine are timed instead, such as a phone's; its flash is
-    measured there, by a bundle's `python -m pi2_phone --probe`.
-    """
+    measured there, by a bundle's `python -m pi2_phone --probe`."""
     from pi2.probing.document import (
         NOISY,
         compare_devices,

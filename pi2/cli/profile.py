@@ -24,8 +24,7 @@ def profile_command() -> None:
 
     References look like gh:owner/repo//devices/acme-12.device.toml@v1, git+https:…, git+file:…,
     https:… or file:….  pi2.lock pins the exact bytes of each reference; only these commands fetch,
-    and plans use locked files.
-    """
+    and plans use locked files."""
 
 
 _offline = click.option("--offline", is_flag=True, help="Do not use the network.")
@@ -40,8 +39,7 @@ def add(references: tuple[str, ...], offline: bool, locked: bool) -> None:
     """Fetch each REFERENCE, check it, and write it into pi2.lock.
 
     Without a REFERENCE, fetch what pi2.lock pins and is
-    missing here, and change nothing.
-    """
+    missing here, and change nothing."""
     project = _open_project(offline=offline, locked=locked)
     outcomes = project.add(references)
     _print_outcomes(outcomes, project)
@@ -66,8 +64,7 @@ def update(
 ) -> None:
     """Update pi2.lock to what each REFERENCE (default: all) points to now.
 
-    Branches and files may change; a tag that points to another commit than before is refused.
-    """
+    Branches and files may change; a tag that points to another commit than before is refused."""
     project = _open_project(offline=offline, locked=locked)
     _print_outcomes(project.update(references, accept_moved=accept_moved_tags), project)
 
@@ -106,8 +103,7 @@ def verify(offline: bool, as_json: bool) -> int:
 
     Here: its bytes, its content, and that lock and reference agree.  At its source (not with
     --offline): that tags point to the same commit and web files have the same bytes.  Exits with 1
-    if a check fails.
-    """
+    if a check fails."""
     project = _open_project(offline=offline)
     found = project.verify()
     for _, error in found:
@@ -175,8 +171,7 @@ def publish(file: Path, into: Path, commit: bool, replace: bool) -> None:
     """Prepare the device FILE for a pull request.
 
     Checks it, removes serial numbers, account names and home folders, and writes it to
-    devices/ID.device.toml in a clone.  Prints its SHA-256 and the next steps.
-    """
+    devices/ID.device.toml in a clone.  Prints its SHA-256 and the next steps."""
     from pi2.plan.toml.source import display_path
     from pi2.sharing.description import prepare_profile, write_profile
 

@@ -206,8 +206,7 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
     the others are queued.  Each text is printed when it is complete, in the order of the prompts.
 
     --best-of N samples N completions of one prompt and prints the most likely: the highest mean log
-    probability of its tokens.
-    """
+    probability of its tokens."""
     from pi2.engine.run_report import describe_expected, describe_run, summarise_run
 
     messages = list_messages(given)

@@ -62,8 +62,7 @@ def chat_command(plan: ChosenPlan, given: ChatOptions) -> None:
     """Talk to the model of PLAN.
 
     Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer and Ctrl-D ends. /help lists
-    commands.  Without a terminal, input is read line by line.
-    """
+    commands.  Without a terminal, input is read line by line."""
     from pi2.chatting import Session
 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -233,8 +232,7 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     names another address.
 
     With --on ray, replicas on the cluster that RAY_ADDRESS names answer, or on one that is started
-    on this machine; SIGHUP reads the plans again and replaces the replicas one after the other.
-    """
+    on this machine; SIGHUP reads the plans again and replaces the replicas one after the other."""
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401

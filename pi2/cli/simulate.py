@@ -74,8 +74,7 @@ def sweep_command(given: SweepOptions) -> None:
 
     An interrupted sweep resumes.  Devices that lack figures and requests that cannot be met are
     recorded as results. --on ray uses the cluster that RAY_ADDRESS names, or starts one on this
-    machine; cells of lost workers are run again.
-    """
+    machine; cells of lost workers are run again."""
     from pi2.planning.sweep import (
         draw_matrix,
         draw_summary,
@@ -179,8 +178,7 @@ def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
     """Simulate PLAN on the device that it names.
 
     All results are simulated, never measured; the last line shows where the figures of the device
-    and the model come from.
-    """
+    and the model come from."""
     tokens = given.tokens
     from pi2.simulate import draw_run, read_inputs, simulate
 

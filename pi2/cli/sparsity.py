@@ -60,8 +60,7 @@ def train(plan: ChosenPlan, given: TrainOptions) -> None:
 
     FOLDER gets a store with the predictors (neurons are shared with the old store), a model
     document that lists them, and a plan that uses them.  Existing files are not changed.  With
-    --rank auto, each layer's rank grows as long as that saves bytes per token.
-    """
+    --rank auto, each layer's rank grows as long as that saves bytes per token."""
     from pi2.measuring.fitting import Recipe
     from pi2.measuring.training import train_predictors
 
@@ -160,8 +159,7 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     The model runs on the texts densely; each layer's threshold is the quantile of its gates at the
     target share.  Then perplexity is compared with and without thresholds.  With --loss, the
     largest share that keeps to it is searched.  Without --target and --loss, PLAN's [sparsity]
-    states the target.
-    """
+    states the target."""
     from pi2.authoring.drafting import refer_from, write_changes, write_overlay
     from pi2.authoring.writing import write_document
     from pi2.measuring.calibration import calibrate_thresholds, describe_changes

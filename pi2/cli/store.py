@@ -43,8 +43,7 @@ def store_command() -> None:
 def show_info(path: Path, as_json: bool) -> None:
     """Show what the neuron store at PATH holds.
 
-    Reads only the manifest and compares file sizes; `pi2 store verify` reads every file.
-    """
+    Reads only the manifest and compares file sizes; `pi2 store verify` reads every file."""
     from pi2.store.reader import NeuronStore
 
     with NeuronStore.open(path) as store:
@@ -60,8 +59,7 @@ def show_info(path: Path, as_json: bool) -> None:
 def verify(path: Path, as_json: bool) -> int:
     """Read every file of the neuron store at PATH and compare it with the manifest.
 
-    Exits with 0 if all files match, 1 with one finding per damaged file, 2 if there is no store.
-    """
+    Exits with 0 if all files match, 1 with one finding per damaged file, 2 if there is no store."""
     from pi2.cli.main import wants_colour
     from pi2.diagnostics import texts
     from pi2.store.manifest import read_manifest
@@ -111,8 +109,7 @@ def reorder(path: Path, given: ReorderOptions) -> None:
     """Rewrite STORE with its neurons in another order.
 
     Results do not change.  Disk space for a second store is needed; the old store is kept until the
-    new one is complete.  After Ctrl-C the same command resumes.
-    """
+    new one is complete.  After Ctrl-C the same command resumes."""
     from pi2.measuring.ordering import choose_orders
     from pi2.store.reordering import reorder_store
 
@@ -147,8 +144,7 @@ def repack(path: Path, given: RepackOptions) -> None:
     A plan's bundle.stride and bundle.scales must match its store; `pi2 plan` shows which stride
     suits a device.  If scales move and no stride is given, the smallest that fits is used.  Results
     do not change.  Disk space for a second store is needed; the old store is kept until the new one
-    is complete.  After Ctrl-C the same command resumes.
-    """
+    is complete.  After Ctrl-C the same command resumes."""
     from pi2.store.reordering import repack_store
 
     if given.stride is None and given.scales is None:

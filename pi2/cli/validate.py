@@ -65,8 +65,7 @@ def explain_command(what: str | None, file: str | None, given: ExplainOptions) -
     device.memory.capacity and model.shape.ffn refer to its device and model.
     layers.overrides[].hot and device.units.*.kind are those of every item or name.  Without
     arguments, it lists all codes.  `pi2 explain PLAN --cost` shows the time of a token by term:
-    predicted, not measured.
-    """
+    predicted, not measured."""
     from pi2.fitting.check import load_pages
 
     if given.cost or given.plot is not None:
@@ -132,7 +131,7 @@ def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str 
 
 def write_explanation(item: Explanation) -> str:
     from pi2.authoring.explanation import write_chain
-    from pi2.plan.toml.text import format_path, write_value
+    from pi2.plan.toml.source import format_path, write_value
 
     shown = format_path(item.path)
     lines = [f"{shown} (of a {item.kind})"]
@@ -239,8 +238,7 @@ def validate_command(files: tuple[Path, ...], given: ValidateOptions) -> int:
     The comment `# pi2: ignore P403 (reason)` leaves a finding of its line out, and [tool.pi2] of
     pyproject.toml a code in some files; an ignore that is not needed is a finding.  Remote
     references are resolved through pi2.lock; nothing is fetched.  Exits with 0 without errors, 1
-    with errors, 2 if a file cannot be read.
-    """
+    with errors, 2 if a file cannot be read."""
     baseline = given.baseline
     from pi2.diagnostics.baseline import read_project, sift
     from pi2.plan.toml.source import CANNOT_READ

@@ -22,8 +22,7 @@ In a large LRU cache everything that was used within the last T tokens is presen
 where T makes the expected number of present neurons equal the capacity (Che's approximation: its
 error is far below a percent for thousands of entries; a test counts a real LRU cache).  A neuron's
 uses form a chain with memory: experts and neurons repeat from one token to the next somewhat more
-often than chance.
-"""
+often than chance."""
 
 from __future__ import annotations
 
@@ -221,8 +220,7 @@ def draw_tokens(
     ``hit_chances`` [CLASSES]: chance that an active cold neuron is in the cache.  The hottest
     ``hot_share`` is resident, and ``read_chances`` [CLASSES] is the chance that a missing one is
     worth a read; of what is resident the hottest ``dense_share`` needs no prediction.  ``neurons``
-    is the number that a token could activate, ``shifts`` [tokens] is every token's own shift.
-    """
+    is the number that a token could activate, ``shifts`` [tokens] is every token's own shift."""
     sigmas, weights = weigh_shifts()
     chances = np.stack([hotness.compute_chances(float(x)) for x in sigmas * variation])
     # Shifts make rare neurons more active on average: keep the mean at the published figure.

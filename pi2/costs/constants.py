@@ -8,8 +8,7 @@ Read rates of a flash device between its measured points.
 A figure holds for one block size, pattern, extent of the file, issuing core, depth and number of
 threads.  A question takes the figures of its pattern; of several cores, depths or thread counts
 those nearest to the question; and interpolates the rate over extent and block size, both on
-logarithmic scales, because rates follow powers of both over wide stretches.
-"""
+logarithmic scales, because rates follow powers of both over wide stretches."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ Every term names where it comes from; notes/planner.md explains them.  A layer o
 
 Once a token there are the head, and the row of an embedding that is read from flash.  A layer
 takes attention + norm + predict + look up + python + max(compute, dense) + wait.  Expected values
-stand for what varies from token to token.
-"""
+stand for what varies from token to token."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from math import comb
 from pi2.costs.activity import LayerActivity
 from pi2.costs.rates import Rates
 from pi2.costs.reads import ALONE
-from pi2.costs.settings import Settings
-from pi2.costs.sizes import Sizes
+from pi2.costs.settings import Settings, Sizes
 from pi2.costs.terms import LayerTerms, Work, find_chance, find_terms
 
 
@@ -73,7 +72,7 @@ def cost_layer(
     """Cost of a layer: ``hot`` neurons stay, a cache holds ``cold``, a unit computes ``dense``."""
     terms = find_terms(rates, sizes, settings, activity, hot=hot, dense=dense)
     counts = _count_neurons(settings, activity, terms, hot=hot, cold=cold, dense=dense)
-    cost = partial(_cost_counts, sizes, settings, activity, terms, hot, cold)
+    cost = partial(_cost_counts, sizes, settings, activity, terms, (hot, cold))
     if activity.grain == 1 or settings.predictor != "router" or counts.missing <= 0.0:
         return cost(counts, find_chance(counts.missing))
     # A few experts are missing, or none: times of whole numbers, by how often they come.
@@ -110,12 +109,13 @@ def _cost_counts(
     settings: Settings,
     activity: LayerActivity,
     terms: LayerTerms,
-    hot: float,
-    cold: float,
+    shares: tuple[float, float],
     counts: _Counts,
     chance: float,
 ) -> LayerCost:
-    """Times of numbers of neurons, of which any is missing with a ``chance``."""
+    """Times of numbers of neurons, of which any is missing with a ``chance``.  ``shares``: of the
+    layer's neurons, the hot ones and those of the cache."""
+    hot, cold = shares
     look_up_s = terms.time_look_up(counts.missing, counts.cached, expected=True)
     gathered_s = (counts.hot_weight + counts.cached) * terms.neuron.seconds
     missing_s = counts.missing * terms.neuron.seconds

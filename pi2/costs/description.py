@@ -11,8 +11,7 @@ takes is the bytes that it reads at the rate of the unit's memory, and a fixed t
 kernel: a chain of small kernels, recorded once and replayed.
 
 Prompts have no rate: what device documents state is the arithmetic of matrix units, which pi2's
-kernels do not use.
-"""
+kernels do not use."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ from pi2.costs.constants import Constants, Figure
 from pi2.costs.kernel_times import Linear
 from pi2.costs.prompts import PromptSettings, read_prompt_settings
 from pi2.costs.rates import MISSING_FIGURE, Rates, read_rates
-from pi2.costs.settings import POSITION, Settings, read_settings, share_cold
-from pi2.costs.sizes import Sizes, measure_sizes
+from pi2.costs.settings import POSITION, Settings, Sizes, measure_sizes, read_settings, share_cold
 from pi2.costs.terms import LayerTerms, find_terms, time_head, time_row
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan

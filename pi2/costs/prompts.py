@@ -9,8 +9,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from pi2.costs.rates import Rates, check_flash, find_stream_overlap
-from pi2.costs.settings import Stream, find_stream, list_dense_graphs
-from pi2.costs.sizes import Sizes
+from pi2.costs.settings import Sizes, Stream, find_stream, list_dense_graphs
 from pi2.fitting.sizes import count_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import pad_tokens

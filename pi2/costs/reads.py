@@ -11,7 +11,7 @@ from typing import Literal
 
 from pi2.costs.activity import MergedReads
 from pi2.costs.constants import Flash, FlashPoint, interpolate_logs
-from pi2.costs.sizes import find_touched_bytes
+from pi2.costs.settings import find_touched_bytes
 
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()

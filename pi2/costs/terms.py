@@ -11,8 +11,7 @@ from pi2.costs.activations import weigh_hot
 from pi2.costs.activity import LayerActivity, average_chances
 from pi2.costs.kernel_times import Linear
 from pi2.costs.rates import Rates
-from pi2.costs.settings import Settings
-from pi2.costs.sizes import Sizes
+from pi2.costs.settings import Settings, Sizes
 from pi2.plan.arithmetic.units import pad_tokens
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import scale_bytes

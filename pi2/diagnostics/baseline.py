@@ -12,8 +12,7 @@ Findings that somebody has looked at: comments in documents, and ``[tool.pi2]`` 
     "plans/legacy/**" = ["P237", "P403"]
 
 A comment is about its line; one that has a line of its own, about the next one.  Comments before
-the first line of a document are also about findings that have no line.
-"""
+the first line of a document are also about findings that have no line."""
 
 from __future__ import annotations
 

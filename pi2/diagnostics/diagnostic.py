@@ -46,8 +46,7 @@ class Diagnostic:
     """One finding.
 
     Codes: P0xx reading and syntax, P1xx schema, P2xx whole plan, P3xx device fit, P4xx provenance,
-    P5xx store and checkpoint, P6xx running, P7xx sharing and editors, P9xx internal.
-    """
+    P5xx store and checkpoint, P6xx running, P7xx sharing and editors, P9xx internal."""
 
     code: str
     severity: Severity = "error"

@@ -25,8 +25,7 @@ def render(
 ) -> str:
     """Diagnostics in the format ``name``, ending with a newline unless empty.
 
-    ``sources``: texts by file name; ``find_page`` looks up what there is to say about a code.
-    """
+    ``sources``: texts by file name; ``find_page`` looks up what there is to say about a code."""
     from pi2.diagnostics import texts
 
     match name:

@@ -12,8 +12,7 @@ Pages are written as the docstrings of rules are::
 
     Fix: change one of the shares; 0 leaves a unit out.
 
-Such a text and its Markdown (single backticks) say the same.
-"""
+Such a text and its Markdown (single backticks) say the same."""
 
 from __future__ import annotations
 

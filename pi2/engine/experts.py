@@ -16,8 +16,7 @@ Four dials of the table ``[experts]``, in this order:
 
 The weights of the experts that compute are the router's, scaled to the sum that they had; or, where
 ``renormalise`` is false, what was left out is missing from it.  Prompts are computed as the router
-says, and so are layers without a router: what stands for experts there is one FFN.
-"""
+says, and so are layers without a router: what stands for experts there is one FFN."""
 
 from __future__ import annotations
 

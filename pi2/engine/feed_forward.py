@@ -57,8 +57,7 @@ class FeedForward(Waves):
         beside the executor compute.  ``in_order``: dense layers are computed as a whole and in
         stored order, for those who look at them.  ``experts``: whose neurons are whose, in a
         mixture.  ``keeps_bits``: what is in memory changes no bit of layers that are computed
-        as a whole.
-        """
+        as a whole."""
         super().__init__(executor, cache, reader, decode=decode, separate_scales=separate_scales)
         self._neurons = self._single.neurons
         """Neurons of a layer."""

@@ -2,8 +2,7 @@
 
 Every step needs every dense matrix once, in the same order.  What is not resident passes through a
 ring (`pi2.memory.weight_stream`) in pieces of whole rows, each of which is computed when it has
-arrived.  Experts that are not resident come into slots of a cache (`pi2.memory.expert_slots`).
-"""
+arrived.  Experts that are not resident come into slots of a cache (`pi2.memory.expert_slots`)."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def divide_matrices(
     """Choose what is resident of ``tensors``, which are in the order of computing.
 
     Small matrices come first, since short reads are slow; then as many others as there is room
-    for, spread evenly, so that computing and reading take turns.
-    """
+    for, spread evenly, so that computing and reading take turns."""
     chosen: set[str] = set()
     left = resident_bytes
     for tensor in sorted(tensors, key=lambda item: item.size_bytes):
@@ -375,8 +373,7 @@ class ExpertCourse:
 
     Few tokens: outputs are added token by token, so those whose experts fit into the slots are
     computed together.  Many: outputs are added expert by expert, so experts pass in two halves of
-    the slots, one half is read while the other computes.
-    """
+    the slots, one half is read while the other computes."""
 
     def __init__(self, model: BlockModel, slots: ExpertSlots) -> None:
         assert model.pairs is not None

@@ -58,8 +58,7 @@ class LoadedModel:
 
     Any threads may share it.  As many generations go on at the same time as the plan's
     ``decode.batch`` says; others wait in line.  After ``close``, everything that computes raises
-    UserError P615.
-    """
+    UserError P615."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -89,8 +88,7 @@ class LoadedModel:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer (`tokenizers.Tokenizer`); UserError P605 if the plan's store has none.
 
-        One of a GGUF file is made when it is asked for: `encode_text` and `decode` need less.
-        """
+        One of a GGUF file is made when it is asked for: `encode_text` and `decode` need less."""
         coder = self.coder
         return coder.library if isinstance(coder, TableTokenizer) else cast("Tokenizer", coder)
 
@@ -197,8 +195,7 @@ class LoadedModel:
         """Token ids of ``prompt``, with the begin token where the model wants one; of a ``whole``
         text that nothing follows, such as one for an embedding, with the tokenizer's end token.
 
-        A dry run has no tokenizer and takes a token for every four bytes.
-        """
+        A dry run has no tokenizer and takes a token for every four bytes."""
         if self.is_dry:
             ids = [0] * -(-len(prompt.encode("utf-8", "replace")) // 4)
         else:
@@ -225,8 +222,7 @@ class LoadedModel:
         prompt where the answer begins; ``template`` chooses among named templates; ``variables``
         are what else the template reads; ``write_calls`` writes calls into the content, if the
         template would leave them out.  Raises UserError P608 if the template fails or refuses,
-        P609 if the model has none.  A dry run has none either: the contents are joined.
-        """
+        P609 if the model has none.  A dry run has none either: the contents are joined."""
         if self.is_dry:
             return "\n".join(str(message.get("content", "")) for message in messages)
         found = self.read_chat_template(template)
@@ -258,8 +254,7 @@ class LoadedModel:
     ) -> list[int]:
         """Token ids of a conversation, up to where the answer begins: see `render_chat`.
 
-        The begin token comes first where the model wants one, once: many templates write it.
-        """
+        The begin token comes first where the model wants one, once: many templates write it."""
         text = self.render_chat(messages, template=template, variables=variables)
         return self.begin(self.encode_text(text))
 
@@ -286,8 +281,7 @@ class LoadedModel:
         ``temperature=0`` is greedy.  ``progress`` is told the share of the prompt that is done.
         Returns an iterator of text pieces; its ``result`` is a `GenerationResult`.  Raises
         UserError P601 for a prompt that leaves no room in the context, P603 for an empty one,
-        P604 for an option out of range.
-        """
+        P604 for an option out of range."""
         return Generation(
             self._make_request(prompt, **options),
             scheduler=self._scheduler,
@@ -301,8 +295,7 @@ class LoadedModel:
         """Generate text after ``prompt`` for ``async for``: a thread of the model computes.
 
         Options and errors are those of ``generate``.  Whoever stops iterating, or is cancelled,
-        gives the generation up before its next token.
-        """
+        gives the generation up before its next token."""
         ticket = Ticket(self._make_request(prompt, **options))
 
         async def give_texts() -> AsyncIterator[str]:
@@ -336,8 +329,7 @@ class LoadedModel:
         ``scores`` the results say how likely their tokens were, and the batch which is the best.
         Returns an iterator of pairs of a prompt's number and a piece of its text; its ``result`` is
         a `BatchResult`.  Raises what ``generate`` raises, for any of the prompts, before anything
-        is computed.
-        """
+        is computed."""
         if not prompts:
             raise UserError.of("P603", "there is no prompt", help="give at least one")
         requests = []
@@ -428,8 +420,7 @@ class LoadedModel:
         ``options``: as for `generate`, and ``least``, the smallest ``max_tokens``: 0 reads the
         prompt and generates nothing.  Without ``max_tokens`` there may be as many as fit.
 
-        Raises UserError P601, P603, P604, P606 and P615 as `generate` does.
-        """
+        Raises UserError P601, P603, P604, P606 and P615 as `generate` does."""
         most = self.plan.plan.kv.context if max_tokens is None else max_tokens
         return replace(
             self._make_request(prompt_ids, max_tokens=most, **options),
@@ -445,8 +436,7 @@ class LoadedModel:
         """Logits [tokens, vocab], float32, after each of ``token_ids``.
 
         ``prefill`` runs them through in chunks, every neuron computed; ``decode`` one by one with
-        the plan's predictor, as a generation does.
-        """
+        the plan's predictor, as a generation does."""
         return np.concatenate(list(self.iterate_logits(token_ids, mode=mode)))
 
     def iterate_logits(
@@ -473,8 +463,7 @@ class LoadedModel:
 
         It is the mean of what the head would read of all tokens, or that of the last one: by
         default what the model document says.  All neurons are computed.  Raises UserError P601,
-        P603, P606 and P615 as `generate` does, P617 where `can_embed` is false.
-        """
+        P603, P606 and P615 as `generate` does, P617 where `can_embed` is false."""
         forward = find_hidden_reader(self._parts)
         if forward is None:
             raise UserError.of(

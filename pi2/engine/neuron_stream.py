@@ -12,8 +12,7 @@ what is wanted alone, and their order does.  It is stored order for those who lo
 mixtures it is one that takes neighbours far apart (``spread``): caches are filled from the first
 neurons on, and the drive would stand still while those are computed.  Where experts are cached as
 a whole, a piece is such a granule (`pi2.memory.granules`), so that nothing is copied, and as many
-are on their way as the staging buffers have room for.
-"""
+are on their way as the staging buffers have room for."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ class ChatTemplate:
         else the template reads, such as ``{"enable_thinking": False}``; ``child`` is a process that
         stays, for those who render often.  Raises `UserError` P608
         if the template fails, refuses the messages, wants to leave its sandbox, or takes more than
-        a second of processor time.
-        """
+        a second of processor time."""
         given = {
             **self.tokens,
             "tools": None,
@@ -113,8 +112,7 @@ def read_chat_template(
     text or a list of named ones, as do ``chat_template.NAME.jinja`` before those; ``name`` chooses,
     ``default`` by default.  Begin and
     end tokens that the configuration does not state are those of ``settings``.  Raises `UserError`
-    P608 if a file is broken, P609 if there is no such template.
-    """
+    P608 if a file is broken, P609 if there is no such template."""
     config = _read_config(folder / TOKENIZER_CONFIG)
     tokens = _list_special_tokens(config)
     for key, token in (("bos_token", settings.bos), ("eos_token", next(iter(settings.eos), None))):

@@ -14,8 +14,7 @@ most that may stay in memory, and spends the budget in this order:
    those of units, and still too many, do the shares of units in main memory become smaller.
 4. The cache of cold neurons has the rest, and no more than the neurons that are not hot.
 
-More budget never makes fewer neurons hot, or less memory for neurons.
-"""
+More budget never makes fewer neurons hot, or less memory for neurons."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments, UnitMemory
 from pi2.plan.documents.plan_units import LayerOverride, Layers
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.source import KeyPath
 from pi2.plan.weights.layout import round_up
 
 LIBRARY_BYTES = 78 << 20

@@ -2,8 +2,7 @@
 
 A rule's page is its docstring.  Codes that are given in passing, such as that of a file
 which is not there, have theirs in a TOML file per range of codes: a table per code with the keys
-``what``, ``why``, ``example`` and ``fix``, which are Markdown.
-"""
+``what``, ``why``, ``example`` and ``fix``, which are Markdown."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Whose line a finding belongs to: its author's, not that of a document that comes
 
 What a document extends may be one that pi2 ships, or one that was fetched: nobody is to change it.
 A finding about a value from there stands at the entry of ``extends`` that takes the document up,
-and says what to write in the author's own file instead.
-"""
+and says what to write in the author's own file instead."""
 
 from __future__ import annotations
 
@@ -40,8 +39,16 @@ from pi2.plan.reading.references import (
     report_kind,
 )
 from pi2.plan.reading.schema_check import check_schema
-from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source, read_source
-from pi2.plan.toml.text import KeyPath, format_path, name_path
+from pi2.plan.toml.source import (
+    CANNOT_READ,
+    KeyPath,
+    Kind,
+    SourceFile,
+    format_path,
+    name_path,
+    parse_source,
+    read_source,
+)
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import FileFacts, FillPlan

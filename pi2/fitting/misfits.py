@@ -67,8 +67,7 @@ def find_misfits(
     - P303: the budget is more than the memory that this process can have
     - P304 (warning): fewer cores than compute threads
     - P305 (warning): the budget is more than what is free now
-    - P306: a core that threads are to be bound to does not exist, or is not for this process
-    """
+    - P306: a core that threads are to be bound to does not exist, or is not for this process"""
     found: list[Diagnostic] = []
     for unit in device.units.values():
         if unit.kind == "cpu" and native:

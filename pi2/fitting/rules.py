@@ -21,7 +21,7 @@ from pi2.plan.documents.quantities import (
     format_bytes,
     write_least,
 )
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.source import KeyPath
 
 
 @cache
@@ -52,8 +52,7 @@ def check_segments_hold_needs(facts: Facts) -> Iterator[Finding]:
     Example: ``kv = "1 MiB"`` for a context of 1024 tokens that takes 4 MiB.
 
     Fix: raise the segment, or lower what it is for: ``kv.context``, ``layers.hot``,
-    ``prefill.chunk``, the precision of the model.
-    """
+    ``prefill.chunk``, the precision of the model."""
     resolved = facts.resolved
     for name, need in find_needs(resolved).items():
         size = getattr(resolved.plan.memory.segments, name)
@@ -118,8 +117,7 @@ def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
     Example: ``cold = "40 MiB"`` where a token uses 200 MiB of neurons that are not hot.
 
     Fix: raise ``memory.segments.cold``; where the budget has no room, lower ``kv.context``, or take
-    a part of ``hot``: fewer hot neurons and a cache that works can be faster.
-    """
+    a part of ``hot``: fewer hot neurons and a cache that works can be faster."""
     resolved = facts.resolved
     stride = resolved.bundle.stride
     layers = [resolved.layers[number] for number in resolved.named_layers]
@@ -169,8 +167,7 @@ def check_cold_is_used(facts: Facts) -> Iterator[Finding]:
     Example: ``cold = "1000 MiB"`` with ``predictor = "none"``.
 
     Fix: give the segment's memory to ``hot``, and raise ``layers.hot``; `pi2 run --memory` does
-    both.
-    """
+    both."""
     resolved = facts.resolved
     plan, size = resolved.plan, resolved.plan.memory.segments.cold
     if plan.decode.predictor != "none" or resolved.file is not None:  # a ring of what streams by
@@ -206,8 +203,7 @@ def check_look_ahead_hides(facts: Facts) -> Iterator[Finding]:
     Example: ``look_ahead = "attention"`` where attention takes 0.4 ms and the reads 6 ms.
 
     Fix: ``look_ahead = "layer"``, which begins a layer earlier, or more memory for ``hot`` and
-    ``cold``, so that less is read.
-    """
+    ``cold``, so that less is read."""
     resolved = facts.resolved
     memory_rate, read_rate = find_memory_rate(facts.device), find_read_rate(facts.device)
     if resolved.plan.decode.look_ahead != "attention" or not memory_rate or not read_rate:
@@ -259,8 +255,7 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
     Example: ``units.second.backend = "cpu"`` for a dense share.
 
     Fix: name another backend for the unit, or give its share to another unit.  ``null`` computes
-    nothing, and is for all units of a plan or for none.
-    """
+    nothing, and is for all units of a plan or for none."""
     resolved = facts.resolved
     names = (resolved.sparse_unit, *resolved.dense_units)
     backends = {unit: resolved.name_backend(unit) for unit in names if resolved.has_backend(unit)}
@@ -320,8 +315,7 @@ def check_graphs_fit_own_memory(facts: Facts) -> Iterator[Finding]:
     MiB"``.
 
     Fix: name smaller ``shares`` or ``tokens``: a job that is larger runs several graphs.  Without
-    ``shares``, sizes that fit are chosen.
-    """
+    ``shares``, sizes that fit are chosen."""
     resolved = facts.resolved
     for name in resolved.dense_units:
         settings, hexagon = resolved.plan.units.get(name), resolved.device.units[name].hexagon
@@ -356,8 +350,7 @@ def check_units_hold_needs(facts: Facts) -> Iterator[Finding]:
 
     Example: a share for ``gpu`` without ``[memory.units.gpu]``, or with less than its neurons take.
 
-    Fix: write ``memory.units.NAME.budget``, or lower the unit's share.
-    """
+    Fix: write ``memory.units.NAME.budget``, or lower the unit's share."""
     resolved = facts.resolved
     for name, need in count_unit_needs(resolved).items():
         memory = resolved.plan.memory.units.get(name)

@@ -2,8 +2,7 @@
 
 Groups are columns [elements, n], which numpy computes many of at once; ``weights`` [elements, n]
 are what squared errors count.  Several first guesses of a scale give codes, for which the best
-scale is known; the guess that errs least is kept.
-"""
+scale is known; the guess that errs least is kept."""
 
 from __future__ import annotations
 
@@ -231,8 +230,7 @@ class SuperBlock:
         """Return whole numbers for ``lines`` [n], and the best fp16 scales for them.
 
         For each group the whole numbers beside the nearest are tried; then the shared scales are
-        those that are best for all codes.
-        """
+        those that are best for all codes."""
         import numpy as np
 
         peaks = _take_peaks(lines.scales, self.groups)

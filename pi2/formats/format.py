@@ -59,8 +59,7 @@ class Format:
         """Return blocks uint8 [n, m x block_bytes] of ``rows`` float32 [n, m x block].
 
         ``importance`` float32 [m x block]: what squared errors of each column count, by default
-        the same.  Raises `ValueError` for weights that are not finite or do not fit.
-        """
+        the same.  Raises `ValueError` for weights that are not finite or do not fit."""
         raise NotImplementedError
 
     def find_faults(self, raw: U8) -> Bits:

@@ -7,8 +7,7 @@
 - ternary: ``code = clip(rint(w / mean|w|), -1, 1)`` over the vector, whose one float32 scale is the
   mean of |w| where the code is not 0: vectors of -s, 0 and s keep their numbers exactly
 
-A group whose scale is 0 has codes of 0.
-"""
+A group whose scale is 0 has codes of 0."""
 
 from __future__ import annotations
 

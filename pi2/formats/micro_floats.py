@@ -9,8 +9,7 @@ Rounding follows the specification: the largest magnitude of a group takes the h
 there is, ties go to even codes, and what passes the largest code becomes that.  Numbers that are
 MXFP4 already are met exactly (units of 2^-126 and more).
 
-Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
-"""
+Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.3."""
 
 from __future__ import annotations
 

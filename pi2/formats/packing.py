@@ -12,8 +12,7 @@ plane of p bits has p chunks of 4 L bytes: byte ``b`` of lane ``j`` in chunk ``c
 
 So one vector instruction multiplies 4 elements of 16 groups, the integer sum of a whole group ends
 up in its lane, and the lane-wise multiplication with 16 consecutive scales needs no shuffle.  Plain
-numbers (fp16) lie in their own order.  Scales follow in the order of groups.
-"""
+numbers (fp16) lie in their own order.  Scales follow in the order of groups."""
 
 from __future__ import annotations
 

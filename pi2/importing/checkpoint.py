@@ -1,8 +1,7 @@
 """Opens a checkpoint: its configuration and all its tensors' places.
 
 What other programs than Hugging Face's wrote is shown as the checkpoint that it was made from:
-configuration and names of tensors are those of transformers.
-"""
+configuration and names of tensors are those of transformers."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def check_place(folder: Path, file: Path) -> os.stat_result:
     """What the system knows of ``file``, which is in the checkpoint ``folder``.
 
     `UserError` P538 if symbolic links lead out of the folder, but for those of the hub's cache;
-    `OSError` if it is no regular file, or cannot be looked at.
-    """
+    `OSError` if it is no regular file, or cannot be looked at."""
     home = folder.resolve()
     places = [home]
     if home.parent.name == _SNAPSHOTS:
@@ -97,8 +95,7 @@ class Checkpoint:
     def read_file(self, name: str) -> bytes | None:
         """Contents of the small file ``name`` that lies beside the weights; None if there is none.
 
-        `UserError` P543 if it cannot be read, P538 if it is a link out of the folder.
-        """
+        `UserError` P543 if it cannot be read, P538 if it is a link out of the folder."""
         try:
             return read_place(self.folder, self.folder / name)
         except FileNotFoundError:
@@ -142,8 +139,7 @@ class Checkpoint:
     def find_mark(self, text: str) -> int | None:
         """The token that the tokenizer takes as ``text`` out of texts; None if it has none.
 
-        `UserError`, or what reading JSON raises, if the tokenizer is broken.
-        """
+        `UserError`, or what reading JSON raises, if the tokenizer is broken."""
         added = json.loads(self.read_tokenizer() or b"{}").get("added_tokens", [])
         found = [token["id"] for token in added if token["content"] == text]
         return found[0] if found and type(found[0]) is int else None
@@ -151,8 +147,7 @@ class Checkpoint:
     def find_begin(self) -> int | None:
         """The token that the tokenizer puts before a text; None if there is no tokenizer.
 
-        `UserError` or `TokenizerRefused` if it is broken.
-        """
+        `UserError` or `TokenizerRefused` if it is broken."""
         content = self.read_tokenizer()
         return None if content is None else try_tokenizer(content).begin
 
@@ -235,8 +230,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     A folder that has nothing but one GGUF model in it stands for that.  Raises `UserError` as
     `open_folder`, `pi2.importing.gguf_checkpoint.open_gguf` and
-    `pi2.importing.mlc_checkpoint.open_mlc` do.
-    """
+    `pi2.importing.mlc_checkpoint.open_mlc` do."""
     if path.is_file() or has_gguf_suffix(path):
         from pi2.importing.gguf_checkpoint import open_gguf
 
@@ -272,8 +266,7 @@ def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
     ``shards``: where the weight files that the index names come from, if not all are there.
     Raises `UserError`: P530 not a checkpoint folder, P531 no weight files, P532 broken file,
     P533 a tensor that the index names is missing, P536 a tensor twice, P538 an index that names
-    files outside the folder.
-    """
+    files outside the folder."""
     if not folder.is_dir():
         raise UserError.of(
             "P530",

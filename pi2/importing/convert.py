@@ -86,8 +86,7 @@ def convert_checkpoint(
 
     Raises `UserError` (P521-P523 output, P530-P543 checkpoint) and leaves nothing behind; a job
     that was killed or interrupted goes on where it was when called again, and so does any whose
-    files come meanwhile: fetching them again would take longer than anything else.
-    """
+    files come meanwhile: fetching them again would take longer than anything else."""
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     source = use_tokenizer(source, tokenizer)
     check_checkpoint(source, model)

@@ -229,8 +229,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     """Open the GGUF file ``path``, or all files of a split one of which it is.
 
     Raises `UserError`: P530-P536 as `read_gguf`, P533 a file of a split is missing, P544 an
-    architecture or scaling of positions that is not known.
-    """
+    architecture or scaling of positions that is not known."""
     files = [read_gguf(part) for part in find_parts(path)]
     _check_split(files)
     metadata = Metadata(files[0].path, files[0].metadata)
@@ -457,8 +456,7 @@ def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
     """Numbers that matrices are multiplied by, by the names of their tensors: ``attn_q.scale`` is
     that of ``attn_q.weight``.
 
-    Raises `UserError` P534 for more numbers than one, or than one for each expert.
-    """
+    Raises `UserError` P534 for more numbers than one, or than one for each expert."""
     entries = {name: (file, entry) for file in files for name, entry in file.entries.items()}
     scales = {}
     for name, (file, entry) in entries.items():
@@ -483,8 +481,7 @@ def _fold_norms(tensors: dict[str, SourceTensor]) -> None:
     """Let predictors read what the FFN reads.
 
     PowerInfer's read h, where the FFN reads u = h / |h| * w with the norm's weights w.  fc2
-    relu(fc1 h) has the sign of fc2 relu(fc1 (u / w)), so that columns of fc1 are divided by w.
-    """
+    relu(fc1 h) has the sign of fc2 relu(fc1 (u / w)), so that columns of fc1 are divided by w."""
     for name, tensor in tensors.items():
         if not name.endswith(".mlp.predictor.fc1.weight"):
             continue

@@ -3,8 +3,7 @@
 Read here and not with the `gguf` package, because its reader refuses PowerInfer's files, maps the
 whole file, and its errors name neither file nor tensor.  Format: magic, version, number of tensors,
 number of keys, keys with typed values, then name, dimensions, type and offset of every tensor, then
-the data, aligned.  https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-"""
+the data, aligned.  https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 
 from __future__ import annotations
 
@@ -148,8 +147,7 @@ def read_gguf(path: Path) -> GgufFile:
     """Read the header of ``path``.
 
     Raises `UserError`: P530 no such file, P532 it cannot be read, P535 an unknown type of numbers,
-    P536 a tensor twice.
-    """
+    P536 a tensor twice."""
     try:
         with open_stream(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -4,8 +4,7 @@ DeltaNet, undone.
 Value heads that share a key head follow each other in the original; files of Qwen3.5 (not those of
 Qwen3-Next) have the first of every key head, then the second, so that keys can be repeated as a
 whole.  ``ssm_a`` is -exp(A_log); ``ssm_ba`` has, for every key head, gates and step sizes, and
-``ssm_in``, of the first files of Qwen3-Next, queries, keys, values and gates of outputs.
-"""
+``ssm_in``, of the first files of Qwen3-Next, queries, keys, values and gates of outputs."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.importing.gguf_tokens import BYTE, CONTROL, OWN, UNKNOWN, GgufTokens, refuse
 from pi2.importing.text_cuts import write_expression
 from pi2.sandbox.tokenizer import TokenizerRefused, call_library, open_tokenizer
-from pi2.tokens.merging import FindMerge, Pairs
-from pi2.tokens.table_tokenizer import TableTokenizer
+from pi2.tokens.table_tokenizer import FindMerge, Pairs, TableTokenizer
 from pi2.tokens.texts import ListedMerges, ScoredMerges, Texts
 
 if TYPE_CHECKING:
@@ -54,8 +53,7 @@ def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
 def make_table(file: Path, metadata: Mapping[str, Any]) -> TableTokenizer | None:
     """The tokenizer of ``file`` with a compact table; None for one that only the library can have.
 
-    `UserError` P543 as `make_tokenizer`.
-    """
+    `UserError` P543 as `make_tokenizer`."""
     told = GgufTokens.read(file, metadata)
     begin, end = told.frame()
     pairs = _make_table_pairs(told)
@@ -344,8 +342,7 @@ Value = int | float | bytes
 def convert_sentence_piece(file: Path, content: bytes, config: Mapping[str, Any]) -> bytes:
     """``content`` of ``file`` as ``tokenizer.json``; ``config`` is ``tokenizer_config.json``.
 
-    `UserError` P543 if it is no such file, or of a kind that is unknown.
-    """
+    `UserError` P543 if it is no such file, or of a kind that is unknown."""
     try:
         metadata = _describe(content, config)
     except (ValueError, struct.error, UnicodeDecodeError, IndexError) as error:

@@ -3,8 +3,7 @@
 They are mean squares of a matrix's inputs on a calibration text, by the names that GGUF files have.
 Old files (``.dat``) are, after the number of entries, an entry for each matrix: the name, the
 number of calls, and sums over them.  GGUF files have ``NAME.in_sum2`` [matrices, columns] and
-``NAME.counts`` [matrices, 1].  Both have one row for each expert.
-"""
+``NAME.counts`` [matrices, 1].  Both have one row for each expert."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Importance:
         """Return what columns count, float32 [experts, columns]; None if the file does not say.
 
         ``name``: what GGUF files call the matrix, or one of an expert.  Raises `UserError` P548 if
-        the file has it with another number of columns.
-        """
+        the file has it with another number of columns."""
         expert = _EXPERT.fullmatch(name)
         found = self.sums.get(name)
         if found is None and expert is not None:

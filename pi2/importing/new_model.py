@@ -30,7 +30,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_tensors import TENSOR_OPTIONS, Tensors
 from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_quantity
 from pi2.plan.reading.block_entries import gather_blocks, list_entries, write_entries
-from pi2.plan.toml.text import write_key, write_value
+from pi2.plan.toml.source import write_key, write_value
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
 from pi2.sandbox.tokenizer import TokenizerRefused
 
@@ -113,8 +113,7 @@ def describe_checkpoint(
 
     Raises `UserError`: P530-P538 as `open_checkpoint`, P544 for a family or option that no model
     document can state, P533, P534 or P537 where configuration and tensors contradict each
-    other.
-    """
+    other."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     place = path.folder if isinstance(path, Checkpoint) else path
     file = checkpoint.config_file
@@ -166,8 +165,7 @@ def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
 def has_ternary_weights(checkpoint: Checkpoint, model: Model) -> bool:
     """Whether the matrices of all layers are ternary.
 
-    Raises `UserError` P531, P532 or P535 as `SourceTensor.read`.
-    """
+    Raises `UserError` P531, P532 or P535 as `SourceTensor.read`."""
     found = (checkpoint.tensors.get(name) for name in _name_matrices(model))
     return all(tensor is not None and tensor.is_ternary() for tensor in found)
 

@@ -2,15 +2,15 @@
 
 A GGUF file keeps its metadata and names, so that other programs read the new file, too.  Other
 checkpoints become files of the architecture ``pi2``, which pi2 alone reads: tensors have the names
-of the checkpoint, and metadata are the small files of its folder.
-"""
+of the checkpoint, and metadata are the small files of its folder."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,6 +20,7 @@ import numpy as np
 
 from pi2.arrays import F32, U8
 from pi2.caches import open_stream
+from pi2.diagnostics import UserError
 from pi2.formats import Format, find_format
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import explain_weight, map_in_order
@@ -31,13 +32,170 @@ from pi2.importing.gguf_architectures import (
 )
 from pi2.importing.gguf_checkpoint import FILES, OWN, GgufCheckpoint, GgufTensor, make_tensor
 from pi2.importing.gguf_file import GgufFile, read_gguf
-from pi2.importing.gguf_writing import NewTensor, write_gguf, write_number, write_text
 from pi2.importing.imatrix import Importance, refuse_imatrix
 from pi2.importing.quantizers import ErrorReport
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.model.mixtures import MIXTURES, choose_formats, fit_width
+from pi2.model.ffn import list_neuron_sources
+from pi2.model.tensor import Place, Source
+from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
+
+_ALIGNMENT = 32
+_UINT32, _TEXT = 4, 8
+Pieces = Callable[[], Iterable[U8]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTensor:
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Rows first."""
+    format: Format
+    pieces: Pieces
+    """Gives its bytes, one after the other."""
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape[:-1]) * self.format.count_bytes(self.shape[-1])
+
+
+def write_number(key: str, value: int) -> bytes:
+    """A key with a whole number of 32 bits."""
+    return _write_text(key.encode()) + struct.pack("<II", _UINT32, value)
+
+
+def write_text(key: str, value: bytes) -> bytes:
+    """A key with a text in UTF-8."""
+    return _write_text(key.encode()) + struct.pack("<I", _TEXT) + _write_text(value)
+
+
+def write_gguf(file: Path, keys: Mapping[str, bytes], tensors: Sequence[NewTensor]) -> None:
+    """Write ``file``, which appears when it is whole.  ``keys``: each with its value, as bytes.
+
+    Raises `UserError` P523 if it cannot be written, and what pieces raise."""
+    keys = {"general.alignment": write_number("general.alignment", _ALIGNMENT), **keys}
+    part = file.with_name(f".{file.name}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as stream:
+            stream.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)))
+            stream.writelines(keys.values())
+            stream.writelines(_describe(tensors))
+            for tensor in tensors:
+                stream.write(b"\0" * (-stream.tell() % _ALIGNMENT))
+                start = stream.tell()
+                for piece in tensor.pieces():
+                    piece.tofile(stream)
+                written = stream.tell() - start
+                assert written == tensor.size_bytes, (tensor.name, written)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(file)
+    except OSError as error:
+        raise UserError.of(
+            "P523",
+            f"cannot write {file}: {error.strerror}",
+            help="choose another file with -o, or free disk space",
+        ) from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _describe(tensors: Iterable[NewTensor]) -> Iterator[bytes]:
+    offset = 0
+    for tensor in tensors:
+        sizes = tensor.shape[::-1]
+        yield _write_text(tensor.name.encode())
+        yield struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        yield struct.pack("<IQ", tensor.format.number, offset)
+        offset += -(-tensor.size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _write_text(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+_FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+"""What rows get that are no multiple of 256."""
+_PLAIN, _EXACT = "f16", "f32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Formats by the part of a model."""
+
+    name: str
+    number: int
+    """What ``general.file_type`` of GGUF files calls it."""
+    base: str
+    careful: str
+    """Of values and of down projections, in the layers that `takes_care` names."""
+    fused: str
+    """Of queries, keys and values in one matrix."""
+    head: str
+
+    def choose(self, source: Source, model: Model) -> str:
+        """Return the format of a matrix, whatever the length of its rows is."""
+        key, layers = source.key, model.shape.layers
+        if key == "head" or (key == "embedding" and model.tied_head):
+            return self.head
+        if key == "fused_qkv":
+            return self.fused
+        is_sensitive = key == "value" or key.endswith("down")
+        return self.careful if is_sensitive and takes_care(source.layer, layers) else self.base
+
+
+def takes_care(layer: int, layers: int) -> bool:
+    """Whether a layer is one of the first and last eighth, or every third between them."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+MIXTURES: Mapping[str, Mixture] = {
+    own.name: own
+    for own in (
+        Mixture(name="q4_0", number=2, base="q4_0", careful="q4_0", fused="q4_0", head="q6_k"),
+        Mixture(name="q4_k_m", number=15, base="q4_k", careful="q6_k", fused="q5_k", head="q6_k"),
+        Mixture(name="q5_k_m", number=17, base="q5_k", careful="q6_k", fused="q6_k", head="q6_k"),
+        Mixture(name="q6_k", number=18, base="q6_k", careful="q6_k", fused="q6_k", head="q6_k"),
+        Mixture(name="q8_0", number=7, base="q8_0", careful="q8_0", fused="q8_0", head="q8_0"),
+    )
+}
+
+
+def choose_formats(
+    shapes: Mapping[str, tuple[int, ...]], model: Model, mixture: Mixture
+) -> dict[str, str]:
+    """Return the format of each of a model's tensors by its name in a checkpoint, which has these
+    ``shapes``; vectors and what a store keeps in float32 stay that."""
+    found: dict[str, str] = {}
+    for source, is_exact in _list_all(model):
+        name = source.name(model.tensors)
+        if name not in shapes or name in found:
+            continue
+        shape = shapes[name]
+        is_plain = is_exact or len(shape) < 2
+        found[name] = _EXACT if is_plain else fit_width(mixture.choose(source, model), shape[-1])
+    return found
+
+
+def fit_width(name: str, width: int) -> str:
+    """Return ``name``, or the format nearest to it whose blocks fill rows of ``width``."""
+    while width % find_format(name).block:
+        name = _FALLBACKS.get(name, _PLAIN)
+    return name
+
+
+def _list_all(model: Model) -> Iterator[tuple[Source, bool]]:
+    """Yield what a checkpoint must have, and whether a store keeps it in float32."""
+    for tensor in list_tensors(model):
+        yield from ((own, tensor.packing.is_float32) for own in tensor.sources if own.key)
+    for layer, block in enumerate(model.blocks):
+        yield from ((own, False) for own in list_neuron_sources(Place(model, layer), block.ffn))
+
 
 TEXTS = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
@@ -75,8 +233,7 @@ def quantize_checkpoint(
 
     Matrices that have no more bits than they would get stay as they are.  ``errors`` collects the
     error of each tensor.  Raises `UserError` P539 for weights that cannot be stored, P548 for an
-    importance matrix of another model, P523 where the file cannot be written.
-    """
+    importance matrix of another model, P523 where the file cannot be written."""
     wanted = MIXTURES[mixture]
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
     formats = choose_formats(shapes, model, wanted)

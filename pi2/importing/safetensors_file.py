@@ -2,8 +2,7 @@
 
 Read here and not with the `safetensors` package, because its numpy interface has no bfloat16 and
 its errors name neither file nor tensor.  Format: 8 bytes little-endian header size, JSON header
-``{name: {dtype, shape, data_offsets}}``, data.  https://huggingface.co/docs/safetensors
-"""
+``{name: {dtype, shape, data_offsets}}``, data.  https://huggingface.co/docs/safetensors"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Records what the columns of a checkpoint's matrices count: mean squares of their inputs on texts.
 
-The checkpoint computes in float32, layer by layer, as `pi2.measuring.conversion` does.
-"""
+The checkpoint computes in float32, layer by layer, as `pi2.measuring.conversion` does."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 ``routing.parquet`` has a row for each expert that a token's router chose: sequence, token, layer,
 expert, weight; of each layer of a token the expert with the largest weight first.  Shared experts,
-which compute every token, are left out.
-"""
+which compute every token, are left out."""
 
 from __future__ import annotations
 

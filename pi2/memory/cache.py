@@ -8,8 +8,7 @@ behind them are the cold cache, shared by all layers, one neuron a slot.
 
 Where neurons are always needed together, as those of an expert are, a *granule* of neighbours in
 stored order takes a slot instead of one neuron.  Then indices, slots and counts here are of
-granules, and `pi2.memory.granules` tells those who ask for single neurons.
-"""
+granules, and `pi2.memory.granules` tells those who ask for single neurons."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ def choose_checks(features: Set[str]) -> CheckInstruction | None:
 class RingControl(IntEnum):
     """What is where in the numbers that `HostLoops.drive_ring` works by.
 
-    Those from HEAD to DONE_TAIL are places of 32-bit words of the rings.
-    """
+    Those from HEAD to DONE_TAIL are places of 32-bit words of the rings."""
 
     NAMED = 0
     """Name of the next request: those before have entries in the pool."""
@@ -220,8 +219,7 @@ class HostLoops(Protocol):
 
     `read_runs` and `compute_checks` may be called from any thread at any time, and let go of
     Python's lock.  All other methods share a small array for what they return: one thread at a
-    time.
-    """
+    time."""
 
     def read_runs(
         self, fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
@@ -261,8 +259,7 @@ class HostLoops(Protocol):
 
         Brings ``slot_of`` and ``owner`` up to date, and counts uses as `find_neurons` does.
         Returns how many have a slot now, how many candidates were looked at, and how many neurons
-        left.
-        """
+        left."""
 
     def plan_reads(
         self,
@@ -280,8 +277,7 @@ class HostLoops(Protocol):
         are one request.
 
         Returns vectors [b, 2], firsts [n], counts [n] and offsets [n] as `read_runs`
-        takes them, bytes [n], the request of each bundle [b], and results [n], all ``pending``.
-        """
+        takes them, bytes [n], the request of each bundle [b], and results [n], all ``pending``."""
 
     def submit_reads(
         self,
@@ -299,8 +295,7 @@ class HostLoops(Protocol):
         Names are taken for b requests, which lie side by side in the pool; those that neighbours
         have made superfluous have entries whose first word is 0, and results that are 0.  Returns
         vectors, firsts, counts, offsets, sizes and requests, whether a system call has failed, and
-        whether entries wait.
-        """
+        whether entries wait."""
 
     def fill_entries(
         self,
@@ -323,8 +318,7 @@ class HostLoops(Protocol):
         wait until none of ``results`` [begin, end) is ``pending``.
 
         Returns whether a system call has failed, so that its caller has to find out why; how many
-        of those that were waited for are still pending, and whether entries wait.
-        """
+        of those that were waited for are still pending, and whether entries wait."""
 
     def compute_checks(self, arena: U8, slots: I32) -> U32 | None:
         """CRC-32 [n] (as `zlib.crc32`) of bundles ``slots`` [n] of ``arena`` [slots, stride]; None

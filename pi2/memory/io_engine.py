@@ -80,8 +80,7 @@ def make_batch(
     """Plan reads of the bundles ``indices`` [b] (ascending) into ``slots`` [b], of which slot 0 is
     at ``address``; ``loops`` do it in compiled code, unless gaps are read across.
 
-    Bundle i lies at byte ``base + i stride``.
-    """
+    Bundle i lies at byte ``base + i stride``."""
     merging = merging or Merging()
     if loops is not None and not merging.gap:
         arrays = loops.plan_reads(

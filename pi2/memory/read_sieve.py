@@ -9,8 +9,7 @@ spends it, so that the share left out is never above the stated one.  After ever
 follows the step's balance, so that what is spent is what is earned and a small reserve stays.
 
 A missing neuron beside one that is read for its own score shares that one's request.  So it has a
-lower limit, by what both reads cost.
-"""
+lower limit, by what both reads cost."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The I/O engine ``io_uring``: reads are queued in memory that the kernel sees, many per call.
 
 No thread and no Python per neuron: requests are rows of a pool, and one compiled call hands all of
-them over, notes what is over, and waits (`HostLoops.drive_ring`).
-"""
+them over, notes what is over, and waits (`HostLoops.drive_ring`)."""
 
 from __future__ import annotations
 
@@ -286,8 +285,7 @@ class UringEngine:
     """Reads with up to ``depth`` requests in flight.  One caller at a time.
 
     What is under way has to be waited for by the thread that has begun it, unless the caller may
-    change (``has_one_caller``).
-    """
+    change (``has_one_caller``)."""
 
     def __init__(
         self,

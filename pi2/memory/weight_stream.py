@@ -203,8 +203,7 @@ class WeightStream:
 
     Piece number n of all that are ever read is ``pieces[n % len(pieces)]``.  `take` and `release`
     are called with 0, 1, 2 and so on, by one caller at a time.  No thread is needed: the system
-    reads into all slots that are free while the caller computes.
-    """
+    reads into all slots that are free while the caller computes."""
 
     def __init__(
         self, files: DirectFiles, pieces: Sequence[Piece], region: U8, engine: IoEngine
@@ -240,8 +239,7 @@ class WeightStream:
     def take(self, number: int) -> int:
         """Address of piece ``number``, once it has arrived; valid until it is released.
 
-        Raises `UserError` P532 where the file ends before.
-        """
+        Raises `UserError` P532 where the file ends before."""
         assert self._released <= number < self._released + self.slots
         self._read_ahead()
         piece = self._pieces[number % len(self._pieces)]

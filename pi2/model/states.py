@@ -211,8 +211,7 @@ def list_state_tensors(at: Place, shape: StateShape) -> Iterator[DenseTensor]:
     width], and ``state_step`` and ``state_skip`` are [1, width]; there is no ``state_norm``.
 
     With ranks, fp16 ``state_decays`` [decays, decay_rank] and ``state_output_gates`` [width,
-    gate_rank].
-    """
+    gate_rank]."""
     hidden, heads, width = at.model.shape.hidden, shape.value_heads, shape.width
     stored, order = at.model.shape.stored_hidden, at.model.tensors.state_order
     half = partial(at.matrix, precision="fp16")

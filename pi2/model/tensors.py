@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from pi2.formats.packing import fill_groups
 from pi2.model.attention import list_attention_tensors
 from pi2.model.blocks import Attention, Block
-from pi2.model.extras import list_own
 from pi2.model.ffn import (
     list_cutoff_tensors,
     list_down_biases,
@@ -17,16 +18,117 @@ from pi2.model.ffn import (
     list_side_tensors,
 )
 from pi2.model.states import list_state_tensors
-from pi2.model.streams import (
-    list_embedding_tensors,
-    list_head_tensors,
-    list_input_norms,
-    list_layer_tensors,
+from pi2.model.tensor import (
+    EMBEDDING,
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    HEAD,
+    HEAD_BIAS,
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION,
+    LAYER_PROJECTION_NORM,
+    POSITIONS,
+    STREAM_IN,
+    STREAM_OUT,
+    DenseTensor,
+    Order,
+    Place,
+    Source,
+    list_own,
+    name_mixer_norm,
 )
-from pi2.model.tensor import DenseTensor, Place, Source, name_mixer_norm
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
+
+
+def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
+    """``embedding`` [vocab, hidden]; ``positions`` [context, hidden], that of position 0 first;
+    ``layer_embedding`` [vocab, layers width], of a token those of all layers, and
+    ``layer_projection`` [layers width, hidden] of the first layer's input, with its norm;
+    ``stream_in`` and ``stream_out`` [(streams - 1) hidden, hidden], one stream after the other."""
+    model, shape, precision = at.model, at.model.shape, at.model.quantization
+    hidden, stored = shape.hidden, shape.stored_hidden
+    rows: Order | None
+    source = at.take("embedding", shape.vocab, hidden)
+    yield at.matrix(EMBEDDING, shape.vocab, stored, source, precision=precision.embedding)
+    if model.positions is not None:
+        offset = model.positions.offset
+        rows = partial(range, offset, offset + shape.context)
+        source = at.take("positions", shape.context + offset, hidden, rows=rows)
+        yield at.matrix(POSITIONS, shape.context, stored, source, precision="fp16")
+    own = model.layer_embedding
+    if own is not None:
+        width, vocab = shape.layers * own.width, own.vocab or shape.vocab
+        source = at.take("layer_embedding", vocab, width)
+        length = fill_groups(width)
+        yield at.matrix(LAYER_EMBEDDING, vocab, length, source, precision=precision.embedding)
+        yield at.matrix(LAYER_PROJECTION, width, stored, at.take("layer_projection", width, hidden))
+        source = at.take("layer_projection_norm", own.width)
+        yield at.vector(LAYER_PROJECTION_NORM, own.stored_width, source)
+    if model.altup is not None:
+        others = model.altup.streams - 1
+        rows = None if hidden == stored else partial(range, hidden)
+        for key in (STREAM_IN, STREAM_OUT):
+            sources = [
+                at.take(key, hidden, hidden, rows=rows, stream=n, missing=stored - hidden)
+                for n in range(others)
+            ]
+            yield at.matrix(key, others * stored, stored, *sources)
+
+
+def list_head_tensors(at: Place) -> Iterator[DenseTensor]:
+    """``final_norm`` and its bias [1, hidden]; ``head`` [vocab, hidden], unless the embedding is
+    it; ``head_bias`` [1, vocab]."""
+    model, vocab = at.model, at.model.shape.vocab
+    yield at.norm(FINAL_NORM, is_there=model.norm.weights)
+    if model.norm.bias:
+        yield at.norm(FINAL_NORM_BIAS)
+    if not model.tied_head:
+        source, length = at.take("head", vocab, model.shape.hidden), model.shape.stored_hidden
+        yield at.matrix(HEAD, vocab, length, source, precision=model.quantization.head)
+    if model.head_bias:
+        yield at.vector(HEAD_BIAS, vocab, at.take("head_bias", vocab))
+
+
+def list_input_norms(at: Place, kind: str, *, is_there: bool = True) -> Iterator[DenseTensor]:
+    """The norm of what an operator reads, and its bias; a layer without that operator has ones."""
+    norm = at.model.norm
+    if norm.inputs:
+        yield at.norm(kind, is_there=(norm.weights and is_there) or at.mixer > 0)
+    if norm.inputs and norm.bias:
+        name = "attention_norm_bias" if at.mixer else f"{kind}_bias"
+        yield Place(at.model, at.layer).norm(name)
+
+
+def list_layer_tensors(at: Place) -> Iterator[DenseTensor]:
+    """``layer_scale`` [1, 1]; ``layer_input_gate`` [width, hidden] and ``layer_input_output``
+    [hidden, width] of a layer's own embedding, with its norm; ``laurel_in`` [rank, hidden] and
+    ``laurel_out`` [hidden, rank]; float32 ``altup_router`` [streams, hidden], ``altup_predict``
+    [streams streams, streams] and ``altup_correct`` [streams, streams], norms and factors."""
+    model, own, altup = at.model, at.model.layer_embedding, at.model.altup
+    hidden, stored = model.shape.hidden, model.shape.stored_hidden
+    if model.layer_scale:
+        yield at.vector("layer_scale", 1, at.take("layer_scale", 1))
+    if own is not None:
+        gate = at.take("layer_input_gate", own.width, hidden)
+        yield at.matrix("layer_input_gate", own.width, stored, gate)
+        output = at.take("layer_input_output", hidden, own.width)
+        yield at.matrix("layer_input_output", stored, own.stored_width, output)
+        yield at.norm("layer_input_norm")
+    if altup is None:
+        return
+    streams, rank = altup.streams, altup.laurel_rank
+    yield at.matrix("laurel_in", rank, stored, at.take("laurel_in", rank, hidden))
+    yield at.matrix("laurel_out", stored, fill_groups(rank), at.take("laurel_out", hidden, rank))
+    router = at.take("altup_router", streams, hidden)
+    yield at.vector("altup_router", stored, router, rows=streams)
+    yield at.norm("altup_router_norm")
+    for key, rows in (("altup_predict", streams * streams), ("altup_correct", streams)):
+        yield at.vector(key, streams, at.take(key, rows, streams), rows=rows)
+    yield at.norm("laurel_norm")
+    if altup.scaled:
+        yield at.norm("altup_scale")
 
 
 def list_tensors(model: Model, ranks: Sequence[int] | None = None) -> list[DenseTensor]:

@@ -9,5 +9,4 @@ below it::
     reading       from a file's values to a document
     documents     what plans, devices and models may say
     toml          the text of a file, and where in it everything stands
-    weights       how neuron bundles lie in bytes
-"""
+    weights       how neuron bundles lie in bytes"""

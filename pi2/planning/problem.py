@@ -16,8 +16,16 @@ from pi2.costs.cost_layer import cost_layer
 from pi2.costs.description import Activity
 from pi2.costs.rates import Rates, find_stream_rate
 from pi2.costs.reads import IoChoice, list_io_choices
-from pi2.costs.settings import POSITION, LookAhead, Settings, count_run
-from pi2.costs.sizes import Sizes, find_range_bytes, measure_sizes, read_stored
+from pi2.costs.settings import (
+    POSITION,
+    LookAhead,
+    Settings,
+    Sizes,
+    count_run,
+    find_range_bytes,
+    measure_sizes,
+    read_stored,
+)
 from pi2.costs.terms import time_head, time_row
 from pi2.fitting.budget import MIB, count_runtime
 from pi2.fitting.completion import resolve_values

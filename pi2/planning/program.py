@@ -13,8 +13,7 @@ only holds for some choices is relaxed by a large number where they are not made
     misses     m >= line(r), for the lines of the chosen predictor and cache
     compute    b >= time of all active neurons; with a dense unit, b >= its time too
     lending    l <= what a mean token has not used of kv; l <= the cache less the least that works
-    waiting    w >= time of reading m with the chosen engine - what runs meanwhile
-"""
+    waiting    w >= time of reading m with the chosen engine - what runs meanwhile"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pi2.backends.cpu.specification import make_spec
+from pi2.backends.cpu.backend import make_spec
 from pi2.backends.gpu.devices import Survey
 from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.gpu.launchers.interface import DeviceFacts

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.compiler.runtime import Library
 from pi2.backends.compiler.signature import Parameter
+from pi2.backends.cpu.backend import make_spec
 from pi2.backends.cpu.executor import CpuExecutor
-from pi2.backends.cpu.specification import make_spec
 from pi2.backends.cpu.workspace import measure_arrays
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device, IsaFeature

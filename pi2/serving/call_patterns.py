@@ -4,8 +4,7 @@
 white space when it is read.  Its holes: ``$name``; ``$arguments`` (a JSON object); ``$parameters``
 (each by a pattern of its own, with ``$key`` and ``$value``); ``$keywords`` (as in Python);
 ``$pairs`` (as ``{a:1}``); ``$index``, ``$id`` and ``$kind``, which say nothing new; ``$code``.
-A pattern that is a JSON object is read as JSON, whatever the order of its keys.
-"""
+A pattern that is a JSON object is read as JSON, whatever the order of its keys."""
 
 from __future__ import annotations
 

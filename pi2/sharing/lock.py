@@ -21,8 +21,7 @@ the hub, `pi2 pull`; committed by people.
     sha256 = "…"
 
 Sources are sorted by reference, so that two branches that add different ones merge.  The lock is
-the nearest ``pi2.lock`` at or above a document's folder, as far as its repository reaches.
-"""
+the nearest ``pi2.lock`` at or above a document's folder, as far as its repository reaches."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.documents.common import Table
-from pi2.plan.toml.source import SourceFile, display_path, read_source
-from pi2.plan.toml.text import format_path, write_value
+from pi2.plan.toml.source import SourceFile, display_path, format_path, read_source, write_value
 from pi2.sharing.fetching import Cache, Settings, hash_bytes, write_atomically
 from pi2.sharing.references import Reference
 

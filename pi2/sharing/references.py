@@ -9,8 +9,7 @@
     file:../profiles/x.device.toml                        a file of this machine
 
 A revision is a tag, a branch or a whole commit.  Every fault is reported at the character where it
-stands.
-"""
+stands."""
 
 from __future__ import annotations
 

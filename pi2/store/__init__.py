@@ -27,5 +27,4 @@ Arrow files are in the IPC file format, metadata V5, and can be read as streams 
 
   Of every file that is read as a whole it has the CRC-32 of each MiB.
 
-Numbers are little-endian.
-"""
+Numbers are little-endian."""

@@ -52,8 +52,7 @@ def describe_weights(model: Model) -> dict[str, Any]:
     """Return those parts as plain JSON values: shape, operators, precisions, predictor rank.
 
     What is absent from the document is left out, so that an option which a later pi2 adds does
-    not change the digest of models that do not use it.
-    """
+    not change the digest of models that do not use it."""
     kept = set(type(model).model_fields) - _OTHERS
     parts = model.model_dump(mode="json", include=kept, exclude_none=True)
     if model.other_rope is not None:

@@ -6,13 +6,113 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from pi2.tokens.merging import Pairs
     from pi2.tokens.texts import Texts
+
+
+Merge = tuple[int, int]
+"""Rank of a pair, the lowest of which is merged first, and the token that it becomes."""
+FindMerge = Callable[[int, int], Merge | None]
+_KEPT_WORDS, _KEPT_CHARACTERS = 10_000, 64
+
+
+def list_byte_tokens(vocabulary: Mapping[str, int]) -> list[int | None]:
+    """Tokens of single bytes, ``<0x00>`` to ``<0xFF>``."""
+    return [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
+
+
+def encode_bytes(text: str, tokens: Sequence[int | None]) -> list[int] | None:
+    """Tokens of the bytes of a text; None where one has none."""
+    found = [tokens[byte] for byte in text.encode()]
+    known = [token for token in found if token is not None]
+    return known if len(known) == len(found) else None
+
+
+class Pairs:
+    """Divides words by merging pairs of tokens, single characters at first."""
+
+    def __init__(
+        self,
+        vocabulary: Mapping[str, int],
+        find_merge: FindMerge,
+        *,
+        unknown: int | None = None,
+        fuses: bool = False,
+        takes_whole: bool = False,
+        falls_back: bool = False,
+    ) -> None:
+        """``fuses``: unknown characters that follow each other are one; ``takes_whole``: a word
+        that is a token is not divided; ``falls_back``: unknown characters become bytes."""
+        self.vocabulary = vocabulary
+        self._find_merge = find_merge
+        self._unknown, self._fuses, self._takes_whole = unknown, fuses, takes_whole
+        self._bytes = list_byte_tokens(vocabulary) if falls_back else None
+        self._known: dict[str, Sequence[int]] = {}
+        self._letters: dict[str, int | None] = {}
+
+    def encode(self, word: str) -> Sequence[int]:
+        """Tokens of a word."""
+        found = self._known.get(word)
+        if found is None:
+            whole = self.vocabulary.get(word) if self._takes_whole else None
+            found = self._merge(self._list_symbols(word)) if whole is None else (whole,)
+            if len(self._known) < _KEPT_WORDS and len(word) <= _KEPT_CHARACTERS:
+                self._known[word] = found
+        return found
+
+    def _list_symbols(self, word: str) -> list[int]:
+        """Tokens of single characters, or of their bytes; unknown ones are one, or none."""
+        symbols: list[int] = []
+        was_unknown, letters = False, self._letters
+        for char in word:
+            if char not in letters:
+                letters[char] = self.vocabulary.get(char)
+            token = letters[char]
+            if token is not None:
+                symbols.append(token)
+                was_unknown = False
+                continue
+            own = None if self._bytes is None else encode_bytes(char, self._bytes)
+            if own is not None:
+                symbols += own
+            elif self._unknown is not None and not (was_unknown and self._fuses):
+                symbols.append(self._unknown)
+                was_unknown = True
+        return symbols
+
+    def _merge(self, symbols: list[int]) -> Sequence[int]:
+        find, count = self._find_merge, len(symbols)
+        after, before = list(range(1, count + 1)), list(range(-1, count - 1))
+        alive = [True] * count
+        waiting = []
+        for place in range(count - 1):
+            merge = find(symbols[place], symbols[place + 1])
+            if merge is not None:
+                waiting.append((merge[0], place, merge[1]))
+        heapify(waiting)
+        while waiting:
+            _, place, token = heappop(waiting)
+            right = after[place]
+            if not alive[place] or right >= count:
+                continue
+            merge = find(symbols[place], symbols[right])
+            if merge is None or merge[1] != token:
+                continue
+            symbols[place], alive[right] = token, False
+            after[place] = after[right]
+            if after[right] < count:
+                before[after[right]] = place
+            for left in (before[place], place):
+                if left >= 0 and after[left] < count:
+                    merge = find(symbols[left], symbols[after[left]])
+                    if merge is not None:
+                        heappush(waiting, (merge[0], left, merge[1]))
+        return tuple(token for token, lives in zip(symbols, alive, strict=True) if lives)
 
 
 class Encoded(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 
 from pi2.arrays import I64, U8, U64
-from pi2.tokens.merging import Merge
+from pi2.tokens.table_tokenizer import Merge
 
 _FACTOR = 0x9E3779B97F4A7C15
 """Of a hash: an odd number."""

@@ -23,7 +23,7 @@ from pi2.plan.documents.quantities import (
     parse_quantity,
     read_percent,
 )
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.source import KeyPath
 from pi2.plan.weights.layout import round_up
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import GgufWeights
@@ -81,8 +81,7 @@ def derive_plan(
     """Complete the values of a plan for open ``weights`` on a machine with so much memory, and so
     much of it free.
 
-    Raises `UserError` P026 where the budget is not enough.
-    """
+    Raises `UserError` P026 where the budget is not enough."""
     model = weights.model
     kv = dict(values.get("kv") or {})
     longest = min(model.shape.context, USUAL_CONTEXT)

@@ -46,8 +46,7 @@ class GgufWeights:
         of the tokenizer.
 
         Raises `UserError` as `pi2.importing.gguf_checkpoint.open_gguf` and
-        `pi2.importing.new_model.describe_checkpoint` do.
-        """
+        `pi2.importing.new_model.describe_checkpoint` do."""
         checkpoint = use_tokenizer(open_gguf(path), tokenizer)
         return cls(checkpoint, describe_checkpoint(checkpoint, has_texts=has_texts).model)
 
@@ -108,8 +107,7 @@ class GgufWeights:
         """The numbers of a small tensor, as the model's original has them, those of all experts one
         after the other; None if there is none.
 
-        Raises `UserError` P532 or P535 as `SourceTensor.read`.
-        """
+        Raises `UserError` P532 or P535 as `SourceTensor.read`."""
         pattern = getattr(self.model.tensors, key)
         if pattern is None:
             return None

@@ -16,8 +16,8 @@ from pi2.backends.gpu.kernels.compile import (
     build_image,
     find_nvrtc,
     generate_sources,
+    list_kernels,
 )
-from pi2.backends.gpu.kernels.program import list_kernels
 from pi2.backends.gpu.kernels.specification import (
     AttentionKernels,
     EmbeddingKernels,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pi2.backends.cpu import backend as cpu
-from pi2.backends.cpu.specification import make_spec
+from pi2.backends.cpu.backend import make_spec
 from pi2.backends.protocol import Executor
 from pi2.backends.reference import backend as reference
 from pi2.plan.weights.bundles import split_scales

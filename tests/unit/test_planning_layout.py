@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pi2.costs.sizes import StoredLayout
+from pi2.costs.settings import StoredLayout
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.planning.planner import plan

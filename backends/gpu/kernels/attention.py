@@ -20,8 +20,7 @@ vector.
 ``places`` int32 [T, 2] are every token's sequence and position: so tokens of a chunk and of several
 sequences are the same to the kernels.  Keys and values lie as [sequences, kv_heads, context]
 vectors of whole words: float32, two fp16 or four int8 in each.  ``spans`` is how many parts a
-token's context is divided into, so that enough work groups run.
-"""
+token's context is divided into, so that enough work groups run."""
 
 from __future__ import annotations
 

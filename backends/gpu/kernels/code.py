@@ -11,8 +11,7 @@ or 16 (fp16) words of 32 bits:
 - int4: byte b of word c holds element 4c + b in its low and element 16 + 4c + b in its high nibble,
   as ``q + 8`` (the store's own words);
 - int8: byte b of word c holds element 4c + b;
-- fp16: word c holds elements 2c and 2c + 1.
-"""
+- fp16: word c holds elements 2c and 2c + 1."""
 
 from __future__ import annotations
 

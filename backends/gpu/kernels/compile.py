@@ -1,11 +1,10 @@
 """Compile GPU kernels: ``python -m pi2.backends.gpu.kernels.compile PROGRAM SPEC.json IMAGE.json``.
 
-PROGRAM is the name of the module that lists the kernels, `pi2.backends.gpu.kernels.program`.
+PROGRAM is the name of the module that lists the kernels, `pi2.backends.gpu.kernels.compile`.
 
 Runs in a process of its own, because the compiler library is far too large for a process that
 promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while
-it works.  Exit status 3 and ``{"missing": "..."}``: a compiler of the API is not installed.
-"""
+it works.  Exit status 3 and ``{"missing": "..."}``: a compiler of the API is not installed."""
 
 from __future__ import annotations
 
@@ -14,15 +13,24 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tvm
 from tvm import tirx
 
+from pi2.backends.gpu.kernels.attention import list_attention_kernels
 from pi2.backends.gpu.kernels.code import Kernel
-from pi2.backends.gpu.kernels.program import list_kernels
+from pi2.backends.gpu.kernels.ffn import list_few_kernels, list_many_kernels, make_join
+from pi2.backends.gpu.kernels.gathered import list_gathered_kernels, make_gates, make_select
+from pi2.backends.gpu.kernels.products import list_product_kernels
+from pi2.backends.gpu.kernels.routing import (
+    list_embedding_kernels,
+    list_norm_kernels,
+    list_router_kernels,
+    make_read,
+)
 from pi2.backends.gpu.kernels.specification import (
     ENTRY_SUFFIX,
     GpuSpec,
@@ -30,6 +38,36 @@ from pi2.backends.gpu.kernels.specification import (
     Signature,
     Target,
 )
+from pi2.backends.gpu.kernels.states import list_state_kernels
+
+
+def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
+    if spec.ffn is not None:
+        yield from list_few_kernels(spec.ffn, spec.target.fp16)
+        yield from list_many_kernels(spec.ffn, spec.target.fp16)
+    if spec.gathered is not None:
+        yield from list_gathered_kernels(spec.gathered, spec.target.fp16)
+        if spec.ffn is None:
+            yield make_join(spec.gathered)
+    if spec.gates is not None:
+        yield make_gates(spec.gates, spec.target.fp16)
+    if spec.select is not None:
+        yield make_select(spec.select)
+    if spec.router is not None:
+        yield from list_router_kernels(spec.router)
+    for product in spec.products:
+        yield from list_product_kernels(product, spec.target.fp16)
+    if spec.embedding is not None:
+        yield from list_embedding_kernels(spec.embedding, spec.target.fp16)
+    if spec.norm is not None:
+        yield from list_norm_kernels(spec.norm)
+    if spec.attention is not None:
+        yield from list_attention_kernels(spec.attention)
+    if spec.state is not None:
+        yield from list_state_kernels(spec.state)
+    if spec.reads:
+        yield make_read()
+
 
 _HEADER = "cuda_fp16.h"
 _TOOLKIT = Path("/usr/local/cuda/include")

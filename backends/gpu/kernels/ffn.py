@@ -14,8 +14,7 @@ kernel                  parameters: arrays, then numbers
 
 N is the number of tokens that a work group computes with: 64 of them are those of
 `pi2.backends.gpu.kernels.ffn`.  ``first_tile`` counts the 32 neurons of
-a tile; ``parts`` is how many parts the neurons are divided into, so that enough work groups run.
-"""
+a tile; ``parts`` is how many parts the neurons are divided into, so that enough work groups run."""
 
 from __future__ import annotations
 
@@ -182,8 +181,7 @@ def emit_sums(
     A thread adds up 8 elements of the sum over every eighth neuron.  ``pitch`` is how many values a
     token has room for, ``count_neurons(token)`` how many it has, and ``find_row(token, neuron)``
     where a neuron lies, for the first of the tokens.  Neurons that are zero for all of the tokens
-    are not read.
-    """
+    are not read."""
     lanes = count_words(ffn.precision) * ELEMENTS // GROUP
     units = ffn.hidden // ELEMENTS
     columns = -(-units // ROWS)

@@ -27,8 +27,7 @@ The neurons that compute a token, selected on the device.
 Number i of a token's n neurons is selected where its score is at least ``threshold``, if there are
 scores, and in a mixture where the router chose its expert: neurons come expert by expert, and
 ``order`` says in which slot each of them lies.  ``slots`` are those of the selected ones in this
-order, ``found[first + t]`` how many they are.
-"""
+order, ``found[first + t]`` how many they are."""
 
 from __future__ import annotations
 

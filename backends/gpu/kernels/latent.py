@@ -14,8 +14,7 @@ kernel                  parameters: arrays, then numbers
 
 Rows of qkv are those of queries, or of what they are made of, then of the vector that is kept, then
 of the rotated key.  `pi2.backends.gpu.kernels.attention` has what follows: the vector is key and
-value of one head that all queries share.
-"""
+value of one head that all queries share."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 ``NAME_N``: inputs float32 [T, blocks, length], matrix weights in tiles, scales, [biases float32
 [rows]], outputs float32 [T, rows or ``pitch``]; rows, tokens.  NAME is `ProductKernels.name`, N the
 number of tokens that a work group computes with.  The rows are divided into ``blocks`` equal parts,
-each of which is multiplied with its own inputs.
-"""
+each of which is multiplied with its own inputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Which kernels are wanted, and for what device: everything that the generated code depends on.
 
-Plain Python: no TVM.  Two programs with equal specifications share one compiled image.
-"""
+Plain Python: no TVM.  Two programs with equal specifications share one compiled image."""
 
 from __future__ import annotations
 
@@ -369,7 +368,7 @@ class GpuSpec:
     @property
     def program(self) -> str:
         """The module that makes the kernels; all files beside it are their sources."""
-        return "pi2.backends.gpu.kernels.program"
+        return "pi2.backends.gpu.kernels.compile"
 
     def to_json(self) -> str:
         """Return canonical JSON."""

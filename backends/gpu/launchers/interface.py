@@ -13,8 +13,7 @@ and runs in its order, later than the call that asks for it::
     queue.submit().wait()                       # sums holds the result now
 
 What a driver or a device refuses becomes a diagnostic: P360 (there is no device), P361 (its memory
-is full) or P362 (it does not compute).
-"""
+is full) or P362 (it does not compute)."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ Arrays of a tile; word k of a token holds its elements 4k to 4k + 3:
 - int4: vector 4g + c has word c of group g in its low and word 4 + c in its high nibbles, as
   ``q + 8``; offsets int32 [groups, tokens]; multipliers int16, even halves for even groups.  A
   row's product is the sum of its groups' products times their multipliers.
-- int8: vector k holds word k, as ``q + 128``; offsets int32 [tokens].
-"""
+- int8: vector k holds word k, as ``q + 128``; offsets int32 [tokens]."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 for.
 
 A module of this folder reads some methods (``quantization_config.quant_method``) and states them in
-``METHODS``; it is found by being here.
-"""
+``METHODS``; it is found by being here."""
 
 from __future__ import annotations
 

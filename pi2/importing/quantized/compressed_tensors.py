@@ -9,8 +9,7 @@ GPTQ and AWQ: integers packed into 32-bit words, matrices with columns where oth
 Both have ``qweight``, ``qzeros`` and ``scales`` [groups, out].  GPTQ packs along the inputs, the
 lowest bits first, keeps zero points less one (but for its second format), and may take inputs in
 any order, whose groups ``g_idx`` states.  AWQ packs 8 neighbours of the outputs into a word, in
-the order 0, 2, 4, 6, 1, 3, 5, 7.
-"""
+the order 0, 2, 4, 6, 1, 3, 5, 7."""
 
 from __future__ import annotations
 

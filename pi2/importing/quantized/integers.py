@@ -8,8 +8,7 @@ are rounded with.  BitNet also rounds activations to 8 bits, one scale for a tok
 activations have is a plan's to say, not a store's.
 
 Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits
-(arXiv 2402.17764), section 2.
-"""
+(arXiv 2402.17764), section 2."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pi2.phone.tokenizing.pieces import (
     map_bytes,
     read_pattern,
 )
-from pi2.tokens.merging import Merge, Pairs, encode_bytes, list_byte_tokens
+from pi2.tokens.table_tokenizer import Merge, Pairs, encode_bytes, list_byte_tokens
 
 Decode = Callable[[list[str]], list[str]]
 """Takes the texts of tokens; what it returns is joined at the end."""

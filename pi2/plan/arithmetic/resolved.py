@@ -19,7 +19,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.plan_units import BatchSplit, list_layers
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.source import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 
 if TYPE_CHECKING:
@@ -455,8 +455,7 @@ def compute_digest(resolved: ResolvedPlan) -> str:
 
     Settings of layers count as resolved, so that two spellings of the same plan agree; where the
     device and model files lie does not count, their content does.  Sizes of memory count only where
-    what lies there decides what is computed.
-    """
+    what lies there decides what is computed."""
     plan = dump_plain(resolved.plan)
     # What is kept between requests does not change what a run is.
     for key in ("device", "model", "layers", "serve"):

@@ -136,8 +136,7 @@ def need_predictor(resolved: ResolvedPlan) -> Need:
     cutoff alone where gates are closed by one; both, where there are
     experts, and router: e f integers, which say whose neurons are whose; router with thresholds:
     also the gates of as many experts as compute a token in a layer, each in whole pages; none:
-    nothing.
-    """
+    nothing."""
     plan, model = resolved.plan, resolved.model
     shape, width = model.shape, model.stored_neuron_width
     if plan.decode.predictor == "gate":
@@ -175,8 +174,7 @@ def need_cold(resolved: ResolvedPlan) -> Need:
     Of a router all of the chosen experts; else expected actives, from calibrated thresholds, from
     the cutoffs of gates, from the predictor's or the model's statistics, else a quarter of the
     layer; never more than the layer's neurons that are not hot.
-    Dense decoding streams through the workspace and needs none.
-    """
+    Dense decoding streams through the workspace and needs none."""
     plan, model = resolved.plan, resolved.model
     if plan.decode.predictor == "none":
         return Need(0, "nothing, the predictor is none: cold neurons stream through the workspace")
@@ -255,8 +253,7 @@ def count_gate_read_bytes(resolved: ResolvedPlan) -> int:
 
     ``pipeline.phases = 2`` wants it.  There is nothing to wait for where gates are known (predictor
     ``gate``), where a neuron has none, or where no gate is ever closed; and a bias of the gate
-    comes with the end of the neuron.
-    """
+    comes with the end of the neuron."""
     model, plan, bundle = resolved.model, resolved.plan, resolved.bundle
     if plan.pipeline.phases == 1 or plan.decode.predictor != "low-rank":
         return 0

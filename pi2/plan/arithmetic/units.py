@@ -149,8 +149,7 @@ def need_kv(plan: Plan, model: Model) -> Need:
     """Keys and values: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
     sequence of a batch; with latent attention L tokens times what is kept of each.
 
-    int8 has a scale of 2 bytes besides for every vector of w elements.
-    """
+    int8 has a scale of 2 bytes besides for every vector of w elements."""
     tokens, batch = round_up(plan.kv.context, KV_TOKENS), plan.decode.batch
     element = KV_ELEMENT_BYTES[plan.kv.type]
     total, parts = 0, []

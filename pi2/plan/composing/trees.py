@@ -6,8 +6,7 @@ The rules, for an inherited tree and one of its own:
 - scalars and arrays replace what is inherited;
 - arrays whose items are all tables with an ``id`` merge by it: items of an id that is inherited
   merge as tables and keep their place, others follow;
-- ``inherit`` makes an array follow (``append``) or precede (``prepend``) the inherited one.
-"""
+- ``inherit`` makes an array follow (``append``) or precede (``prepend``) the inherited one."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ import tomli
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import COMPOSITION, find_type, list_known_keys, suggest
 from pi2.plan.documents.plan import Plan
-from pi2.plan.toml.source import Places, SourceFile
-from pi2.plan.toml.text import KeyPath, format_path, write_value
+from pi2.plan.toml.source import KeyPath, Places, SourceFile, format_path, write_value
 
 SET = "--set"
 """Name of the source that overridden values come from."""

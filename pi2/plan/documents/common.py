@@ -159,8 +159,7 @@ class Origin(Table):
 class Sampling(Table):
     """How a token is drawn, unless a run says otherwise; without this table, greedily.
 
-    In this order: repetition penalty, temperature, top-k, top-p, min-p.
-    """
+    In this order: repetition penalty, temperature, top-k, top-p, min-p."""
 
     temperature: Annotated[float, Field(ge=0.0, le=100.0, examples=[0.7])] = 0.0
     """Sampling temperature; 0 is greedy."""

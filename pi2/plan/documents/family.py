@@ -60,8 +60,7 @@ class When(Sections):
 class Architecture(Table):
     """Models of the family in GGUF files, by ``general.architecture``.
 
-    A name that begins with ``_`` is that of names of tensors that several share.
-    """
+    A name that begins with ``_`` is that of names of tensors that several share."""
 
     extends: tuple[str, ...] | None = Field(default=None, examples=[["_attention"]])
     """Architectures whose names of tensors count too, weakest first; absent means `_decoder`."""
@@ -96,8 +95,7 @@ class Family(Document, Sections):
     Expressions have numbers, texts, ``true``, ``false`` and ``none``, keys of the configuration by
     their names, keys of the model document with their dots (``shape.hidden``), and Python's
     operators; ``each(...)`` is a list of values, one for every ``layer``, ``where(...)`` one of the
-    layers for which it holds.
-    """
+    layers for which it holds."""
 
     aliases: tuple[str, ...] = Field(default=(), examples=[["sparsellama"]])
     """Other names of the same family."""

@@ -93,8 +93,7 @@ class Latent(Table):
     which is all that the KV cache keeps of a token.
 
     A head's query and key have a part that is not rotated and one that is; the rotated part of the
-    key is the same for all heads.  ``shape.head_dim`` is the width of a head's value.
-    """
+    key is the same for all heads.  ``shape.head_dim`` is the width of a head's value."""
 
     rank: Annotated[int, Field(ge=1, le=2**16, examples=[512])]
     """Width of the vector that keys and values are made of."""
@@ -292,8 +291,7 @@ class LayerEmbedding(Table):
 
     A layer's row, times ``factor``, and the norm of what a projection makes of the first layer's
     input, times ``projection_factor``, are added and divided by sqrt(2): e.  After its FFN the
-    layer adds norm(output(act(gate x) * e)) to the residual stream x, with the FFN's activation.
-    """
+    layer adds norm(output(act(gate x) * e)) to the residual stream x, with the FFN's activation."""
 
     width: Annotated[int, Field(ge=1, le=2**14, examples=[256])]
     """Elements of a token's embedding for one layer."""
@@ -326,8 +324,7 @@ class AltUp(Table):
     divided by sqrt(2).  After the FFN, m is made anew, of x, and all streams become
     h = p + (1 + Q m) (x - p[0]).  A layer's own embedding is gated by the first of them, times a
     vector where ``scaled``, and added to the others.  After the last layer, projections of the
-    others, each with the root mean square of the first, and the first are averaged.
-    """
+    others, each with the root mean square of the first, and the first are averaged."""
 
     streams: Annotated[int, Field(ge=2, le=16, examples=[4])]
     """Vectors of a token."""

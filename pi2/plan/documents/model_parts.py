@@ -157,8 +157,7 @@ class SideFfn(Table):
     """A dense FFN beside the experts of every layer: what it and the experts give is added.
 
     It is kept with the weights of attention, in their precision, and computes every token.  The
-    activation is that of ``ffn``, and so is whether neurons have gates.
-    """
+    activation is that of ``ffn``, and so is whether neurons have gates."""
 
     width: Annotated[int, Field(ge=1, le=2**22, examples=[2112])]
     """Neurons."""

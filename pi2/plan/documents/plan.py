@@ -170,8 +170,7 @@ class Speculation(Table):
 
     Every token is still drawn from the model's own logits, with the random number that it has
     without speculation; a guess is kept where it is the token that was drawn.  So the text is the
-    same, greedy or not, but for rounding.
-    """
+    same, greedy or not, but for rounding."""
 
     drafts: Literal["prompt", "resident", "plan"] = "prompt"
     """Source of drafts: ``prompt`` copies the continuation of an earlier occurrence of the last

@@ -13,8 +13,7 @@ from pi2.plan.documents.common import Count, Identifier, Reference, Share, Table
 def parse_selector(text: str) -> list[tuple[int, int]]:
     """Return the ranges (first, last) of a well-formed selector; a reversed range stays as it is.
 
-    Numbers of absurd length are cut: no model has 10^9 layers.
-    """
+    Numbers of absurd length are cut: no model has 10^9 layers."""
     ranges = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
@@ -124,8 +123,7 @@ class Projections(Table):
     """Which unit computes which rows of the matrices beside the FFN.
 
     The unit beside the sparse one has the first rows of each, and computes them while the sparse
-    unit computes the others.
-    """
+    unit computes the others."""
 
     attention: Annotated[Split, Field(examples=[{"npu": 0.5, "cpu": 0.5}])] | None = None
     """Share of the rows of each layer's attention projections (query, key and value; output) that
@@ -149,8 +147,7 @@ class Graphs(Table):
     """Shapes that an NPU's programs are compiled for, one for each number of tokens and share.
 
     A job runs the smallest graphs that hold it, several where none does, and computes zeros where
-    they are larger than it.
-    """
+    they are larger than it."""
 
     tokens: Annotated[
         tuple[Count, ...], Field(min_length=1, max_length=32, examples=[[1, 4, 64, 128]])
@@ -194,8 +191,7 @@ class Experts(Table):
 
     Nothing of it is done by default: every expert that the router chose computes, and what is in
     memory changes no bit.  With ``decode.predictor = "router"``; a run's summary says how much of
-    the routing weight was replaced or left out, and `pi2 evaluate` what that costs.
-    """
+    the routing weight was replaced or left out, and `pi2 evaluate` what that costs."""
 
     prefer_cached: Annotated[float, Field(ge=0.0, le=1.0, examples=[0.1])] = 0.0
     """Bonus for experts in memory, as a fraction of the spread of a token's router scores. 0
@@ -248,8 +244,7 @@ class Sparsity(Table):
 
     With ``decode.predictor = "gate"``, which keeps all gates in memory.  One of ``target``
     and ``max_perplexity_increase`` says how much; `pi2 sparsity calibrate` turns it into
-    thresholds.  Prompts are computed whole.
-    """
+    thresholds.  Prompts are computed whole."""
 
     method: SparsityMethod
     """``cats``: neurons whose act(gate) is small, so that up and down are not read; ``cats-teal``:

@@ -2,8 +2,7 @@
 
 A document states a quantity as text; in memory it is a plain number in the base unit that the
 field's name carries (``_bytes``, ``_hz``, ``_bytes_s``, ``_s``).  Bare numbers are refused: a
-reader must never have to guess a unit.
-"""
+reader must never have to guess a unit."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ def format_bytes(value: int) -> str:
     """Write a byte count exactly, preferring binary units (``"512 B"``, ``"1.5 GiB"``).
 
     Where a decimal unit says it with fewer digits, it is written in that (``"19 GB"``, not
-    ``"18554687.5 KiB"``).
-    """
+    ``"18554687.5 KiB"``)."""
     binary = _format_in(value, _BINARY)
     decimal = _format_in(value, _DECIMAL)
     return decimal if _count_digits(decimal) < _count_digits(binary) else binary

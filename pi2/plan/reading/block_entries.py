@@ -12,8 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import Diagnostic
-from pi2.plan.toml.source import SourceFile
-from pi2.plan.toml.text import KeyPath, format_path, write_value
+from pi2.plan.toml.source import KeyPath, SourceFile, format_path, write_value
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
@@ -46,8 +45,7 @@ _HEADS = ("heads", "kv_heads", "head_dim", "keys_are_values")
 def choose_layers(text: str, count: int) -> list[int]:
     """Layers that ``text`` names among ``count``; slices are cut as Python's are.
 
-    Raises `IndexError` with the number of a layer that is not there.
-    """
+    Raises `IndexError` with the number of a layer that is not there."""
     found: dict[int, None] = {}
     for part in text.replace(" ", "").split(","):
         if ":" in part:

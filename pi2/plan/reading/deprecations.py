@@ -1,6 +1,5 @@
 """Documents of older versions, renamed and deleted keys: read with a warning, and upgraded by
-`pi2 migrate`.
-"""
+`pi2 migrate`."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from typing import Any, TypeGuard
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.reading.references import DOCUMENTS
-from pi2.plan.toml.source import Kind, SourceFile
-from pi2.plan.toml.text import KeyPath, format_path, write_value
+from pi2.plan.toml.source import KeyPath, Kind, SourceFile, format_path, write_value
 
 Step = Callable[[MutableMapping[str, Any], Kind], None]
 """Changes a document of one version into one of the next, but for ``schema_version``."""

@@ -23,8 +23,15 @@ from pi2.plan.documents.common import (
 )
 from pi2.plan.documents.model_mixing import LAYER_CHOICE, LAYER_KIND
 from pi2.plan.documents.quantities import format_bytes
-from pi2.plan.toml.source import MAX_SHOWN, SourceFile, limit_findings
-from pi2.plan.toml.text import KeyPath, format_path, name_path, write_value
+from pi2.plan.toml.source import (
+    MAX_SHOWN,
+    KeyPath,
+    SourceFile,
+    format_path,
+    limit_findings,
+    name_path,
+    write_value,
+)
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -36,8 +43,7 @@ def check_schema(source: SourceFile, document: type[D]) -> tuple[D | None, list[
     """Validate ``source`` as a ``document``.
 
     Where all that is wrong are unknown keys, the document is what remains without them, so that
-    the rules find their mistakes in the same run; after any other error it is None.
-    """
+    the rules find their mistakes in the same run; after any other error it is None."""
     version = check_version(source, document)
     if version is not None and version.code == "P107":
         return None, [version]
@@ -172,8 +178,7 @@ def _find_path(values: Any, loc: tuple[str | int, ...]) -> KeyPath:
     """Turn a pydantic location into a path of the document.
 
     Tags of unions are not keys of the document, so parts that lead nowhere are left out, except
-    the last one, which names a missing key.  ``[key]`` stands for the key itself.
-    """
+    the last one, which names a missing key.  ``[key]`` stands for the key itself."""
     path: list[str | int] = []
     current = values
     for number, part in enumerate(loc):

@@ -25,8 +25,7 @@ def assemble_bundles(
     ``parts``: weights uint8 [n, weight bytes] and scales [n, .] of each of
     ``layout.parts``; ``biases`` float32 [n, len(layout.biases)]; ``experts`` int32 [n] in a
     mixture; ``factors`` float32 [n] where activations are normalised.  Bytes beyond ``used_bytes``
-    are zero.
-    """
+    are zero."""
     bundles = np.zeros((len(parts[0][0]), layout.stride), np.uint8)
     for part, (weights, scales) in zip(layout.parts, parts, strict=True):
         end = part.weights_offset + weights.shape[1]
@@ -62,8 +61,7 @@ def split_scales(bundles: U8, layout: BundleLayout) -> tuple[U8, U8]:
     """Take the scales out of ``bundles`` uint8 [n, .], laid out as ``layout.inline``.
 
     Returns bundles [n, layout.stride] as ``layout`` says and rows of scales [n,
-    layout.scales_stride].  Of mxfp4, ``bundles`` are whole groups of 32.
-    """
+    layout.scales_stride].  Of mxfp4, ``bundles`` are whole groups of 32."""
     assert layout.scales == "resident", layout
     result = np.zeros((len(bundles), layout.stride), np.uint8)
     scales = np.empty((len(bundles), layout.scales_stride), np.uint8)

@@ -16,8 +16,7 @@ Neurons of mxfp4 are exact copies of checkpoints, where 32 neurons share the sca
 their down columns (`Packing.shares_down_scales`).  So their gates and ups have scales in the
 bundle, and the scales of their downs are resident: for 32 neurons that follow each other, in stored
 order, one vector of ``hidden`` bytes in the int8 layout, in the 32 rows of these neurons.  Neurons
-of mxfp4 with all scales in them have such a vector each.
-"""
+of mxfp4 with all scales in them have such a vector each."""
 
 from __future__ import annotations
 
@@ -204,8 +203,7 @@ class Tensor:
     Quantised (`pi2.plan.weights.layout`): ``weights`` uint8 [rows, weight_bytes], ``scales``
     float16 [rows, length / 32], of ternary float32 [rows, 1].  fp16: ``weights`` uint8
     [rows, 2 length], no scales.  ``precision`` None is float32: ``weights`` float32 [rows, length].
-    64-byte aligned.
-    """
+    64-byte aligned."""
 
     name: str
     rows: int

@@ -18,8 +18,7 @@ def check_predictor_exists(facts: Facts) -> Iterator[Finding]:
     Example: ``predictor = "low-rank"`` for a model file without ``[predictor]``.
 
     Fix: ``"gate"``, which is exact for the ReLU family, ``"router"`` for a mixture of experts, or
-    ``"none"``; or a model with predictors.
-    """
+    ``"none"``; or a model with predictors."""
     if facts.plan.decode.predictor != "low-rank" or facts.model.predictor is not None:
         return
     other = "none" if facts.model.is_smooth else "gate"
@@ -45,8 +44,7 @@ def check_router_needs_experts(facts: Facts) -> Iterator[Finding]:
     Example: ``predictor = "router"`` for a model file without ``[moe]``.
 
     Fix: ``"low-rank"`` for a model with predictors, ``"gate"`` for the ReLU family, else
-    ``"none"``.
-    """
+    ``"none"``."""
     model = facts.model
     is_weighed = model.moe is not None and model.moe.weighs == "input"
     if is_weighed and facts.plan.decode.predictor not in ("none", "router"):
@@ -90,8 +88,7 @@ def check_gate_is_exact(facts: Facts) -> Iterator[Finding]:
     Example: ``predictor = "gate"`` for a model with ``activation = "silu"``.
 
     Fix: ``predictor = "none"``, or ``"router"`` for a mixture of experts; or calibrate thresholds
-    with `pi2 sparsity calibrate`.
-    """
+    with `pi2 sparsity calibrate`."""
     plan, smooth = facts.plan, facts.model.is_smooth
     if plan.decode.predictor != "gate" or not smooth:
         return
@@ -132,8 +129,7 @@ def check_look_ahead_names_neurons(facts: Facts) -> Iterator[Finding]:
     Example: ``look_ahead = "attention"`` with ``predictor = "gate"``.
 
     Fix: ``look_ahead = "none"``; or ``predictor = "low-rank"`` for a model with predictors, or
-    ``"router"`` for a mixture of experts.
-    """
+    ``"router"`` for a mixture of experts."""
     decode = facts.plan.decode
     if decode.look_ahead == "none" or decode.predictor in ("low-rank", "router"):
         return
@@ -162,8 +158,7 @@ def check_leave_out_has_scores(facts: Facts) -> Iterator[Finding]:
 
     Example: ``leave_out = 0.02`` with ``missing_threshold = 1.0``.
 
-    Fix: ``leave_out`` alone, with ``predictor = "low-rank"``.
-    """
+    Fix: ``leave_out`` alone, with ``predictor = "low-rank"``."""
     decode = facts.plan.decode
     if decode.leave_out is None:
         return
@@ -195,8 +190,7 @@ def check_missing_threshold_saves_reads(facts: Facts) -> Iterator[Finding]:
 
     Example: ``threshold = 0.5`` with ``missing_threshold = 0.0``.
 
-    Fix: a higher ``missing_threshold``, or none.
-    """
+    Fix: a higher ``missing_threshold``, or none."""
     decode = facts.plan.decode
     if decode.missing_threshold is None:
         return
@@ -230,8 +224,7 @@ def check_phases_save_reads(facts: Facts) -> Iterator[Finding]:
 
     Example: ``phases = 2`` for bundles of 432 bytes and blocks of 512.
 
-    Fix: ``phases = 1``.
-    """
+    Fix: ``phases = 1``."""
     resolved = facts.resolved
     plan, bundle, model = resolved.plan, resolved.bundle, resolved.model
     if plan.pipeline.phases == 1 or count_gate_read_bytes(resolved):
@@ -267,8 +260,7 @@ def check_chunk_within_context(facts: Facts) -> Iterator[Finding]:
 
     Example: ``prefill.chunk = 512`` with ``kv.context = 256``.
 
-    Fix: lower ``prefill.chunk``.
-    """
+    Fix: lower ``prefill.chunk``."""
     chunk, context = facts.plan.prefill.chunk, facts.plan.kv.context
     if chunk <= context:
         return

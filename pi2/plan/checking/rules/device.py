@@ -30,7 +30,7 @@ from pi2.plan.documents.quantities import (
     format_bytes,
     format_quantity,
 )
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.source import KeyPath
 
 
 @rule("P252", "error", "device")
@@ -41,8 +41,7 @@ def check_clusters_of_cpus(facts: Facts) -> Iterator[Finding]:
 
     Example: ``features = ["neon"]`` in a unit with ``kind = "gpu"``.
 
-    Fix: move them to the unit of kind ``cpu``; give every cluster its own id.
-    """
+    Fix: move them to the unit of kind ``cpu``; give every cluster its own id."""
     seen: set[str] = set()
     for name, unit in facts.device.units.items():
         for key in ("features", "clusters"):
@@ -73,8 +72,7 @@ def check_device_block_size(facts: Facts) -> Iterator[Finding]:
 
     Example: ``block_size = "500 B"``.
 
-    Fix: the logical block that the system reports: 512 or 4096 bytes.
-    """
+    Fix: the logical block that the system reports: 512 or 4096 bytes."""
     block = facts.device.storage.block_size
     if block is None or (block > 0 and block % DEFAULT_BLOCK_BYTES == 0):
         return
@@ -94,8 +92,7 @@ def check_device_memory_order(facts: Facts) -> Iterator[Finding]:
 
     Example: ``capacity = "8 GiB"`` with ``usable = "12 GiB"``.
 
-    Fix: correct one of the two.
-    """
+    Fix: correct one of the two."""
     device = facts.device
     memories: list[tuple[KeyPath, Memory]] = [(("memory",), device.memory)]
     for name, unit in device.units.items():
@@ -126,8 +123,7 @@ def check_device_named_by_file(facts: Facts) -> Iterator[Finding]:
 
     Example: ``id = "acme12"`` in ``acme-12.device.toml``.
 
-    Fix: change the id, or rename the file.
-    """
+    Fix: change the id, or rename the file."""
     name = facts.files["device"].name.removesuffix(".device.toml")
     if facts.device.id != name:
         yield Finding(
@@ -166,8 +162,7 @@ def check_figures_are_possible(facts: Facts) -> Iterator[Finding]:
 
     Example: ``rate = "0 MB/s"`` or ``frequency = "3.3 kHz"``.
 
-    Fix: correct the number or its unit; leave the figure out if nobody knows it.
-    """
+    Fix: correct the number or its unit; leave the figure out if nobody knows it."""
     for path, item in walk_values(facts.device, ()):
         for kind, key, (least, most, units) in _LIMITS:
             if not isinstance(item, kind):
@@ -202,8 +197,7 @@ def check_figures_stated_once(facts: Facts) -> Iterator[Finding]:
     nothing else that tells them apart.
 
     Fix: remove one of them, or state what is different: ``range``, ``depth``, ``threads``,
-    ``cluster``, ``burst``.
-    """
+    ``cluster``, ``burst``."""
     device = facts.device
     reads = [
         (item.pattern, item.block, item.range, item.depth, item.threads, item.cluster, item.burst)
@@ -244,8 +238,7 @@ def check_threads_bound_to_cores(facts: Facts) -> Iterator[Finding]:
 
     Example: ``threads.cores = "4-6"`` with ``threads.compute = 4``; ``"0,0"``; ``"7-4"``.
 
-    Fix: name as many different cores as there are compute threads.
-    """
+    Fix: name as many different cores as there are compute threads."""
     threads = facts.plan.threads
     if threads.cores is None:
         return
@@ -293,8 +286,7 @@ def check_threads_fit_cores(facts: Facts) -> Iterator[Finding]:
     Example: ``threads.compute = 8`` for a device with 6 cores.
 
     Fix: lower the number, or leave it out: one thread per core.  Where a device states no cores,
-    the machine is asked when the plan runs.
-    """
+    the machine is asked when the plan runs."""
     threads = facts.plan.threads.compute
     clusters = {
         name: sum(cluster.cores for cluster in unit.clusters)

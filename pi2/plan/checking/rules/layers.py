@@ -26,8 +26,7 @@ def check_layers_state_kinds(facts: Facts) -> Iterator[Finding]:
 
     Example: ``kinds = ["delta", "attention"]`` without a table ``[recurrence]``.
 
-    Fix: state what the checkpoint's configuration states.
-    """
+    Fix: state what the checkpoint's configuration states."""
     model = facts.model
     if model.attention.output_gate and model.tensors.fused_qkv is not None:
         yield _find_kind(
@@ -211,8 +210,7 @@ def check_tensor_names_layers(facts: Facts) -> Iterator[Finding]:
 
     Example: ``gate = "model.layers.0.mlp.gate_proj.weight"``.
 
-    Fix: put ``{layer}`` where the number is.
-    """
+    Fix: put ``{layer}`` where the number is."""
     model = facts.model
     numbered = _list_numbered(model)
     for key, name in model.tensors:
@@ -272,8 +270,7 @@ def check_overrides_named_once(facts: Facts) -> Iterator[Finding]:
 
     Example: two ``[[layers.overrides]]`` with ``id = "first-layers"``.
 
-    Fix: give them different names, or none.
-    """
+    Fix: give them different names, or none."""
     first: dict[str, int] = {}
     for number, override in enumerate(facts.plan.layers.overrides):
         name = override.id
@@ -298,8 +295,7 @@ def check_overrides_set_something(facts: Facts) -> Iterator[Finding]:
 
     Example: ``[[layers.overrides]]`` with ``select = "0-3"`` and nothing else.
 
-    Fix: add ``split`` or ``hot``, or remove the override.
-    """
+    Fix: add ``split`` or ``hot``, or remove the override."""
     for number, override in enumerate(facts.plan.layers.overrides):
         if override.split is None and override.hot is None:
             yield Finding(
@@ -322,8 +318,7 @@ def check_selectors_disjoint(facts: Facts) -> Iterator[Finding]:
     Example: an override of ``hot`` for ``"0-3"``, followed by one for ``"0-7"``.
 
     Fix: put the general one first, or remove the one that does nothing; name every layer of a
-    selector once.
-    """
+    selector once."""
     overrides = facts.plan.layers.overrides
     ranges = [parse_selector(override.select) for override in overrides]
     for number, override in enumerate(overrides):
@@ -407,8 +402,7 @@ def check_selectors_in_range(facts: Facts) -> Iterator[Finding]:
 
     Example: ``select = "6-8"`` for a model with 8 layers, which are numbered 0 to 7; ``"7-4"``.
 
-    Fix: correct the numbers.
-    """
+    Fix: correct the numbers."""
     count = facts.model.shape.layers
     tables = [
         (("layers", "overrides", number, "select"), item.select)

@@ -9,7 +9,7 @@ from pi2.plan.arithmetic.resolved import has_packable_shape, uses_main_memory
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes, write_least, write_most
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.source import KeyPath
 from pi2.plan.weights.layout import round_up
 
 
@@ -23,8 +23,7 @@ def check_budget_fits_device(facts: Facts) -> Iterator[Finding]:
     Example: ``budget = "12 GiB"`` for a device with ``usable = "10 GiB"``.
 
     Fix: lower ``memory.budget`` and its segments.  Where a device states no memory, the machine is
-    asked when the plan runs.
-    """
+    asked when the plan runs."""
     budget, memory = facts.plan.memory.budget, facts.device.memory
     key = "usable" if memory.usable is not None else "capacity"
     limit = memory.usable if memory.usable is not None else memory.capacity
@@ -101,8 +100,7 @@ def check_scales_exist(facts: Facts) -> Iterator[Finding]:
 
     Example: ``scales = "resident"`` for a model with ``quantization.ffn = "fp16"``.
 
-    Fix: leave ``bundle.scales`` out, or quantise the neurons.
-    """
+    Fix: leave ``bundle.scales`` out, or quantise the neurons."""
     precision = facts.model.quantization.ffn
     if facts.plan.bundle.scales == "resident" and not find_packing(precision).has_scales:
         path = ("quantization", "ffn")
@@ -122,8 +120,7 @@ def check_stride_fits_blocks(facts: Facts) -> Iterator[Finding]:
 
     Example: ``stride = "448 B"`` for a device with blocks of 512 bytes.
 
-    Fix: round up to the next multiple.  Where a device states no block, it is 512 bytes.
-    """
+    Fix: round up to the next multiple.  Where a device states no block, it is 512 bytes."""
     stride, block = facts.plan.bundle.stride, find_block_bytes(facts.device)
     model = facts.model
     if not has_packable_shape(model):
@@ -162,8 +159,7 @@ def check_stride_holds_bundle(facts: Facts) -> Iterator[Finding]:
 
     Example: ``stride = "256 B"`` for neurons of 432 bytes.
 
-    Fix: the smallest multiple of the device's block that is not below the size.
-    """
+    Fix: the smallest multiple of the device's block that is not below the size."""
     model = facts.model
     if not has_packable_shape(model):
         return
@@ -205,8 +201,7 @@ def check_prefix_cache_is_used(facts: Facts) -> Iterator[Finding]:
 
     Example: ``serve.prefixes = "none"`` with ``serve.prefix_cache = "4 GiB"``.
 
-    Fix: remove ``serve.prefix_cache``, or ``serve.prefixes``.
-    """
+    Fix: remove ``serve.prefix_cache``, or ``serve.prefixes``."""
     serve = facts.plan.serve
     if serve.prefix_cache is None or serve.prefixes != "none":
         return

@@ -12,7 +12,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.private import walk_values
 from pi2.plan.toml.expressions import is_expression, parse_expression
-from pi2.plan.toml.text import KeyPath, format_path
+from pi2.plan.toml.source import KeyPath, format_path
 from pi2.plan.weights.layout import GROUP
 
 
@@ -24,8 +24,7 @@ def check_experts_exist(facts: Facts) -> Iterator[Finding]:
 
     Example: ``active_experts = 8`` with ``experts = 4``.
 
-    Fix: take both numbers from the checkpoint's configuration.
-    """
+    Fix: take both numbers from the checkpoint's configuration."""
     moe = facts.model.moe
     if moe is None or moe.active_experts <= moe.experts:
         return
@@ -49,8 +48,7 @@ def check_fatrelu_threshold(facts: Facts) -> Iterator[Finding]:
 
     Example: ``activation = "fatrelu"`` without ``threshold``.
 
-    Fix: write the checkpoint's threshold, or name the activation that it has.
-    """
+    Fix: write the checkpoint's threshold, or name the activation that it has."""
     ffn = facts.model.ffn
     activation = Origin(
         document="model", path=("ffn", "activation"), text=f'activation = "{ffn.activation}"'
@@ -81,8 +79,7 @@ def check_head_is_even(facts: Facts) -> Iterator[Finding]:
 
     Example: ``head_dim = 33``.
 
-    Fix: take the number from the checkpoint's configuration.
-    """
+    Fix: take the number from the checkpoint's configuration."""
     model, other = facts.model, facts.model.other_heads
     latent = model.attention.latent
     turned = model.shape.head_dim if latent is None else latent.rotated
@@ -107,8 +104,7 @@ def check_heads_share_keys(facts: Facts) -> Iterator[Finding]:
 
     Example: ``heads = 8`` with ``kv_heads = 3``.
 
-    Fix: take both numbers from the checkpoint's configuration.
-    """
+    Fix: take both numbers from the checkpoint's configuration."""
     shape, other = facts.model.shape, facts.model.other_heads
     stated = {"shape": (shape.heads, shape.kv_heads)}
     if other is not None:
@@ -137,8 +133,7 @@ def check_rope_scaling(facts: Facts) -> Iterator[Finding]:
 
     Example: ``kind = "plain"`` with ``factor = 4.0``.
 
-    Fix: take kind and factors from the checkpoint's configuration.
-    """
+    Fix: take kind and factors from the checkpoint's configuration."""
     model = facts.model
     for rope, width in list_turns(model):
         yield from _check_rope("other_rope" if rope is model.other_rope else "rope", rope, width)
@@ -205,8 +200,7 @@ def check_rank_fills_groups(facts: Facts) -> Iterator[Finding]:
 
     Example: ``rank = 50``.
 
-    Fix: take the next multiple of 32; `pi2 convert` fills up the predictors' matrices.
-    """
+    Fix: take the next multiple of 32; `pi2 convert` fills up the predictors' matrices."""
     predictor = facts.model.predictor
     if predictor is not None and predictor.rank % GROUP:
         yield Finding(
@@ -229,8 +223,7 @@ def check_sequences_share_positions(facts: Facts) -> Iterator[Finding]:
     has 4,096.
 
     Fix: set ``kv.context`` to the original context at most, or ``decode.batch = 1`` without
-    ``decode.speculation``.
-    """
+    ``decode.speculation``."""
     decode, context = facts.plan.decode, facts.plan.kv.context
     if decode.step_tokens == 1:
         return
@@ -262,8 +255,7 @@ def check_tokens_in_vocabulary(facts: Facts) -> Iterator[Finding]:
 
     Example: ``eos = [32000]`` with ``vocab = 32000``, whose last token is 31999.
 
-    Fix: take the ids from the tokenizer's file.
-    """
+    Fix: take the ids from the tokenizer's file."""
     tokenizer, vocab = facts.model.tokenizer, facts.model.shape.vocab
     tokens: list[tuple[KeyPath, int]] = [
         (("tokenizer", "eos", number), token) for number, token in enumerate(tokenizer.eos)
@@ -298,8 +290,7 @@ def check_context_within_model(facts: Facts) -> Iterator[Finding]:
 
     Example: ``kv.context = 4096`` for a model with ``context = 2048``.
 
-    Fix: lower ``kv.context``.
-    """
+    Fix: lower ``kv.context``."""
     wanted, known = facts.plan.kv.context, facts.model.shape.context
     if wanted <= known:
         return
@@ -328,8 +319,7 @@ def check_model_keys(facts: Facts) -> Iterator[Finding]:
 
     Example: ``norm.epsilom = ["rms_norm_eps", 1e-6]`` in ``[read]``.
 
-    Fix: write the key as the reference of model documents does.
-    """
+    Fix: write the key as the reference of model documents does."""
     for base, sections in _list_sections(facts):
         for section in ("read", "set"):
             for path, _ in walk_values(getattr(sections, section), (*base, section)):
@@ -365,8 +355,7 @@ def check_expressions(facts: Facts) -> Iterator[Finding]:
 
     Example: ``multipliers.embedding = "= shape.hidden **"``.
 
-    Fix: write the expression as Python has it.
-    """
+    Fix: write the expression as Python has it."""
     for base, sections in _list_sections(facts):
         texts = {(*base, "require", name): text for name, text in sections.require.items()}
         for section in ("assume", "fix", "set"):

@@ -26,8 +26,7 @@ def check_operators_agree(facts: Facts) -> Iterator[Finding]:
 
     Example: ``activation = "drelu"`` with ``gated = false``.
 
-    Fix: take the options from the checkpoint's configuration.
-    """
+    Fix: take the options from the checkpoint's configuration."""
     model = facts.model
     if not model.ffn.gated and model.ffn.activation == "drelu":
         yield Finding(

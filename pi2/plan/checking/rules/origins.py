@@ -9,8 +9,7 @@ from pi2.plan.checking.findings import Facts, Finding, report_private, rule
 from pi2.plan.checking.findings import Origin as Place
 from pi2.plan.documents.common import Origin
 from pi2.plan.documents.private import walk_figures, walk_texts
-from pi2.plan.toml.source import KINDS
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.source import KINDS, KeyPath
 
 _CLAIM = re.compile(
     r"\b(?:data ?sheet|spec(?:ification)?s?(?: sheet)?|product (?:page|brief)|press release"
@@ -28,8 +27,7 @@ def check_claims_are_no_measurements(facts: Facts) -> Iterator[Finding]:
 
     Example: ``status = "measured"`` with ``source = "data sheet: up to 4200 MB/s"``.
 
-    Fix: write ``status = "vendor-claimed"``, or measure it.
-    """
+    Fix: write ``status = "vendor-claimed"``, or measure it."""
     for path, figure in walk_figures(facts.device):
         found = _CLAIM.search(figure.source) if figure.status == "measured" else None
         if found is not None:
@@ -55,8 +53,7 @@ def check_measured_has_spread(facts: Facts) -> Iterator[Finding]:
     "44 to 48 GB/s" in ``source``.
 
     Fix: measure a few times and write ``samples`` and ``spread``, the standard deviation relative
-    to the mean; if that is not known any more, the figure is ``estimated``.
-    """
+    to the mean; if that is not known any more, the figure is ``estimated``."""
     for path, figure in walk_figures(facts.device):
         if figure.status != "measured" or figure.spread is not None:
             continue
@@ -81,8 +78,7 @@ def check_plan_rests_on_claims(facts: Facts) -> Iterator[Finding]:
 
     Fix: run ``pi2 probe -o my.device.toml`` on the device, and name that file as the plan's device;
     or look for somebody else's measurements with ``pi2 profile search``. For memory, what an
-    interface can do is ``peak_bandwidth``.
-    """
+    interface can do is ``peak_bandwidth``."""
     claimed = [path for path, figure in _list_rates(facts) if figure.status == "vendor-claimed"]
     if not claimed:
         return
@@ -130,8 +126,7 @@ def check_no_account_names(facts: Facts) -> Iterator[Finding]:
     Example: ``source = "alice@build-7: pi2 bench"``.
 
     Fix: leave it out; name the tool and its version instead. Authors can be credited in the
-    repository's history.
-    """
+    repository's history."""
     yield from report_private(facts, "account", "an account, a mail address or a key")
 
 
@@ -144,8 +139,7 @@ def check_no_home_folders(facts: Facts) -> Iterator[Finding]:
 
     Example: ``weights = "/home/alice/stores/bamboo-7b"``.
 
-    Fix: write the path relative to the plan, such as ``../stores/bamboo-7b``.
-    """
+    Fix: write the path relative to the plan, such as ``../stores/bamboo-7b``."""
     yield from report_private(facts, "home", "somebody's home folder")
 
 
@@ -159,8 +153,7 @@ def check_no_serial_numbers(facts: Facts) -> Iterator[Finding]:
     Example: ``source = "measured on serial number R58N70ABCDE"``.
 
     Fix: leave it out; `pi2 profile publish` takes it out too, from comments as well. Keep notes
-    about your own units elsewhere.
-    """
+    about your own units elsewhere."""
     yield from report_private(facts, "serial", "a serial number or hardware address")
 
 
@@ -175,8 +168,7 @@ def check_nothing_left_to_replace(facts: Facts) -> Iterator[Finding]:
 
     Example: ``weights = "stores/REPLACE_ME"``.
 
-    Fix: write the value, or remove the key where it has a default.
-    """
+    Fix: write the value, or remove the key where it has a default."""
     for document in KINDS:
         for path, text in walk_texts(facts.known.get(document)):
             found = _PLACEHOLDER.search(text)
@@ -198,8 +190,7 @@ def check_model_named_by_file(facts: Facts) -> Iterator[Finding]:
 
     Example: ``id = "bamboo"`` in ``bamboo-7b.model.toml``.
 
-    Fix: change the id, or rename the file.
-    """
+    Fix: change the id, or rename the file."""
     name = facts.files["model"].name.removesuffix(".model.toml")
     if facts.model.id != name:
         yield Finding(

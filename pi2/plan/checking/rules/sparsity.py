@@ -24,8 +24,7 @@ def check_sparsity_fits_model(facts: Facts) -> Iterator[Finding]:
 
     Example: ``[sparsity]`` for a model with ``activation = "relu"``.
 
-    Fix: remove the table, or write ``method = "cats"``.
-    """
+    Fix: remove the table, or write ``method = "cats"``."""
     sparsity, model = facts.plan.sparsity, facts.model
     if sparsity is None:
         return
@@ -64,8 +63,7 @@ def check_sparsity_has_one_goal(facts: Facts) -> Iterator[Finding]:
 
     Example: both of them, or neither.
 
-    Fix: keep one of them.
-    """
+    Fix: keep one of them."""
     sparsity = facts.plan.sparsity
     if sparsity is None or (sparsity.target is None) != (sparsity.max_perplexity_increase is None):
         return
@@ -90,8 +88,7 @@ def check_sparsity_is_used(facts: Facts) -> Iterator[Finding]:
 
     Example: ``[sparsity]`` in a plan with ``predictor = "none"``.
 
-    Fix: ``predictor = "gate"``, with room for the gate rows in ``memory.segments.predictor``.
-    """
+    Fix: ``predictor = "gate"``, with room for the gate rows in ``memory.segments.predictor``."""
     plan = facts.plan
     if plan.sparsity is None or plan.decode.predictor == "gate":
         return
@@ -113,8 +110,7 @@ def check_thresholds_fit_plan(facts: Facts) -> Iterator[Finding]:
     Example: ``thresholds = "llama.thresholds.toml"`` in a plan for Mistral; or ``target = 0.7``
     with thresholds that were made for 0.5.
 
-    Fix: calibrate again with `pi2 sparsity calibrate PLAN --text FILE`.
-    """
+    Fix: calibrate again with `pi2 sparsity calibrate PLAN --text FILE`."""
     resolved = facts.resolved
     sparsity, found = resolved.plan.sparsity, resolved.thresholds
     if sparsity is None or found is None or not resolved.model.is_smooth:
@@ -149,8 +145,7 @@ def check_dials_need_a_router(facts: Facts) -> Iterator[Finding]:
 
     Example: ``least_weight = 0.05`` beside ``predictor = "low-rank"``.
 
-    Fix: ``decode.predictor = "router"``, or leave the table out.
-    """
+    Fix: ``decode.predictor = "router"``, or leave the table out."""
     experts, moe = facts.plan.experts, facts.model.moe
     if not experts.is_lossy:
         return
@@ -205,8 +200,7 @@ def check_speculation_is_verified(facts: Facts) -> Iterator[Finding]:
     ``drafts = "resident"`` and ``decode.predictor = "none"``.
 
     Fix: remove ``decode.speculation``, give some of the neurons to a CPU, or take another kind of
-    ``drafts``.
-    """
+    ``drafts``."""
     resolved = facts.resolved
     decode = resolved.plan.decode
     if decode.speculation is None:
@@ -246,8 +240,7 @@ def check_draft_plan_fits(facts: Facts) -> Iterator[Finding]:
     Example: ``drafts = "plan"`` without ``plan``, or with one whose model has another vocabulary.
 
     Fix: name the plan of a smaller model of the same family, without speculation of its own, on the
-    ``cpu`` backend, and leave room for its segments in ``memory.budget``.
-    """
+    ``cpu`` backend, and leave room for its segments in ``memory.budget``."""
     resolved = facts.resolved
     settings = resolved.plan.decode.speculation
     if settings is None:

@@ -16,7 +16,7 @@ from pi2.plan.checking.findings import (
 )
 from pi2.plan.documents.common import suggest
 from pi2.plan.documents.plan_units import BatchSplit, list_layers
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.source import KeyPath
 
 
 @rule("P262", "error", "resolved")
@@ -30,8 +30,7 @@ def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
     Example: ``split = { cpu = 0.4, gpu = 0.3, npu = 0.3 }``.
 
     Fix: give each layer to one unit beside the sparse one; other layers may have another
-    (``layers.overrides``).
-    """
+    (``layers.overrides``)."""
     sparse = find_sparse_unit(facts.plan, facts.device)
     subjects = {}
     for placed in list_placed_splits(facts.plan):
@@ -145,8 +144,7 @@ def check_split_adds_up(facts: Facts) -> Iterator[Finding]:
 
     Example: ``split = { cpu = 0.3, npu = 0.8 }``.
 
-    Fix: change one of the shares; 0 leaves a unit out.
-    """
+    Fix: change one of the shares; 0 leaves a unit out."""
     for placed in (*list_placed_splits(facts.plan), *list_row_splits(facts.plan)):
         yield from _check_split(placed.split, placed.path, placed.subject)
 
@@ -177,8 +175,7 @@ def check_split_names_units(facts: Facts) -> Iterator[Finding]:
 
     Example: ``split = { cpu = 0.5, npu = 0.5 }`` for a device whose only unit is ``cpu``.
 
-    Fix: use one of the device's units, or another device.
-    """
+    Fix: use one of the device's units, or another device."""
     plan = facts.plan
     for placed in (*list_placed_splits(plan), *list_row_splits(plan)):
         yield from _check_names(facts, placed.split, placed.path)
@@ -216,8 +213,7 @@ def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
 
     Example: ``split = { npu = 0.5, cpu = 0.5 }`` with ``hot = 0.3``.
 
-    Fix: raise ``hot`` to the unit's share at least, or lower the share.
-    """
+    Fix: raise ``hot`` to the unit's share at least, or lower the share."""
     seen = set()
     if facts.resolved.has_whole_unit:
         yield from _check_whole(facts)
@@ -274,8 +270,7 @@ def check_batches_are_in_order(facts: Facts) -> Iterator[Finding]:
     Example: ``batches = [{ sequences = 4, … }, { sequences = 2, … }]``, or ``sequences = 4`` with
     ``decode.batch = 2``.
 
-    Fix: sort the entries, and raise ``decode.batch`` or take out what is beyond it.
-    """
+    Fix: sort the entries, and raise ``decode.batch`` or take out what is beyond it."""
     layers, batch = facts.plan.layers, facts.plan.decode.step_tokens
     yield from _check_table(layers.batches, ("layers", "batches"), batch)
     for number, override in enumerate(layers.overrides):

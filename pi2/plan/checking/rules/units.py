@@ -12,7 +12,7 @@ from pi2.plan.checking.findings import (
     list_row_splits,
     rule,
 )
-from pi2.plan.toml.text import KeyPath
+from pi2.plan.toml.source import KeyPath
 
 
 @rule("P232", "error", "plan", "device")
@@ -24,8 +24,7 @@ def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
 
     Example: ``split = { npu = 1.0 }`` with ``backends = { cpu = "cpu" }``.
 
-    Fix: name a backend for the kind, or give its share to another unit.
-    """
+    Fix: name a backend for the kind, or give its share to another unit."""
     plan, device = facts.plan, facts.device
     paths: dict[str, KeyPath] = {}
     for placed in (*list_placed_splits(plan), *list_row_splits(plan)):
@@ -63,8 +62,7 @@ def check_settings_reach_units(facts: Facts) -> Iterator[Finding]:
 
     Example: ``[memory.units.cpu]`` in a plan whose sparse unit is ``cpu``.
 
-    Fix: take the setting out, or give it to the unit that keeps hot neurons.
-    """
+    Fix: take the setting out, or give it to the unit that keeps hot neurons."""
     plan, name = facts.resolved.plan, facts.resolved.sparse_unit
     ignored: list[KeyPath] = []
     settings = plan.units.get(name)
@@ -98,8 +96,7 @@ def check_graphs_have_shapes(facts: Facts) -> Iterator[Finding]:
     Example: ``units.npu.graphs.tokens = [1, 3, 128]``, or graphs of a GPU.
 
     Fix: name 1, 2, 4 and multiples of 8, each once, and shares above 0; a job runs the smallest
-    graph that holds it.
-    """
+    graph that holds it."""
     resolved = facts.resolved
     for name, settings in resolved.plan.units.items():
         graphs, path = settings.graphs, ("units", name, "graphs")
