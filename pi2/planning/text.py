@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from pydantic import ValidationError
+
 from pi2.authoring.drafting import describe_budget, explain_backends, recommend_sampling
 from pi2.authoring.writing import write_tables
 from pi2.costs.cost import Cost
@@ -99,7 +101,7 @@ def _shorten(document: dict[str, Any], planned: PlannedPlan) -> dict[str, Any]:
         try:
             values = complete_plan(trial, wish.device, wish.model).values
             found = resolve_values(values, wish.device, wish.model).plan
-        except UserError:
+        except (UserError, ValidationError):  # a required key, or one that others need
             continue
         # The cache has what the budget leaves: a size that is stated would only be older.
         memory = found.memory.model_copy(update={"segments": wanted.memory.segments})
