@@ -44,13 +44,13 @@ class ConvertOptions:
     output: Path = option("-o", "--output", required=True, metavar="STORE")
     """Output folder of the new neuron store, or a GGUF file."""
     quantization: str | None = option(type=click.Choice((*name_packings("neurons"), *MIXTURES)))
-    """Weight precision; overrides the model document's.  q4_0 and the following are mixtures of
+    """Weight precision; overrides the model document's.  q4_0 and the following are types of
     GGUF formats: the output is a GGUF file then.  [default: int4; of GGUF files no fewer bits than
     they have]"""
     imatrix: Path | None = option(type=FILE, metavar="FILE")
-    """Importance matrix of llama-imatrix, that mixtures are rounded with: .dat or GGUF."""
+    """Importance matrix of llama-imatrix, for rounding to those types: .dat or GGUF."""
     calibrate: tuple[Path, ...] = option("--calibrate", metavar="TEXT")
-    """UTF-8 text that mixtures are rounded by, instead of an importance matrix; repeatable."""
+    """UTF-8 text for rounding to those types, instead of an importance matrix; repeatable."""
     tokenizer: Path | None = TOKENIZER()
     predictors: Path | None = option(metavar="FILE")
     """Activation predictors to use if the checkpoint has none: a safetensors file, or a PowerInfer
@@ -83,7 +83,7 @@ def convert_command(checkpoint: Path, given: ConvertOptions) -> None:
     with torch, PyTorch files), a GGUF file (any part of a split one; PowerInfer's too), or an
     MLC-LLM folder (mlc-chat-config.json).  The store also gets the model document and a plan for
     this machine, so the model runs at once.  A failed conversion leaves nothing behind; after
-    Ctrl-C the same command resumes.  With a mixture such as q4_k_m a GGUF file is written instead.
+    Ctrl-C the same command resumes.  With a type such as q4_k_m a GGUF file is written instead.
 
     --evaluate scores up to 8 windows of 256 tokens in float32, layer by layer, before and after:
     two operations per weight and token each time, with one layer in memory."""

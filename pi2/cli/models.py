@@ -68,8 +68,8 @@ def pull_command(model: str, given: PullOptions) -> None:
     HF_TOKEN (or `hf auth login`) and HF_HUB_OFFLINE are respected.  Files in the Hugging Face cache
     are reused and left in place.
 
-    With PLAN, the weights that the plan names by hf:ORG/NAME/FILE.gguf are fetched into the Hugging
-    Face cache as they are, and pinned with commit and SHA-256 in pi2.lock."""
+    With PLAN, the weights that it names by hf:ORG/NAME/FILE.gguf are fetched as they are, into the
+    Hugging Face cache.  pi2.lock pins their commit and SHA-256."""
     if model.endswith(".plan.toml"):
         pull_weights(Path(model))
         return

@@ -174,7 +174,7 @@ REASONS: Mapping[KeyPath, str] = {
     ("device",): "this machine",
     ("model",): "what the file's metadata say",
     ("backends",): "the backend that computes files as they are",
-    ("memory", "budget"): "the whole file, or what is free here",
+    ("memory", "budget"): "the whole file, or the free memory",
     ("memory", "weights"): "mapped if all of the file fits",
     ("layers", "hot"): "share of the weights that fits into {budget}",
     ("kv", "context"): f"the model's, at most {USUAL_CONTEXT}, or shorter if memory is short",

@@ -159,7 +159,7 @@ class Prefill(Table):
     """Precision of inputs of quantised matrices on the processor. ``int8`` halves the arithmetic
     and changes logits by up to 1 % of the largest; ``fp32`` rounds nothing and is slower. Stores
     have one scale for 32 inputs. GGUF files run with ``int8`` unless the plan says otherwise:
-    groups of 32 or 256, scales and rounding are those of llama.cpp for the matrix's type."""
+    groups of 32 or 256, with scales and rounding as in llama.cpp for the matrix's type."""
 
 
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
@@ -286,7 +286,7 @@ class Plan(Document):
     the plan file; ``package:NAME/FILE.gguf``, a file of an installed Python package; or
     ``hf:ORG/NAME/FILE.gguf``, a file of the hub, with ``@REVISION`` after NAME if wanted."""
     quality: Quality | None = None
-    """Settings that trade quality for speed, under one name; what is stated counts instead.
+    """Settings that trade quality for speed, under one name; stated settings win.
     ``exact`` skips nothing and rounds activations to 16 bits or more; ``near`` is what a plan does
     without this key; ``fast`` skips 2 % of predictor scores, prefers experts in memory, and rounds
     prompts' activations and the KV cache of wide heads to 8 bits."""
