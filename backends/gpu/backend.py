@@ -85,6 +85,6 @@ def build_unit(request: UnitRequest) -> DenseUnit:
 
 def build_whole(request: WholeRequest) -> WholeModel:
     """Open the device, compile or load kernels, and make room for the model."""
-    from pi2.backends.gpu.alone.use import GpuModel
+    from pi2.backends.gpu.alone.model import GpuModel
 
     return GpuModel(request)

@@ -1,18 +1,228 @@
 """MLC-LLM as a backend: a GPU has the whole model and gives text; the plan's ``weights`` are its
-folder."""
+folder.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
 
+from pi2.backends.units import Finished
+from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.units import Need, UnitFacts
+from pi2.plan.documents.common import Sampling
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pi2.backends.units import TextModel, TextRequest
+
+
+PYTHON = "PI2_MLC_PYTHON"
+"""Variable that names the Python that has mlc_llm."""
+_INSTALL = (
+    f"install MLC-LLM into a virtual environment of its own, as its documentation says, and let"
+    f" {PYTHON} name that environment's Python; it must not share one with apache-tvm"
+)
+_MODEL_KEYS = {
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+}
+"""Sizes of MLC-LLM's configuration, and what the model document calls them."""
+
+
+class MlcEngine:
+    """A model of an MLC-LLM folder.  Use it as a context manager."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Model,
+        *,
+        context: int,
+        sequences: int = 1,
+        chunk: int = 128,
+        device: str = "auto",
+    ) -> None:
+        """Load ``folder``; UserError P686 without mlc_llm, P688 if it fails, P689 for another
+        model."""
+        check_folder(folder, model)
+        self.load_s = -time.monotonic()
+        self.finished: Finished | None = None
+        here, there = os.pipe()
+        python = os.environ.get(PYTHON) or sys.executable
+        worker = Path(__file__).with_name("worker.py")
+        try:
+            self._process = subprocess.Popen(
+                [python, str(worker), str(there)],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+                text=True,
+                pass_fds=[there],
+            )
+        except OSError as error:
+            os.close(here)
+            raise _miss(f"{python} cannot be started: {error.strerror}") from None
+        finally:
+            os.close(there)
+        self._answers = os.fdopen(here, encoding="utf-8")
+        try:
+            self._send(
+                {
+                    "model": str(folder.resolve()),
+                    "device": device,
+                    "sequences": sequences,
+                    "context": context,
+                    "chunk": chunk,
+                }
+            )
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+        self.load_s += time.monotonic()
+
+    def generate(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """Yield pieces of a text, then set ``finished``; UserError P687 for unknown sampling,
+        P688."""
+        check_sampling(sampling)
+        given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
+        options = {
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed if seed is None else seed,
+            "stop": list(stop) or None,
+        }
+        self.finished = None
+        self._send({**given, **options})
+        while True:
+            answer = self._receive()
+            if "finish" in answer:
+                self.finished = Finished(
+                    answer["finish"], answer["prompt_tokens"], answer["tokens"]
+                )
+                return
+            yield str(answer["text"])
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its last words say why
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            status = self._process.wait()
+            raise UserError.of("P688", f"MLC-LLM's process ended (exit status {status})")
+        answer: dict[str, Any] = json.loads(line)
+        if "missing" in answer:
+            raise _miss(str(answer["missing"]))
+        if "error" in answer:
+            raise UserError.of("P688", f"MLC-LLM fails: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._answers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def find_missing() -> str | None:
+    """Return why MLC-LLM cannot be started, and what to do; None where its Python has it."""
+    python = os.environ.get(PYTHON) or sys.executable
+    look = "import importlib.util as u, sys; sys.exit(u.find_spec('mlc_llm') is None)"
+    try:
+        done = subprocess.run([python, "-c", look], capture_output=True, check=False)
+    except OSError as error:
+        return f"{python} cannot be started: {error.strerror}: {_INSTALL}"
+    return None if done.returncode == 0 else f"{python} has no mlc_llm: {_INSTALL}"
+
+
+def _has_descriptor(stream: IO[str]) -> bool:
+    try:
+        stream.fileno()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _miss(problem: str) -> UserError:
+    return UserError.of("P686", f"there is no MLC-LLM: {problem}", help=_INSTALL)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """UserError P687 for what MLC-LLM's interface cannot be told."""
+    usual = Sampling.default()
+    others = [
+        name
+        for name in ("top_k", "min_p", "repetition_penalty")
+        if getattr(sampling, name) != getattr(usual, name)
+    ]
+    if others:
+        raise UserError.of(
+            "P687",
+            f"MLC-LLM's interface has no {', '.join(others)}, which the plan states",
+            help=" ".join(f"--set sampling.{name}={getattr(usual, name):g}" for name in others),
+        )
+
+
+def check_folder(folder: Path, model: Model) -> None:
+    """UserError P689 unless the folder's configuration is that of ``model``."""
+    file = folder / "mlc-chat-config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))["model_config"]
+        stated = {name: config[name] for name in _MODEL_KEYS if name in config}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError.of(
+            "P689",
+            f"{folder} is no folder of MLC-LLM: {error}",
+            help="make one with `mlc_llm convert_weight`",
+        ) from None
+    if model.moe is not None:
+        raise UserError.of("P689", f"{model.id} is a mixture: MLC-LLM is driven for dense models")
+    for name, value in stated.items():
+        own = getattr(model.shape, _MODEL_KEYS[name])
+        if value != own:
+            raise UserError.of(
+                "P689",
+                f"{folder} is of another model: {name} is {value}, that of {model.id} is {own}",
+                help="convert the plan's own model with `mlc_llm convert_weight`",
+            )
+
 
 COMPUTES = True
 NATIVE = False
@@ -24,7 +234,6 @@ WEIGHTS = "mlc-chat-config.json"
 
 def find_obstacles(features: frozenset[str], architecture: str) -> list[str]:
     """Return why MLC-LLM cannot be started here; it is looked for in its own Python."""
-    from pi2.backends.mlc.engine import find_missing
 
     missing = find_missing()
     return [] if missing is None else [missing]
@@ -56,14 +265,12 @@ def need_unit_memory(facts: UnitFacts) -> Need:
 
 def check_weights(folder: Path, model: Model) -> None:
     """Compare the sizes that the folder states with the model's; UserError P689."""
-    from pi2.backends.mlc.engine import check_folder
 
     check_folder(folder, model)
 
 
 def open_text(request: TextRequest) -> TextModel:
     """Start MLC-LLM; UserError P686, P688 and P689."""
-    from pi2.backends.mlc.engine import MlcEngine
 
     device = None if request.unit is None else request.unit.architecture
     return MlcEngine(

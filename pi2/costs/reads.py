@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import inf
+from math import gcd, inf
 from typing import Literal
 
 from pi2.costs.activity import MergedReads
 from pi2.costs.constants import Flash, FlashPoint, interpolate_logs
-from pi2.costs.settings import find_touched_bytes
 
 Engine = Literal["pread", "io_uring"]
 ALONE = MergedReads()
@@ -20,6 +19,8 @@ STRETCH_WORTH = (0.92, 0.96)
 """Time of stretches relative to single reads below which some, or all, layers read stretches."""
 _MOST_GAP = 16
 """Most unwanted neurons between two that are read with them."""
+PAGE_BYTES = 4096
+"""Least number of bytes that flash reads."""
 _LONG = 512 * 1024
 """Bytes of a long read in order."""
 _SMALLER_POWER = 0.7
@@ -28,6 +29,14 @@ _BUSY = 32
 """Reads under way with which a storage is as busy as it can be."""
 _THREADS = (1, 2, 4, 8)
 """Numbers of threads that may read on a device on which nobody measured any."""
+
+
+def find_touched_bytes(stride: int) -> float:
+    """Mean bytes of the pages that a neuron's read touches, over all neurons of a layer."""
+    step = gcd(stride, PAGE_BYTES)
+    count = PAGE_BYTES // step
+    pages = sum(-(-(start * step + stride) // PAGE_BYTES) for start in range(count))
+    return pages * PAGE_BYTES / count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, gcd
+from math import ceil
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -29,9 +29,6 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, matrix_bytes, round_up, weight_bytes
 from pi2.store.manifest import Order, read_manifest
-
-PAGE_BYTES = 4096
-"""Least number of bytes that flash reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +58,6 @@ def find_range_bytes(model: Model, stride: int, store: Path | None = None) -> in
     stored = read_stored(store) if model.moe is not None else None
     apart = stored is not None and stored.order != "expert"
     return (model.layer_neurons if apart else model.shape.ffn) * stride
-
-
-def find_touched_bytes(stride: int) -> float:
-    """Mean bytes of the pages that a neuron's read touches, over all neurons of a layer."""
-    step = gcd(stride, PAGE_BYTES)
-    count = PAGE_BYTES // step
-    pages = sum(-(-(start * step + stride) // PAGE_BYTES) for start in range(count))
-    return pages * PAGE_BYTES / count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any
 from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.costs.cost import Cost, cost_resolved
 from pi2.costs.description import read_whole_rates
-from pi2.costs.reads import IoChoice
-from pi2.costs.settings import PAGE_BYTES, StoredLayout
+from pi2.costs.reads import PAGE_BYTES, IoChoice
+from pi2.costs.settings import StoredLayout
 from pi2.diagnostics import UserError
 from pi2.fitting import find_whole_backend, list_usual_backends
 from pi2.fitting.budget import MIB, Shortage, add_runtime, fit_plan, round_segment, write_memory

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pi2.backends.mlc.engine import PYTHON, MlcEngine
+from pi2.backends.mlc.backend import PYTHON, MlcEngine
 from pi2.checkup import find_obstacles, judge_plan
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
