@@ -251,7 +251,7 @@ def emit_logits(schedule: Schedule, take: Parameters) -> None:
         if spec.model.head_bias
         else None
     )
-    # All of them in two planes, however the chunk was computed.
+    # All of them in a token's planes, however the chunk was computed.
     hidden = take_activations(
         take, "hidden", spec.hidden, spec.planes, tokens, spec.planes, isa=schedule.isa
     )

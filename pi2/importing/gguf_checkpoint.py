@@ -144,23 +144,28 @@ class GgufCheckpoint(Checkpoint):
         return read_chat_files(self.metadata).get(name)
 
     def find_mark(self, text: str) -> int | None:
-        if self.given_tokenizer is not None:
+        if not self.has_lists:
             return Checkpoint.find_mark(self, text)
         return GgufTokens.read(self.folder, self.metadata).find_mark(text)
 
     def find_begin(self) -> int | None:
-        if self.given_tokenizer is not None:
+        if not self.has_lists:
             return Checkpoint.find_begin(self)
         return GgufTokens.read(self.folder, self.metadata).frame()[0]
 
     @property
+    def has_lists(self) -> bool:
+        """Whether the tokenizer is made from lists in the metadata."""
+        return self.given_tokenizer is None
+
+    @property
     def may_have_table(self) -> bool:
         """Whether `open_tokenizer` makes a compact table, unless the file's lists are odd."""
-        return self.given_tokenizer is None and may_have_table(self.metadata)
+        return self.has_lists and may_have_table(self.metadata)
 
     def open_tokenizer(self) -> Coder:
         """The tokenizer, with a compact table where that can be; `UserError` P543 or P605."""
-        if self.given_tokenizer is None:
+        if self.has_lists:
             table = make_table(self.folder, self.metadata)
             if table is not None:
                 return table
@@ -189,6 +194,10 @@ FILES = "pi2.file."
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderFile(GgufCheckpoint):
     """A file that holds a Hugging Face folder: its tensors by its names, and its small files."""
+
+    @property
+    def has_lists(self) -> bool:
+        return False
 
     @property
     def takes_last(self) -> bool:

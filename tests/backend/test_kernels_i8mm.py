@@ -155,7 +155,7 @@ FFNS: dict[str, dict[str, Any]] = {
     "gate and up, SiLU": {"hidden": 96, "activation": "silu", "ffn": "int8"},
     "4-bit floats": {"hidden": 160, "activation": "silu", "ffn": "mxfp4"},
     "two experts": {"hidden": 160, "experts": 2},
-    "up with a bias": {"hidden": 160, "activation": "relu", "gated": False, "ffn_bias": True},
+    "up with a bias": {"hidden": 160, "activation": "relu", "gated": False, "bias": True},
 }
 
 
@@ -165,7 +165,7 @@ def test_the_ffn_of_a_chunk(name: str, tmp_path: Path) -> None:
     changes = FFNS[name]
     gated, ffn = changes.get("gated", True), changes.get("ffn", "int4")
     layout = lay_out_bundle(
-        changes["hidden"], ffn, gated=gated, bias="ffn_bias" in changes, mixed="experts" in changes
+        changes["hidden"], ffn, gated=gated, bias="bias" in changes, mixed="experts" in changes
     )
     spec = make_arm_spec(ARM_FEATURES["i8mm"], stride=layout.stride, **changes)
     rng = np.random.default_rng(1)

@@ -100,7 +100,7 @@ def test_no_kernel_asks_the_runtime_for_memory(name: str) -> None:
 @pytest.mark.parametrize("features", DECODING)
 def test_gate_rows_on_aarch64(features: str, precision: Any, tmp_path: Path) -> None:
     hidden, neurons = 928, 40
-    spec = make_arm_spec(ARM_FEATURES[features], hidden=hidden, gate_rows=precision)
+    spec = make_arm_spec(ARM_FEATURES[features], hidden=hidden, ffn=precision)
     rng = np.random.default_rng(0)
     weights, scales = find_packing(precision).quantize(
         rng.standard_normal((neurons, hidden)).astype(np.float32)

@@ -179,8 +179,8 @@ def test_hover_says_what_a_key_means_and_where_its_value_is_from(editor: Editor)
     assert "base.plan.toml:" in shown and "KiB" in shown
     assert editor.ask("textDocument/hover", editor.point(NAME, text, "= 128")) is None
     assert editor.open(NAME, PLAN) == []
-    answer = editor.ask("textDocument/hover", editor.point(NAME, PLAN, "model = "))
-    assert "text; required" in answer["contents"]["value"]
+    answer = editor.ask("textDocument/hover", editor.point(NAME, PLAN, "schema_version = "))
+    assert "; required" in answer["contents"]["value"]
 
 
 def test_completion_of_keys_tables_and_values(editor: Editor) -> None:

@@ -291,7 +291,7 @@ def make_model(
         attention=Attention(sliding_window=window),
         ffn=Ffn.model_validate({"activation": activation, **own}),
         moe=mixture,
-        quantization=Quantization().model_copy(update=changes),
+        quantization=Quantization.model_validate(changes),
     )
 
 

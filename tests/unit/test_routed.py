@@ -286,8 +286,12 @@ def test_the_planner_lets_reads_of_experts_begin_early(
     command = ["plan", "--device", "oneplus-12", "--model", "mixtral-8x7b", "--memory", "12GiB"]
     assert run([*command, "-o", str(tmp_path / "found.plan.toml")]) == 0
     plan = tomllib.loads((tmp_path / "found.plan.toml").read_text())
-    decode = plan["decode"]
+    device = check_file(find_document("oneplus-12", "device", Path())).document
+    model = check_file(find_document("mixtral-8x7b", "model", Path())).document
+    assert isinstance(model, Model) and isinstance(device, Device)
+    whole = complete_plan(plan, device, model).values
+    decode = whole["decode"]
     assert (decode["predictor"], decode["look_ahead"]) == ("router", "layer")
-    assert plan["layers"]["hot"] == 0.0, "all of it is a cache, of a token's demand and more"
+    assert whole["layers"]["hot"] == 0.0, "all of it is a cache, of a token's demand and more"
     assert "those of the chosen experts" in capsys.readouterr().out
     assert not check_file(tmp_path / "found.plan.toml").diagnostics

@@ -12,7 +12,7 @@ from pi2.diagnostics import UserError
 from pi2.sharing.lock import Lock, Source, edit_lock, format_lock, read_lock
 
 TEXT = """\
-# Written by `pi2 profile`; commit it, and let pi2 change it.
+# Written by `pi2 profile` and `pi2 pull`; commit it, and let pi2 change it.
 lock_version = 1
 
 [[sources]]

@@ -101,7 +101,7 @@ def test_a_damaged_store_is_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     spoil(store)
-    assert check(write_plan(tmp_path, {}), capsys) == [f"{code} store"]
+    assert check(write_plan(tmp_path, {}), capsys) == [f"{code} weights"]
 
 
 def test_a_store_of_another_model_is_found(
@@ -114,7 +114,7 @@ def test_a_store_of_another_model_is_found(
     (tmp_path / "other.model.toml").write_text(model, "utf-8")
     changes = {'model = "pi2-demo"': 'model = "other.model.toml"'}
     found = check(write_plan(tmp_path, changes), capsys)
-    assert found == ["P505 store"]
+    assert found == ["P505 weights"]
 
 
 def test_a_store_that_is_not_there_is_no_finding(

@@ -134,7 +134,7 @@ def read_documents(name: str) -> Mapping[str, tuple[str, str]]:
     """A shipped plan, its device and its model: name and text of a file, by kind.  The three lie
     in one folder."""
     plan = tomli.loads((ROOT / f"plans/{name}.plan.toml").read_text())
-    plan["store"] = "store"
+    plan["weights"] = "store"
     documents = {}
     for kind in ("device", "model"):
         file = f"{plan[kind]}.{kind}.toml"
