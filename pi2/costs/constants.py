@@ -191,13 +191,6 @@ class Constants:
         "calibrated",
         "time in which all CPU threads of a parallel operation have met and gone on",
     )
-    cluster_barriers: float = _constant(
-        6.0,
-        "per layer",
-        "estimated",
-        "the same where clusters flow without barriers: qkv, heads, output, two of the "
-        "predictor, sum",
-    )
     dense_launch_s: float = _constant(
         400e-6, "s", "calibrated", "time from asking an NPU or GPU for a graph until it computes"
     )

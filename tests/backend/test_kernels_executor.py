@@ -197,9 +197,8 @@ def test_single_tokens_and_chunks_may_be_rounded_differently(token: Any, chunk: 
     ids = list(range(20))
     ours, truth = cpu.build(mixed.request), reference.build(mixed.request)
     # The head rounds what it reads as it does for a token.
-    limit = max(limits[chunk], limits[token])
     found, expected = feed(ours, mixed, ids[:16], 0), feed(truth, mixed, ids[:16], 0)
-    assert measure_error(found, expected) < limit
+    assert measure_error(found, expected) < max(limits[chunk], limits[token])
 
 
 def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:

@@ -69,7 +69,6 @@ CHECKUP = Checkup(
                     fp16=True,
                     compute_units=6,
                     max_array_bytes=GIB,
-                    max_block_threads=1024,
                     shared_bytes=32768,
                 ),
             ),

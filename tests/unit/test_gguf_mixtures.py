@@ -49,8 +49,7 @@ def test_mixtures_give_the_logits_of_the_reference(name: str, tmp_path: Path) ->
 
 
 def test_a_dropped_model_gives_its_memory_back_at_once(tmp_path: Path) -> None:
-    name = "mixtral"
-    config, weights = read_checkpoint(copy_checkpoint(name, tmp_path / "checkpoint"))
+    config, weights = read_checkpoint(copy_checkpoint("mixtral", tmp_path / "checkpoint"))
     file = tmp_path / "tiny.gguf"
     write_gguf(file, config, translate(weights, config), changes=make_tokens(config["vocab_size"]))
     before = read_libraries()

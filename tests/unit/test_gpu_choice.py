@@ -23,7 +23,6 @@ GPU = DeviceFacts(
     fp16=True,
     compute_units=None,
     max_array_bytes=1 << 30,
-    max_block_threads=256,
     shared_bytes=1 << 15,
 )
 PROCESSOR = dataclasses.replace(GPU, kind="processor", name="a processor")

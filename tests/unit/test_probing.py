@@ -278,7 +278,6 @@ def make_unit(**changes: Any) -> UnitMeasurements:
         fp16=True,
         compute_units=6,
         max_array_bytes=1 << 30,
-        max_block_threads=1024,
         shared_bytes=32 << 10,
     )
     seconds = {step.key: [2e-3, 2.1e-3, 2.2e-3] for step in GPU_STEPS}

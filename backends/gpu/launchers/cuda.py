@@ -64,7 +64,6 @@ def _describe(number: int) -> DeviceFacts:
         fp16=True,
         compute_units=ask("MULTIPROCESSOR_COUNT"),
         max_array_bytes=int(total_bytes),
-        max_block_threads=ask("MAX_THREADS_PER_BLOCK"),
         shared_bytes=ask("MAX_SHARED_MEMORY_PER_BLOCK"),
         arch=f"sm_{major}{minor}",
     )

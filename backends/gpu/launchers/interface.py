@@ -53,7 +53,6 @@ class DeviceFacts:
     compute_units: int | None
     max_array_bytes: int
     """The largest array that a kernel may read."""
-    max_block_threads: int
     shared_bytes: int
     """Memory that the threads of a work group may share."""
     arch: str | None = None

@@ -62,7 +62,6 @@ def _describe(number: int, device: Any) -> DeviceFacts:
         fp16="cl_khr_fp16" in device.extensions.split(),
         compute_units=int(device.max_compute_units),
         max_array_bytes=int(device.max_mem_alloc_size),
-        max_block_threads=int(device.max_work_group_size),
         shared_bytes=int(device.local_mem_size),
     )
 

@@ -92,7 +92,6 @@ def _describe(number: int, adapter: Any) -> DeviceFacts:
         max_array_bytes=int(
             min(limits["max-storage-buffer-binding-size"], limits["max-buffer-size"])
         ),
-        max_block_threads=int(limits["max-compute-invocations-per-workgroup"]),
         shared_bytes=int(limits["max-compute-workgroup-storage-size"]),
     )
 
