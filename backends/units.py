@@ -46,15 +46,12 @@ Order of calls::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from pi2.arrays import F32, U8
-from pi2.formats import name_packings
-from pi2.model.tensor import find_unknown, list_options, read_options
-from pi2.plan.arithmetic.units import UnitFacts
 from pi2.plan.documents.common import Sampling
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.model import Model
@@ -67,42 +64,6 @@ if TYPE_CHECKING:
     from pi2.arrays import I32
     from pi2.backends.executor import ExecutorObserver
     from pi2.backends.protocol import Tensor
-
-
-NEURONS = read_options("""
-    ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
-    ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers slope limit
-    ffn: up_offset
-""")
-"""What of an FFN the neurons of a unit compute."""
-_UNDIVIDED = {"other_heads", "attention.kv_shared_layers", "altup"}
-
-
-def list_unknown_formats(model: Model) -> list[str]:
-    """Precisions that such a unit does not know, each as the end of a sentence that begins with
-    its name."""
-    precisions, limits = model.quantization, []
-    tables = name_packings("tables")
-    if precisions.ffn not in tables:
-        limits.append(f"computes no neurons of {precisions.ffn}")
-    if precisions.attention not in tables:
-        limits.append(f"computes no projections of {precisions.attention} weights")
-    return limits
-
-
-def list_unknown_weights(model: Model) -> list[str]:
-    """The same, and options of an FFN."""
-    unknown = [key for key in find_unknown(model, NEURONS) if key.startswith("ffn.")]
-    return list_unknown_formats(model) + [f"computes no neurons with {key}" for key in unknown]
-
-
-def list_undivided(facts: UnitFacts, more: Collection[str] = ()) -> list[str]:
-    """Options of a model whose rows another unit cannot share, and ``more``, likewise."""
-    if facts.resolved.divided_rows is None:
-        return []
-    options = list_options(facts.resolved.model)
-    found = [key for key in options if key.startswith("layers.") or key in _UNDIVIDED | {*more}]
-    return [f"cannot divide projections and the head of a model with {key}" for key in found]
 
 
 UnitObserver = Callable[[str, float, float], None]

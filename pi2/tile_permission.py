@@ -12,8 +12,7 @@ _TILE_DATA = 18
 
 
 def permit_tiles() -> bool:
-    """Ask Linux for AMX tiles for all threads (``ARCH_REQ_XCOMP_PERM``); whether they may be
-    used."""
+    """Ask Linux for AMX tiles for all threads (``ARCH_REQ_XCOMP_PERM``): whether it permits them."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     library = ctypes.CDLL(None)

@@ -66,9 +66,7 @@ class Threads:
 
 
 def _open_copy(library: Path) -> ctypes.CDLL:
-    """Open a copy of ``library``: opened twice by one path, it would share its counters of threads.
-
-    `UserError` P655 if neither its folder nor the one for temporary files has room."""
+    """Open a copy of ``library``, with counters of threads of its own; `UserError` P655."""
     content = library.read_bytes()
     for folder in (library.parent, None):
         try:

@@ -34,7 +34,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
     """Return what it cannot compute alone; beside the CPU it computes rows and neurons of every
     model that the plan language can state, but for a few precisions and a norm inside the FFN."""
     from pi2.backends.gpu.alone.sizes import find_alone_limits
-    from pi2.backends.units import list_unknown_weights
+    from pi2.plan.arithmetic.units import list_unknown_weights
 
     if facts.neurons is None:
         return find_alone_limits(facts.resolved)

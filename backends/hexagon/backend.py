@@ -35,7 +35,7 @@ def find_unit_obstacles(unit: Unit) -> list[str]:
 def find_limits(facts: UnitFacts) -> list[str]:
     """Return precisions and operators that it does not know: it computes the neurons and matrices
     of every other model that the plan language can state."""
-    from pi2.backends.units import list_unknown_weights
+    from pi2.plan.arithmetic.units import list_unknown_weights
 
     return list_unknown_weights(facts.resolved.model)
 

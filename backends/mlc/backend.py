@@ -1,6 +1,5 @@
 """MLC-LLM as a backend: a GPU has the whole model and gives text; the plan's ``weights`` are its
-folder.
-"""
+folder."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from pi2.backends.units import Finished
 from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.units import Need, UnitFacts
 from pi2.plan.documents.common import Sampling
@@ -22,7 +20,7 @@ from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.model import Model
 
 if TYPE_CHECKING:
-    from pi2.backends.units import TextModel, TextRequest
+    from pi2.backends.units import Finished, TextModel, TextRequest
 
 
 PYTHON = "PI2_MLC_PYTHON"
@@ -103,6 +101,8 @@ class MlcEngine:
     ) -> Iterator[str]:
         """Yield pieces of a text, then set ``finished``; UserError P687 for unknown sampling,
         P688."""
+        from pi2.backends.units import Finished
+
         check_sampling(sampling)
         given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
         options = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
-from pi2.backends.units import list_undivided, list_unknown_weights
 from pi2.formats import find_packing
 from pi2.plan.arithmetic.sizes import (
     LOGIT_ROWS,
@@ -13,7 +12,13 @@ from pi2.plan.arithmetic.sizes import (
     STAGING_BUFFERS,
     count_chunk_tokens,
 )
-from pi2.plan.arithmetic.units import Need, UnitFacts, list_matrices
+from pi2.plan.arithmetic.units import (
+    Need,
+    UnitFacts,
+    list_matrices,
+    list_undivided,
+    list_unknown_weights,
+)
 from pi2.plan.documents.device import Unit, UnitKind
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import ALIGNMENT, Precision, round_up, scale_bytes, weight_bytes

@@ -113,8 +113,7 @@ def _cost_counts(
     counts: _Counts,
     chance: float,
 ) -> LayerCost:
-    """Times of numbers of neurons, of which any is missing with a ``chance``.  ``shares``: of the
-    layer's neurons, the hot ones and those of the cache."""
+    """Times of numbers of neurons, missing with a ``chance``; ``shares``: hot ones and cold ones."""
     hot, cold = shares
     look_up_s = terms.time_look_up(counts.missing, counts.cached, expected=True)
     gathered_s = (counts.hot_weight + counts.cached) * terms.neuron.seconds

@@ -13,11 +13,11 @@ import pytest
 import pi2
 from pi2.backends.gpu.alone.sizes import find_alone_limits
 from pi2.backends.protocol import ContextKeeper
-from pi2.backends.units import list_unknown_weights
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.importing.new_model import describe_checkpoint
+from pi2.plan.arithmetic.units import list_unknown_weights
 from tests.helpers.goldens import (
     CPU,
     EXACT,

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.sizes import PACKING_COPIES, TILE, count_tile_bytes
-from pi2.backends.units import list_unknown_formats
 from pi2.model.blocks import list_attention
 from pi2.model.tensor import POSITIONS, DenseTensor, find_unknown, read_options
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS, STAGED_NEURONS, count_chunk_tokens
-from pi2.plan.arithmetic.units import Need, count_qkv_rows
+from pi2.plan.arithmetic.units import Need, count_qkv_rows, list_unknown_formats
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import fill_groups, round_up
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from pi2.formats import name_packings
 from pi2.model.blocks import list_attention
 from pi2.model.states import describe_state
 from pi2.model.tensor import (
@@ -15,6 +16,9 @@ from pi2.model.tensor import (
     STREAM_IN,
     STREAM_OUT,
     DenseTensor,
+    find_unknown,
+    list_options,
+    read_options,
     split_name,
 )
 from pi2.model.tensors import list_tensors
@@ -227,3 +231,39 @@ def pad_tokens(count: int, graphs: Sequence[int]) -> int:
         return count
     whole, rest = divmod(count, graphs[-1])
     return whole * graphs[-1] + next(tokens for tokens in (0, *graphs) if tokens >= rest)
+
+
+NEURONS = read_options("""
+    ffn: activation=relu activation=drelu activation=fatrelu activation=relu2 activation=silu
+    ffn: activation=gelu activation=gelu_tanh threshold gated bias absent_layers slope limit
+    ffn: up_offset
+""")
+"""What of an FFN the neurons of a unit compute."""
+_UNDIVIDED = {"other_heads", "attention.kv_shared_layers", "altup"}
+
+
+def list_unknown_formats(model: Model) -> list[str]:
+    """Precisions that such a unit does not know, each as the end of a sentence that begins with
+    its name."""
+    precisions, limits = model.quantization, []
+    tables = name_packings("tables")
+    if precisions.ffn not in tables:
+        limits.append(f"computes no neurons of {precisions.ffn}")
+    if precisions.attention not in tables:
+        limits.append(f"computes no projections of {precisions.attention} weights")
+    return limits
+
+
+def list_unknown_weights(model: Model) -> list[str]:
+    """The same, and options of an FFN."""
+    unknown = [key for key in find_unknown(model, NEURONS) if key.startswith("ffn.")]
+    return list_unknown_formats(model) + [f"computes no neurons with {key}" for key in unknown]
+
+
+def list_undivided(facts: UnitFacts, more: Collection[str] = ()) -> list[str]:
+    """Options of a model whose rows another unit cannot share, and ``more``, likewise."""
+    if facts.resolved.divided_rows is None:
+        return []
+    options = list_options(facts.resolved.model)
+    found = [key for key in options if key.startswith("layers.") or key in _UNDIVIDED | {*more}]
+    return [f"cannot divide projections and the head of a model with {key}" for key in found]
