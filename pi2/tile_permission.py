@@ -12,7 +12,7 @@ _TILE_DATA = 18
 
 
 def permit_tiles() -> bool:
-    """Ask Linux for AMX tiles for all threads (``ARCH_REQ_XCOMP_PERM``): whether it permits them."""
+    """Ask Linux for AMX tiles for all threads (``ARCH_REQ_XCOMP_PERM``); whether it permits."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     library = ctypes.CDLL(None)

@@ -113,7 +113,7 @@ def _cost_counts(
     counts: _Counts,
     chance: float,
 ) -> LayerCost:
-    """Times of numbers of neurons, missing with a ``chance``; ``shares``: hot ones and cold ones."""
+    """Times of neurons that miss with a ``chance``; ``shares``: hot ones and cold ones."""
     hot, cold = shares
     look_up_s = terms.time_look_up(counts.missing, counts.cached, expected=True)
     gathered_s = (counts.hot_weight + counts.cached) * terms.neuron.seconds
