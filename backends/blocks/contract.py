@@ -2,25 +2,20 @@
 
 Plain Python: no TVM.  A kernel is called ``(table, first, end, thread)`` and computes items
 ``first`` to ``end``.  Strides of float32 are elements, those of quantised tokens and of weights
-bytes."""
+bytes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-import tvm
-from tvm import tirx
-from tvm.ir import PointerType, PrimType
-from tvm.script.ir_builder import IRBuilder
-from tvm.tirx.script import builder as T
+from pi2.model.options import read_options
 
-from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.model import tensor
-from pi2.model.tensor import read_options
+from pi2.model import options
 from pi2.plan.documents.model import Model
 
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
@@ -88,7 +83,7 @@ def find_unknown(model: Model) -> list[str]:
         "tensors.fused_order": tensors.fused_qkv is not None and tensors.fused_order != "stacked",
         "tensors.gate_up_order": fused and order != "stacked",
     }
-    unknown = tensor.find_unknown(model, COMPUTED | limited, APART)
+    unknown = options.find_unknown(model, COMPUTED | limited, APART)
     return unknown + [key for key, is_there in lying.items() if is_there]
 
 
@@ -147,50 +142,3 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu")
 """What becomes of gates, by number; ``swiglu`` cuts gates and ups, and has a slope (gpt-oss)."""
 NORM_PLACES = ("none", "before", "after")
 """Whether heads have a norm, and when, by number."""
-
-
-_ANY = 1 << 46
-"""Elements of an array whose size nobody needs to know."""
-
-
-class Table:
-    """The arguments of the kernel under construction."""
-
-    def __init__(self, fields: Sequence[str]) -> None:
-        self._fields = fields
-        handle = T.arg("table", T.handle("int64"))
-        self.first = T.arg("first", T.int64())
-        """The first item to compute."""
-        self.end = T.arg("end", T.int64())
-        """The item after the last one."""
-        self.thread = T.arg("thread", T.int64())
-        self._numbers = T.decl_buffer((len(fields),), "int64", data=handle)
-
-    def take(self, name: str) -> v.Expr:
-        """Return a whole number."""
-        return v.let(self._numbers[self._fields.index(name)])
-
-    def take_float(self, name: str) -> v.Expr:
-        """Return a float32, which is the low half of its number."""
-        low = T.cast(self._numbers[self._fields.index(name)], "int32")
-        return v.let(T.reinterpret(low, dtype="float32"))
-
-    def take_array(self, name: str, dtype: str) -> v.Buffer:
-        """Return a flat array, of whose alignment nothing is known."""
-        return view(self._numbers[self._fields.index(name)], dtype)
-
-
-def view(address: v.Expr, dtype: str) -> v.Buffer:
-    """Return what lies at an address as a flat array."""
-    pointer = T.bind(tirx.op.reinterpret(PointerType(PrimType(dtype)), address))
-    return T.decl_buffer((_ANY,), dtype, data=pointer, align=1)
-
-
-def make_tabled_function(name: str, emit: Callable[[Table], None]) -> tvm.tirx.PrimFunc:
-    """Build the kernel ``name`` of `contract.FIELDS`."""
-    with IRBuilder() as builder:
-        with T.prim_func(s_tir=True):
-            T.func_name(name)
-            T.func_attr({"global_symbol": name})
-            emit(Table(FIELDS[name]))
-    return builder.get()
