@@ -27,7 +27,7 @@ from pi2.plan.documents.quantities import (
     write_least,
 )
 from pi2.plan.reading.references import Resolver
-from pi2.plan.toml.source import write_value
+from pi2.plan.toml.text import write_value
 from pi2.plan.weights.layout import round_up
 from pi2.weights.file_reading import FileFiller, describe_bare
 

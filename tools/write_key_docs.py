@@ -18,7 +18,7 @@ from pi2.plan.documents.device import Device
 from pi2.plan.documents.family import Family
 from pi2.plan.documents.model import WrittenModel
 from pi2.plan.documents.plan import Plan
-from pi2.plan.toml.source import KeyPath, format_path
+from pi2.plan.toml.text import KeyPath, format_path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BEGIN = "<!-- Written by tools/write_key_docs.py: change the docstrings in pi2/plan instead. -->\n"

@@ -9,10 +9,9 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.elements import add_up, walk
-from pi2.backends.blocks.machine import join, pick
+from pi2.backends.blocks.machine import Table, join, pick
 from pi2.backends.blocks.panels import turn_square
 from pi2.backends.blocks.room import PARTIAL, QUERIES, SCORES, SCORES_ROW
-from pi2.backends.blocks.tables import Table
 from pi2.backends.compiler import vectors as v
 from pi2.backends.kernels.isa import Isa
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks.contract import ACTIVATIONS, NORM_PLACES, PIECE
-from pi2.backends.blocks.tables import Table
+from pi2.backends.blocks.machine import Table
 from pi2.backends.compiler import vectors as v
 from pi2.formats import Activations
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.machine import Machine, as_bytes, pick
+from pi2.backends.blocks.machine import Machine, Table, as_bytes, pick
 from pi2.backends.blocks.room import STAGE_BYTES
 from pi2.backends.blocks.rows import Pairs, Results
-from pi2.backends.blocks.tables import Table
 from pi2.backends.blocks.unpacking import Unpacking
 from pi2.backends.blocks.unpacking.block import Block, Source
 from pi2.backends.compiler import vectors as v

@@ -13,7 +13,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.blocks import attention, elements, panels, rows
 from pi2.backends.blocks.contract import ATTENTION, COMMON, STEPS, BlockSpec
 from pi2.backends.blocks.elements import add_up, walk
-from pi2.backends.blocks.tables import Table, make_tabled_function
+from pi2.backends.blocks.machine import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
 from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.compile import compile_text, generate_plain, make_target

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.machine import Machine, join, pick
-from pi2.backends.blocks.tables import Table
+from pi2.backends.blocks.machine import Machine, Table, join, pick
 from pi2.backends.blocks.unpacking import Unpacking
 from pi2.backends.blocks.unpacking.block import Block, Part, Source
 from pi2.backends.compiler import vectors as v

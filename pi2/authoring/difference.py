@@ -17,7 +17,8 @@ from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.documents.common import Document
 from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old_keys
 from pi2.plan.reading.references import DOCUMENTS
-from pi2.plan.toml.source import KeyPath, Kind, SourceFile, format_path, parse_source, write_key
+from pi2.plan.toml.source import Kind, SourceFile, parse_source
+from pi2.plan.toml.text import KeyPath, format_path, write_key
 
 
 @dataclass(frozen=True)

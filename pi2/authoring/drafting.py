@@ -19,7 +19,7 @@ from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes, round_size
-from pi2.plan.toml.source import KeyPath, write_key, write_value
+from pi2.plan.toml.text import KeyPath, write_key, write_value
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
 

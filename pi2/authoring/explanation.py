@@ -22,7 +22,8 @@ from pi2.plan.composing.trees import Step, look_up, trace_value
 from pi2.plan.documents.common import Document, find_type, list_known_keys, suggest
 from pi2.plan.documents.plan import DERIVED, Plan
 from pi2.plan.reading.references import DOCUMENTS, WRITTEN
-from pi2.plan.toml.source import EVERY_ITEM, EVERY_NAME, KeyPath, Kind, format_path, write_value
+from pi2.plan.toml.source import Kind
+from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, KeyPath, format_path, write_value
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
 

@@ -17,7 +17,8 @@ from pi2.plan.documents.common import Document, find_type
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 from pi2.plan.reading.block_entries import gather_blocks, list_entries
-from pi2.plan.toml.source import KeyPath, SourceFile, write_key, write_value
+from pi2.plan.toml.source import SourceFile
+from pi2.plan.toml.text import KeyPath, write_key, write_value
 
 Comment = Callable[[KeyPath], str | None]
 """The remark behind a value."""

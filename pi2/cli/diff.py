@@ -196,7 +196,7 @@ def _write(
 
 
 def _show(value: Any) -> str:
-    from pi2.plan.toml.source import write_value
+    from pi2.plan.toml.text import write_value
 
     if value is None:
         return "(nothing)"

@@ -73,7 +73,7 @@ def suggest_codes(
     from pi2.authoring.explanation import list_keys
     from pi2.fitting.check import load_pages
     from pi2.plan.reading.references import WRITTEN
-    from pi2.plan.toml.source import format_path
+    from pi2.plan.toml.text import format_path
 
     found = [CompletionItem(word, type="file")]
     for code, page in load_pages().items():
@@ -97,7 +97,7 @@ def _list_settings() -> Iterator[str]:
     from pi2.authoring.explanation import list_keys
     from pi2.plan.documents.common import find_type
     from pi2.plan.documents.plan import Plan
-    from pi2.plan.toml.source import EVERY_ITEM, EVERY_NAME, format_path
+    from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, format_path
 
     for path in list_keys(Plan):
         kind = find_type(Plan, path)

@@ -131,7 +131,7 @@ def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str 
 
 def write_explanation(item: Explanation) -> str:
     from pi2.authoring.explanation import write_chain
-    from pi2.plan.toml.source import format_path, write_value
+    from pi2.plan.toml.text import format_path, write_value
 
     shown = format_path(item.path)
     lines = [f"{shown} (of a {item.kind})"]

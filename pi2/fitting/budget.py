@@ -30,7 +30,7 @@ from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan, Segments, UnitMemory
 from pi2.plan.documents.plan_units import LayerOverride, Layers
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
 
 LIBRARY_BYTES = 78 << 20

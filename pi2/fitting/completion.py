@@ -40,7 +40,7 @@ from pi2.plan.documents.quantities import (
     round_size,
     write_least,
 )
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import ScalesPlace, round_up
 
 USUAL_CONTEXT = 4096

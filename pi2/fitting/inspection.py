@@ -39,16 +39,8 @@ from pi2.plan.reading.references import (
     report_kind,
 )
 from pi2.plan.reading.schema_check import check_schema
-from pi2.plan.toml.source import (
-    CANNOT_READ,
-    KeyPath,
-    Kind,
-    SourceFile,
-    format_path,
-    name_path,
-    parse_source,
-    read_source,
-)
+from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source, read_source
+from pi2.plan.toml.text import KeyPath, format_path, name_path
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import FileFacts, FillPlan

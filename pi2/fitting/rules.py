@@ -21,7 +21,7 @@ from pi2.plan.documents.quantities import (
     format_bytes,
     write_least,
 )
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 
 
 @cache

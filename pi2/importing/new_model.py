@@ -30,7 +30,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_tensors import TENSOR_OPTIONS, Tensors
 from pi2.plan.documents.quantities import BYTE_UNITS, approximate_bytes, parse_quantity
 from pi2.plan.reading.block_entries import gather_blocks, list_entries, write_entries
-from pi2.plan.toml.source import write_key, write_value
+from pi2.plan.toml.text import write_key, write_value
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
 from pi2.sandbox.tokenizer import TokenizerRefused
 

@@ -19,16 +19,9 @@ from pi2.fitting.check import Report
 from pi2.fitting.misfits import list_store_findings
 from pi2.plan.composing.trees import trace_value
 from pi2.plan.reading.references import WRITTEN, Located, UnknownName, locate_document
-from pi2.plan.toml.source import (
-    KeyPath,
-    Kind,
-    SourceFile,
-    detect_kind,
-    format_path,
-    read_source,
-    write_text,
-)
+from pi2.plan.toml.source import Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.spans import SpanIndex, index_spans
+from pi2.plan.toml.text import KeyPath, format_path, write_text
 from pi2.sharing.resolver import LockedReferences
 from pi2.weights.file_reading import check_document
 

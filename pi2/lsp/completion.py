@@ -14,7 +14,8 @@ from pi2.authoring.explanation import describe_field
 from pi2.lsp.checked import Checked
 from pi2.plan.documents.common import find_type, list_known_keys
 from pi2.plan.reading.references import WRITTEN, list_shipped
-from pi2.plan.toml.source import KeyPath, Kind, detect_kind, write_text
+from pi2.plan.toml.source import Kind, detect_kind
+from pi2.plan.toml.text import KeyPath, write_text
 
 Role = Literal["key", "header", "value", "none"]
 

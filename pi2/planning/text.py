@@ -27,7 +27,7 @@ from pi2.plan.documents.quantities import (
     approximate_number,
     format_quantity,
 )
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.refinement import describe_layout

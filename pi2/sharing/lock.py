@@ -38,7 +38,8 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.documents.common import Table
-from pi2.plan.toml.source import SourceFile, display_path, format_path, read_source, write_value
+from pi2.plan.toml.source import SourceFile, display_path, read_source
+from pi2.plan.toml.text import format_path, write_value
 from pi2.sharing.fetching import Cache, Settings, hash_bytes, write_atomically
 from pi2.sharing.references import Reference
 

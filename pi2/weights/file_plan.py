@@ -23,7 +23,7 @@ from pi2.plan.documents.quantities import (
     parse_quantity,
     read_percent,
 )
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import GgufWeights

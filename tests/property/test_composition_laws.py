@@ -24,7 +24,8 @@ from pi2.plan.composing.trees import (
     merge_trees,
     trace_value,
 )
-from pi2.plan.toml.source import KeyPath, SourceFile, parse_source, write_key, write_value
+from pi2.plan.toml.source import SourceFile, parse_source
+from pi2.plan.toml.text import KeyPath, write_key, write_value
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"

@@ -30,8 +30,8 @@ from pi2.plan.documents.quantities import (
     write_least,
     write_most,
 )
-from pi2.plan.toml.source import KeyPath, write_key, write_value
 from pi2.plan.toml.spans import index_spans
+from pi2.plan.toml.text import KeyPath, write_key, write_value
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "plans/demo.plan.toml"

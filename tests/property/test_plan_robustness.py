@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pi2.diagnostics import UserError
 from pi2.diagnostics.formats import list_formats, render
 from pi2.fitting.check import Report, check_file, check_plan, load_plan
-from pi2.plan.toml.source import parse_source, write_key, write_value
+from pi2.plan.toml.source import parse_source
+from pi2.plan.toml.text import write_key, write_value
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "plans/demo.plan.toml").read_bytes()

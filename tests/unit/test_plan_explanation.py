@@ -16,7 +16,8 @@ from pi2.fitting.check import check_file, check_plan
 from pi2.fitting.sizes import find_needs
 from pi2.plan.composing.trees import trace_value
 from pi2.plan.reading.references import DOCUMENTS
-from pi2.plan.toml.source import Kind, format_path
+from pi2.plan.toml.source import Kind
+from pi2.plan.toml.text import format_path
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"

@@ -17,7 +17,7 @@ from pi2.measuring.samples import Row, Workload
 from pi2.measuring.session import Outcome
 from pi2.measuring.timeline import record_run
 from pi2.orchestrator import load
-from pi2.plan.toml.source import write_value
+from pi2.plan.toml.text import write_value
 from pi2.progress import ignore_progress
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan

@@ -20,7 +20,7 @@ import tomli
 from fuzzing.mutations import spoil_bytes, spoil_document, spoil_text
 from fuzzing.seeds import ROOT
 from pi2.cli.main import BUG, run
-from pi2.plan.toml.source import write_key, write_value
+from pi2.plan.toml.text import write_key, write_value
 
 PLANS = (
     "demo",

@@ -15,7 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.machine import detect_machine, inspect_storage
 from pi2.measuring.bandwidth import BandwidthMeter
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.toml.source import write_key, write_value
+from pi2.plan.toml.text import write_key, write_value
 from pi2.probing.document import describe_device
 from pi2.probing.probe import KernelRecipe, Measurements
 from pi2.probing.steps import GATES, USUAL

@@ -19,7 +19,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.plan_units import BatchSplit, list_layers
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.plan_units import BatchSplit
 from pi2.plan.documents.private import PrivateKind, find_private, walk_texts
-from pi2.plan.toml.source import KINDS, KeyPath, Kind
+from pi2.plan.toml.source import KINDS, Kind
+from pi2.plan.toml.text import KeyPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

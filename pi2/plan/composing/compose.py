@@ -52,16 +52,8 @@ from pi2.plan.reading.references import (
     report_kind,
 )
 from pi2.plan.reading.schema_check import check_version
-from pi2.plan.toml.source import (
-    CANNOT_READ,
-    KeyPath,
-    Kind,
-    SourceFile,
-    detect_kind,
-    format_path,
-    read_source,
-    write_value,
-)
+from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
+from pi2.plan.toml.text import KeyPath, format_path, write_value
 
 MAX_DEPTH = 8
 """Longest chain of documents that extend one another."""

@@ -22,7 +22,8 @@ import tomli
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.plan.documents.common import COMPOSITION, find_type, list_known_keys, suggest
 from pi2.plan.documents.plan import Plan
-from pi2.plan.toml.source import KeyPath, Places, SourceFile, format_path, write_value
+from pi2.plan.toml.source import Places, SourceFile
+from pi2.plan.toml.text import KeyPath, format_path, write_value
 
 SET = "--set"
 """Name of the source that overridden values come from."""

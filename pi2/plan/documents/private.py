@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from pi2.plan.documents.common import Origin
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 
 
 def walk_figures(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Origin]]:

@@ -12,7 +12,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import Diagnostic
-from pi2.plan.toml.source import KeyPath, SourceFile, format_path, write_value
+from pi2.plan.toml.source import SourceFile
+from pi2.plan.toml.text import KeyPath, format_path, write_value
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model

@@ -23,15 +23,8 @@ from pi2.plan.documents.common import (
 )
 from pi2.plan.documents.model_mixing import LAYER_CHOICE, LAYER_KIND
 from pi2.plan.documents.quantities import format_bytes
-from pi2.plan.toml.source import (
-    MAX_SHOWN,
-    KeyPath,
-    SourceFile,
-    format_path,
-    limit_findings,
-    name_path,
-    write_value,
-)
+from pi2.plan.toml.source import MAX_SHOWN, SourceFile, limit_findings
+from pi2.plan.toml.text import KeyPath, format_path, name_path, write_value
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -1,14 +1,14 @@
 """A document's file: its bytes, its text, its values, and the findings that keep it from them.
 
-What only a faulty file needs is imported there: `pi2 validate` is to be quick where all is well."""
+What only a faulty file needs is imported there: `pi2 validate` is to be quick where all is well.
+"""
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,74 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span
+from pi2.plan.toml.text import KeyPath
 
 if TYPE_CHECKING:
     from pi2.plan.toml.spans import SpanIndex
-
-
-KeyPath = tuple[str | int, ...]
-"""Keys and array indices from the root, such as ``("layers", "overrides", 0, "select")``."""
-
-
-EVERY_ITEM = -1
-"""Stands in the place of an index for every item of the array, written ``[]``."""
-EVERY_NAME = "*"
-"""Stands in the place of a name of the user's for every name of the table."""
-
-
-def format_path(path: Sequence[str | int]) -> str:
-    """Write a key path for people: ``layers.overrides[0].select``."""
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += "[]" if part == EVERY_ITEM else f"[{part}]"
-        else:
-            text += f".{part}" if text else part
-    return text
-
-
-def name_path(path: KeyPath) -> str | None:
-    """Key path for a diagnostic, None for the document itself."""
-    return format_path(path) or None
-
-
-def write_value(value: object) -> str:
-    """Write a plain value as TOML on one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, int):
-        return hex(value) if value.bit_length() > 10_000 else str(value)  # str() has a limit
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, str):
-        return write_text(value)
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{write_key(str(k))} = {write_value(v)}" for k, v in value.items())
-        return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(write_value(item) for item in value) + "]"
-    return repr(value)
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-
-
-def write_text(value: str) -> str:
-    """Write a TOML basic string."""
-    written = (
-        _ESCAPES.get(char) or (char if char.isprintable() else f"\\U{ord(char):08x}")
-        for char in value
-    )
-    return '"' + "".join(written) + '"'
-
-
-def write_key(key: str) -> str:
-    """Write a TOML key, quoted where it has to be."""
-    plain = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
-    return key if plain else write_text(key)
-
 
 Kind = Literal["plan", "device", "model", "family"]
 KINDS: tuple[Kind, ...] = ("plan", "device", "model", "family")
@@ -355,7 +291,8 @@ def _locate_byte(data: bytes, offset: int, name: str) -> Span:
 def _find_toml_1_1(source: SourceFile) -> Diagnostic | None:
     """Syntax that tomli takes and TOML 1.0 has not: readers of other languages would fail.
 
-    The pattern is a cheap hint; the verdict is tree-sitter's, whose grammar is TOML 1.0."""
+    The pattern is a cheap hint; the verdict is tree-sitter's, whose grammar is TOML 1.0.
+    """
     if _TOML_1_1_HINTS.search(source.text) is None:
         return None
     errors = source.index().errors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.plan.toml.source import KeyPath, format_path
+from pi2.plan.toml.text import KeyPath, format_path
 
 if TYPE_CHECKING:
     from tree_sitter import Node

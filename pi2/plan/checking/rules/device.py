@@ -30,7 +30,7 @@ from pi2.plan.documents.quantities import (
     format_bytes,
     format_quantity,
 )
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 
 
 @rule("P252", "error", "device")

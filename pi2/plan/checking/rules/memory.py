@@ -9,7 +9,7 @@ from pi2.plan.arithmetic.resolved import has_packable_shape, uses_main_memory
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.checking.findings import Facts, Finding, Origin, rule
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes, write_least, write_most
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
 
 

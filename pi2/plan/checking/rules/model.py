@@ -12,7 +12,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.private import walk_values
 from pi2.plan.toml.expressions import is_expression, parse_expression
-from pi2.plan.toml.source import KeyPath, format_path
+from pi2.plan.toml.text import KeyPath, format_path
 from pi2.plan.weights.layout import GROUP
 
 

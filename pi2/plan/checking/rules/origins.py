@@ -9,7 +9,8 @@ from pi2.plan.checking.findings import Facts, Finding, report_private, rule
 from pi2.plan.checking.findings import Origin as Place
 from pi2.plan.documents.common import Origin
 from pi2.plan.documents.private import walk_figures, walk_texts
-from pi2.plan.toml.source import KINDS, KeyPath
+from pi2.plan.toml.source import KINDS
+from pi2.plan.toml.text import KeyPath
 
 _CLAIM = re.compile(
     r"\b(?:data ?sheet|spec(?:ification)?s?(?: sheet)?|product (?:page|brief)|press release"

@@ -16,7 +16,7 @@ from pi2.plan.checking.findings import (
 )
 from pi2.plan.documents.common import suggest
 from pi2.plan.documents.plan_units import BatchSplit, list_layers
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 
 
 @rule("P262", "error", "resolved")

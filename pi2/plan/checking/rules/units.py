@@ -12,7 +12,7 @@ from pi2.plan.checking.findings import (
     list_row_splits,
     rule,
 )
-from pi2.plan.toml.source import KeyPath
+from pi2.plan.toml.text import KeyPath
 
 
 @rule("P232", "error", "plan", "device")

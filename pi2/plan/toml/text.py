@@ -1,0 +1,69 @@
+"""Writing plain values as TOML."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+
+KeyPath = tuple[str | int, ...]
+"""Keys and array indices from the root, such as ``("layers", "overrides", 0, "select")``."""
+
+
+EVERY_ITEM = -1
+"""Stands in the place of an index for every item of the array, written ``[]``."""
+EVERY_NAME = "*"
+"""Stands in the place of a name of the user's for every name of the table."""
+
+
+def format_path(path: Sequence[str | int]) -> str:
+    """Write a key path for people: ``layers.overrides[0].select``."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += "[]" if part == EVERY_ITEM else f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+def name_path(path: KeyPath) -> str | None:
+    """Key path for a diagnostic, None for the document itself."""
+    return format_path(path) or None
+
+
+def write_value(value: object) -> str:
+    """Write a plain value as TOML on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, int):
+        return hex(value) if value.bit_length() > 10_000 else str(value)  # str() has a limit
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, str):
+        return write_text(value)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{write_key(str(k))} = {write_value(v)}" for k, v in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(write_value(item) for item in value) + "]"
+    return repr(value)
+
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def write_text(value: str) -> str:
+    """Write a TOML basic string."""
+    written = (
+        _ESCAPES.get(char) or (char if char.isprintable() else f"\\U{ord(char):08x}")
+        for char in value
+    )
+    return '"' + "".join(written) + '"'
+
+
+def write_key(key: str) -> str:
+    """Write a TOML key, quoted where it has to be."""
+    plain = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
+    return key if plain else write_text(key)
