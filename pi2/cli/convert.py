@@ -25,7 +25,7 @@ from pi2.cli.options import (
 )
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing, name_packings
-from pi2.model.mixtures import MIXTURES
+from pi2.model.tensors import MIXTURES
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from pi2.cli.options import (
 )
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
-from pi2.diagnostics.formats import list_formats, render
+from pi2.diagnostics.texts import list_formats, render
 
 if TYPE_CHECKING:
     from pi2.authoring.explanation import Explanation

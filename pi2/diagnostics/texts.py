@@ -12,7 +12,8 @@ Pages are written as the docstrings of rules are::
 
     Fix: change one of the shares; 0 leaves a unit out.
 
-Such a text and its Markdown (single backticks) say the same."""
+Such a text and its Markdown (single backticks) say the same.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +24,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from pi2.diagnostics.diagnostic import Diagnostic, Span, label_note
+
+
+def list_formats() -> list[str]:
+    return ["concise", "full", "github", "gitlab", "json", "junit", "sarif"]
+
+
+def render(
+    name: str,
+    diagnostics: Sequence[Diagnostic],
+    *,
+    colour: bool = False,
+    sources: Mapping[str, str] | None = None,
+    find_page: FindPage | None = None,
+) -> str:
+    """Diagnostics in the format ``name``, ending with a newline unless empty.
+
+    ``sources``: texts by file name; ``find_page`` looks up what there is to say about a code."""
+
+    match name:
+        case "full":
+            return render_full(diagnostics, colour=colour, sources=sources)
+        case "concise":
+            return render_concise(diagnostics, colour=colour)
+        case "json":
+            return render_json(diagnostics)
+
+    from pi2.diagnostics import reports
+
+    match name:
+        case "github":
+            return reports.render_github(diagnostics)
+        case "gitlab":
+            return reports.render_gitlab(diagnostics, sources or {})
+        case "junit":
+            return reports.render_junit(diagnostics, sources or {})
+    return reports.render_sarif(diagnostics, sources or {}, find_page)
+
 
 TAB_WIDTH = 4
 

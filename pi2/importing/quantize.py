@@ -35,7 +35,7 @@ from pi2.importing.gguf_file import GgufFile, read_gguf
 from pi2.importing.imatrix import Importance, refuse_imatrix
 from pi2.importing.quantizers import ErrorReport
 from pi2.importing.safetensors_file import SourceTensor
-from pi2.model.mixtures import MIXTURES, choose_formats, fit_width
+from pi2.model.tensors import MIXTURES, choose_formats, fit_width
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
 

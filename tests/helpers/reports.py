@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.diagnostics.formats import render
-from pi2.diagnostics.texts import Page
+from pi2.diagnostics.texts import Page, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = {

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pi2.diagnostics import UserError
-from pi2.diagnostics.formats import list_formats, render
+from pi2.diagnostics.texts import list_formats, render
 from pi2.fitting.check import Report, check_file, check_plan, load_plan
 from pi2.plan.toml.source import parse_source
 from pi2.plan.toml.text import write_key, write_value

@@ -16,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pi2.diagnostics import Diagnostic, Span
-from pi2.diagnostics.formats import list_formats
-from pi2.diagnostics.formats import render as render_as
 from pi2.diagnostics.reports import compute_fingerprints
+from pi2.diagnostics.texts import list_formats
+from pi2.diagnostics.texts import render as render_as
 from tests.helpers.broken_plans import validate
 from tests.helpers.reports import FILES, FINDINGS, GOLDEN, SOURCES, write_report
 

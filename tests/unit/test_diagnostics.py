@@ -8,7 +8,7 @@ import pytest
 
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
-from pi2.diagnostics.formats import list_formats, render
+from pi2.diagnostics.texts import list_formats, render
 from pi2.diagnostics.texts import render_concise as concise
 from pi2.diagnostics.texts import render_full as full
 from pi2.diagnostics.texts import render_json as as_json

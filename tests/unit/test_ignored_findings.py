@@ -10,7 +10,7 @@ import pytest
 from pi2.cli.main import run
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.baseline import read_comments, sift
-from pi2.diagnostics.formats import list_formats
+from pi2.diagnostics.texts import list_formats
 
 CHUNK = 'schema_version = 3\nextends = ["demo"]\n[kv]\ncontext = 64\n[prefill]\nchunk = 128\n'
 """A plan with one warning: P235 in its last line."""

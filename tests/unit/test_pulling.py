@@ -103,9 +103,7 @@ def test_weights_of_a_plan_are_pulled_when_asked_for_and_pinned(
         assert code == 0, said
         assert len(hub.asked) == asked, "a run fetches nothing"
         lock = tmp_path / "pi2.lock"
-        lock.write_text(
-            re.sub('sha256 = "[0-9a-f]{64}"', f'sha256 = "{"0" * 64}"', lock.read_text())
-        )
+        lock.write_text(re.sub('"[0-9a-f]{64}"', f'"{"0" * 64}"', lock.read_text()))
         code, said = pull(environment, hub, str(plan))
         assert (code, "P729" in said) == (2, True), said
 

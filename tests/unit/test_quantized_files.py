@@ -19,7 +19,7 @@ from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.gguf_file import read_gguf
 from pi2.importing.new_model import describe_checkpoint
 from pi2.measuring.importance import record_importance
-from pi2.model.mixtures import MIXTURES, takes_care
+from pi2.model.tensors import MIXTURES, takes_care
 from pi2.sandbox.tokenizer import open_tokenizer
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import make_sentence_piece, write_gguf
