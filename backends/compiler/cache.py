@@ -18,31 +18,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol, TextIO
 
 import pi2
-from pi2.backends.compiler.signature import find_signatures
+from pi2.backends.compiler.signature import LIBRARIES, Compiler, find_signatures
 from pi2.caches import VARIABLE, find_cache_folder, find_problem
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
 from pi2.progress import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Compiler:
-    """A program that writes compiled kernels: ``python -m MODULE PROGRAM SPEC.json OUTPUT``."""
-
-    module: str
-    suffix: str
-    """Suffix of the file that it writes."""
-
-
-LIBRARIES = Compiler("pi2.backends.compiler.library_compiler", ".so")
-"""Shared libraries for the processor."""
-
 
 LABEL = "compiling kernels"
 _DIGITS = 32

@@ -63,3 +63,16 @@ def read_signatures(text: str) -> dict[str, Signature]:
         name: arrange([Parameter(own, kind, dtype, tuple(shape)) for own, kind, dtype, shape in p])
         for name, p in json.loads(text).items()
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A program that writes compiled kernels: ``python -m MODULE PROGRAM SPEC.json OUTPUT``."""
+
+    module: str
+    suffix: str
+    """Suffix of the file that it writes."""
+
+
+LIBRARIES = Compiler("pi2.backends.compiler.library_compiler", ".so")
+"""Shared libraries for the processor."""

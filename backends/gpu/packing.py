@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import F32, I32, U8, U32, Scales
-from pi2.backends.compiler.cache import Compiler, load_or_compile
+from pi2.backends.compiler.cache import load_or_compile
+from pi2.backends.compiler.signature import Compiler
 from pi2.backends.gpu.kernels.specification import GpuSpec, KernelImage
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, LoadedKernel
 from pi2.backends.gpu.sizes import TILE

@@ -7,7 +7,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from pi2.backends.compiler.cache import Compiler, load_or_compile
+from pi2.backends.compiler.cache import load_or_compile
+from pi2.backends.compiler.signature import Compiler
 from pi2.backends.hexagon.sizes import UnitSizes, lay_out_scratch
 from pi2.backends.hexagon.specification import VERSIONS, HexagonSpec, Version
 from pi2.caches import replace_file

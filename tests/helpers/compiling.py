@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 from unittest.mock import patch
 
-from pi2.backends.compiler.cache import LIBRARIES, start_compiler
+from pi2.backends.compiler.cache import start_compiler
+from pi2.backends.compiler.signature import LIBRARIES
 from pi2.backends.gpu.packing import IMAGES
 from pi2.backends.hexagon.library import PROGRAMS
 from pi2.backends.kernels.spec import KernelSpec

@@ -52,23 +52,22 @@ def test_a_dropped_model_gives_its_memory_back_at_once(tmp_path: Path) -> None:
     config, weights = read_checkpoint(copy_checkpoint("mixtral", tmp_path / "checkpoint"))
     file = tmp_path / "tiny.gguf"
     write_gguf(file, config, translate(weights, config), changes=make_tokens(config["vocab_size"]))
-    before = read_libraries()
+    before = list_unnamed_libraries()
     gc.collect()
     gc.disable()  # what is part of a circle would stay
     try:
         with pi2.load(file, set={"kv.context": 64}) as model:
             model.logits([1, 2])
-            assert read_libraries() != before
+            assert list_unnamed_libraries() != before
         forward = weakref.ref(model._parts.forward)
         del model
         assert forward() is None
     finally:
         gc.enable()
-    assert read_libraries() <= before
+    assert list_unnamed_libraries() <= before
 
 
-def read_libraries() -> set[str]:
-    """Files that are mapped and have no name any more."""
+def list_unnamed_libraries() -> set[str]:
     lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
     return {line.split(maxsplit=5)[-1] for line in lines if line.endswith(".so (deleted)")}
 
