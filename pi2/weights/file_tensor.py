@@ -1,11 +1,21 @@
-"""Where a matrix lies in a file, in the format that it has there."""
+"""Where a matrix lies in a file, in the format that it has there, and files of such matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
+import numpy as np
+
+from pi2.arrays import U8
+from pi2.caches import open_stream
 from pi2.memory.expert_slots import ExpertMatrix
+from pi2.plan.documents.model import Model
 
 PIECE_BYTES = 1 << 20
 """Bytes of a streamed tensor that are read and computed together, in whole rows."""
@@ -45,3 +55,57 @@ def describe_experts(tensors: Sequence[FileTensor]) -> list[ExpertMatrix]:
         ExpertMatrix(tensor.file, tensor.offset, tensor.size_bytes // tensor.experts)
         for tensor in tensors
     ]
+
+
+class TensorFiles(ABC):
+    """The files of a model's matrices, which are mapped or read in place."""
+
+    def __init__(self, files: Sequence[Path], model: Model) -> None:
+        self.files = files
+        self.model = model
+        self._maps: dict[int, U8] = {}
+        self._descriptors: dict[int, int] = {}
+
+    @abstractmethod
+    def find(self, key: str, layer: int = 0) -> FileTensor | None:
+        """The matrix that key ``key`` of ``model.tensors`` names; None if the file has none, or has
+        it in an order that must be undone first."""
+
+    def list_experts(self) -> dict[int, list[FileTensor]]:
+        """The matrices of the experts that routers choose, by layer: inputs, then the output."""
+        found: dict[int, list[FileTensor]] = {}
+        for key in ("gate", "up", "down"):
+            for layer in range(self.model.shape.layers):
+                tensor = self.find(key, layer)
+                if tensor is not None and tensor.experts > 1:
+                    found.setdefault(layer, []).append(tensor)
+        return found
+
+    def map_rows(self, tensor: FileTensor) -> U8:
+        """The rows uint8 [rows, row_bytes] in the page cache, read-only."""
+        if tensor.file not in self._maps:
+            with open_stream(self.files[tensor.file]) as stream:
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self._maps[tensor.file] = np.frombuffer(mapped, np.uint8)
+        flat = self._maps[tensor.file][tensor.offset : tensor.offset + tensor.size_bytes]
+        return flat.reshape(tensor.rows, tensor.row_bytes)
+
+    def read_rows(self, tensor: FileTensor, rows: Iterable[int]) -> U8:
+        """Single rows uint8 [n, row_bytes], read one by one."""
+        if tensor.file not in self._descriptors:
+            self._descriptors[tensor.file] = os.open(self.files[tensor.file], os.O_RDONLY)
+        descriptor, size = self._descriptors[tensor.file], tensor.row_bytes
+        read = [os.pread(descriptor, size, tensor.offset + int(row) * size) for row in rows]
+        return np.frombuffer(b"".join(read), np.uint8).reshape(-1, size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._maps.clear()
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])

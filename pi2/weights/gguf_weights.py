@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import mmap
-import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
-from pi2.arrays import F32, U8
-from pi2.caches import open_stream
+from pi2.arrays import F32
 from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.new_model import describe_checkpoint
@@ -23,19 +19,16 @@ from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.model import Model
 from pi2.tokens.table_tokenizer import Coder
-from pi2.weights.file_tensor import FileTensor
+from pi2.weights.file_tensor import FileTensor, TensorFiles
 
 
-class GgufWeights:
+class GgufWeights(TensorFiles):
     """The tensors of a GGUF model, which may be split into several files; nothing is copied."""
 
     def __init__(self, checkpoint: GgufCheckpoint, model: Model) -> None:
+        """``model``: what the metadata say of it."""
+        super().__init__(checkpoint.files, model)
         self.checkpoint = checkpoint
-        self.model = model
-        """What the metadata say of the model."""
-        self.files: Sequence[Path] = checkpoint.files
-        self._maps: dict[int, U8] = {}
-        self._descriptors: dict[int, int] = {}
 
     @classmethod
     def open(
@@ -62,8 +55,6 @@ class GgufWeights:
         return tuple((name, found.st_size, found.st_mtime_ns) for name, found in stats)
 
     def find(self, key: str, layer: int = 0) -> FileTensor | None:
-        """The matrix that key ``key`` of ``model.tensors`` names; None if the file has none, or has
-        it in an order that must be undone first."""
         pattern = getattr(self.model.tensors, key)
         if pattern is None:
             return None
@@ -146,53 +137,9 @@ class GgufWeights:
             if found is not None and found.rows > 1:
                 yield key, layer, found
 
-    def list_experts(self) -> dict[int, list[FileTensor]]:
-        """The matrices of the experts that routers choose, by layer: inputs, then the output."""
-        found: dict[int, list[FileTensor]] = {}
-        for key in ("gate", "up", "down"):
-            for layer in range(self.model.shape.layers):
-                tensor = self.find(key, layer)
-                if tensor is not None and tensor.experts > 1:
-                    found.setdefault(layer, []).append(tensor)
-        return found
-
-    def map_rows(self, tensor: FileTensor) -> U8:
-        """The rows uint8 [rows, row_bytes] in the page cache, read-only."""
-        data = self._map_file(tensor.file)
-        flat = data[tensor.offset : tensor.offset + tensor.size_bytes]
-        return flat.reshape(tensor.rows, tensor.row_bytes)
-
-    def read_rows(self, tensor: FileTensor, rows: Iterable[int]) -> U8:
-        """Single rows uint8 [n, row_bytes], read one by one."""
-        if tensor.file not in self._descriptors:
-            self._descriptors[tensor.file] = os.open(self.files[tensor.file], os.O_RDONLY)
-        descriptor, size = self._descriptors[tensor.file], tensor.row_bytes
-        read = [os.pread(descriptor, size, tensor.offset + int(row) * size) for row in rows]
-        return np.frombuffer(b"".join(read), np.uint8).reshape(-1, size)
-
-    def _map_file(self, number: int) -> U8:
-        if number not in self._maps:
-            with open_stream(self.files[number]) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                mapped = mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ)
-            self._maps[number] = np.frombuffer(mapped, np.uint8)
-        return self._maps[number]
-
     def count_bytes(self) -> int:
         """Bytes of all matrices."""
         return sum(tensor.size_bytes for _, _, tensor in self.list_matrices())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the files back."""
-        self._maps.clear()
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
 
 
 class FileTexts:
