@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from pi2.backends.kernels.isa import Isa, choose_isa
-from pi2.model import tensor
-from pi2.model.tensor import read_options
+from pi2.model.options import find_unknown as find_undeclared
+from pi2.model.options import read_options
 from pi2.plan.documents.model import Model
 
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
@@ -82,7 +82,7 @@ def find_unknown(model: Model) -> list[str]:
         "tensors.fused_order": tensors.fused_qkv is not None and tensors.fused_order != "stacked",
         "tensors.gate_up_order": fused and order != "stacked",
     }
-    unknown = tensor.find_unknown(model, COMPUTED | limited, APART)
+    unknown = find_undeclared(model, COMPUTED | limited, APART)
     return unknown + [key for key, is_there in lying.items() if is_there]
 
 

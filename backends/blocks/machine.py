@@ -1,4 +1,4 @@
-"""Products of bytes on each instruction set: what `rows` needs of a processor."""
+"""Kernels under construction, and products of bytes on each instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of compiled functions, which the compiling process writes beside their library."""
+"""Programs that compile, and the parameters of functions that they write next to a library."""
 
 from __future__ import annotations
 

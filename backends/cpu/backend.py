@@ -10,7 +10,8 @@ from pi2.backends.cpu.needs import count_chunk_bytes, need_workspace
 from pi2.backends.kernels.spec import NO_ROWS, KernelSpec, describe_kernels
 from pi2.backends.protocol import BuildRequest
 from pi2.formats import find_packing
-from pi2.model.tensor import find_unknown, name_layer_tensor, read_options
+from pi2.model.options import find_unknown, read_options
+from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.units import UnitFacts, list_undivided
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.plan import ActivationType

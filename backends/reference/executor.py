@@ -28,6 +28,7 @@ from pi2.backends.reference.operators import (
 from pi2.backends.reference.states import ChunkState, begin_chunk
 from pi2.memory.granules import expand_stretches
 from pi2.model.ffn import count_cutoff_rows
+from pi2.model.options import list_own
 from pi2.model.tensor import (
     EMBEDDING,
     FINAL_NORM,
@@ -35,7 +36,6 @@ from pi2.model.tensor import (
     HEAD_BIAS,
     LAYER_EMBEDDING,
     POSITIONS,
-    list_own,
     name_layer_tensor,
     name_mixer_norm,
 )

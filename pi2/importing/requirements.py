@@ -1,4 +1,4 @@
-"""What a model document demands of its checkpoint, and whether the checkpoint has it."""
+"""The tensors and bits that a model document and its checkpoint demand of each other."""
 
 from __future__ import annotations
 

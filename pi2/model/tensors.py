@@ -1,4 +1,4 @@
-"""The one table of a model's tensors: stores, converters, sizes and backends read it."""
+"""The one table of a model's tensors, and the formats that a type such as Q4_K_M gives them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pi2.model.ffn import (
     list_router_tensors,
     list_side_tensors,
 )
+from pi2.model.options import list_own
 from pi2.model.states import list_state_tensors
 from pi2.model.tensor import (
     EMBEDDING,
@@ -36,7 +37,6 @@ from pi2.model.tensor import (
     Order,
     Place,
     Source,
-    list_own,
     name_mixer_norm,
 )
 

@@ -1,4 +1,4 @@
-"""Plans that run a GGUF file, and GGUF files that stand for such plans."""
+"""Plans that run a GGUF file of this machine, of a package or of the hub."""
 
 from __future__ import annotations
 

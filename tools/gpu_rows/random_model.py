@@ -14,7 +14,7 @@ import numpy as np
 
 from pi2.arrays import I64, U8, Raw
 from pi2.backends.gpu.alone.graph import ModelGraph, StepShape
-from pi2.backends.gpu.alone.use import ModelUse
+from pi2.backends.gpu.alone.sizes import ModelUse
 from pi2.backends.gpu.alone.weights import ModelArrays, WorkList
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, Recording
 from pi2.backends.gpu.packing import load_kernels

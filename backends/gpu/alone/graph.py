@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS
-from pi2.backends.gpu.alone.use import ModelUse
+from pi2.backends.gpu.alone.sizes import PARTIAL_ROWS, ModelUse
 from pi2.backends.gpu.alone.weights import Work, WorkList
 from pi2.backends.gpu.kernels.specification import Number
 from pi2.backends.gpu.launchers.interface import DeviceArray

@@ -10,6 +10,7 @@ from pi2.arrays import F32, I32, U8, Raw
 from pi2.backends.arithmetic import compute_growth, compute_rope_tables
 from pi2.backends.gpu.alone.sizes import (
     JOINED,
+    ModelUse,
     count_ropes,
     lies_in_tiles,
     list_kept,
@@ -17,7 +18,6 @@ from pi2.backends.gpu.alone.sizes import (
     list_state,
     list_tensor_arrays,
 )
-from pi2.backends.gpu.alone.use import ModelUse
 from pi2.backends.gpu.kernels.specification import Number, ProductKernels
 from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launch, Launcher, LoadedKernel
 from pi2.backends.gpu.packing import (

@@ -1,6 +1,6 @@
 """Compile GPU kernels: ``python -m pi2.backends.gpu.kernels.compile PROGRAM SPEC.json IMAGE.json``.
 
-PROGRAM is the name of the module that lists the kernels, `pi2.backends.gpu.kernels.compile`.
+PROGRAM is the name of a module that lists kernels, as this one does.
 
 Runs in a process of its own, because the compiler library is far too large for a process that
 promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while

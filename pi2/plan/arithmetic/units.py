@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pi2.formats import name_packings
 from pi2.model.blocks import list_attention
+from pi2.model.options import find_unknown, list_options, read_options
 from pi2.model.states import describe_state
 from pi2.model.tensor import (
     EMBEDDING,
@@ -16,9 +17,6 @@ from pi2.model.tensor import (
     STREAM_IN,
     STREAM_OUT,
     DenseTensor,
-    find_unknown,
-    list_options,
-    read_options,
     split_name,
 )
 from pi2.model.tensors import list_tensors

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from pi2.formats import find_packing
 from pi2.model.blocks import Block, make_blocks
-from pi2.model.tensor import check_operators
+from pi2.model.options import check_operators
 from pi2.plan.documents.common import Document, Identifier, Sampling
 from pi2.plan.documents.model_mixing import (
     AltUp,
