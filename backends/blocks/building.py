@@ -294,7 +294,7 @@ class Builder:
                     "has_rest": int(not is_last),
                     "rest_stride": 0 if rest is None else rest.stride,
                     name: orders[0],
-                    # What is left is too little for an fp16 scale.
+                    # The rest is too small for an fp16 scale.
                     **({"rounds": int(number == 0)} if kind == "q8_0" else {}),
                 },
                 plane=number,

@@ -67,7 +67,7 @@ COMPUTED = read_options("""
 """)
 """Options of models that there are kernels for."""
 APART = (("moe", "norm.outputs"), ("moe", "ffn.sub_norm"))
-"""Those of them that do not go together."""
+"""Options that do not go together."""
 
 
 def find_unknown(model: Model) -> list[str]:

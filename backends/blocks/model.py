@@ -371,7 +371,7 @@ class BlockModel:
             self.pairs = PairTables(self._program, builder.routed, tokens, self._run)
         self._chunk = chunk
         self.most_threads = threads
-        """1: the caller computes alone, which wakes nobody: quicker where it will wait anyway."""
+        """1: only the caller computes, which wakes no thread: quicker if it will wait anyway."""
         self._count = 0
         self._note: NoteKernel | None = None
         logits = layers.logits

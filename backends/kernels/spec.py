@@ -88,7 +88,7 @@ class KernelSpec:
     experts: int
     """Experts of a mixture, shared ones included; 0 if the model is none."""
     side_ffn: int
-    """Neurons of a dense FFN beside the experts; 0 without it."""
+    """Neurons of a dense FFN next to the experts; 0 without it."""
     sub_norm: int
     """Neurons whose activations are normalised together; 0 if they are not."""
     cutoff_rows: int
@@ -225,7 +225,7 @@ class KernelSpec:
 
     @property
     def side_norms(self) -> bool:
-        """Whether the dense FFN beside experts has norms of its own."""
+        """Whether the dense FFN next to experts has norms of its own."""
         return self.model.side_ffn is None or self.model.side_ffn.norms
 
     @property
@@ -328,7 +328,7 @@ class KernelSpec:
     def from_json(cls, text: str) -> KernelSpec:
         """Read what `to_json` wrote."""
         values = json.loads(text)
-        # Formats of stores may be others than those of documents.
+        # A store may have other formats than its document.
         weights = Quantization.model_construct(**values["model"].pop("quantization", {}))
         model = Model.model_validate_json(json.dumps(values["model"]))
         model = model.model_copy(update={"quantization": weights})

@@ -218,7 +218,7 @@ def _count_neurons(
 
 
 def run_beside(steps: Sequence[Work], terms: LayerTerms) -> float:
-    """Seconds of ``steps`` beside the dense unit; both are slower if memory saturates."""
+    """Seconds of ``steps`` next to the dense unit; both are slower if memory saturates."""
     launch_s, dense = terms.launch_s, terms.dense
     if dense.seconds <= 0.0:
         return sum(step.seconds for step in steps)

@@ -139,7 +139,7 @@ def place_resident(
     budget: Budget,
     is_mapped: bool,
 ) -> tuple[Mapping[str, int], list[tuple[Piece, U8]]]:
-    """Addresses of the resident matrices by name, and what is to be read to where."""
+    """Addresses of the resident matrices by name, and which ranges are read to where."""
     names = set(division.resident)
     chosen = [tensor for tensor in tensors if tensor.name in names]
     if is_mapped:

@@ -66,7 +66,7 @@ class LoadedModel:
         self.changes: tuple[str, ...] = ()
         """What was made smaller or larger to fit the plan to another budget, a line each."""
         plan = parts.resolved.plan
-        own = weakref.proxy(self)  # no circle: what is closed and dropped gives its memory back
+        own = weakref.proxy(self)  # no circle: a closed model that is dropped gives its memory back
         self._scheduler = Scheduler(
             parts.forward,
             context=plan.kv.context,

@@ -167,7 +167,7 @@ class Inspection:
         """Whether the plan leaves out what is derived of its device and model."""
         self.is_whole = True
         self.own: dict[KeyPath, str] = {}
-        """Documents that the plan does not name, and why they are what they are."""
+        """Documents that the plan does not name, with the reasons."""
         self.derived: Mapping[KeyPath, str] = {}
         self.overrides: Overrides | None = None
         self.files: dict[Kind, SourceFile] = {}

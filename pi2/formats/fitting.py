@@ -144,7 +144,7 @@ def _keep_line(
     is_free: bool,
 ) -> F32:
     """Put the best lines of ``codes`` into ``found`` where they lower the error more than ``best``;
-    return by how much they do.  ``sums`` are those of weights, and of weighted elements."""
+    return by how much they do.  ``sums``: of weights, and of weighted elements."""
     import numpy as np
 
     weighted = weights * codes
@@ -221,7 +221,7 @@ class SuperBlock:
     """That share them, side by side."""
     lowest: int
     highest: int
-    """Whole numbers of scales; those of minima begin with 0."""
+    """Whole numbers of scales; minima begin with 0."""
     bottom: int
     top: int
     """Codes."""

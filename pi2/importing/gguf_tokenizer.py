@@ -123,7 +123,7 @@ def _has_bytes(tokens: Texts) -> bool:
 
 
 def _make_marks(told: GgufTokens) -> Tokenizer:
-    """A tokenizer of marks alone: text between them is the token after all others."""
+    """A tokenizer of marks only: text between them is the token after all others."""
     from tokenizers import Tokenizer, models
 
     found = np.flatnonzero(np.isin(told.marks.kinds, (CONTROL, UNKNOWN, OWN)))

@@ -229,7 +229,7 @@ def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     if not isinstance(template, str):
         return {}
     listed = metadata.get("tokenizer.ggml.tokens")
-    # What is no text is refused where the tokenizer is made.
+    # Entries that are no text are refused when the tokenizer is made.
     tokens = listed if isinstance(listed, Texts) else _list_texts(listed)
     special = {}
     for name in ("bos", "eos", "unk", "pad"):

@@ -34,7 +34,7 @@ class Importance:
 
     file: Path
     sums: Mapping[str, F32]
-    """Mean squares of inputs, float32 [numbers], by name; those of experts one after the other."""
+    """Mean squares of inputs, float32 [numbers], by name; experts one after the other."""
 
     def find(self, name: str, columns: int, experts: int = 1) -> F32 | None:
         """Return what columns count, float32 [experts, columns]; None if the file does not say.

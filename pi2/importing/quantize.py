@@ -1,7 +1,7 @@
 """Quantises a checkpoint into one GGUF file, which runs as it is.
 
 A GGUF file keeps its metadata and names, so that other programs read the new file, too.  Other
-checkpoints become files of the architecture ``pi2``, which pi2 alone reads: tensors have the names
+checkpoints become files of the architecture ``pi2``, which only pi2 reads: tensors have the names
 of the checkpoint, and metadata are the small files of its folder."""
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class _Work:
     def take_folder(
         self, source: Checkpoint, formats: Mapping[str, str]
     ) -> tuple[dict[str, bytes], list[NewTensor]]:
-        """Return keys and tensors of what pi2 alone reads; those of experts lie side by side."""
+        """Return keys and tensors that only pi2 reads; experts lie side by side."""
         config = {key: v for key, v in source.config.items() if key != "quantization_config"}
         texts = {name: source.read_file(name) for name in TEXTS}
         texts |= {

@@ -132,7 +132,7 @@ class Rates:
     """Of computing weights that are in memory."""
 
     def expect(self, streamed: int, whole: int) -> Expected:
-        """What is to be expected of tokens that read ``streamed`` of ``whole`` bytes from disk."""
+        """The speed of tokens that read ``streamed`` of ``whole`` bytes from disk."""
         reads, computing = streamed / self.disk, whole / self.computing
         return Expected(1 / max(reads, computing), reads >= computing)
 

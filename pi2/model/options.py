@@ -1,4 +1,4 @@
-"""Options of a model: those that backends declare, and operators that modules of this folder add.
+"""Options of a model, which backends declare, and operators that modules of this folder add.
 
 An added operator works at the end of layers.  A module lists it in ``OPERATORS``, a document has
 its options in ``operators.NAME``, and backends that do not declare it refuse the model."""
@@ -97,7 +97,7 @@ class Operator(Protocol):
     name: str
 
     def find_fault(self, options: Options) -> str | None:
-        """What is wrong with the options of a document; None if nothing is."""
+        """The fault in the options of a document; None if there is none."""
 
     def list_tensors(self, at: Place, options: Options) -> Iterator[DenseTensor]:
         """Its tensors of a layer: sizes, precision, and what checkpoints call them."""

@@ -199,7 +199,7 @@ def _choose_layout(
 
 
 def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -> Iterator[str]:
-    """Why units beside the CPU have nothing to do; ``other``: a plan with the known unit."""
+    """Why units next to the CPU have nothing to do; ``other``: a plan with the known unit."""
     used = _list_units(chosen.values["layers"])
     known = read_rates(wish.device, wish.model.shape.stored_hidden).dense
     for name, unit in wish.device.units.items():

@@ -122,7 +122,7 @@ class Lock:
         return next((item for item in self.weights if item.reference == reference), None)
 
     def pin(self, weights: PinnedWeights) -> Lock:
-        """The lock with ``weights`` in place of those of the same reference."""
+        """The lock with ``weights`` in place of an entry of the same reference."""
         others = [item for item in self.weights if item.reference != weights.reference]
         return replace(self, weights=(*others, weights))
 

@@ -162,7 +162,7 @@ class TextNumbers(Mapping[str, int]):
         return sorted(found)
 
     def find_pieces(self, data: U8, starts: I64, sizes: I64) -> I64:
-        """Numbers int64 [n] of pieces of ``data``, -1 for those that are none of the texts; no two
+        """Numbers int64 [n] of pieces of ``data``, -1 for pieces that are none of the texts; no two
         of these may have the same hash."""
         wanted = hash_pieces(data, starts, sizes)
         places = np.searchsorted(self._sorted, wanted).clip(max=len(self._sorted) - 1)

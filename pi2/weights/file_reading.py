@@ -53,7 +53,7 @@ class HubFile:
         return cls(match["repository"], match["revision"] or "", match["file"])
 
     def name(self, file: str) -> str:
-        """The reference of ``file`` beside this one."""
+        """The reference of another ``file`` of the same repository."""
         return f"{self.repository}{self.revision}/{file}"
 
 
@@ -118,7 +118,7 @@ def list_missing(path: Path) -> Iterator[str]:
     try:
         text = path.read_text("utf-8")
         weights = tomli.loads(text).get("weights") if HUB in text else None
-    except (OSError, ValueError):  # reading the plan says what is wrong
+    except (OSError, ValueError):  # reading the plan names the fault
         return
     if isinstance(weights, str) and weights.startswith(HUB):
         try:
@@ -258,4 +258,4 @@ class FileFiller:
         try:
             return is_gguf(path) and not self.open(path).find_obstacles()
         except UserError:
-            return False  # the conversion says what is wrong
+            return False  # the conversion names the fault

@@ -34,7 +34,7 @@ class FileTensor:
     format: str
     """Number format, such as ``q4_k``."""
     rows: int
-    """Rows, those of all experts together."""
+    """Rows of all experts together."""
     length: int
     """Numbers of a row."""
     row_bytes: int

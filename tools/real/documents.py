@@ -47,7 +47,8 @@ def render_results(results: Results) -> str:
         lines += ["", *drafts]
     lines += [
         "",
-        "In brackets: llama.cpp computing the same tokens one by one, beside itself.",
+        "In brackets: the distance of llama.cpp from itself when it computes the same tokens "
+        "one by one.",
         "",
         "| file | perplexity | llama.cpp | KL divergence, nats | same top token | same answers |",
     ]

@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """llama.cpp that computes the same tokens one by one, beside itself with all at once."""
+    """Distance of llama.cpp, computing tokens one by one, from itself with all at once."""
 
     perplexity: float
     kl_nats: float

@@ -63,7 +63,7 @@ def evaluate(
 
 
 def answer(file: str, lines: list[str], batch: int) -> list[tuple[list[int], list[int]]]:
-    """Tokens of every prompt, and those that answer it."""
+    """Tokens of every prompt and of its answer."""
     model = open_model(file, 512, batch, all_logits=False)
     answers = []
     for line in lines:

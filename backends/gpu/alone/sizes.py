@@ -59,7 +59,7 @@ class ModelUse:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether steps compute some neurons alone."""
+        """Whether steps compute some neurons apart."""
         return self.predictor != "none"
 
     @property
@@ -225,7 +225,7 @@ COMPUTED = read_options("""
 """)
 """Options of models that there are kernels for."""
 APART = (("attention.growth", "attention.latent"), ("attention.output_gate", "attention.latent"))
-"""Those of them that do not go together."""
+"""Options that do not go together."""
 
 
 def list_tensor_arrays(tensor: DenseTensor) -> dict[str, int]:

@@ -127,7 +127,7 @@ class FilledPlan:
     model: Model
     facts: FileFacts
     reasons: Mapping[KeyPath, str]
-    """Why the values that the plan did not state are what they are."""
+    """The reasons for values that the plan did not state."""
 
 
 class FillPlan(Protocol):
