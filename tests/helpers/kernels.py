@@ -284,6 +284,7 @@ def make_model(
     }
     own = {key: changes.pop(key) for key in ("threshold", "gated", "bias") if key in changes}
     mixture = Moe(experts=experts, active_experts=experts, router="none") if experts else None
+    assert changes.keys() <= Quantization.model_fields.keys(), changes
     return Model(
         schema_version=2,
         id="random",
@@ -291,7 +292,7 @@ def make_model(
         attention=Attention(sliding_window=window),
         ffn=Ffn.model_validate({"activation": activation, **own}),
         moe=mixture,
-        quantization=Quantization.model_validate(changes),
+        quantization=Quantization().model_copy(update=changes),  # stores know more formats
     )
 
 

@@ -97,9 +97,7 @@ def test_weights_of_a_plan_are_pulled_when_asked_for_and_pinned(
         assert f'revision = "{COMMIT}"' in entry
         assert f'sha256 = "{hashlib.sha256(file.read_bytes()).hexdigest()}"' in entry
         asked = len(hub.asked)
-        code, said = run_command(
-            environment, "run", str(plan), "--prompt", "x", "--max-tokens", "1"
-        )
+        code, said = run_command(environment, *run_it)
         assert code == 0, said
         assert len(hub.asked) == asked, "a run fetches nothing"
         lock = tmp_path / "pi2.lock"
