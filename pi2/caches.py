@@ -113,7 +113,9 @@ _NO_HOME = Path("/nonexistent")
 """What Debian calls the home of accounts without one."""
 _NO_CODE = getattr(os, "ST_NOEXEC", 0)
 
-Kept = Literal["downloads", "kernels", "profiles", "history", "peers", "prefixes", "tokenizers"]
+Kept = Literal[
+    "downloads", "kernels", "profiles", "history", "peers", "prefixes", "tokenizers", "checked"
+]
 
 
 def find_cache_folder(kept: Kept, environment: Mapping[str, str] | None = None) -> Path:

@@ -57,6 +57,10 @@ def load(
         found = path
     if found.changes:
         get_logger().info("plan fitted", changes=found.changes)
+    if found.resolved.file is not None:
+        from pi2.weights.gguf_weights import check_numbers
+
+        check_numbers(found.resolved.file)
     report = progress or ignore_progress
     model = build(found.resolved, progress=report, start=start, make_observer=make_observer)
     model.changes = found.changes

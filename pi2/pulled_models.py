@@ -183,6 +183,7 @@ KINDS: dict[str, str] = {
     "peers": "GGUF files of comparisons with llama.cpp; written again by their tools",
     "prefixes": "keys and values of prompts; computed again",
     "tokenizers": "what is known of tokenizers; found again",
+    "checked": "GGUF files whose scales are finite; checked again",
     "downloads": "pulls that are not finished; fetched again",
     "profiles": "devices that were fetched; `pi2 profile add` fetches them again",
     CONVERTED: "models that `pi2 run FILE` has converted; converted again",

@@ -301,7 +301,7 @@ def _check_files(
         resolver = LockedReferences(path.parent, locked=locked)
         report = check_document(path, name=display_path(path), resolver=resolver, reuse=reuse)
         found.update(
-            dict.fromkeys([*report.diagnostics, *_check_store(report), *_check_speed(report)])
+            dict.fromkeys([*report.diagnostics, *_check_weights(report), *_check_speed(report)])
         )
         sources.update(report.sources)
     return max(len(paths), len(files)), set(map(display_path, paths)), tuple(found), sources
@@ -365,9 +365,18 @@ def _check_speed(report: Report) -> list[Diagnostic]:
     return [replace(item, span=place, path="speed") for item in check_speed(report.resolved)]
 
 
-def _check_store(report: Report) -> list[Diagnostic]:
+def _check_weights(report: Report) -> list[Diagnostic]:
+    """What is wrong with a plan's store, or with the numbers of its GGUF file."""
     if report.resolved is None or not report.resolved.store_path.exists():
         return []  # nothing to import for
+    if report.resolved.file is not None:
+        from pi2.weights.gguf_weights import check_numbers
+
+        try:
+            check_numbers(report.resolved.file)
+        except UserError as error:
+            return list(error.diagnostics)
+        return []
     from pi2.fitting.misfits import list_store_findings
 
     return list_store_findings(report)

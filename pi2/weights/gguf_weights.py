@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from pi2.arrays import F32
+from pi2.caches import find_cache_folder, open_stream, replace_file
+from pi2.diagnostics import UserError
+from pi2.formats import find_format, list_formats
 from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, GgufTensor, open_gguf
 from pi2.importing.new_model import describe_checkpoint
 from pi2.model.tensor import fill_name
 from pi2.model.tensors import list_sources
+from pi2.plan.arithmetic.resolved import FileFacts
 from pi2.plan.documents.model import Model
 from pi2.tokens.table_tokenizer import Coder
-from pi2.weights.file_tensor import FileTensor, TensorFiles
+from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, TensorFiles
 
 
 class GgufWeights(TensorFiles):
@@ -110,10 +115,42 @@ class GgufWeights(TensorFiles):
         read = [tensor.read().reshape(-1) for tensor in found if tensor is not None]
         return np.concatenate(read).astype(np.float32) if read else None
 
+    def check_once(self) -> None:
+        """Check every scale, and every number that stands for itself, unless that was done before.
+        `UserError` P539 names the first tensor that has one that is not finite."""
+        files = [str(file.absolute()) for file in self.files]
+        key = hashlib.sha256(repr((files, self.identity)).encode()).hexdigest()
+        mark = find_cache_folder("checked") / key
+        if not mark.exists():
+            self._check_numbers()
+            with suppress(OSError):
+                replace_file(mark, b"")
+
+    def _check_numbers(self) -> None:
+        for tensor in self.checkpoint.tensors.values():
+            if not isinstance(tensor, GgufTensor):
+                continue
+            own = list_formats().get(tensor.block.name.lower())
+            if own is None:
+                continue
+            # Read and not mapped: mapped pages would count as this process's memory.
+            piece = PIECE_BYTES // own.block_bytes * own.block_bytes
+            with open_stream(tensor.file) as stream:
+                stream.seek(tensor.offset)
+                for done in range(0, tensor.size_bytes, piece):
+                    raw = stream.read(min(piece, tensor.size_bytes - done))
+                    if own.find_faults(np.frombuffer(raw, np.uint8)).any():
+                        raise UserError.of(
+                            "P539",
+                            f"tensor {tensor.name!r} in {tensor.file} has a scale or a weight that "
+                            "is not a finite number",
+                            help="download or export the file again",
+                            file=str(tensor.file),
+                        )
+
     def find_obstacles(self) -> list[str]:
         """Why the file cannot be run as it is; empty if it can."""
         from pi2.backends.blocks.contract import find_unknown
-        from pi2.formats import find_format
 
         found = find_unknown(self.model)
         if self.model.predictor is not None:
@@ -140,6 +177,12 @@ class GgufWeights(TensorFiles):
     def count_bytes(self) -> int:
         """Bytes of all matrices."""
         return sum(tensor.size_bytes for _, _, tensor in self.list_matrices())
+
+
+def check_numbers(facts: FileFacts) -> None:
+    """Check a plan's file as `GgufWeights.check_once`, if it is open."""
+    if isinstance(facts.source, GgufWeights):
+        facts.source.check_once()
 
 
 class FileTexts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -15,8 +16,10 @@ import pytest
 
 import pi2
 from pi2.arrays import U8
+from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.engine.file_model import cut_rows, divide_matrices
+from pi2.importing.gguf_file import read_gguf
 from pi2.memory.flash import ReadSettings
 from pi2.memory.io_engine import EngineName
 from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, Rates, WeightStream
@@ -258,3 +261,23 @@ def test_a_file_that_is_cut_while_it_streams_is_an_error_that_names_it(
         os.truncate(path, 10_000)
         with pytest.raises(UserError, match="cut"):
             stream.take(0)
+
+
+@pytest.mark.parametrize("name", ["blk.1.ffn_gate.weight", "output_norm.weight"])
+def test_numbers_that_are_not_finite_are_refused_with_the_tensors_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoilt = write_random_gguf(tmp_path, {"layers": 2})
+    entry = read_gguf(spoilt).entries[name]
+    nan = np.array([np.nan], "<f4" if entry.block.is_plain else "<f2").tobytes()
+    content = spoilt.read_bytes()
+    place = entry.offset + entry.size_bytes - entry.block.bytes
+    spoilt.write_bytes(content[:place] + nan + content[place + len(nan) :])
+    with pytest.raises(UserError, match=re.escape(f"tensor '{name}'")) as caught:
+        pi2.load(spoilt)
+    assert [item.code for item in caught.value.diagnostics] == ["P539"]
+    assert run(["validate", str(spoilt)]) == 1
+    assert f"tensor '{name}'" in capsys.readouterr().out
+    spoilt.write_bytes(content)
+    os.utime(spoilt, ns=(0, 0))
+    assert run(["validate", str(spoilt)]) == 0
