@@ -17,7 +17,6 @@ from pi2.model.tensor import (
     LAYER_PROJECTION_NORM,
     POSITIONS,
 )
-from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.units import Need
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import (
@@ -90,7 +89,7 @@ def need_attention(resolved: ResolvedPlan) -> Need:
     and the scales of all neurons if they are resident."""
     plan, model = resolved.plan, resolved.model
     layers, sizes = model.shape.layers, dict.fromkeys([*_PARTS.values(), "layers"], 0)
-    for tensor in list_tensors(model):
+    for tensor in model.dense_tensors:
         size = tensor.size_bytes
         is_read = tensor.name == EMBEDDING and reads_embedding(plan, model)
         if is_read or tensor.name == LAYER_EMBEDDING:

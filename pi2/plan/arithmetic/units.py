@@ -19,7 +19,6 @@ from pi2.model.tensor import (
     DenseTensor,
     split_name,
 )
-from pi2.model.tensors import list_tensors
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import Precision, align_bytes, round_up
 
@@ -67,7 +66,7 @@ def list_matrices(model: Model, rows: DividedRows) -> Mapping[str, tuple[int, in
     counts = {"qkv": rows.qkv, "output": rows.output, name_head(model): rows.head}
     return {
         tensor.name: (count, tensor.length, tensor.precision)
-        for tensor in list_tensors(model)
+        for tensor in model.dense_tensors
         if (count := counts.get(split_name(tensor.name)[1])) and not tensor.packing.is_float32
     }
 
@@ -77,7 +76,7 @@ def list_step_matrices(model: Model) -> list[DenseTensor]:
     ends = (LAYER_PROJECTION, STREAM_IN, STREAM_OUT)
     return [
         tensor
-        for tensor in list_tensors(model)
+        for tensor in model.dense_tensors
         if not tensor.packing.is_float32 and (tensor.layer is not None or tensor.name in ends)
     ]
 

@@ -11,6 +11,8 @@ from pydantic import AfterValidator, Field
 from pi2.formats import find_packing
 from pi2.model.blocks import Block, make_blocks
 from pi2.model.options import check_operators
+from pi2.model.tensor import DenseTensor
+from pi2.model.tensors import list_tensors
 from pi2.plan.documents.common import Document, Identifier, Sampling
 from pi2.plan.documents.model_mixing import (
     AltUp,
@@ -127,9 +129,15 @@ class Model(ModelKeys):
         """What each layer is, the first layer first."""
         return make_blocks(self)
 
+    @cached_property
+    def dense_tensors(self) -> tuple[DenseTensor, ...]:
+        """Its dense tensors in their order in stores, without those of predictors."""
+        return tuple(list_tensors(self))
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         copied = super().model_copy(update=update)  # values are frozen: deep ones are shared, too
-        copied.__dict__.pop("blocks", None)
+        for derived in ("blocks", "dense_tensors"):
+            copied.__dict__.pop(derived, None)
         return copied
 
     @property
