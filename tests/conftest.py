@@ -1,8 +1,6 @@
 """What all tests share: how hypothesis draws, quiet third parties, the cores and threads of a
 worker, and a compiler that is at hand."""
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings
@@ -21,10 +19,14 @@ from pi2.caches import find_cache_folder
 from tests.helpers.compiling import QUICK, start_loaded_compiler
 
 # No deadline: other work on the machine makes single examples slow.  CI draws the same examples
-# every time, so that a change is to blame for a failure.
+# every time, so that a change is to blame for a failure; people draw others, and twice as many.
 settings.register_profile("local", deadline=None)
 settings.register_profile(
-    "ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 

@@ -1,7 +1,5 @@
 """The GPUs that the kernels' tests run on, and a folder for what is compiled."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Libraries that are compiled ahead of time run without TVM, on threads of their own."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -119,9 +117,7 @@ def test_a_call_from_another_thread_meanwhile_is_computed_alone(
     loaded.close()
 
 
-def test_after_closing_functions_run_on_the_callers_thread(
-    library: Callable[[int], Library],
-) -> None:
+def test_after_closing_functions_run_on_callers_thread(library: Callable[[int], Library]) -> None:
     loaded = library(2)
     target, source = align(ROWS), np.ones(ROWS, np.float32)
     call = loaded.bind("add_parallel", "source factor", {"target": loaded.wrap(target)})

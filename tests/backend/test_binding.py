@@ -1,14 +1,11 @@
 """Compute threads run on the cores that the plan names; threads that read do not."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
 
 import pytest
 
 from pi2.machine import list_allowed_cores
+from tests.helpers.programs import start_python
 
 PROGRAM = """
 import os
@@ -30,9 +27,7 @@ print("after", os.sched_getaffinity(0) == before)
 
 @pytest.mark.skipif(len(list_allowed_cores()) < 2, reason="needs two cores to bind threads to")
 def test_threads_run_where_the_plan_says() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-    )
+    done = start_python("-c", PROGRAM, check=True)
     lines = done.stdout.splitlines()
     every = sorted(os.sched_getaffinity(0))
     assert f"caller [{every[0]}]" in lines, "the calling thread is the first compute thread"

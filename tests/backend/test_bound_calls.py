@@ -1,7 +1,5 @@
 """Arrays are bound to compiled functions by name, once; a call gives what is left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

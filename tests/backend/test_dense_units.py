@@ -1,7 +1,5 @@
 """What every dense unit does, whatever plays it: the contract of `pi2.backends.units`."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -148,9 +146,7 @@ def test_it_computes_the_first_of_what_it_keeps(
     check(kind, unit.finish(unit.start(0, inputs, None, wanted)), expected)
 
 
-def test_a_layer_of_which_it_has_nothing_gives_zeros(
-    kind: UnitKind, units: list[DenseUnit]
-) -> None:
+def test_layer_of_which_it_has_nothing_gives_zeros(kind: UnitKind, units: list[DenseUnit]) -> None:
     neurons = make_neurons()
     unit = begin(kind, units, neurons, (0, 4))
     assert not unit.finish(unit.start(0, draw_inputs(neurons, 2))).any()

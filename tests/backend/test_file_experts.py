@@ -1,7 +1,5 @@
 """Experts that come from a file into a few slots compute what resident ones do, bit for bit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

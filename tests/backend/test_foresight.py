@@ -1,7 +1,5 @@
 """Neurons of a layer to come are predicted, and the present layer is begun, in one call."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Whole models on a GPU against Hugging Face transformers: golden models with operators that the
 demo does not have.  docs/experimental/gpu-npu-phone.md has what all of them gave."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

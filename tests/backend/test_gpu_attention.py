@@ -1,7 +1,5 @@
 """Attention and norms on GPUs against numpy, over odd shapes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """CUDA without a GPU: kernels are compiled to cubins and inspected, not run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import struct

@@ -1,7 +1,5 @@
 """The launcher for CUDA with a stand-in for the driver: how it is called, not what a GPU does."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

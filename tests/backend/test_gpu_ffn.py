@@ -1,7 +1,5 @@
 """The FFN on GPUs against numpy in double precision, over odd shapes; PoCL and lavapipe emulate."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, get_args
 
@@ -77,9 +75,7 @@ WEIGHED = FfnKernels(
     [PLAIN, VARIED, WEIGHED],
     ids=["gated", "ungated, biases, experts", "experts that read what is weighed"],
 )
-def test_neurons_in_rows_have_the_values_of_those_in_tiles(
-    launcher: Launcher, ffn: FfnKernels
-) -> None:
+def test_neurons_in_rows_have_values_of_those_in_tiles(launcher: Launcher, ffn: FfnKernels) -> None:
     neurons = RandomNeurons(ffn, count=107)
     kernel = make_many_values(dataclasses.replace(ffn, in_rows=True), launcher.facts.fp16)
     bench = Bench(launcher, [kernel])

@@ -1,7 +1,5 @@
 """Neurons that are chosen on the device, against numpy in double precision."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -96,9 +94,7 @@ def test_gates_are_those_of_numpy(launcher: Launcher, ffn: FfnKernels) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 255, 1003])
-def test_scores_that_reach_the_threshold_are_selected_in_order(
-    launcher: Launcher, size: int
-) -> None:
+def test_scores_that_reach_threshold_are_selected_in_order(launcher: Launcher, size: int) -> None:
     scores = np.random.default_rng(size).standard_normal((2, size)).astype(np.float32)
     scores[:, size // 2] = 0.25
     found = Bench(launcher, [make_select(SelectKernels())]).run(

@@ -1,7 +1,5 @@
 """Launchers: copies, order, events, memory, and what they say where something is missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed matrices on GPUs, against numpy in double precision, over odd shapes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What a unit on a GPU does beyond the contract of all units: its memory, and how it fails."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Machine code of the kernels for Hexagon NPUs: no emulator is needed to read it."""
 
-from __future__ import annotations
-
 import pytest
 
 from count_hexagon_packets import MACS, count_kernels, describe_shape

@@ -1,8 +1,6 @@
 """What a real NPU needs beside the kernels: C that is compiled against declarations of the vendor's
 SDK, and one object of all graphs."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """Kernels of Hexagon NPUs under the emulator, against numpy: sums of integers are equal, bit by
 bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

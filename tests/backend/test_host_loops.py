@@ -1,7 +1,5 @@
 """The compiled loops of the host do what `pi2.memory` does with numpy and Python."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

@@ -1,7 +1,5 @@
 """The schedule for x86-64's tiles: assembly, and the bits of the schedule without them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -55,13 +53,16 @@ def multiply(
 
 
 @needs_tiles
-@pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("precision", ["int4", "int8", "mxfp4", "ternary"])
 @pytest.mark.parametrize(
-    ("length", "rows", "tokens"),
-    # Two blocks of 16 groups and one each of 8, 4, 2 and 1; fewer rows than a tile has; several
-    # steps of rows, and tokens that just fill their tiles.
-    [(1504, 33, 35), (32, 5, 49), (96, 70, 33), (512, 150, 48)],
+    ("length", "rows", "tokens", "precision", "planes"),
+    [
+        # Two blocks of 16 groups and one each of 8, 4, 2 and 1.
+        *((1504, 33, 35, precision, 2) for precision in ("int4", "int8", "mxfp4", "ternary")),
+        *((96, 70, 33, precision, 1) for precision in ("int4", "int8", "mxfp4", "ternary")),
+        # Fewer rows than a tile has; several steps of rows, and tokens that just fill their tiles.
+        *((32, 5, 49, "int4", planes) for planes in (1, 2)),
+        *((512, 150, 48, "int4", planes) for planes in (1, 2)),
+    ],
 )
 def test_products_have_the_bits_of_the_schedule_without_tiles(
     length: int, rows: int, tokens: int, precision: Precision, planes: int
@@ -89,9 +90,7 @@ def test_products_have_the_bits_of_the_schedule_without_tiles(
 @needs_tiles
 @pytest.mark.parametrize("activation", ["drelu", "silu"])
 @pytest.mark.parametrize("planes", [1, 2])
-def test_a_dense_ffn_has_the_bits_of_the_schedule_without_tiles(
-    activation: str, planes: int
-) -> None:
+def test_dense_ffn_has_the_bits_of_the_schedule_without_tiles(activation: str, planes: int) -> None:
     def compute(name: str) -> Any:
         spec: KernelSpec = make_spec(
             hidden=352,

@@ -1,13 +1,9 @@
 """The kernel cache: one compilation per spec, whatever happens to its files."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ from pi2.diagnostics import UserError
 from pi2.logging import configure_logging
 from pi2.progress import ignore_progress
 from tests.helpers.kernels import make_spec
+from tests.helpers.programs import start_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,7 +255,5 @@ maps = open("/proc/self/maps").read()
 print(json.dumps({"tvm": "tvm" in sys.modules, "compiler": "libtvm_compiler" in maps,
                   "runtime": "libtvm_runtime" in maps}))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = start_python("-c", code, check=True, cwd=ROOT)
     assert json.loads(done.stdout) == {"tvm": False, "compiler": False, "runtime": True}

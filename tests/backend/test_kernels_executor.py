@@ -1,7 +1,5 @@
 """The cpu backend as a whole, against the reference backend."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import pairwise
 from typing import Any
@@ -152,53 +150,6 @@ def test_active_neurons_are_counted_once() -> None:
         feed(executor, model, [4], 3, "gate")
     assert ours.count_active() == truth.count_active() > 0
     assert ours.count_active() == 0
-
-
-def test_chunks_may_be_rounded_to_8_bits_and_single_tokens_are_not() -> None:
-    options = MODELS["demo-like"]
-    coarse = RandomModel(**options, chunk_type="int8")
-    fine = RandomModel(**options)
-    ids = list(range(20))
-    expected = feed(reference.build(fine.request), fine, ids[:16], 0)
-    found = feed(cpu.build(coarse.request), coarse, ids[:16], 0)
-    assert 3e-4 < measure_error(found, expected) < 1e-2
-    for mode in ("none", "gate"):
-        runs = []
-        for model in (coarse, fine):
-            executor = cpu.build(model.request)
-            runs.append([feed(executor, model, [i], at, mode)[0] for at, i in enumerate(ids[:5])])
-        assert np.array_equal(runs[0], runs[1])
-
-
-@pytest.mark.parametrize("name", ["demo-like", "odd"])
-def test_nothing_is_rounded_where_everything_is_fp32(name: str) -> None:
-    model = RandomModel(
-        **MODELS[name], kv_type="fp32", token_type="fp32", chunk_type="fp32", seed=5
-    )
-    ours, truth = cpu.build(model.request), reference.build(model.request)
-    ids, position = list(range(40, 56)), 0
-    for count in (9, 1, 1, 4, 1):
-        chunk = ids[position : position + count]
-        found = feed(ours, model, chunk, position, "gate")
-        expected = feed(truth, model, chunk, position, "gate")
-        assert measure_error(found, expected) < 1e-5
-        position += count
-    assert ours.count_active() == truth.count_active()
-
-
-@pytest.mark.parametrize(
-    ("token", "chunk"), [("fp32", "int8"), ("int16", "fp32"), ("int8", "int16")]
-)
-def test_single_tokens_and_chunks_may_be_rounded_differently(token: Any, chunk: Any) -> None:
-    mixed = RandomModel(**MODELS["demo-like"], token_type=token, chunk_type=chunk)
-    ours, truth = cpu.build(mixed.request), reference.build(mixed.request)
-    limits = {"int8": 1e-2, "int16": 3e-4, "fp32": 3e-4}
-    assert measure_error(feed(ours, mixed, [7], 0), feed(truth, mixed, [7], 0)) < limits[token]
-    ids = list(range(20))
-    ours, truth = cpu.build(mixed.request), reference.build(mixed.request)
-    # The head rounds what it reads as it does for a token.
-    found, expected = feed(ours, mixed, ids[:16], 0), feed(truth, mixed, ids[:16], 0)
-    assert measure_error(found, expected) < max(limits[chunk], limits[token])
 
 
 def test_known_gates_give_the_same_bits_as_gates_computed_again() -> None:

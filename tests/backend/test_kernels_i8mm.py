@@ -1,7 +1,5 @@
 """The schedule for ARM's matrix instruction: assembly, exact integers, and whole kernels."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """Predictors and the embedding, against numpy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -101,9 +99,7 @@ def test_the_gate_predictor_lists_open_gates(activation: str, limit: float) -> N
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_the_gate_predictor_of_smooth_activations_lists_those_that_reach_the_limit(
-    activation: str,
-) -> None:
+def test_gate_predictor_of_smooth_activations_lists_those_that_reach_limit(activation: str) -> None:
     rng = np.random.default_rng(1)
     hidden, neurons = 160, 203
     spec = make_spec(hidden=hidden, activation=activation)

@@ -1,7 +1,5 @@
 """Mixtures of experts: only chosen experts' neurons that a predictor names, in memory or not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

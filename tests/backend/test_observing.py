@@ -1,7 +1,5 @@
 """Profiles, traces and statistics look at an executor in one way, and see the same."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -40,9 +38,7 @@ def plan(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_profile_and_a_trace_of_a_run_have_the_same_time_in_kernels(
-    plan: Path, backend: str
-) -> None:
+def test_profile_and_a_trace_of_a_run_have_same_time_in_kernels(plan: Path, backend: str) -> None:
     with load(plan, set={"layers.hot": 0.25, "backends.cpu": backend}) as model:
         parts = model._parts
         tape, times = _Tape(Recorder(), 1, 0.0), Profiler()

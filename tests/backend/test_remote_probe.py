@@ -1,7 +1,5 @@
 """Kernels are timed on another machine through TVM's RPC: here a server of this machine."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """A step of several sequences gives each what it gets alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from types import ModuleType
@@ -30,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "demo-like": DEMO_LIKE,
     "odd": {
         **ODD,
+        "hidden": 160,
         "kv_type": "int8",
         # A chunk may hold fewer tokens than a step, and rounds them more.
         "chunk_type": "int8",
@@ -132,9 +131,7 @@ def test_every_sequence_gets_what_it_gets_alone(name: str, backend: ModuleType) 
 
 @pytest.mark.parametrize("backend", [cpu, reference])
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_of_a_sequence_in_a_step_see_those_before_them(
-    name: str, backend: ModuleType
-) -> None:
+def test_tokens_of_a_sequence_in_step_see_those_before_them(name: str, backend: ModuleType) -> None:
     model = RandomModel(**MODELS[name])
     most = 1e-6 if backend is reference else 3e-3 if name == "odd" else 3e-4
     request = dataclasses.replace(model.request, sequences=2, step_tokens=4)

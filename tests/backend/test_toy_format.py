@@ -1,7 +1,5 @@
 """A number format is added by its file and its unpacking: converted to, stored, read, computed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.helpers.additions import run_with

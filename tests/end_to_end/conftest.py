@@ -1,7 +1,5 @@
 """A user, a repository of devices and a web server for the tests of sharing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

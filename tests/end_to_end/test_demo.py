@@ -1,7 +1,6 @@
 """The demo plan as a user runs it: the issue's own words, one test each."""
 
-from __future__ import annotations
-
+import io
 import json
 import os
 import signal
@@ -15,26 +14,16 @@ import numpy as np
 import pytest
 
 import pi2
+from pi2.cli.main import run
+from tests.helpers.programs import start_pi2
 
 ROOT = Path(__file__).parents[2]
 PLAN = ROOT / "plans" / "demo.plan.toml"
 PROMPT = "def read_lines(path):\n"
 
 
-def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pi2", "run", *arguments],
-        capture_output=True,
-        text=True,
-        input=text,
-        stdin=subprocess.DEVNULL if text is None else None,
-        timeout=120,
-        check=False,
-    )
-
-
 def run_json(*arguments: str) -> dict[str, Any]:
-    done = run(str(PLAN), "--json", *arguments)
+    done = start_pi2("run", PLAN, "--json", *arguments)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -64,7 +53,7 @@ def test_the_same_command_gives_the_same_text() -> None:
     assert first["plan_digest"] == second["plan_digest"]
 
 
-def generate(backend: str, predictor: str, tokens: int = 64) -> tuple[int, ...]:
+def generate(backend: str, predictor: str, tokens: int = 32) -> tuple[int, ...]:
     settings = {"backends": {"cpu": backend}, "decode.predictor": predictor}
     with pi2.load(PLAN, set=settings) as model:
         return model.generate(
@@ -87,7 +76,7 @@ def test_reference_and_cpu_agree_in_logits(predictor: str, mode: Any) -> None:
     for backend in ("reference", "cpu"):
         settings = {"backends": {"cpu": backend}, "decode.predictor": predictor}
         with pi2.load(PLAN, set=settings) as model:
-            ids = model.encode((ROOT / "pi2" / "orchestrator.py").read_text("utf-8"))[:100]
+            ids = model.encode((ROOT / "pi2" / "orchestrator.py").read_text("utf-8"))[:60]
             logits.append(model.logits(ids, mode=mode))
     reference, cpu = logits
     errors = np.linalg.norm(cpu - reference, axis=1) / np.linalg.norm(reference, axis=1)
@@ -97,39 +86,33 @@ def test_reference_and_cpu_agree_in_logits(predictor: str, mode: Any) -> None:
 def test_the_prompt_may_come_from_standard_input_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("class Stack:\n")
-    arguments = [str(PLAN), "--max-tokens", "8"]
-    piped = run(*arguments, text="class Stack:\n")
-    read = run(*arguments, "-f", str(file))
-    given = run(*arguments, "--prompt", "class Stack:\n")
+    arguments = ["run", PLAN, "--max-tokens", "8"]
+    piped = start_pi2(*arguments, input="class Stack:\n")
+    read = start_pi2(*arguments, "-f", file)
+    given = start_pi2(*arguments, "--prompt", "class Stack:\n")
     assert piped.returncode == read.returncode == given.returncode == 0
     assert piped.stdout == read.stdout == given.stdout
     assert "within the budget" in given.stderr
 
 
 def test_guessed_tokens_change_nothing_but_the_speed() -> None:
-    given = ["demo", "--prompt", "def add(a, b):", "--max-tokens", "32"]
+    given = ["run", "demo", "--prompt", "def add(a, b):", "--max-tokens", "32"]
     # Kernels are compiled here: those of other tests are taken, which the program would not find.
     pi2.load(PLAN, set={"decode.speculation.tokens": 4}).close()
-    guessing = run(*given, "--set", "decode.speculation.tokens=4")
+    guessing = start_pi2(*given, "--set", "decode.speculation.tokens=4")
     assert guessing.returncode == 0, guessing.stderr
-    assert guessing.stdout == run(*given).stdout
+    assert guessing.stdout == start_pi2(*given).stdout
     assert "\nspeculation: " in guessing.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve"])
-def test_a_name_that_nothing_has_is_told_what_there_is(command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pi2", command, "dmo"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "error[P001]: no file, plan or model has this name" in done.stderr
-    assert "did you mean demo" in done.stderr
-    assert "`pi2 list`" in done.stderr
+def test_a_name_that_nothing_has_is_told_what_there_is(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "dmo"]) == 2
+    said = capsys.readouterr().err
+    assert "error[P001]: no file, plan or model has this name" in said
+    assert "did you mean demo" in said and "`pi2 list`" in said
 
 
 def test_an_empty_prompt_begins_a_text() -> None:
@@ -137,7 +120,7 @@ def test_an_empty_prompt_begins_a_text() -> None:
     assert result["prompt_tokens"] == 1
 
 
-def test_an_interrupt_ends_cleanly(tmp_path: Path) -> None:
+def test_an_interrupt_ends_cleanly() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "pi2", "run", str(PLAN), "--prompt", "def ", "--max-tokens", "1000"]
         + ["--ignore-eos", "--set", 'backends.cpu="reference"'],
@@ -184,8 +167,14 @@ def test_text_is_streamed_as_it_is_made() -> None:
         ([], 2, "P603"),
     ],
 )
-def test_a_mistake_is_a_diagnostic(arguments: list[str], code: int, words: str) -> None:
-    done = run(str(PLAN), *arguments)
-    assert done.returncode == code, done.stderr
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_mistake_is_a_diagnostic(
+    arguments: list[str],
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    assert run(["run", str(PLAN), *arguments]) == code
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said

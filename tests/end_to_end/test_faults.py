@@ -1,11 +1,8 @@
 """What goes wrong on disks: a clear error and exit code, or the right tokens; never others."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.store.manifest import MANIFEST
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model
+from tests.helpers.programs import start_pi2, start_python
 
 ROOT = Path(__file__).parents[2]
 PLANS = ROOT / "plans"
@@ -122,9 +120,7 @@ def test_a_reader_that_fails_once_costs_nothing_but_time(
         assert count > 10
 
 
-def test_after_an_error_the_next_generation_is_right(
-    plan: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_error_next_generation_is_right(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pi2.load(plan) as model:
         expected = generate(model)
     with pi2.load(plan, set={"io.engine": "pread"}) as model:
@@ -144,13 +140,7 @@ def test_after_an_error_the_next_generation_is_right(
 
 
 def run(plan: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", PROMPT, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return start_pi2("run", str(plan), "--prompt", PROMPT, *arguments)
 
 
 def test_damage_is_told_with_an_exit_code(plan: Path) -> None:
@@ -218,19 +208,12 @@ def test_a_conversion_to_a_full_disk_leaves_no_store(tmp_path: Path, small_disk:
 
 def test_a_synthesis_to_a_full_disk_leaves_no_store(small_disk: Path) -> None:
     (small_disk / "other").write_bytes(bytes(90_000))
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tools" / "synthesize.py"),
-            str(PLANS / "models" / "pi2-demo.model.toml"),
-            str(small_disk / "store"),
-            "--tokens",
-            "8",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    done = start_python(
+        str(ROOT / "tools" / "synthesize.py"),
+        str(PLANS / "models" / "pi2-demo.model.toml"),
+        str(small_disk / "store"),
+        "--tokens",
+        "8",
     )
     assert done.returncode == 2, done.stderr
     assert "error[P523]" in done.stderr

@@ -1,10 +1,6 @@
 """The demo on a GPU that has the whole model: what the CPU computes, through every API that has a
 device here.  PoCL and lavapipe are the processor in disguise: results count, times do not."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from pi2.backends.gpu.kernels.specification import Api
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from tests.helpers.gpu import require_launcher
+from tests.helpers.programs import start_pi2
 
 ROOT = Path(__file__).parents[2]
 CPU = ROOT / "plans" / "demo.plan.toml"
@@ -150,16 +147,10 @@ def test_neurons_cannot_be_observed(gpu: LoadedModel) -> None:
 @pytest.mark.parametrize("api", ["opencl", "webgpu", "cuda"])
 def test_a_run_stays_within_its_budget_and_says_what_is_emulated(api: Api) -> None:
     plan = require_plan(api)
-    arguments = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "def "]
+    arguments = ["run", plan, "--prompt", "def ", "--max-tokens", "8", "--ignore-eos"]
     # The kernels of the tests above: compiling others would take most of the time.
     arguments += ["--set", "kv.type=fp32", "--set", "memory.units.gpu.budget=52MiB"]
-    done = subprocess.run(
-        [*arguments, "--max-tokens", "8", "--ignore-eos"],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = start_pi2(*arguments)
     assert done.returncode == 0, done.stderr
     shown = "gpu" if api == "cuda" else "gpu (emulated)"
     assert f"all of the model on {shown}\n" in done.stderr

@@ -1,12 +1,8 @@
 """The demo plan with a GPU beside the CPU: what the CPU alone computes, through every API that has
 a device here.  PoCL and lavapipe are the processor in disguise: results count, times do not."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +13,7 @@ import pi2
 from pi2.arrays import F32
 from pi2.backends.gpu.kernels.specification import Api
 from tests.helpers.gpu import require_launcher
+from tests.helpers.programs import start_pi2
 
 ROOT = Path(__file__).parents[2]
 ALONE = ROOT / "plans" / "demo.plan.toml"
@@ -82,14 +79,8 @@ def test_rows_of_projections_and_of_the_head_may_be_the_gpus(plan: Path) -> None
 
 
 def test_a_run_tells_what_the_gpu_did_and_stays_within_its_budget(plan: Path) -> None:
-    arguments = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "def ", "--json"]
-    done = subprocess.run(
-        [*arguments, "--max-tokens", "16", "--ignore-eos"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    arguments = ["--prompt", "def ", "--json", "--max-tokens", "16", "--ignore-eos"]
+    done = start_pi2("run", plan, *arguments)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["token_ids"]) == 16

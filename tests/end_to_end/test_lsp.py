@@ -1,7 +1,5 @@
 """`pi2 lsp` over its standard input and output, asked by a scripted editor."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

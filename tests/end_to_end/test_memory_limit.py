@@ -1,7 +1,5 @@
 """The budget is a promise: a run lives in a control group of that size."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -17,7 +15,8 @@ from pi2.caches import VARIABLE
 from pi2.costs.cost import count_memory
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
-from tests.end_to_end.test_demo import PLAN, run
+from tests.end_to_end.test_demo import PLAN, run_json
+from tests.helpers.programs import start_pi2
 
 MIB = 1 << 20
 
@@ -79,45 +78,38 @@ def test_a_smaller_budget_is_kept_and_explained() -> None:
     needs = sum(need.bytes for _, need in find_needs(resolved).items())
     budget = resolved.plan.memory.segments.runtime + needs + 100_000
     assert budget < resolved.plan.memory.budget
-    done = run(
-        str(PLAN), "--json", "--prompt", "def ", "--max-tokens", "20", "--memory", f"{budget} B"
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    given = ["--prompt", "def ", "--memory", f"{budget} B"]
+    result = run_json(*given, "--max-tokens", "20")
     assert result["budget_bytes"] == budget
     assert 0 < result["peak_rss_bytes"] <= budget
     told = {change.split(":")[0] for change in result["budget_changes"]}
     assert {"budget", "cold"} <= told
-    shown = run(str(PLAN), "--prompt", "def ", "--max-tokens", "2", "--memory", f"{budget} B")
+    shown = start_pi2("run", PLAN, *given, "--max-tokens", "2")
     assert "memory: budget: 128 MiB -> " in shown.stderr
 
 
 def test_the_demo_runs_within_100_mib() -> None:
-    done = run(str(PLAN), "--json", "--prompt", "def ", "--max-tokens", "20", "--memory", "100MiB")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = run_json("--prompt", "def ", "--max-tokens", "20", "--memory", "100MiB")
     assert result["peak_rss_bytes"] <= result["budget_bytes"] == 100 * MIB
     assert any(change.startswith("runtime: 111 MiB -> ") for change in result["budget_changes"])
 
 
 @pytest.mark.parametrize("predictor", ["low-rank", "none"])
 def test_a_small_models_peak_is_what_was_predicted_to_3_percent(predictor: str) -> None:
-    assert run(str(PLAN), "--prompt", "def ", "--max-tokens", "1").returncode == 0
+    run_json("--prompt", "def ", "--max-tokens", "1")
     sets = {"decode.predictor": predictor, "threads.compute": 2}
     given = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
     text = "def run(self, value):\n    return value\n" * 10
-    done = run(str(PLAN), "--json", "--ignore-eos", "--prompt", text, "--max-tokens", "64", *given)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = run_json("--ignore-eos", "--prompt", text, "--max-tokens", "64", *given)
     tokens = result["prompt_tokens"] + 64
     predicted = count_memory(load_plan(PLAN, overrides=sets), tokens)
     assert result["peak_rss_bytes"] == pytest.approx(predicted, rel=0.03)
 
 
-def test_a_budget_that_is_too_small_is_refused_with_what_it_takes(tmp_path: Path) -> None:
-    done = run(str(PLAN), "--prompt", "def ", "--memory", "64MiB")
+def test_a_budget_that_is_too_small_is_refused_with_what_it_takes() -> None:
+    done = start_pi2("run", PLAN, "--prompt", "def ", "--memory", "64MiB")
     assert done.returncode == 2
     assert "P611" in done.stderr
     assert "64 MiB is not enough for this plan: it needs at least 9" in done.stderr
-    unitless = run(str(PLAN), "--prompt", "def ", "--memory", "64")
+    unitless = start_pi2("run", PLAN, "--prompt", "def ", "--memory", "64")
     assert (unitless.returncode, "P612" in unitless.stderr) == (2, True)

@@ -1,7 +1,5 @@
 """A run whose memory the system takes away gives the same text, as `memory.lock` says."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

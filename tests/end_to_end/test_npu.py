@@ -1,13 +1,10 @@
 """The demo plan with an emulated NPU as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import pytest
 import pi2
 from pi2.engine.loaded_model import LoadedModel
 from tests.helpers.hexagon import require_emulator
+from tests.helpers.programs import start_pi2
 
 ROOT = Path(__file__).parents[2]
 PLAN = ROOT / "plans" / "demo-npu.plan.toml"
@@ -34,25 +32,13 @@ def emulator() -> None:
     require_emulator()
 
 
-def run(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ) if path is None else {**os.environ, "PATH": path}
-    return subprocess.run(
-        [sys.executable, "-m", "pi2", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
-    )
-
-
 def test_a_run_says_that_the_npu_is_emulated_and_how_much_was_padding() -> None:
     arguments = ["run", str(PLAN), "--prompt", "def read_lines(path):", "--max-tokens", "8"]
-    done = run(*arguments)
+    done = start_pi2(*arguments)
     assert done.returncode == 0, done.stderr
     assert "npu (emulated) owns 30% of the neurons" in done.stderr
     assert "of its work was padding" in done.stderr
-    found: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
+    found: dict[str, Any] = json.loads(start_pi2(*arguments, "--json").stdout)
     assert found["units"]["npu"]["emulated"] is True
     assert 0 < found["units"]["npu"]["padding"] < 0.9
 
@@ -67,7 +53,7 @@ def test_its_arithmetic_hardly_changes_the_perplexity(tmp_path: Path) -> None:
     text = ROOT / "plans" / "stores" / "pi2-demo" / "heldout.txt"
     arguments = ["evaluate", str(ALONE), "--text", str(text), "--windows", "2", "--json"]
     arguments += ["--context", "256"]
-    done = run(*arguments, "--set", 'decode.predictor="none"', "--against", str(dense))
+    done = start_pi2(*arguments, "--set", 'decode.predictor="none"', "--against", str(dense))
     assert done.returncode == 0, done.stderr
     alone, npu = json.loads(done.stdout)["runs"]
     assert npu["name"] == "dense.plan.toml"
@@ -120,7 +106,8 @@ def test_without_the_emulator_it_says_what_to_install(tmp_path: Path) -> None:
         program = shutil.which(name)
         if program is not None:
             (tmp_path / name).symlink_to(program)
-    done = run("run", str(PLAN), "--prompt", "x", "--max-tokens", "1", path=str(tmp_path))
+    environment = os.environ | {"PATH": str(tmp_path)}
+    done = start_pi2("run", PLAN, "--prompt", "x", "--max-tokens", "1", env=environment)
     assert done.returncode == 2
     assert "P320" in done.stderr
     assert "apt install qemu-user" in done.stderr

@@ -1,7 +1,5 @@
 """The page at ``/``, as a browser shows it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`pi2 build` makes a folder that runs a plan with Python and numpy alone, as `pi2 run` does."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -26,6 +24,7 @@ from pi2.probing.probe import KernelRecipe
 from pi2.probing.steps import USUAL
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.hexagon import require_emulator
+from tests.helpers.programs import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ROOT / "plans/demo.plan.toml"
@@ -104,15 +103,7 @@ def start(
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("PI2_")
     } | {"PYTHONPATH": str(bundle), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, *begin, str(bundle), *options],
-        capture_output=True,
-        text=True,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        cwd=bundle,
-        check=False,
-    )
+    return start_python(*begin, str(bundle), *options, env=environment, cwd=bundle)
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +144,7 @@ def test_with_an_npu_the_text_is_that_of_pi2_run_and_the_npu_is_called_emulated(
     assert "npu (emulated) owns 30% of the neurons" in done.stderr
 
 
-def test_an_npu_has_its_graphs_their_index_and_what_a_real_one_is_built_of(
-    npu_bundle: Path,
-) -> None:
+def test_npu_has_its_graphs_their_index_and_what_a_real_one_is_built_of(npu_bundle: Path) -> None:
     folder = npu_bundle / "hexagon/npu"
     graphs = json.loads((folder / "graphs.json").read_text())
     assert {graph["tokens"] for graph in graphs["graphs"]} == {1, 32, 128}
@@ -326,13 +315,7 @@ def test_a_plan_for_other_kernels_is_a_finding(copy: Path) -> None:
 
 
 def test_another_bundles_folder_is_refused(bundle: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pi2_phone", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=bundle,
-        check=False,
-    )
+    done = start_python("-m", "pi2_phone", str(tmp_path), cwd=bundle)
     assert done.returncode == 2 and "P671" in done.stderr
 
 

@@ -1,7 +1,5 @@
 """The command `pi2 serve`, from its first line to its last."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -60,9 +58,7 @@ def quiet_again() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quiet_again")
-def test_a_server_looks_for_garbage_as_often_as_python_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_server_looks_for_garbage_as_often_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
     usual, seen = pi2.cli._USUAL, []
     monkeypatch.setattr("pi2.cli.serve.run_server", lambda *_: seen.append(gc.get_threshold()))
     before = gc.get_threshold()

@@ -1,7 +1,5 @@
 """A device from one user to another: published, added, locked, verified, and used offline."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -103,9 +101,7 @@ class TestTheWholeWay:
 
 
 class TestTheLock:
-    def test_it_is_the_same_whatever_the_order(
-        self, bob: User, tap: Repository, tmp_path: Path
-    ) -> None:
+    def test_it_is_same_whatever_order(self, bob: User, tap: Repository, tmp_path: Path) -> None:
         tap.write("devices/b.device.toml", DEVICE.replace("acme-12", "b"))
         tap.commit()
         both = [refer(tap, "main"), refer(tap, "main", "devices/b.device.toml")]
@@ -122,9 +118,7 @@ class TestTheLock:
         assert "unchanged" in bob.succeed("profile", "add", refer(tap), "--locked", "--offline")
         assert (bob.folder / "pi2.lock").stat().st_mtime_ns == before.st_mtime_ns
 
-    def test_an_empty_cache_is_filled_again_with_the_same_bytes(
-        self, bob: User, tap: Repository
-    ) -> None:
+    def test_empty_cache_is_filled_again_with_same_bytes(self, bob: User, tap: Repository) -> None:
         bob.succeed("profile", "add", refer(tap, "main"))
         tap.write(f"devices/{NAME}", DEVICE + "# newer\n")
         tap.commit()
@@ -173,9 +167,7 @@ class TestTheLock:
             (f'path = "devices/{NAME}"', 'path = "devices/other.device.toml"', "P714"),
         ],
     )
-    def test_a_damaged_lock(
-        self, bob: User, tap: Repository, old: str, new: str, code: str
-    ) -> None:
+    def test_damaged_lock(self, bob: User, tap: Repository, old: str, new: str, code: str) -> None:
         bob.succeed("profile", "add", refer(tap))
         lock = bob.folder / "pi2.lock"
         text = lock.read_text()

@@ -1,7 +1,5 @@
 """Plans that refer to devices of other repositories."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

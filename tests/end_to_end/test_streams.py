@@ -1,7 +1,5 @@
 """Standard streams that are closed, full or no text: exit code 2 and a line, never P900."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

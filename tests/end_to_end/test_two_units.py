@@ -1,7 +1,5 @@
 """The demo plan on two units as a user runs it: one unit's text, also when the other is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.programs import start_pi2
 
 ROOT = Path(__file__).parents[2]
 ALONE = ROOT / "plans" / "demo.plan.toml"
@@ -28,7 +28,7 @@ EXACT = (
 
 
 def list_arguments(plan: Path, *settings: str) -> list[str]:
-    arguments = [sys.executable, "-m", "pi2", "run", str(plan), "--prompt", "def read_lines(path):"]
+    arguments = ["run", str(plan), "--prompt", "def read_lines(path):"]
     arguments += ["--temperature", "0", "--max-tokens", str(TOKENS), "--ignore-eos"]
     for setting in (*EXACT, *settings):
         arguments += ["--set", setting]
@@ -36,13 +36,7 @@ def list_arguments(plan: Path, *settings: str) -> list[str]:
 
 
 def run(plan: Path, *settings: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [*list_arguments(plan, *settings), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = start_pi2(*list_arguments(plan, *settings), "--json")
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -73,9 +67,8 @@ def test_two_units_write_what_one_writes(alone: dict[str, Any], prompts: str) ->
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 def test_a_run_goes_on_when_a_unit_s_process_is_killed(alone: dict[str, Any]) -> None:
-    process = subprocess.Popen(
-        list_arguments(TWO), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
-    )
+    command = [sys.executable, "-m", "pi2", *list_arguments(TWO)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
     assert process.stdout is not None
     first = process.stdout.read(1)
     assert first, process.communicate()[1].decode()

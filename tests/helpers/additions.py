@@ -1,7 +1,5 @@
 """Modules that a test adds to folders of pi2 that are listed, from a temporary folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Formats of answers, their marks as tokens, and what readers make of texts."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

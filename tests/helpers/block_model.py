@@ -3,8 +3,6 @@
 Weights are decoded by `pi2.formats`, activations are rounded as kernels round them.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

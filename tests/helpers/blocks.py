@@ -1,7 +1,5 @@
 """Weights in number formats, and kernels that compute with them, in the test's own process."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 import subprocess

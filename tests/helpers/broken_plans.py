@@ -4,8 +4,6 @@
 before committing it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

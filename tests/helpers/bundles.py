@@ -1,7 +1,5 @@
 """Neurons rounded into bundles, and taken out of them."""
 
-from __future__ import annotations
-
 from pi2.arrays import F32, U8
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import assemble_bundles, unpack_part

@@ -1,7 +1,5 @@
 """Hugging Face checkpoint folders of tiny random models."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping

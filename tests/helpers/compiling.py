@@ -6,8 +6,6 @@ hash of what it is generated from.  With `QUICK` in the environment LLVM optimis
 takes a fifth of the time, and what tests of the engine ask of kernels does not depend on it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """What kernels of a cubin take of a GPU, out of its ELF sections."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass

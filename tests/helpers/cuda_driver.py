@@ -5,8 +5,6 @@ Where the extra `cuda` is installed and a driver is not, NVIDIA's bindings take 
 they refuse wrong numbers and types of arguments before they look for the driver.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import importlib

@@ -1,8 +1,6 @@
 """Dense units of every kind that this machine has, random neurons for them, and the sums that they
 should give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

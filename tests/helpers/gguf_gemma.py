@@ -1,7 +1,5 @@
 """GGUF files of Gemma 3n and 4, as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

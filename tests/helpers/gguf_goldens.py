@@ -1,8 +1,6 @@
 """Golden models whose GGUF files give the stores of the checkpoints that they were made from, and
 what compares the two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

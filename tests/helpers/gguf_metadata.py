@@ -1,7 +1,5 @@
 """What llama.cpp's converter writes of a configuration into a GGUF file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

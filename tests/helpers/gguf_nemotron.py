@@ -1,7 +1,5 @@
 """GGUF files of Nemotron-H, as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Tensors of tiny models with the names, the order of rows and the numbers that llama.cpp's
 converter gives them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The golden models of tests/golden/models, and folders of models that transformers made."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

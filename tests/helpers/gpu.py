@@ -1,7 +1,5 @@
 """GPUs for tests: launchers of this machine, and neurons with what numpy computes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The NPU's arithmetic in numpy, and a worker for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

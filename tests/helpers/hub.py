@@ -1,7 +1,5 @@
 """A hub: a small server of one repository that speaks Hugging Face's protocol."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -7,8 +7,6 @@ and ``i8mm``.  A count, not a time: processors differ in how many of which instr
 once.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Kernels in tests: compiled in the test's own process, and numpy in float64 to compare with."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping

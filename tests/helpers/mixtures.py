@@ -1,7 +1,5 @@
 """A tiny mixture of experts with a plan that runs it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of MLC-LLM of tiny models, written as its notes on the format say."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Tiny random models: a model document, the weights of its checkpoint, and its neuron store."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

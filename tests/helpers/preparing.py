@@ -1,7 +1,5 @@
 """What the cpu backend compiles before a model has memory, and what it would load afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

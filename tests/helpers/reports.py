@@ -4,8 +4,6 @@
 committing it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pi2.diagnostics import Diagnostic, Span

@@ -1,7 +1,5 @@
 """A model that answers one prompt with one text, token by token: its positions point at tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server in a thread of the test, on a port of its own."""
 
-from __future__ import annotations
-
 import shutil
 import ssl
 import threading

@@ -1,7 +1,5 @@
 """Repositories, servers and users for tests of sharing: all local, all real."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import os

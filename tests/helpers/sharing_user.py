@@ -1,7 +1,5 @@
 """A user of shared devices, at a command line of their own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plans that come with pi2, as far as their weights are here."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

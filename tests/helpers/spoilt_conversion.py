@@ -1,7 +1,5 @@
 """A conversion of a small checkpoint that a test spoils before it runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of synthetic stores share: a small shape, and the bytes of a store."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

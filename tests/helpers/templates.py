@@ -1,7 +1,5 @@
 """Chat templates that never end, or want all memory."""
 
-from __future__ import annotations
-
 _LOOP, _END = "{% for x in range(99999) %}", "{% endfor %}"
 _LONG = "{% set n = namespace(s='a') %}{% for i in range(40) %}"
 

@@ -1,7 +1,5 @@
 """A small ``tokenizer.json``, and what has been done to it to make the tokenizer library fail."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

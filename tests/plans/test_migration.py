@@ -1,7 +1,5 @@
 """`pi2 migrate`: old documents become present ones, and nothing else in them changes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections import Counter

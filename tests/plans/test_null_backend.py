@@ -1,7 +1,5 @@
 """Every shipped plan runs through the whole engine with the null backend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every document that comes with pi2 is sound, for pi2 and for editors."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -20,13 +18,15 @@ from tests.helpers.shipped_plans import has_package, list_plans
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "plans").rglob("*.toml"))
+PAPER = sorted((ROOT / "tools/paper/plans").rglob("*.plan.toml"))
+SCHEMAS = make_schemas()
 
 
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", [p for p in SHIPPED if has_package(p)], ids=_name)
+@pytest.mark.parametrize("path", [p for p in SHIPPED + PAPER if has_package(p)], ids=_name)
 def test_it_validates_without_findings(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run(["validate", str(path)])
     assert (code, capsys.readouterr().out) == (0, "")
@@ -34,14 +34,14 @@ def test_it_validates_without_findings(path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("path", SHIPPED, ids=_name)
 def test_it_agrees_with_its_json_schema(path: Path) -> None:
-    schema = json.loads(make_schemas()[f"{detect_kind(path.name)}.schema.json"])
+    schema = json.loads(SCHEMAS[f"{detect_kind(path.name)}.schema.json"])
     errors = list(
         jsonschema.Draft7Validator(schema).iter_errors(tomli.loads(path.read_text("utf-8")))
     )
     assert errors == []
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=_name)
+@pytest.mark.parametrize("path", SHIPPED + PAPER, ids=_name)
 def test_it_names_its_schema_for_editors(path: Path) -> None:
     first = path.read_text("utf-8").splitlines()[0]
     start, _, reference = first.partition(" ")

@@ -1,7 +1,5 @@
 """Laws of fitting: what is fitted to a budget validates, keeps to it, and grows with it."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -131,7 +129,7 @@ def check_valid(fitted: ResolvedPlan) -> None:
     assert [item for item in errors if item.code != "P203"] == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=cases(), whole=st.booleans())
 def test_what_is_fitted_validates_and_keeps_to_the_budget(
     case: tuple[ResolvedPlan, int], whole: bool
@@ -152,7 +150,7 @@ def test_what_is_fitted_validates_and_keeps_to_the_budget(
     assert again.memory.segments == memory.segments and again.memory.units == memory.units
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(case=cases(), other=budgets | st.integers(0, 2 * MIB))
 def test_more_budget_never_makes_less_hot(case: tuple[ResolvedPlan, int], other: int) -> None:
     wish, one = case
@@ -168,7 +166,7 @@ def test_more_budget_never_makes_less_hot(case: tuple[ResolvedPlan, int], other:
         assert kept[0] <= kept[1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(wish=wishes(), budget=budgets)
 def test_what_fits_is_as_it_was_stated(wish: ResolvedPlan, budget: int) -> None:
     """Nothing that is stated grows, and with memory for all of it nothing becomes less."""
@@ -181,7 +179,7 @@ def test_what_fits_is_as_it_was_stated(wish: ResolvedPlan, budget: int) -> None:
         assert fitted.plan.layers == whole.plan.layers
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(wish=wishes(), budget=budgets)
 def test_a_shortage_names_a_budget_that_is_enough(wish: ResolvedPlan, budget: int) -> None:
     try:
@@ -198,7 +196,7 @@ def test_a_shortage_names_a_budget_that_is_enough(wish: ResolvedPlan, budget: in
     assert fit(wish, found.needed_bytes) is not None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(wish=wishes(), budget=budgets)
 def test_what_has_been_fitted_fits(wish: ResolvedPlan, budget: int) -> None:
     """Fitting to the same budget again changes nothing that is hot."""

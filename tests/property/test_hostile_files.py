@@ -4,8 +4,6 @@ result.
 `tools/fuzz.py` tries the same with more cases; what it found is in tests/corpus.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,37 +49,37 @@ def test_the_documents_that_are_spoilt_are_sound(targets: dict[str, Target], nam
     assert targets["document"].run(case) == "sound"
 
 
-@settings(some, max_examples=100)
+@settings(some, max_examples=50)
 @given(random=randoms)
 def test_documents(targets: dict[str, Target], random: Random) -> None:
     run(targets["document"], random)
 
 
-@settings(some, max_examples=300)
+@settings(some, max_examples=150)
 @given(random=randoms)
 def test_configurations(targets: dict[str, Target], random: Random) -> None:
     run(targets["config"], random)
 
 
-@settings(some, max_examples=250)
+@settings(some, max_examples=125)
 @given(random=randoms)
 def test_gguf_files(targets: dict[str, Target], random: Random) -> None:
     run(targets["gguf"], random)
 
 
-@settings(some, max_examples=200)
+@settings(some, max_examples=100)
 @given(random=randoms)
 def test_stores(targets: dict[str, Target], random: Random) -> None:
     run(targets["store"], random)
 
 
-@settings(some, max_examples=100)
+@settings(some, max_examples=50)
 @given(random=randoms)
 def test_tokenizers(targets: dict[str, Target], random: Random) -> None:
     run(targets["tokenizer"], random)
 
 
-@settings(some, max_examples=50)
+@settings(some, max_examples=25)
 @given(random=randoms)
 def test_templates(targets: dict[str, Target], random: Random) -> None:
     run(targets["template"], random)

@@ -1,7 +1,5 @@
 """Rotary positions, the KV cache and attention, over head counts, windows and chunk sizes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed matrices times activations, for shapes, precisions and schedules of every kind."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

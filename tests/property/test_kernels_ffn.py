@@ -1,7 +1,5 @@
 """The FFN over gathered and contiguous neurons, for every activation, precision and shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

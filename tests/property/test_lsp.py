@@ -1,7 +1,5 @@
 """Whatever stands in an editor, the language server has an answer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -20,7 +18,7 @@ junk = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.sampled_from([DEMO, DEVICE, ""]), st.data())
 def test_any_text_is_answered(text: str, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 3))):

@@ -1,7 +1,5 @@
 """Whatever part of a mixture is in memory, a token has the same logits, bit by bit."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

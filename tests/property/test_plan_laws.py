@@ -1,7 +1,5 @@
 """Laws of the plan language: places, quantities, selectors, digests, what `show` prints."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a sieve leaves out of the reads, for many distributions of scores and of missing neurons."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,8 +1,6 @@
 """A GGUF file with flipped bytes or cut short is refused with a finding, or is sound: never a
 traceback."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from random import Random
@@ -44,7 +42,7 @@ def check(file: Path) -> list[str]:
 
 
 @settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -63,7 +61,7 @@ def test_spoilt_headers_are_findings(whole: Path, tmp_path: Path, random: Random
 
 
 @settings(
-    max_examples=40,
+    max_examples=20,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

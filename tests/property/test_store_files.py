@@ -1,7 +1,5 @@
 """For any shape, a store's files are Arrow files of the same bytes, and damage is noticed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -233,11 +231,9 @@ def use_store(path: Path, tiny: TinyModel) -> None:
                 tensor.weights.max()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_garbled_manifest_is_a_user_error_or_harmless(
-    tiny: TinyModel, data: st.DataObject
-) -> None:
+def test_garbled_manifest_is_a_user_error_or_harmless(tiny: TinyModel, data: st.DataObject) -> None:
     with copy_store(tiny) as path:
         file = path / "manifest.json"
         content = bytearray(file.read_bytes())
@@ -261,7 +257,7 @@ def list_places(value: object, prefix: tuple[str | int, ...] = ()) -> list[tuple
     return paths
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_value_in_the_manifest_is_a_user_error_or_harmless(
     tiny: TinyModel, data: st.DataObject
@@ -300,7 +296,7 @@ def test_a_changed_value_in_the_manifest_is_a_user_error_or_harmless(
         use_store(path, tiny)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_truncated_file_is_a_user_error(tiny: TinyModel, data: st.DataObject) -> None:
     with copy_store(tiny) as path:
@@ -314,7 +310,7 @@ def test_a_truncated_file_is_a_user_error(tiny: TinyModel, data: st.DataObject) 
             NeuronStore.open(path)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_verify_finds_any_changed_byte(tiny: TinyModel, data: st.DataObject) -> None:
     with copy_store(tiny) as path:

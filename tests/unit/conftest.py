@@ -1,7 +1,5 @@
 """Tests of units compile kernels quickly, and convert a golden model once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

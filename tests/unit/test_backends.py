@@ -1,9 +1,6 @@
 """Backends are found by being there: nothing lists them, and asking them loads nothing heavy."""
 
-from __future__ import annotations
-
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import pytest
 from pi2.fitting import find_backend, find_executor_backend, find_unit_backend, find_whole_backend
 from pi2.fitting.check import load_plan
 from pi2.plan.documents.common import list_backend_names
+from tests.helpers.programs import start_python
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("numpy", "tvm", "tvm_ffi", "pyarrow", "torch")
@@ -35,9 +33,7 @@ def build(request):
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    return start_python("-c", script, cwd=ROOT, timeout=60)
 
 
 def test_every_folder_with_a_backend_module_is_one() -> None:

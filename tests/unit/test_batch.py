@@ -1,7 +1,5 @@
 """Several sequences at the same time, each with what it would have alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Benchmarks: workloads, figures, and the bytes that a token needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The comparison with llama.cpp: files of the same shape and precision, runs of the same work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A plan under test: what is timed, what is counted, and the command `pi2 bench`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

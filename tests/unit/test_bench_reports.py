@@ -1,7 +1,5 @@
 """What a benchmark prints, and how a row's figures are derived."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

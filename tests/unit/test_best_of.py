@@ -1,7 +1,5 @@
 """Several texts after one prompt: it is read once, and each text is the one it would be alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loads in bulk: reads of about a MiB, several at a time, straight into place."""
 
-from __future__ import annotations
-
 import threading
 import zlib
 from pathlib import Path

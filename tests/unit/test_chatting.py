@@ -1,7 +1,5 @@
 """Conversations in a terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -22,7 +20,6 @@ from click.testing import CliRunner
 import pi2
 from pi2.chatting import Session
 from pi2.cli import serve
-from pi2.cli.named_plans import find_plan_path, list_names
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 from pi2.serving.answer_reader import Fragment
@@ -139,9 +136,7 @@ def test_a_file_that_is_refused_changes_nothing_and_leaves_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"talk.json", "folder"}
 
 
-def test_an_interrupt_in_a_terminal_stops_the_answer_and_not_the_program(
-    plan: Path, tmp_path: Path
-) -> None:
+def test_interrupt_in_a_terminal_stops_answer_and_not_program(plan: Path, tmp_path: Path) -> None:
     with pi2.load(plan) as model:
         ids = model.encode_chat([{"role": "user", "content": "hello"}])
         begun = model.generate(ids, max_tokens=6).result.text.encode()
@@ -254,24 +249,3 @@ def test_a_model_without_a_chat_template_is_refused_at_once() -> None:
     (finding,) = done.exception.diagnostics
     assert finding.code == "P609"
     assert "`pi2 run demo --prompt TEXT`" in (finding.help or "")
-
-
-def test_shipped_plans_have_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"demo", "oneplus-12/bamboo-7b"} <= set(list_names())
-    monkeypatch.chdir(tmp_path)
-    assert find_plan_path(Path("demo")).name == "demo.plan.toml"
-    with pytest.raises(pi2.UserError, match="did you mean demo"):
-        find_plan_path(Path("demo.plan.toml"))
-    with pytest.raises(pi2.UserError, match="P001"):
-        find_plan_path(Path("other"))
-    own = tmp_path / "demo"
-    own.write_text("")
-    assert find_plan_path(Path("demo")) == Path("demo")
-    own.unlink()
-    done = subprocess.run(
-        [sys.executable, "-m", "pi2", "run", "demo", "--prompt", "def ", "--max-tokens", "2"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

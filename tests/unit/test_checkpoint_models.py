@@ -1,7 +1,5 @@
 """`pi2 run CHECKPOINT`: a folder is converted once, and then found; a GGUF file runs as it is."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

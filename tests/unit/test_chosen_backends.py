@@ -1,7 +1,5 @@
 """Which backends generated plans name, and what they say of it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -34,9 +32,7 @@ def test_every_kind_has_a_backend_that_computes() -> None:
     assert explain_backends({"cpu", "npu"}) is None
 
 
-def test_a_kind_without_a_backend_makes_a_plan_to_count_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kind_without_a_backend_makes_a_plan_to_count_with(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (completion, drafting):
         monkeypatch.setattr(module, "list_usual_backends", lambda: {"cpu": "cpu"})
     assert choose_backends({"cpu", "npu"}) == {"cpu": "null", "npu": "null"}

@@ -4,8 +4,6 @@ The commands are taken from the files and run as the services run them, in a rep
 sound plan, one with a mistake, and one whose folder has a blank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

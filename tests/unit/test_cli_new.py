@@ -1,7 +1,5 @@
 """`pi2 new`: documents to begin with, which are sound from the start."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`pi2 completion`: what a shell is taught, and what it then answers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -10,12 +8,15 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 
 from pi2.authoring.explanation import describe_field, parse_path
 from pi2.cli.commands import list_commands
-from pi2.cli.main import run
+from pi2.cli.main import group, run
 from pi2.cli.options import suggest_settings
 from pi2.plan.documents.plan import Plan
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -31,57 +32,62 @@ def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'tcsh' is not one of" in capsys.readouterr().err
 
 
-def ask(tmp_path: Path, *words: str) -> list[str]:
-    """What bash offers after ``words`` once it was taught."""
+def test_bash_completes_commands(tmp_path: Path) -> None:
+    """As it does once it was taught."""
     program = tmp_path / "pi2"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m pi2 "$@"\n')
     program.chmod(0o755)
-    listed = " ".join(f"'{word}'" for word in words)
-    script = f"""
+    script = """
         eval "$(pi2 completion bash)"
-        COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}
+        COMP_WORDS=(pi2 profile s); COMP_CWORD=2
         _pi2_completion pi2
-        printf '%s\\n' "${{COMPREPLY[@]}}"
+        printf '%s\\n' "${COMPREPLY[@]}"
     """
     bash = shutil.which("bash")
     assert bash is not None
     done = subprocess.run(
         [bash, "--noprofile", "--norc", "-c", script],
         env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout.split()
+    assert set(done.stdout.split()) == {"search", "show"}
 
 
-def test_bash_completes_commands(tmp_path: Path) -> None:
-    assert set(ask(tmp_path, "pi2", "")) == set(list_commands())
-    assert set(ask(tmp_path, "pi2", "profile", "s")) == {"search", "show"}
+def offer(*words: str) -> list[str]:
+    """What any shell is told that may stand for the last word after ``pi2``."""
+    shell = BashComplete(group, {}, "pi2", "_PI2_COMPLETE")
+    found = shell.get_completions(list(words[:-1]), words[-1])
+    return [item.value for item in found if item.type == "plain"]
 
 
-def test_bash_completes_names_of_documents(tmp_path: Path) -> None:
-    assert ask(tmp_path, "pi2", "plan", "--device", "oneplus-1") == ["oneplus-12"]
-    assert ask(tmp_path, "pi2", "new", "plan", "--model", "bamb") == ["bamboo-7b"]
-    assert "raspberry-pi-5" in ask(tmp_path, "pi2", "profile", "show", "ra")
-    assert ask(tmp_path, "pi2", "new", "device", "--like", "xiaomi") == ["xiaomi-14"]
+def test_commands_are_offered() -> None:
+    assert set(offer("")) == set(list_commands())
 
 
-def test_bash_completes_codes_and_keys(tmp_path: Path) -> None:
-    assert set(ask(tmp_path, "pi2", "explain", "P20")) == {"P201", "P202", "P203", "P204", "P205"}
-    assert ask(tmp_path, "pi2", "explain", "p201") == ["P201"]
-    assert ask(tmp_path, "pi2", "explain", "kv.con") == ["kv.context"]
-    assert "units.*.kind" in ask(tmp_path, "pi2", "explain", "units.")
+def test_names_of_documents_are_offered() -> None:
+    assert offer("plan", "--device", "oneplus-1") == ["oneplus-12"]
+    assert offer("new", "plan", "--model", "bamb") == ["bamboo-7b"]
+    assert "raspberry-pi-5" in offer("profile", "show", "ra")
+    assert offer("new", "device", "--like", "xiaomi") == ["xiaomi-14"]
 
 
-def test_bash_completes_settings(tmp_path: Path) -> None:
-    plan = "plans/demo.plan.toml"
-    assert ask(tmp_path, "pi2", "run", plan, "--set", "kv.con") == ["kv.context="]
-    offered = ask(tmp_path, "pi2", "run", plan, "--set", "decode.predictor")
+def test_codes_and_keys_are_offered() -> None:
+    assert set(offer("explain", "P20")) == {"P201", "P202", "P203", "P204", "P205"}
+    assert offer("explain", "p201") == ["P201"]
+    assert offer("explain", "kv.con") == ["kv.context"]
+    assert "units.*.kind" in offer("explain", "units.")
+
+
+def test_settings_are_offered() -> None:
+    plan = str(ROOT / "plans/demo.plan.toml")
+    assert offer("run", plan, "--set", "kv.con") == ["kv.context="]
+    offered = offer("run", plan, "--set", "decode.predictor")
     assert {"decode.predictor=gate", "decode.predictor=low-rank"} <= set(offered)
-    assert "cache.fill=true" in ask(tmp_path, "pi2", "simulate", plan, "--set", "cache.f")
-    assert ask(tmp_path, "pi2", "run", plan, "--set", "memory.segments") != []
+    assert "cache.fill=true" in offer("simulate", plan, "--set", "cache.f")
+    assert offer("run", plan, "--set", "memory.segments") != []
 
 
 def test_every_offered_setting_is_a_key_of_a_plan() -> None:
@@ -91,6 +97,6 @@ def test_every_offered_setting_is_a_key_of_a_plan() -> None:
         assert describe_field(Plan, parse_path(key)) is not None, key
 
 
-def test_bash_completes_options_and_choices(tmp_path: Path) -> None:
-    assert "--output-format" in ask(tmp_path, "pi2", "validate", "--out")
-    assert ask(tmp_path, "pi2", "validate", "--output-format", "s") == ["sarif"]
+def test_options_and_choices_are_offered() -> None:
+    assert "--output-format" in offer("validate", "--out")
+    assert offer("validate", "--output-format", "s") == ["sarif"]

@@ -1,7 +1,5 @@
 """What several sequences that generate at the same time take, on a probed machine."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An NPU's programs have fixed numbers of tokens: what a job has fewer is computed as zeros."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -33,9 +31,7 @@ def time_prompt(found: Description, tokens: int) -> float:
     ("count", "padded"),
     [(1, 1), (3, 4), (5, 32), (32, 32), (100, 128), (128, 128), (130, 130), (200, 256), (260, 260)],
 )
-def test_the_largest_graphs_run_and_the_smallest_that_holds_the_rest(
-    count: int, padded: int
-) -> None:
+def test_largest_graphs_run_and_the_smallest_that_holds_the_rest(count: int, padded: int) -> None:
     assert pad_tokens(count, GRAPHS) == padded
     assert pad_tokens(count, ()) == count
 

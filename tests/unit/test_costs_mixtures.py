@@ -1,12 +1,10 @@
 """What predictions take the layers of mixtures to be: dense ones, shared experts, chosen ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
-from pi2.costs.activity import LayerActivity, describe_activity
+from pi2.costs.activity import describe_activity
 from pi2.plan.documents.model import Model
 from pi2.planning.planner import plan
 from pi2.planning.wish import Wish, read_document
@@ -46,10 +44,3 @@ def test_fewer_active_experts_are_predicted_to_be_faster() -> None:
         for active in (6, 8)
     ]
     assert speeds[0] > 1.05 * speeds[1]
-
-
-@pytest.fixture
-def layer() -> LayerActivity:
-    """A layer of 64 experts, four of which are chosen, a shared one, and two that rest."""
-    model = read_model("glm-4.7-flash")
-    return describe_activity(model, "router")[0][1]

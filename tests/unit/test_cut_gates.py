@@ -1,7 +1,5 @@
 """Layers whose gates have a cutoff compute the neurons that it leaves open, and no others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +178,7 @@ def make_wish(**changes: Any) -> Wish:
     )
 
 
-def test_the_planner_keeps_layers_first_that_compute_all_their_neurons(
-    planned: PlannedPlan,
-) -> None:
+def test_planner_keeps_layers_first_that_compute_all_their_neurons(planned: PlannedPlan) -> None:
     resolved = planned.resolved
     assert resolved.plan.decode.predictor == "gate"
     hots = [layer.hot for layer in resolved.layers]

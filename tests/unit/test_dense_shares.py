@@ -1,7 +1,5 @@
 """Two units compute a layer at the same time, and give what one gives."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -362,9 +360,7 @@ def test_a_lost_unit_ends_this_run_and_later_ones_unless_the_plan_says_otherwise
             check_at_rest(model)
 
 
-def test_an_executor_that_is_observed_computes_everything(
-    plan: Path, alone: tuple[F32, F32]
-) -> None:
+def test_executor_that_is_observed_computes_everything(plan: Path, alone: tuple[F32, F32]) -> None:
     def observe(executor: Executor, request: BuildRequest) -> ExecutorObserver:
         return ExecutorObserver()
 

@@ -1,7 +1,5 @@
 """The container and the Kubernetes example are what their own checkers call sound."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

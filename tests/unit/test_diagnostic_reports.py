@@ -1,7 +1,5 @@
 """Reports for continuous integration: GitHub, GitLab, SARIF and JUnit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -40,9 +38,7 @@ def hide_version(report: str) -> str:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_report_is_as_expected(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_is_as_expected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the top of a repository, by which files are named."""
     (tmp_path / ".git").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,5 @@
 """What diagnostics look like."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`pi2 doctor`: what it finds, how it says it, and what it makes of plans."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

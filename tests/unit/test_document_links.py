@@ -1,7 +1,5 @@
 """Links between documents lead to a file and, where they name one, to a heading of it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A device file with one figure doubled moves planner and simulator in the right direction."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

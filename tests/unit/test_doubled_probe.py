@@ -4,8 +4,6 @@ The device is one that `pi2 probe` wrote on two cores of a Skylake server; `test
 does the same for a phone whose figures were published.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import tomllib

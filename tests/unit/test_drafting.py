@@ -1,7 +1,5 @@
 """Which tokens a prompt gives to guess, and when guessing pays."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chat templates: the prompts that transformers makes, and nothing outside of the sandbox."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -155,24 +153,18 @@ def test_no_template_and_broken_files_are_findings(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_conversion_keeps_the_template(tmp_path: Path) -> None:
+def test_conversion_keeps_templates(tmp_path: Path) -> None:
     model = make_model()
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
     write_config(checkpoint, {"bos_token": "<begin>"})
     (checkpoint / "chat_template.jinja").write_text(SIMPLE)
-    manifest = convert_checkpoint(checkpoint, model, tmp_path / "store")
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        assert manifest.find_file(name) is not None
-        assert (tmp_path / "store" / name).read_bytes() == (checkpoint / name).read_bytes()
-
-
-def test_conversion_keeps_further_templates(tmp_path: Path) -> None:
-    model = make_model()
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
     more = checkpoint / "additional_chat_templates"
     more.mkdir()
     (more / "rag.jinja").write_text(SIMPLE)
     manifest = convert_checkpoint(checkpoint, model, tmp_path / "store")
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        assert manifest.find_file(name) is not None
+        assert (tmp_path / "store" / name).read_bytes() == (checkpoint / name).read_bytes()
     assert manifest.find_file("chat_template.rag.jinja") is not None
     assert read(tmp_path / "store", "rag").render(HELLO) == "<begin>user:Hello\n"
 

@@ -1,7 +1,5 @@
 """The engine with the reference backend, against a plain transformer written in ten lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -148,9 +146,7 @@ def test_looking_ahead_costs_nothing_where_every_neuron_is_named(
         assert cache.free_capacity == cache.cold_capacity, "nothing is held in the end"
 
 
-def test_missing_neurons_with_low_scores_are_left_out_and_the_others_computed(
-    tmp_path: Path,
-) -> None:
+def test_missing_neurons_with_low_scores_are_left_out_and_others_computed(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path)
     plan = write_plan(tmp_path, tiny, {"layers": {"hot": 0.25}})
     threshold = {"decode.threshold": -1e9, "cache.fill": False}
@@ -319,9 +315,7 @@ def test_rows_of_the_embedding_may_come_from_flash(tmp_path: Path) -> None:
     assert sizes[2] <= sizes[3] < sizes[1]
 
 
-def test_a_store_that_is_cut_while_running_gives_no_wrong_row_of_the_embedding(
-    tmp_path: Path,
-) -> None:
+def test_store_that_is_cut_while_running_gives_no_wrong_row_of_embedding(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, make_tiny(tmp_path, {"tied_head": False}))
     with pi2.load(plan, set={"memory.embedding": "flash"}) as model:
         forward = model._parts.forward

@@ -1,7 +1,5 @@
 """Conversations with calls, in the shape that each template wants."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

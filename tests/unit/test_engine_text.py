@@ -1,7 +1,5 @@
 """Text out of tokens: whole characters, and stop strings across pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -116,9 +114,7 @@ def test_the_first_space_of_a_continuation_stays() -> None:
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
 @settings(max_examples=40)
 @given(words=st.lists(st.sampled_from(WORDS), max_size=8), cut=st.integers(0, 60))
-def test_pieces_make_the_text_that_the_tokenizer_decodes(
-    kind: str, words: list[str], cut: int
-) -> None:
+def test_pieces_make_the_text_that_tokenizer_decodes(kind: str, words: list[str], cut: int) -> None:
     tokenizer = make_tokenizer(kind)
     whole = tokenizer.encode("".join(words)).ids
     # A special token is no text, wherever it stands.

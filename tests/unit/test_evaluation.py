@@ -1,7 +1,5 @@
 """`pi2 evaluate`: windows, perplexity, agreement and recall are what they say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

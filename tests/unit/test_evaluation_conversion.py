@@ -1,7 +1,5 @@
 """What quantisation costs, by weights that are read layer by layer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -29,9 +27,7 @@ TEXT = "What is rounded is not what was written, but it reads nearly the same. "
 
 
 @pytest.mark.parametrize("name", list_goldens())
-def test_losses_by_a_checkpoints_weights_are_those_of_transformers(
-    tmp_path: Path, name: str
-) -> None:
+def test_losses_by_checkpoints_weights_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     golden = read_golden(name)
     checkpoint = copy_checkpoint(name, tmp_path / "checkpoint")
     model = describe_checkpoint(checkpoint).model

@@ -1,7 +1,5 @@
 """Every code has a page: `pi2 explain`, docs/reference/findings, and the pages themselves."""
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Routers look two layers ahead while the drive has nothing to do, and no bit depends on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 
 import pi2
 from pi2.arrays import F32, I32
+from pi2.engine.statistics import RunStatistics
 from tests.helpers.mixtures import SHAPE, make_mixture_plan
 
 TOKENS = [7, 100, 8, 290, 3, 3, 41, 250]
@@ -29,7 +28,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mixture_plan(tmp_path_factory.mktemp("deep"), "silu", changes)
 
 
-def decode(plan: Path, experts: int, *, is_idle: bool) -> tuple[F32, list[set[int]], pi2.Stats]:
+def decode(plan: Path, experts: int, *, is_idle: bool) -> tuple[F32, list[set[int]], RunStatistics]:
     """Logits of tokens one by one with room for so many ``experts``, and which layers had been
     begun when a layer's FFN ended."""
     with pi2.load(plan) as model:

@@ -1,21 +1,22 @@
-"""Figures as people read them: no exponents, no negative zeros, no sizes of ten digits."""
-
-from __future__ import annotations
+"""Figures as people read them and as device files state them."""
 
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from pi2.backends.hexagon.library import choose_version
 from pi2.cli.main import run
 from pi2.engine.run_report import summarise_pressure
 from pi2.fitting.check import check_file
 from pi2.fitting.completion import complete_plan
 from pi2.importing.new_model import draft_first_plan
-from pi2.plan.documents.device import Device
+from pi2.plan.documents.device import Device, Hexagon, Memory, Unit
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
@@ -133,3 +134,33 @@ def test_a_few_pages_are_no_memory_pressure(
     faults: int | None, swapped: int | None, lines: list[str]
 ) -> None:
     assert summarise_pressure({"major_faults": faults, "swapped_bytes": swapped}) == lines
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("14.8 GiB", 15_891_378_995), ("15.9GB", 15_900_000_000), ("7.1 KiB", 7270), ("512 B", 512)],
+)
+def test_a_size_is_rounded_to_bytes(text: str, size: int) -> None:
+    values: dict[str, Any] = {"usable": text}
+    assert Memory.model_validate(values).usable == size
+
+
+def test_a_part_of_a_byte_is_no_size() -> None:
+    values: dict[str, Any] = {"usable": "0.4 B"}
+    with pytest.raises(ValidationError, match="not a whole number"):
+        Memory.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("stated", "compiled"),
+    [(None, "v66"), ("v66", "v66"), ("v71", "v69"), ("v75", "v75"), ("v79", "v75"), ("v81", "v75")],
+)
+def test_programs_are_for_newest_version_that_npu_runs(stated: str | None, compiled: str) -> None:
+    unit = Unit(kind="npu", architecture="hexagon", hexagon=Hexagon(version=stated))
+    assert choose_version(unit) == compiled
+
+
+@pytest.mark.parametrize("stated", ["v65", "75", "v7", "hexagon v79"])
+def test_what_is_no_version_is_refused(stated: str) -> None:
+    with pytest.raises(ValidationError):
+        Hexagon(version=stated)

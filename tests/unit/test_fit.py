@@ -1,7 +1,5 @@
 """A device document against a machine: what fits, what does not, and what to do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +165,7 @@ def test_misfit_of_a_plan_points_into_its_file(tmp_path: Path) -> None:
     assert line[finding.span.column - 1 : finding.span.end_column - 1] == '"arm.device.toml"'
 
 
-def test_plan_for_another_processor_runs_on_numpy_and_on_the_counting_backend(
-    tmp_path: Path,
-) -> None:
+def test_plan_for_another_processor_runs_on_numpy_and_on_counting_backend(tmp_path: Path) -> None:
     small = make_machine(limit=GIB // 64, available=GIB // 64)
     assert find_plan_misfits(resolve_demo(tmp_path, "reference"), make_machine()) == []
     numpy_only = find_plan_misfits(resolve_demo(tmp_path, "reference"), small)

@@ -1,7 +1,5 @@
 """What a plan derived gives way to what is wanted now: --set and --memory in every command."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path
@@ -144,9 +142,7 @@ def test_a_fitted_plan_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert load_plan(file).digest == kept.digest
 
 
-def test_a_fitted_file_of_weights_is_a_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fitted_file_of_weights_is_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PI2_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     from tests.unit.test_checkpoint_models import write_model

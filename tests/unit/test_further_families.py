@@ -2,8 +2,6 @@
 
 ``tools/compare_families.py`` compares what they compute with transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -311,9 +309,7 @@ def test_gates_of_heads_may_be_a_tensor_of_their_own(tmp_path: Path) -> None:
     assert convert(checkpoint, apart, tmp_path / "apart") == expected
 
 
-def test_minimax_m3_is_read_by_the_names_of_the_hub_and_by_those_of_transformers(
-    tmp_path: Path,
-) -> None:
+def test_minimax_m3_is_read_by_names_of_hub_and_by_those_of_transformers(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
 
     def draw(*shape: int) -> F16:

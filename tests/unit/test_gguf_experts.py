@@ -1,7 +1,5 @@
 """A mixture in a GGUF file within less memory than its experts take."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """GGUF files of mixtures run as they are, and give the logits of the reference implementation."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

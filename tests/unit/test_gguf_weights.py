@@ -1,7 +1,5 @@
 """A GGUF file as a source of weights: what is resident, what streams, what a plan derives."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

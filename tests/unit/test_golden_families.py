@@ -1,7 +1,5 @@
 """What single golden models have of their own: options, tensors and layers of one family."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Every option that a model document can state is in a golden model, so that it is compared with
 the reference implementation."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The expected values are in tests/golden/models, written by tools/make_goldens.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

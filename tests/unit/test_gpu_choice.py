@@ -1,7 +1,5 @@
 """Which API plays a unit of a device, and what is said where none does."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -53,18 +51,14 @@ def test_the_architecture_names_the_api(architecture: Any, apis: tuple[str, ...]
     assert choice.list_apis(Unit(kind="gpu", architecture=architecture)) == apis
 
 
-def test_where_none_is_named_the_first_that_there_is_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_none_is_named_first_that_there_is_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     find(monkeypatch, {"webgpu": GPU, "opencl": GPU})
     unit = Unit(kind="gpu")
     assert str(choice.open_unit(unit)) == "opened webgpu"
     assert choice.find_unit_obstacles(unit) == []
 
 
-def test_a_processor_plays_only_what_is_said_to_be_emulated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processor_plays_only_what_is_said_to_be_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     find(monkeypatch, {"opencl": PROCESSOR})
     emulated = Unit(kind="gpu", architecture="opencl", emulated=True)
     assert str(choice.open_unit(emulated)) == "opened opencl"

@@ -1,7 +1,5 @@
 """Neurons of an expert that are cached and read together."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,12 +1,8 @@
 """Guides in docs say what is true: their examples run, and their files and codes exist."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -16,6 +12,7 @@ import pi2
 from pi2.cli.commands import LazyGroup
 from pi2.cli.main import run
 from pi2.fitting.check import check_file
+from tests.helpers.programs import start_python
 from tools import list_models, write_api_docs
 
 ROOT = Path(__file__).parents[2]
@@ -43,13 +40,8 @@ def test_the_python_reference_has_every_public_name() -> None:
 def test_the_examples_in_python_run() -> None:
     examples = find_blocks("howto/use-from-python.md", "python")
     assert len(examples) == 4
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(examples)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    done = start_python(
+        "-c", "\n".join(examples), cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert done.returncode == 0, done.stderr
     assert "length" in done.stdout

@@ -1,7 +1,5 @@
 """The house only shrinks, and no import goes in a circle."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.measure_house import (

@@ -1,7 +1,5 @@
 """Importance matrices of llama.cpp: both kinds of file say the same, broken ones are refused."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints whose layers are single blocks, and layers with two mixers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Broken parts beside the weights: one diagnostic that names the file, and no store left behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

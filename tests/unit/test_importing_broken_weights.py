@@ -1,7 +1,5 @@
 """Broken weight files: one diagnostic that names file and tensor, and no store left behind."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Converting a checkpoint: the store holds its weights, quantised, in the chosen order."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess
@@ -383,9 +381,7 @@ convert_checkpoint(Path(sys.argv[1]), make_model(), Path(sys.argv[2]), progress=
 
 
 @pytest.mark.parametrize("steps", [1, 5, 12])
-def test_a_killed_conversion_leaves_no_store_and_can_be_repeated(
-    tmp_path: Path, steps: int
-) -> None:
+def test_killed_conversion_leaves_no_store_and_can_be_repeated(tmp_path: Path, steps: int) -> None:
     model = make_model()
     weights = draw_weights(model)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)

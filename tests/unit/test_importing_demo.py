@@ -1,7 +1,5 @@
 """`tools/build_demo_store.py`: small, whole, and the same bytes every time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

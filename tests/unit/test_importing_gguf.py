@@ -1,7 +1,5 @@
 """GGUF files: the store is that of the checkpoint which the file was made from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """GGUF files of BitNet: ternary weights stay what they are, in all types of numbers that hold
 them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

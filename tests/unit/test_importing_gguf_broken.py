@@ -1,7 +1,5 @@
 """Broken GGUF files: one diagnostic that names file and tensor, and no store left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import struct

@@ -1,8 +1,6 @@
 """GGUF files of families with tables of their own give the stores of the checkpoints that they
 were made from; tensors have the names that the gguf package knows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What a GGUF file states is computed, or it is refused by its name: nothing is left out in
 silence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

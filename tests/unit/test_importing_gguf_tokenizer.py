@@ -1,7 +1,5 @@
 """Tokenizers that are made from GGUF metadata cut text as the original ones do."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

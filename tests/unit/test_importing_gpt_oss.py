@@ -1,7 +1,5 @@
 """gpt-oss as it is published, its experts in MXFP4, computes what the same numbers in fp16 do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

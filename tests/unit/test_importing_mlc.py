@@ -1,7 +1,5 @@
 """Folders of MLC-LLM: the store is that of the checkpoint with the weights that they stand for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Every format is written here as its description has it, element by element, by c
 nothing with pi2's.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Mapping

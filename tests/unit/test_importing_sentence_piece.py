@@ -1,7 +1,5 @@
 """``tokenizer.model`` becomes a tokenizer that cuts text as the SentencePiece library does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """PyTorch weight files: read where torch is installed, and never run."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models of any width: zeros fill up the last group of 32 in a store, and nothing else changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -57,9 +55,7 @@ WIDTHS = {
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
 @pytest.mark.parametrize("case", WIDTHS)
-def test_the_store_holds_the_checkpoint_and_zeros(
-    tmp_path: Path, case: str, precision: Precision
-) -> None:
+def test_store_holds_checkpoint_and_zeros(tmp_path: Path, case: str, precision: Precision) -> None:
     parts = ("ffn", "attention", "embedding", "head", "predictor")
     quantization = dict.fromkeys(parts, precision)
     model = make_model({"shape": WIDTHS[case], "quantization": quantization, "tied_head": False})

@@ -1,7 +1,5 @@
 """Prompts that begin like earlier ones go on from what was read of those."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

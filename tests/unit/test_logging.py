@@ -1,7 +1,5 @@
 """Logs: where they go and what they look like."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

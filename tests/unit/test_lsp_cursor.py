@@ -1,7 +1,5 @@
 """Where a cursor stands in a text that is still being written; ``|`` is the cursor."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Detection of the processor, from files that real machines have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 

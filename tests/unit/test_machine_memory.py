@@ -1,7 +1,5 @@
 """Detection of main memory and of limits on it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

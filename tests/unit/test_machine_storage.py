@@ -1,7 +1,5 @@
 """Detection of the storage behind a path."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The budget: what of its memory lies in large pages."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which neuron is in which slot."""
 
-from __future__ import annotations
-
 import mmap
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Reads of bundles: the right bytes, or an error that says where; the same with every engine."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The cold cache's replacement policies: each against what a textbook says, all against the law."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import get_args
 

@@ -5,8 +5,6 @@ The package here has the signatures of MLC-LLM 0.20 (`MLCEngine`, its ``completi
 is installed (``PI2_MLC_PYTHON``).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -214,9 +212,7 @@ def test_conversations_are_rendered_by_mlc_llm(said: Path, folder: Path) -> None
     assert read(said)[1] == {"messages": messages, "max_tokens": 3, "temperature": 0.5}
 
 
-def test_what_mlc_llm_refuses_is_a_finding_and_the_next_text_works(
-    said: Path, folder: Path
-) -> None:
+def test_what_mlc_llm_refuses_is_a_finding_and_next_text_works(said: Path, folder: Path) -> None:
     del said
     with MlcEngine(folder, load_plan(PLAN).model, context=64) as engine:
         with pytest.raises(UserError, match=r"P688.*too long"):

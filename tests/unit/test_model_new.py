@@ -1,7 +1,5 @@
 """`pi2 model new`, and what `pi2 convert` leaves beside a store for a first run."""
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib
@@ -170,9 +168,7 @@ def test_layers_that_draft_tokens_are_left_out_with_a_word(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "nearest"), [("llama5_text", "'llama4_text'"), ("minimax_m9", "'minimax_m2'")]
 )
-def test_the_nearest_family_of_an_unknown_one_is_named(
-    tmp_path: Path, kind: str, nearest: str
-) -> None:
+def test_nearest_family_of_an_unknown_one_is_named(tmp_path: Path, kind: str, nearest: str) -> None:
     checkpoint = copy_checkpoint("llama", tmp_path / "llama")
     change_config(checkpoint, model_type=kind)
     with pytest.raises(UserError, match="P544") as caught:

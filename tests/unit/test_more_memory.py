@@ -1,7 +1,5 @@
 """A plan that gets more memory is never predicted or simulated to be slower."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

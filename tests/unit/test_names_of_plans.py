@@ -1,7 +1,5 @@
 """A plan has one name in every command: pulled models, shipped plans, checkpoints and files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Neurons for prompts: each once, and only those read that are not in memory."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from itertools import groupby
 from typing import Any

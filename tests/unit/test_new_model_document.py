@@ -1,7 +1,5 @@
 """docs/howto/add-a-model.md: a family is added by its TOML text alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

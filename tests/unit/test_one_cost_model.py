@@ -1,7 +1,5 @@
 """Planner and simulator work with one description, and what they make of it agrees."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.compare_predictions import Outcome, run_grid
@@ -14,9 +12,7 @@ def outcomes() -> list[Outcome]:
     return list(run_grid(CELLS, seed=20261122))
 
 
-def test_the_closed_form_is_near_the_simulated_events_over_a_random_grid(
-    outcomes: list[Outcome],
-) -> None:
+def test_closed_form_is_near_the_simulated_events_over_random_grid(outcomes: list[Outcome]) -> None:
     """notes/planner.md has the result of a larger grid."""
     errors = sorted(abs(item.error) for item in outcomes)
     far = [item.cell for item in outcomes if abs(item.error) > 0.10]

@@ -1,6 +1,4 @@
-"""Kernels are compiled before a model's memory is filled: the kernels that it will then load."""
-
-from __future__ import annotations
+"""A model that is open, and documents that are read once."""
 
 from functools import partial
 from pathlib import Path
@@ -15,6 +13,7 @@ from pi2.orchestrator import load
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 from tests.helpers.preparing import watch_kernels
+from tests.helpers.programs import start_python
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +71,42 @@ def test_loops_of_the_host_are_compiled_early(plan: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         pi2.load(plan)
     assert order == ["loops", "memory"]
+
+
+ROOT = Path(__file__).parents[2]
+COUNT = """
+import collections, sys
+opened = collections.Counter()
+def note(event, arguments):
+    name = str(arguments[0]).rpartition("/")[2] if event == "open" else ""
+    if name.endswith((".plan.toml", ".device.toml", ".model.toml")):
+        opened[name] += 1
+sys.addaudithook(note)
+from pi2.cli.main import run
+code = run(sys.argv[1:])
+print(sorted(opened.items()), file=sys.stderr)
+sys.exit(code)
+"""
+PLAN = str(ROOT / "plans/demo-two-units.plan.toml")
+DOCUMENTS = (
+    "[('demo-two-units.plan.toml', 1), ('demo.plan.toml', 1), ('host-two-units.device.toml', 1), "
+    "('host.device.toml', 1), ('pi2-demo.model.toml', 1)]"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--prompt", "def ", "--max-tokens", "2"],
+        ["run", "--prompt", "def ", "--max-tokens", "2", "--memory", "150 MiB"],
+        ["run", "--prompt", "def ", "--max-tokens", "2", "--set", "io.threads=2"],
+        ["chat"],
+        ["evaluate", "--text", str(ROOT / "README.md"), "--windows", "1", "--context", "32"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:1] + arguments[5:6]),
+)
+def test_a_command_reads_each_document_once(arguments: list[str]) -> None:
+    command, *options = arguments
+    backend = ["--set", 'backends.cpu="reference"']
+    done = start_python("-c", COUNT, command, PLAN, *options, *backend, input="hello\n")
+    assert done.stderr.splitlines()[-1] == DOCUMENTS, done.stderr

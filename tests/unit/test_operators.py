@@ -1,8 +1,6 @@
 """Golden models of every kind of operator compute the same beyond memory, in company and with
 another unit; what contradicts an operator and what has no kernels for it is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Predictions against speeds that others measured with other engines: tools/outside/rows.toml."""
 
-from __future__ import annotations
-
 import statistics
 import tomllib
 

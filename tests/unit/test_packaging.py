@@ -1,11 +1,8 @@
 """The wheel holds everything that pi2 needs at run time, inside the package, and nothing else."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -16,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from tests.helpers.programs import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("backends", "plans", "schemas")
@@ -28,13 +27,7 @@ def build(kind: str, tree: Path, output: Path) -> Path:
     """Build the ``wheel`` or ``sdist`` of ``tree`` with the setuptools that is here, offline."""
     script = f"import sys, setuptools.build_meta as b; print(b.build_{kind}(sys.argv[1]))"
     output.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(output)],
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = start_python("-c", script, str(output), cwd=tree)
     assert done.returncode == 0, done.stderr
     return output / done.stdout.splitlines()[-1]
 
@@ -88,13 +81,7 @@ def run_installed(
     script = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); from pi2.cli.main import main; main()"
     )
-    return subprocess.run(
-        [sys.executable, "-P", "-c", script, str(installed), *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return start_python("-P", "-c", script, str(installed), *arguments, cwd=folder)
 
 
 @pytest.mark.parametrize("name", LINKED)
@@ -147,20 +134,12 @@ def test_installed_package_finds_its_plans_from_any_folder(installed: Path, tmp_
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_installed_package_does_not_borrow_from_the_repository(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_installed_package_does_not_borrow_from_repository(installed: Path, tmp_path: Path) -> None:
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); import pi2, pi2.backends.protocol as p;"
         "print(pi2.__file__, p.__file__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script, str(installed)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = start_python("-P", "-c", script, str(installed), cwd=tmp_path, check=True)
     assert done.stdout.split() == [
         str(installed / "pi2/__init__.py"),
         str(installed / "pi2/backends/protocol.py"),

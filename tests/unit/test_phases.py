@@ -1,7 +1,5 @@
 """Neurons in two reads: the gate first, up and down only where the gate is open."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,18 +1,18 @@
-"""A bundle's code needs Python and numpy alone, and reads documents as pi2 does."""
-
-from __future__ import annotations
+"""What a bundle for phones holds, and what its probe writes."""
 
 import ast
 import inspect
 import os
-import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from pi2.fitting.check import load_plan
+from pi2.cli.main import run
+from pi2.diagnostics import UserError
+from pi2.fitting.check import check_file, load_plan
 from pi2.phone.contents import (
     DENSE_BACKENDS,
     LEFT_OUT,
@@ -23,6 +23,10 @@ from pi2.phone.contents import (
     list_code,
 )
 from pi2.phone.documents import read_resolved, write_resolved
+from pi2.phone.runtime import probing
+from pi2.phone.runtime.probing import write_toml
+from pi2.probing import storage
+from tests.helpers.programs import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = {"numpy", "pi2", *STAND_INS} | set(sys.stdlib_module_names)
@@ -124,13 +128,56 @@ def test_documents_are_read_as_pydantic_reads_them(plan: str, tmp_path: Path) ->
     assert with_pydantic.model == resolved.model
     found = []
     for paths in ([ROOT / "pi2/phone/stand_ins", ROOT], [ROOT]):
-        done = subprocess.run(
-            [sys.executable, "-c", DESCRIBE, str(file)],
-            capture_output=True,
-            text=True,
+        done = start_python(
+            "-c",
+            DESCRIBE,
+            str(file),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-            check=False,
         )
         assert done.returncode == 0, done.stderr
         found.append(done.stdout.splitlines())
     assert found[0] == found[1]
+
+
+MIB = 1 << 20
+
+
+def test_what_is_written_is_a_valid_device_with_rates_of_flash_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "ROUND_S", 0.002)
+    monkeypatch.setattr(probing, "METER_BYTES", 4 * MIB)
+    flash = tmp_path / "store/layers"
+    flash.mkdir(parents=True)
+    (flash / "ffn-000.arrow").write_bytes(bytes(storage.SAMPLE_BYTES + MIB))
+    output = tmp_path / "phone.device.toml"
+    probing.write_probe(output, tmp_path / "store", [], rounds=1)
+    report = check_file(output)
+    assert report.is_sound, report.diagnostics
+    values = tomllib.loads(output.read_text())
+    assert values["id"] == "phone"
+    assert {item["pattern"] for item in values["storage"]["reads"]} == {"sequential", "random"}
+    assert "numpy maximum" in values["memory"]["read_bandwidth"]["source"]
+    assert "8 MiB" in values["noise"]["source"]
+    assert run(["validate", str(output)]) == 0
+
+
+def test_an_existing_file_is_never_replaced(tmp_path: Path) -> None:
+    output = tmp_path / "phone.device.toml"
+    output.write_text("mine")
+    with pytest.raises(UserError, match="P675"):
+        probing.write_probe(output, tmp_path, [])
+    assert output.read_text() == "mine"
+
+
+def test_plain_values_come_back_as_they_were_written() -> None:
+    values = {
+        "id": 'a"b\\c\n\u00e9',
+        "share": 0.25,
+        "whole": 3.0,
+        "count": 3,
+        "truth": True,
+        "names": ["x", "y"],
+        "units": {"odd name": {"kind": "cpu", "reads": [{"a": 1}, {"a": 2, "deep": {"b": "c"}}]}},
+    }
+    assert tomllib.loads(write_toml({**values, "none": None, "empty": []})) == values

@@ -1,7 +1,5 @@
 """A bundle's own reader of tokenizers gives what the tokenizers library gives, token by token."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

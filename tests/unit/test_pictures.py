@@ -1,11 +1,11 @@
-"""Pictures: no legend covers data, and many series are told apart."""
-
-from __future__ import annotations
+"""Pictures of plans, runs and results."""
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from pi2.measuring.activations import LayerStatistics, Statistics
 from pi2.planning import sweep
 from pi2.planning.sweep import Outcome
 from pi2.tracing import pick_styles
+from tools import draw_results
 
 figure_module = pytest.importorskip("matplotlib.figure")
 ROOT = Path(__file__).parents[2]
@@ -127,3 +128,31 @@ def test_activations_have_their_legends_beside_them(
     )
     prediction.draw_activations(tmp_path, statistics, "png")
     check_legends(drawn[0], wanted=2)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "performance.md"
+
+
+def test_the_pictures_are_drawn_from_the_figures() -> None:
+    for path, text in draw_results.list_pictures().items():
+        message = "run `python tools/draw_results.py` and commit docs/images"
+        assert path.read_text("utf-8") == text, message
+        assert len(text) < 60_000
+
+
+def test_bars_are_as_high_as_the_figures() -> None:
+    figures = draw_results.read_figures(draw_results.FIGURES)
+    root = ElementTree.fromstring(draw_results.draw_bars(figures))
+    rectangles = [item.attrib for item in root if item.tag.endswith("rect")]
+    heights = [float(x["height"]) for x in rectangles if x["width"] == str(draw_results.BAR)]
+    speeds = [speed for limit in figures.limits for speed in limit.tokens_s]
+    assert len(heights) == len(speeds)
+    for height, speed in zip(heights, speeds, strict=True):
+        assert abs(height / max(heights) - speed / max(speeds)) < 0.001
+
+
+def test_the_page_of_results_has_the_same_figures() -> None:
+    """A cell of the page's tables for every speed of pi2."""
+    cells = set(re.findall(r"[\d.]+", PAGE.read_text("utf-8")))
+    for limit in draw_results.read_figures(draw_results.FIGURES).limits:
+        assert {f"{speed:g}" for speed in limit.tokens_s[1:]} <= cells

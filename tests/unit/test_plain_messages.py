@@ -1,10 +1,6 @@
 """Messages name the setting, its value, the limit and what mends it."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +14,7 @@ from pi2.importing.hub import parse_reference
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity, parse_size
 from pi2.planning.wish import read_document
 from pi2.sharing.fetching import Cache, hash_bytes
+from tests.helpers.programs import start_python
 from tests.unit.test_fit import make_machine
 
 DEMO = 'schema_version = 3\nextends = ["demo"]\n'
@@ -142,9 +139,7 @@ def test_a_missing_checkpoint_is_no_folder(
     assert f"there is no file or folder {tmp_path}/none" in said and "GGUF file" in said
 
 
-def test_a_missing_store_has_a_plain_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_store_has_a_plain_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plans/mine.plan.toml"
     plan.parent.mkdir()
     plan.write_text(DEMO + 'weights = "../stores/none"\n')
@@ -165,7 +160,7 @@ def test_a_gpu_without_a_driver_cannot_run_here(monkeypatch: pytest.MonkeyPatch)
 
 def test_crashes_are_reported_though_the_installation_has_gone() -> None:
     code = "import pi2.cli.main, sys; print('pi2.cli.main' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = start_python("-c", code, check=True)
     assert done.stdout == "True\n"
 
 

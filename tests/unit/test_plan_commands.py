@@ -1,7 +1,5 @@
 """The command line's frame and the commands about plans."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -16,6 +14,7 @@ import tomli
 from pi2.authoring.explanation import make_schemas
 from pi2.cli import commands, main
 from pi2.cli.main import run, wants_colour
+from tests.helpers.programs import start_pi2, start_python
 
 ROOT = Path(__file__).parents[2]
 DEMO = "plans/demo.plan.toml"
@@ -27,14 +26,7 @@ def _in_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pi2", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-        **options,
-    )
+    return start_pi2(*arguments, cwd=ROOT, **options)
 
 
 @pytest.mark.parametrize("group", ["model", "new", "predictor", "profile", "sparsity", "store"])
@@ -59,7 +51,7 @@ def test_help_has_every_command_in_a_section_and_on_one_line(
 
 def test_help_imports_no_command() -> None:
     script = "import sys; from pi2.cli.main import run; run(['--help']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    done = start_python("-c", script, cwd=ROOT)
     modules = set(done.stdout.splitlines()[-1].split())
     assert "pi2.cli.main" in modules
     assert {"pi2.cli.validate", "pi2.cli.documents", "pydantic"}.isdisjoint(modules)
@@ -67,13 +59,7 @@ def test_help_imports_no_command() -> None:
 
 def test_sound_files_are_not_searched_for_places() -> None:
     script = "import sys; from pi2.cli.main import run; run(['validate', sys.argv[1]])"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{script}; print(*sys.modules)", DEMO],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
+    done = start_python("-c", f"{script}; print(*sys.modules)", DEMO, cwd=ROOT, check=True)
     modules = set(done.stdout.split())
     assert "pi2.fitting.check" in modules
     assert {"tree_sitter", "pi2.plan.toml.spans"}.isdisjoint(modules)
@@ -211,9 +197,7 @@ pi2.fitting.check.check_file = interrupt
 sys.argv[1:] = ["validate", {DEMO!r}]
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    done = start_python("-c", script, cwd=ROOT)
     assert done.returncode == 130
     assert done.stderr == "\ninterrupted\n"  # after the terminal's ^C
 

@@ -1,7 +1,5 @@
 """Documents that extend others: what is merged, replaced, joined and removed, and from where."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`pi2 diff`: what differs between two documents once everything is resolved, and what it does."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -80,9 +78,7 @@ def diff(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-def test_the_speed_is_simulated_where_the_device_has_figures(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_speed_is_simulated_where_device_has_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = diff(str(LARGE), str(SMALL), capsys=capsys)
     assert found["speed"]["simulated"] is True
     large, small = found["speed"]["decode_tokens_s"]

@@ -1,7 +1,5 @@
 """docs/reference/plan-language.md says what is true."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

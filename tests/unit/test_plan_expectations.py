@@ -1,7 +1,5 @@
 """Rules that estimate: what a token reads, whether attention hides it, which overrides count."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

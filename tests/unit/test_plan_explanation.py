@@ -1,7 +1,5 @@
 """`pi2 show` and `pi2 explain KEY`: what a value is, where it comes from, what it costs."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -174,9 +172,7 @@ def test_an_unknown_key_is_a_finding(
     assert hint in error
 
 
-def test_a_plan_with_errors_is_explained_too(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_with_errors_is_explained_too(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan.write_text(plan.read_text() + "[kv]\ncontext = 0\n")
     assert run(["explain", "kv.context", str(plan)]) == 0
     captured = capsys.readouterr()

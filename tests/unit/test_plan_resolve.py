@@ -1,7 +1,5 @@
 """Loading a plan: references, overrides, layers, digest."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

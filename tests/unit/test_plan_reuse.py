@@ -1,7 +1,5 @@
 """Checking many plans reads their devices and models once, and finds the same."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

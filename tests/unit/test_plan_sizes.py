@@ -1,7 +1,5 @@
 """The arithmetic of segments, against sums done by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

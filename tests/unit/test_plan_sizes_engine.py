@@ -1,7 +1,5 @@
 """The plan's arithmetic against what the engine allocates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

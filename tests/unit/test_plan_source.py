@@ -1,7 +1,5 @@
 """Files that cannot be read, or are no documents, get a finding of their own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Expected misses agree with those that the neuron cache counts on sampled tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import NormalDist

@@ -1,7 +1,5 @@
 """What a plan costs: terms add up, and every figure moves them in the right direction."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,21 +1,24 @@
-"""How far apart neurons lie in the store is a choice of the plan, with its reason."""
-
-from __future__ import annotations
+"""What the planner weighs: layouts of stores, whole models, streams, promises and thresholds."""
 
 import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pi2.costs.cost import cost_plan
 from pi2.costs.settings import StoredLayout
+from pi2.diagnostics import UserError
+from pi2.fitting.check import check_plan, load_plan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
-from pi2.planning.planner import plan
+from pi2.planning.comparison import describe_promise, find_promise
+from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.refinement import describe_layout, list_bundles
-from pi2.planning.text import describe_choices
+from pi2.planning.text import describe_choices, write_planned
 from pi2.planning.wish import Wish, read_document
 
 GIB = 1 << 30
@@ -176,3 +179,110 @@ def test_two_reads_are_chosen_where_they_are_quicker() -> None:
     text = "\n".join(describe_choices(two))
     assert "pipeline.phases: 2; tokens/s would be" in text
     assert "backend 'hexagon' has run on emulated units alone" in text
+
+
+def wish_for(device: str, model: str, **changes: object) -> Wish:
+    """A wish for shipped documents, with 8 GiB of main memory."""
+    unit = read_document(device, "device").document
+    weights = read_document(model, "model").document
+    assert isinstance(unit, Device) and isinstance(weights, Model)
+    found = Wish(device=unit, model=weights, memory_bytes=8 * GIB)
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def is_whole(planned: PlannedPlan) -> bool:
+    """Whether the GPU has the whole model."""
+    return planned.resolved.has_whole_unit
+
+
+def test_a_card_with_room_has_the_whole_model() -> None:
+    planned = plan(wish_for("pc-rtx-4090", "bamboo-7b"))
+    assert is_whole(planned)
+    assert planned.values["layers"]["split"] == {"gpu": 1.0}
+    # The reason is the other plan's speed.
+    (decision,) = planned.decisions
+    speeds = dict(decision.tokens_s)
+    assert speeds["gpu alone"] == planned.cost.tokens_s
+    assert speeds["the CPU and what is beside it"] < planned.cost.tokens_s
+
+
+def test_a_card_without_room_computes_beside_the_cpu_or_not_at_all() -> None:
+    planned = plan(wish_for("pc-rtx-4090", "bamboo-7b", unit_memory={"gpu": 3 * GIB}))
+    assert not is_whole(planned)
+    assert "cpu" in planned.values["layers"]["split"]
+
+
+def test_the_plan_has_no_findings(tmp_path: Path) -> None:
+    planned = plan(wish_for("server-h200", "llama-2-7b"))
+    path = tmp_path / "whole.plan.toml"
+    path.write_text(
+        write_planned(planned, device="server-h200", model="llama-2-7b", store="s", name="Whole")
+    )
+    assert not check_plan(path).diagnostics
+
+
+def test_figures_of_the_processor_are_not_missed() -> None:
+    """Nothing is stated of the processor and of the flash beside an H200."""
+    assert is_whole(plan(wish_for("server-h200", "llama-2-7b")))
+    with pytest.raises(UserError) as error:
+        plan(wish_for("server-h200", "llama-2-7b", unit_memory={"gpu": GIB}))
+    assert [item.code for item in error.value.diagnostics] == ["P351"]
+
+
+def test_units_in_main_memory_are_not_given_the_whole_model() -> None:
+    assert not is_whole(plan(wish_for("oneplus-12", "bamboo-7b")))
+
+
+PIECE, BYTE_S = 500, 1e-9
+"""Neurons of a piece, of a megabyte each: a piece takes 0.5 s to read."""
+MISTRAL = Path(__file__).parents[2] / "plans/cloud-vm-zen5/mistral-7b.plan.toml"
+
+
+def test_dense_decoding_streams_what_is_not_hot_whatever_the_cache_has_room_for() -> None:
+    def predict(cold: str) -> float:
+        changes = {
+            "layers.hot": 0.5,
+            "memory.segments.hot": "1700 MiB",
+            "memory.segments.cold": cold,
+        }
+        return cost_plan(load_plan(MISTRAL, overrides=changes)).tokens_s
+
+    whole = cost_plan(load_plan(MISTRAL)).tokens_s
+    assert predict("0 B") < 0.5 * whole
+    assert predict("1000 MiB") == pytest.approx(predict("0 B"))
+
+
+def test_a_longer_prompt_takes_longer_but_less_for_each_token() -> None:
+    resolved = load_plan(MISTRAL)
+    short, long = (cost_plan(resolved, prompt=tokens).prefill_tokens_s for tokens in (16, 256))
+    assert short is not None and long is not None
+    assert short < long < 16 * short
+
+
+PLANS = Path(__file__).parents[2] / "plans"
+PAPER = PLANS.parent / "tools/paper/plans"
+PROBED = PAPER / "cloud-vm-zen5/bamboo-7b-60.plan.toml"
+PHONE = PAPER / "oneplus-12/bamboo-7b-half.plan.toml"
+
+
+def test_only_a_probed_device_promises_anything() -> None:
+    assert find_promise(load_plan(PHONE), 100) is None
+
+
+def test_a_run_that_is_far_from_its_promise_asks_for_another_probe() -> None:
+    cost = replace(cost_plan(load_plan(PROBED)), spreads={})
+    near, slow, fast = (describe_promise(cost, cost.tokens_s * share) for share in (0.95, 0.5, 1.5))
+    assert "as fast as that" in near and "pi2 probe" not in near
+    assert "50% slower" in slow and "pi2 probe" in slow
+    assert "50% faster" in fast
+
+
+def test_what_measurements_were_apart_is_what_a_prediction_may_miss_by() -> None:
+    plain = replace(cost_plan(load_plan(PROBED)), spreads={})
+    steps = ("project", "predict", "gather", "multiply", "reads")
+    rough = replace(plain, spreads=dict.fromkeys(steps, 0.4))
+    assert plain.spread_tokens_s == 0.0
+    assert 0.1 * plain.tokens_s < rough.spread_tokens_s < 0.4 * plain.tokens_s
+    assert " ± " in describe_promise(rough, plain.tokens_s)
+    assert "as fast as that" in describe_promise(rough, 0.75 * plain.tokens_s)
+    assert "slower" in describe_promise(plain, 0.75 * plain.tokens_s)

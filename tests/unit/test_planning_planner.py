@@ -1,7 +1,5 @@
 """`pi2 plan`: from a wish to a plan that validates, and impossible wishes explained."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -159,9 +157,7 @@ def test_scores_are_left_out_of_plans_that_have_some(capsys: pytest.CaptureFixtu
     assert "not with --exact" in capsys.readouterr().err
 
 
-def test_the_text_validates_and_is_the_same_every_time(
-    planned: PlannedPlan, tmp_path: Path
-) -> None:
+def test_text_validates_and_is_the_same_every_time(planned: PlannedPlan, tmp_path: Path) -> None:
     def write(item: PlannedPlan) -> str:
         return write_planned(
             item, device="./box.device.toml", model="bamboo-7b", store="stores/x", name="A plan"
@@ -240,14 +236,6 @@ def test_no_drafted_plan_is_faster_where_all_neurons_fit(memory_mib: int) -> Non
     assert found.cost.tokens_s >= cost_resolved(drafted, rates).tokens_s * (1.0 - 1e-9)
 
 
-def test_a_speed_is_reached_with_as_little_memory_as_possible() -> None:
-    slow = plan(make_wish(memory_bytes=None, tokens_s=3.0))
-    fast = plan(make_wish(memory_bytes=None, tokens_s=6.0))
-    assert slow.cost.tokens_s >= 3.0 * 0.95 and fast.cost.tokens_s >= 6.0 * 0.95
-    budgets = [item.resolved.plan.memory.budget for item in (slow, fast)]
-    assert budgets[0] < budgets[1]
-
-
 def test_exact_plans_change_no_result() -> None:
     found = plan(make_wish(exact=True, memory_bytes=6 * GIB)).resolved.plan
     assert (found.decode.predictor, found.kv.type, found.decode.look_ahead) == (
@@ -297,7 +285,6 @@ def test_an_npu_gets_neurons_where_it_is_faster() -> None:
     [
         ({"memory_bytes": 600 * MIB}, ["at least", "--memory"]),
         ({"memory_bytes": None, "tokens_s": 1000.0}, ["the most", "--speed"]),
-        ({"memory_bytes": 3 * GIB, "tokens_s": 7.0}, ["within 3 GiB", "--speed", "--memory"]),
     ],
 )
 def test_an_impossible_wish_names_the_nearest(changes: dict[str, Any], words: list[str]) -> None:

@@ -1,7 +1,5 @@
 """`pi2 sweep`: a grid of plans, simulated; what was done is not done again."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

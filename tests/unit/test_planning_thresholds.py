@@ -1,7 +1,5 @@
 """Thresholds for experts and limits of reads in predictions, and the planner's choice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`pi2 plan` for devices with several units: shares, hot neurons and memories agree."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

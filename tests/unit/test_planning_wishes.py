@@ -1,7 +1,5 @@
 """Wishes that no plan can fulfil are explained before anything is written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,8 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
 
 
 def make_small(folder: Path) -> str:
-    """Path of a phone with 12 GiB."""
-    phone = (PHONES / "xiaomi-14.device.toml").read_text().replace('"16 GiB"', '"12 GiB"')
+    """Path of a phone with 3 GiB."""
+    phone = (PHONES / "xiaomi-14.device.toml").read_text().replace('"16 GiB"', '"3 GiB"')
     path = folder / "small.device.toml"
     path.write_text(phone.replace('"xiaomi-14"', '"small"'))
     return str(path)
@@ -51,9 +49,9 @@ def test_more_memory_than_the_device_has_is_refused(capsys: pytest.CaptureFixtur
 def test_a_speed_that_needs_more_than_the_device_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wish = ["--device", make_small(tmp_path), "--model", "turbosparse-mixtral-47b"]
-    code, told = plan(capsys, *wish, "--speed", "12tok/s")
-    assert code == 1 and "12 tokens/s take" in told and "has 12 GiB" in told
+    wish = ["--device", make_small(tmp_path), "--model", "llama-2-7b"]
+    code, told = plan(capsys, *wish, "--speed", "4tok/s")
+    assert code == 1 and "4 tokens/s take" in told and "has 3 GiB" in told
     nearest = told.split("--speed ")[1].split()[0]
     assert plan(capsys, *wish, "--speed", nearest)[0] == 0, "what is offered exists"
 
@@ -62,11 +60,11 @@ def test_a_curve_ends_where_the_devices_memory_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pi2.cli.plan.POINTS", 2)
-    wish = ["--device", make_small(tmp_path), "--model", "turbosparse-mixtral-47b", "--pareto"]
+    wish = ["--device", make_small(tmp_path), "--model", "bamboo-7b", "--pareto"]
     assert run(["plan", *wish]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("| 12 GiB |")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| 3 GiB |")
     code, told = plan(capsys, *wish, "--context", "10000000")
-    assert code == 2 and "12 GiB is not enough" in told
+    assert code == 2 and "3 GiB is not enough" in told
 
 
 def test_a_figure_of_zero_is_a_finding_and_no_division(
@@ -113,7 +111,7 @@ def test_a_speed_is_reached_with_the_least_memory(device: str, model: str, speed
     assert make_plan(less).cost.tokens_s < speed, "less memory would do"
 
 
-@pytest.mark.parametrize(("device", "model", "speed"), SPEEDS[::2])
+@pytest.mark.parametrize(("device", "model", "speed"), SPEEDS[:2])
 def test_what_a_refused_speed_offers_can_be_had(device: str, model: str, speed: float) -> None:
     wish = make_wish(device, model, 50.0 * speed)
     with pytest.raises(UserError, match="tokens/s") as caught:
@@ -129,16 +127,16 @@ def test_a_refused_speed_within_a_memory_offers_a_speed_and_a_memory() -> None:
     wish = replace(make_wish("xiaomi-14", "qwen3-8b", 6.0), memory_bytes=3 << 30)
     with pytest.raises(UserError) as caught:
         make_plan(wish)
-    told = str(caught.value.diagnostics[0].help)
+    finding = caught.value.diagnostics[0]
+    assert finding.code == "P350" and "within 3 GiB" in finding.message
+    told = str(finding.help)
     nearest = float(told.split("--speed ")[1].split("tok/s")[0])
     assert make_plan(replace(wish, tokens_s=nearest)).cost.tokens_s >= nearest
     memory = int(told.split("--memory '")[1].split(" MiB")[0]) << 20
     assert make_plan(replace(wish, memory_bytes=memory)).cost.tokens_s >= 6.0
 
 
-def test_a_unit_that_has_nothing_is_named_with_the_reason(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unit_that_has_nothing_is_named_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     wish = ["--device", "oneplus-12", "--memory", "4GiB", "--model"]
     assert run(["plan", *wish, "llama-2-7b"]) == 0
     told = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """`pi2 predictor train`: predictors learn what neurons do, keep their word on recall, and ship."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What counts as private in a text, and what is left of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

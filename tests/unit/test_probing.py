@@ -214,9 +214,7 @@ def test_reads_are_timed_for_every_setting(tmp_path: Path, monkeypatch: pytest.M
     assert len(latency) == 2 and min(latency) > 0
 
 
-def test_the_temporary_file_is_gone_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporary_file_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pi2.probing.storage.FILE_BYTES", 16 * MIB)
     monkeypatch.setattr("pi2.probing.storage.LEAST_BYTES", 8 * MIB)
     with open_sample(tmp_path) as (path, size):

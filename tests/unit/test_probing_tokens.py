@@ -1,7 +1,5 @@
 """The probe's tokens go through the engine as a run's do, and every call is noted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Patterns of prose become fewer in documents, help, messages, schemas and docstrings."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import check_prose

@@ -1,13 +1,9 @@
 """`pi2 pull`, `pi2 list` and `pi2 remove`, against a server that speaks the hub's protocol."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ from pi2.pulled_models import find_models_folder
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.hub import COMMIT, Hub, serve_repository
 from tests.helpers.models import draw_weights, make_model
+from tests.helpers.programs import start_pi2
 from tests.helpers.sharing import start_server
 
 
@@ -52,25 +49,13 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 def pull(environment: dict[str, str], hub: Hub, *words: str, **more: str) -> tuple[int, str]:
     """Exit code and messages of the command in a process of its own: the library reads its
     environment once."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pi2", "pull", *words],
-        env={**environment, "HF_ENDPOINT": hub.address, **more},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = start_pi2("pull", *words, env={**environment, "HF_ENDPOINT": hub.address, **more})
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr
 
 
 def run_command(environment: dict[str, str], *words: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "pi2", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = start_pi2(*words, env=environment)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout + done.stderr
 

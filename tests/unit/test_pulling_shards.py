@@ -1,7 +1,5 @@
 """A checkpoint of the hub is converted file by file: it never lies whole on the disk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

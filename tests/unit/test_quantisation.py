@@ -1,7 +1,5 @@
 """The packed layout and the quantisers do what `layout` and `packing` in `pi2.plan.weights` say."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -54,9 +52,7 @@ def test_int8_byte_holds_element_4c_b_of_its_lane(length: int) -> None:
 
 
 @pytest.mark.parametrize(("precision", "top"), [("int4", 7), ("int8", 127)])
-def test_scale_is_the_largest_magnitude_over_the_top_in_fp16(
-    precision: Precision, top: int
-) -> None:
+def test_scale_is_the_largest_magnitude_over_top_in_fp16(precision: Precision, top: int) -> None:
     rows = draw_rows(5, 96)
     _, scales = find_packing(precision).quantize(rows)
     assert scales is not None

@@ -1,7 +1,5 @@
 """`pi2 convert -o FILE.gguf --quantization q4_k_m`: a checkpoint as one file that runs as it is."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Quantisers: each errs less than the one before it, where it promises to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

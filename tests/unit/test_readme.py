@@ -1,12 +1,8 @@
 """The README keeps its word: its commands, its plan and its Python examples are real."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from itertools import chain
@@ -16,6 +12,7 @@ import pytest
 
 from pi2.cli.commands import list_commands
 from pi2.cli.main import run
+from tests.helpers.programs import start_pi2
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,9 +56,7 @@ def test_the_plan_that_is_shown_validates_and_runs(
     capsys.readouterr()
     # In a process of its own, whose memory is that of the run.
     command = ["run", plan.name, "--prompt", "def ", "--max-tokens", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pi2", *command], capture_output=True, text=True, check=True
-    )
+    done = start_pi2(*command, check=True)
     assert "within the budget of 160 MiB" in done.stderr
 
 
@@ -94,15 +89,7 @@ def test_the_commands_work_after_the_install_line(tmp_path: Path) -> None:
         words = ["--prompt" if word == "--chat" else word for word in words]
         words = ["256MiB" if word == "3GiB" else word for word in words]
         quick = ["--max-tokens", "2"] if words[0] == "run" else []
-        done = subprocess.run(
-            [sys.executable, "-m", "pi2", *words, *quick],
-            cwd=tmp_path,
-            env=environment,
-            input="",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = start_pi2(*words, *quick, cwd=tmp_path, env=environment, input="")
         is_without_template = words[0] == "chat" and "P609" in done.stderr
         assert done.returncode == 0 or is_without_template, (words, done.stderr)
 
@@ -151,9 +138,3 @@ def test_the_python_example_runs(
     (example,) = find_blocks("python")
     exec(compile(example, "README's example", "exec"), {})
     assert capsys.readouterr().out.strip()
-
-
-def test_every_link_to_a_file_leads_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []

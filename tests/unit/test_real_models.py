@@ -1,7 +1,5 @@
 """Figures of real models in the documents are those of the results file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

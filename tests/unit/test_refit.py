@@ -1,7 +1,5 @@
 """Another budget for a plan: what becomes smaller first, and when it is too small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,14 +1,10 @@
 """FIFOs, devices and links in the place of files: a diagnostic, and nothing hangs or leaks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +25,7 @@ from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.programs import start_pi2
 
 STORE_FILES = [
     "manifest.json",
@@ -239,12 +236,6 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path, checkpoint: Path) 
 
 def test_a_device_costs_neither_time_nor_memory(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").symlink_to("/dev/zero")
-    done = subprocess.run(
-        [sys.executable, "-m", "pi2", "convert", tmp_path / "x.gguf", "-o", tmp_path / "store"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = start_pi2("convert", tmp_path / "x.gguf", "-o", tmp_path / "store", timeout=60)
     assert done.returncode == 2
     assert "it is a device, not a file" in done.stderr

@@ -1,7 +1,5 @@
 """Stores whose scales lie beside the bundles: the same numbers, fewer bytes to read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A mixture computes the neurons of the experts that its router chose, and reads no others."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -220,9 +218,7 @@ def test_an_interrupt_leaves_nothing_under_way(silu: Path, whole: tuple[F32, F32
             np.testing.assert_array_equal(ours, truth)
 
 
-def test_scales_may_lie_beside_the_bundles(
-    silu: Path, whole: tuple[F32, F32], tmp_path: Path
-) -> None:
+def test_scales_may_lie_beside_bundles(silu: Path, whole: tuple[F32, F32], tmp_path: Path) -> None:
     store = tmp_path / "resident"
     manifest = repack_store(silu.parent / "store", scales="resident", output=store)
     stride = manifest.bundle.layout.stride

@@ -1,7 +1,5 @@
 """Routing of mixtures: recorded, described, replayed through caches, and synthesised."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Deviations from a mixture's routing: what each dial does, what is counted, and that none of them
 does anything unless it is asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

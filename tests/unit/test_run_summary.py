@@ -1,6 +1,4 @@
-"""The summary of a run: labelled lines that say what bounds it and what would help."""
-
-from __future__ import annotations
+"""What a run says while it goes and at its end."""
 
 import json
 import re
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pi2.cli.commands import ProgressBar
 from pi2.cli.main import run
 from pi2.cli.run import hint_reads
 from pi2.diagnostics import UserError
@@ -121,3 +120,43 @@ def test_a_budget_that_is_too_small_is_a_finding() -> None:
     with pytest.raises(UserError, match="a budget of 8 MiB is not enough") as caught:
         read_plan(DEMO, overrides={"memory.budget": "8 MiB"})
     assert caught.value.exit_code == 1
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("pi2.cli.commands.time.monotonic", found)
+    return found
+
+
+def test_a_pipe_gets_one_line_of_what_takes_long(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ProgressBar() as bar:
+        bar("compiling kernels", 0.0)
+        assert capsys.readouterr().err == ""
+        clock.now = 2.0
+        for share in (0.1, 0.5, 1.0):
+            bar("compiling kernels", share)
+        bar("loading neurons", 0.5)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "compiling kernels...\n")
+
+
+def test_a_pipe_gets_nothing_of_what_is_quick_or_done(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ProgressBar() as bar:
+        bar("compiling kernels", 0.9)
+        clock.now = 2.0
+        bar("compiling kernels", 1.0)
+    assert capsys.readouterr().err == ""

@@ -1,7 +1,5 @@
 """Tokenizers and chat templates of strangers: refused with a diagnostic, whatever is in them."""
 
-from __future__ import annotations
-
 import json
 import resource
 import time
@@ -159,9 +157,7 @@ def test_a_hostile_tokenizer_is_refused_at_conversion_and_at_loading(tmp_path: P
             read_tokenizer(checkpoint / "tokenizer.json")
 
 
-def test_a_trial_is_kept_for_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_is_kept_for_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
     calls = []
 

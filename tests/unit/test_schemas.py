@@ -1,7 +1,5 @@
 """The JSON Schemas are what editors understand, and say something about every key."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

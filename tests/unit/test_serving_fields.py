@@ -1,6 +1,4 @@
-"""Fields of requests, as clients that others wrote have them: each is used, ignored or refused."""
-
-from __future__ import annotations
+"""Fields of requests, names of this machine, and recorded conversations that are asked again."""
 
 import typing
 from typing import Any
@@ -9,7 +7,9 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pi2.serving import messages, ollama, openai_schema, responses
+from pi2.serving.application import is_own_name, list_own_names
 from pi2.serving.errors import ApiError
+from pi2.serving.hosts import Replay
 from pi2.serving.openai_schema import Tolerant
 
 MESSAGE = {"role": "user", "content": "hi"}
@@ -133,3 +133,75 @@ def test_the_interface_describes_every_body() -> None:
     for operation in OPERATIONS:
         assert operation.path in found["paths"]
         TypeAdapter(operation.body)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "localhost:8000", "LOCALHOST:1", "127.0.0.1:80", "[::1]:8000", "[::1]", "::1"]
+    + ["127.0.0.2:8000", "chat.example", "chat.example:8443"],
+)
+def test_a_server_answers_to_its_own_names(host: str) -> None:
+    names = list_own_names("127.0.0.2", has_keys=False, origins=["https://chat.example:8443"])
+    assert names is not None
+    assert is_own_name(host.encode(), names)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"]
+    + ["", ":8000", "127.0.0.2", "evil@localhost", "\xff"],
+)
+def test_a_server_answers_to_no_other_name(host: str) -> None:
+    names = list_own_names("localhost", has_keys=False)
+    assert names is not None
+    assert not is_own_name(host.encode("latin-1"), names)
+
+
+@pytest.mark.parametrize(
+    ("address", "has_keys", "origins"),
+    [
+        ("0.0.0.0", False, []),
+        ("::", False, []),
+        ("192.0.2.1", False, []),
+        ("models.example", False, []),
+        ("127.0.0.1", True, []),
+        ("127.0.0.1", False, ["*"]),
+    ],
+)
+def test_names_are_free_where_others_reach_the_server_or_keys_guard_it(
+    address: str, has_keys: bool, origins: list[str]
+) -> None:
+    assert list_own_names(address, has_keys=has_keys, origins=origins) is None
+
+
+def test_a_conversation_that_goes_on_has_the_tokens_that_were_sampled() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(sign) for sign in text]
+
+    replay = Replay()
+    assert replay.encode("ab", encode) == [97, 98]
+    # The model has drawn one token for both letters.
+    replay.note("ab", [1])
+    replay.note("abcd", [1, 2])
+    assert replay.encode("abc", encode) == [1, 99]
+    assert replay.encode("abcde", encode) == [1, 2, 101]
+    assert replay.encode("abcd", encode) == [1, 2]
+    assert replay.encode("xab", encode) == [120, 97, 98]
+    for number in range(64):
+        replay.note(f"other {number}", [number])
+    assert replay.encode("abc", encode) == [97, 98, 99], "only the latest are remembered"
+
+
+def test_calls_are_remembered_by_what_they_call() -> None:
+    replay = Replay()
+    one, two = {"b": 1, "a": [2]}, {"a": [2], "b": 2}
+    replay.note_calls("well\n", [("get", one)], "well\n<tool_call>{...}")
+    assert replay.recall([("well", [("get", {"a": [2], "b": 1})])]) == ["well\n<tool_call>{...}"]
+    assert replay.recall([("well", [("get", two)]), ("", [("get", one)])]) == [None, None]
+    replay.note_calls("well", [("get", one)], "well <tool_call>{ ...}")
+    asked = ("well", [("get", one)])
+    assert replay.recall([asked, asked]) == ["well\n<tool_call>{...}", "well <tool_call>{ ...}"]
+    assert replay.recall([asked]) == ["well <tool_call>{ ...}"]
+    for number in range(1024):
+        replay.note_calls("", [("get", number)], "x")
+    assert replay.recall([asked]) == [None]

@@ -1,7 +1,5 @@
 """Every format of answers: reasoning apart, calls as calls, and nothing that is said lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

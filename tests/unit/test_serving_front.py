@@ -1,7 +1,5 @@
 """The address before several replicas of a server: what happens when one is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Answers that must be calls or JSON, in the marks of every format, whatever tokens these are."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The line of those who wait for a model that has no room."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What clients are told of tokens' probabilities, and of bodies that are wrong."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

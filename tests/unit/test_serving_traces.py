@@ -1,7 +1,5 @@
 """Spans of OpenTelemetry for the server's requests."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,9 +45,7 @@ def wait_for_spans(exporter: InMemorySpanExporter, count: int) -> tuple[Any, ...
     return found
 
 
-def test_a_request_is_a_span_without_its_prompt(
-    address: str, exporter: InMemorySpanExporter
-) -> None:
+def test_request_is_a_span_without_its_prompt(address: str, exporter: InMemorySpanExporter) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     body: dict[str, Any] = {
         "model": "tiny",

@@ -1,7 +1,5 @@
 """One loaded model, used by several at the same time."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
@@ -33,9 +31,7 @@ def run_alone(plan: Path) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_threads_that_share_a_model_get_what_each_would_get_alone(
-    tmp_path: Path, batch: int
-) -> None:
+def test_threads_that_share_model_get_what_each_would_get_alone(tmp_path: Path, batch: int) -> None:
     plan = write_plan(tmp_path, make_tiny(tmp_path))
     alone = run_alone(plan)
     with pi2.load(plan, set={"decode.batch": batch}) as model:
@@ -78,9 +74,7 @@ def test_generators_of_one_thread_may_take_turns(tmp_path: Path, batch: int) -> 
         assert [item.token_ids for item in batched.result.sequences] == alone[:3]
 
 
-def test_a_generation_that_nobody_wants_any_more_gives_its_place_to_the_next(
-    tmp_path: Path,
-) -> None:
+def test_generation_that_nobody_wants_any_more_gives_its_place_to_the_next(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, make_tiny(tmp_path))
     with pi2.load(plan) as model:
         first = model.generate(PROMPTS[0], **{**OPTIONS, "max_tokens": 50})

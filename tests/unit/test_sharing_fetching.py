@@ -1,7 +1,5 @@
 """Fetching from repositories and servers that behave, and from those that do not."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -53,9 +51,7 @@ class TestGit:
     @pytest.mark.parametrize(
         ("revision", "kind"), [("v1", "tag"), ("main", "branch"), ("HEAD", "branch")]
     )
-    def test_reads_a_file_at_a_revision(
-        self, repository: Repository, revision: str, kind: str
-    ) -> None:
+    def test_reads_file_at_revision(self, repository: Repository, revision: str, kind: str) -> None:
         found = read_git_file(repository.url, PATH, revision, timeout_s=TIMEOUT_S)
         assert found.data.decode() == DEVICE
         assert found.commit == run_git(repository.folder, "rev-parse", "HEAD")

@@ -1,7 +1,5 @@
 """``pi2.lock``: written in one way, read whatever is in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

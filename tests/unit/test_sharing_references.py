@@ -1,7 +1,5 @@
 """References to documents elsewhere: what is taken, and where a fault is pointed at."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

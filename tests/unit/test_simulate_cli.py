@@ -1,7 +1,5 @@
 """`pi2 simulate`: what it prints and writes, and how it fails."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -72,9 +70,7 @@ def test_a_picture_of_an_unknown_type_is_an_error(
     assert "P633" in capsys.readouterr().err
 
 
-def test_a_device_without_figures_is_told_what_to_measure(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_device_without_figures_is_told_what_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", str(PLANS / "demo.plan.toml")]) == 2
     error = capsys.readouterr().err
     assert "P330" in error

@@ -1,7 +1,5 @@
 """What is read from plans, devices and models, and what is said of missing figures."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The site has every document; `.ci/run` builds it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`pi2 sparsity calibrate`: thresholds leave out the share that is asked for, and are measured."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -356,9 +354,7 @@ def test_a_broken_file_is_shown_where_it_is_broken(
     assert "P101" in shown and "broken.thresholds.toml:" in shown
 
 
-def test_thresholds_are_found_from_a_plan_that_extends_another(
-    sparse: Path, tmp_path: Path
-) -> None:
+def test_thresholds_are_found_from_plan_that_extends_another(sparse: Path, tmp_path: Path) -> None:
     other = tmp_path / "deep" / "other.plan.toml"
     other.parent.mkdir()
     base = os.path.relpath(sparse, other.parent)

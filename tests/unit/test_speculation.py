@@ -1,7 +1,5 @@
 """Guessed tokens change nothing but how many steps a text takes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,9 +71,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize(("name", "backend"), FAMILIES.items())
-def test_a_golden_model_says_what_its_reference_says(
-    tmp_path: Path, name: str, backend: str
-) -> None:
+def test_golden_model_says_what_its_reference_says(tmp_path: Path, name: str, backend: str) -> None:
     golden = read_golden(name)
     plan = make_golden_plan(name, tmp_path)
     settings: dict[str, Any] = {"backends.cpu": backend, **UNROUNDED, **ALWAYS}

@@ -1,7 +1,5 @@
 """What commands say of layers that two units compute."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

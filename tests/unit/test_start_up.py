@@ -1,13 +1,11 @@
 """Commands that only read plans start fast, because they leave heavy libraries alone."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.programs import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "plans/demo.plan.toml"
@@ -28,13 +26,7 @@ json.dump({"code": code, "modules": sorted(sys.modules)}, sys.stderr)
 
 def run_command(*arguments: str) -> tuple[int, set[str]]:
     """Run ``pi2`` in a process of its own; return its exit code and the modules it imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_AND_LIST, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = start_python("-c", RUN_AND_LIST, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stderr.splitlines()[-1])
     return report["code"], set(report["modules"])
@@ -70,22 +62,14 @@ def test_doctor_does_not_import_tvm() -> None:
 
 def test_package_itself_is_light() -> None:
     script = "import sys, pi2; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = start_python("-c", script, cwd=ROOT, check=True)
     modules = set(done.stdout.split())
     assert [name for name in (*HEAVY, "pydantic", "click") if name in modules] == []
 
 
 def test_python_reports_no_heavy_import_for_validate() -> None:
     """The check that the design states: ``python -X importtime -m pi2 validate``."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "pi2", "validate", str(DEMO)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = start_python("-X", "importtime", "-m", "pi2", "validate", str(DEMO), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "pydantic" in imported

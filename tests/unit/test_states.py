@@ -1,8 +1,6 @@
 """Layers that keep a state: it is the same however the tokens before came, and never another
 sequence's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

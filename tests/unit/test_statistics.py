@@ -1,7 +1,5 @@
 """`pi2 activations`: counts are those of the model's neurons, and an interrupted run goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Neuron stores of mixtures ordered by expert, and statistics that are of another model."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -113,9 +111,7 @@ def test_rows_of_predictors_that_move_are_written(store: Path) -> None:
     assert verify_store(store) == []
 
 
-def test_an_order_that_says_nothing_of_hotness_needs_statistics(
-    tmp_path: Path, store: Path
-) -> None:
+def test_order_that_says_nothing_of_hotness_needs_statistics(tmp_path: Path, store: Path) -> None:
     orders = np.sort(read_orders(store))
     reorder_store(store, orders, "index")
     with pytest.raises(UserError, match=r"P524.*order is by index"):

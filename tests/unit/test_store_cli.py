@@ -1,16 +1,20 @@
-"""`pi2 store info`, `pi2 store verify` and `pi2 convert`, as a user calls them."""
-
-from __future__ import annotations
+"""Commands about stores, and what makes a store another one."""
 
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from pi2.cli.main import run
+from pi2.fitting.check import check_file
+from pi2.plan.documents.model import Model
+from pi2.plan.reading.references import find_document
+from pi2.store.identity import _OLDEST, _OTHERS, describe_weights
 from pi2.store.manifest import read_manifest
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny
@@ -189,3 +193,31 @@ def test_commands_import_nothing_heavy_before_they_run(command: str) -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_state_of_a_first_store_is_still_described_as_it_was() -> None:
+    model = check_file(find_document("qwen3-next-80b-a3b", "model", Path())).document
+    assert isinstance(model, Model) and model.recurrence is not None
+    assert describe_weights(model)["recurrence"] == {
+        "key_heads": 16,
+        "value_heads": 32,
+        "key_dim": 128,
+        "value_dim": 128,
+        "kernel": 4,
+        "convolution_bias": False,
+        "projection_bias": False,
+        "norm_groups": 1,
+        "shortest_step": 0.0,
+    }
+
+
+def test_every_table_says_which_options_its_first_stores_had() -> None:
+    for part in set(Model.model_fields) - _OTHERS:
+        kind = Model.model_fields[part].annotation
+        tables = [
+            kind
+            for kind in get_args(kind) or (kind,)
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        # Of another RoPE only what differs from the defaults is described.
+        assert not tables or part in _OLDEST or part == "other_rope", part

@@ -1,7 +1,5 @@
 """`NeuronStore`: what an open store gives, and what it says of a broken one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -67,9 +65,7 @@ def test_bundles_are_the_quantised_neurons_in_stored_order(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_tensors_are_the_quantised_ones_of_the_checkpoint(
-    tmp_path: Path, precision: Precision
-) -> None:
+def test_tensors_are_the_quantised_ones_of_checkpoint(tmp_path: Path, precision: Precision) -> None:
     quantization = dict.fromkeys(("attention", "embedding", "head", "predictor"), precision)
     changes = {"quantization": quantization, "tied_head": False, "attention": {"qkv_bias": True}}
     tiny = make_tiny(tmp_path, changes)
@@ -91,9 +87,7 @@ def test_tensors_are_the_quantised_ones_of_the_checkpoint(
                 np.testing.assert_array_equal(tensor.scales, scales)
 
 
-def test_weights_and_scales_are_64_byte_aligned_and_bundles_begin_at_a_page(
-    tiny: TinyModel,
-) -> None:
+def test_weights_and_scales_are_64_byte_aligned_and_bundles_begin_at_page(tiny: TinyModel) -> None:
     with NeuronStore.open(tiny.store) as store:
         for tensor in store.tensors.values():
             assert tensor.weights.ctypes.data % 64 == 0

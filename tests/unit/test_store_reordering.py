@@ -1,7 +1,5 @@
 """`pi2 store reorder`: the same model with its neurons in another order."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

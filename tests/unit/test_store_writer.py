@@ -1,7 +1,5 @@
 """`StoreWriter`: a store appears whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

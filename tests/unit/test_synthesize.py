@@ -1,7 +1,5 @@
 """Synthetic stores have the statistics that were asked for, and are the same every time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

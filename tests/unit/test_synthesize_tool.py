@@ -1,7 +1,5 @@
 """`tools/synthesize.py` as its users run it: its store, plan and statistics; killed and again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -20,6 +18,7 @@ from pi2.importing.conversion_job import read_counts
 from pi2.store.manifest import read_manifest
 from pi2.store.verification import verify_store
 from tests.helpers.models import make_model
+from tests.helpers.programs import start_python
 from tests.helpers.synthetic_stores import SHAPE, hash_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,18 +41,10 @@ def environment() -> dict[str, str]:
 def run_tool(
     environment: dict[str, str], *arguments: str | Path
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, TOOL, *arguments],
-        env=environment,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
+    return start_python(TOOL, *arguments, env=environment)
 
 
-def test_the_tool_says_of_a_model_that_nobody_knows(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_tool_says_of_model_that_nobody_knows(tmp_path: Path, environment: dict[str, str]) -> None:
     done = run_tool(environment, "nosuch", tmp_path / "store")
     assert done.returncode == 2
     assert "P015" in done.stderr

@@ -1,7 +1,5 @@
 """Tokenizers with compact tables make the tokens and texts that the tokenizers library makes."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

@@ -1,7 +1,5 @@
 """Of models that read pictures too, the part that reads text is one of the known families."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

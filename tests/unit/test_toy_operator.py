@@ -1,7 +1,5 @@
 """An operator is added by its file: read, converted, stored, counted, computed, refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.helpers.additions import run_with

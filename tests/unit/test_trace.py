@@ -1,7 +1,5 @@
 """`pi2 trace`: what the engine did when, as a file that Perfetto opens."""
 
-from __future__ import annotations
-
 import errno
 import json
 import time

@@ -1,8 +1,7 @@
-"""`pi2 validate` knows of a plan's neuron store what a run would refuse."""
-
-from __future__ import annotations
+"""Where reports of `pi2 validate` go, and what it finds in stores."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
+from tests.helpers.programs import start_pi2
 
 ROOT = Path(__file__).parents[2]
 PLAN = (ROOT / "plans/demo.plan.toml").read_text("utf-8")
@@ -129,3 +129,59 @@ def test_a_plan_that_runs_dry_does_not_look_at_the_store(
     remove_the_manifest(store)
     changes = {'backends = { cpu = "cpu" }': 'backends = { cpu = "null" }'}
     assert run(["validate", str(write_plan(tmp_path, changes))]) == 0
+
+
+BROKEN = Path(__file__).parents[1] / "plans/broken/shares-above-one.plan.toml"
+
+
+def validate(*arguments: str) -> int:
+    return run(["validate", str(BROKEN), "--output-format", "json", *arguments])
+
+
+def test_the_report_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "reports/pi2.json"
+    path.parent.mkdir()
+    path.write_text("an older report, which is longer than nothing")
+    assert validate("--output-file", str(path)) == 1
+    assert [item["code"] for item in json.loads(path.read_text("utf-8"))] == ["P210"]
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "1 file, 1 error\n")
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_it_is_without_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pi2.cli.main.wants_colour", lambda stream: True)
+    path = tmp_path / "report.txt"
+    assert run(["validate", str(BROKEN), "-o", str(path)]) == 1
+    assert "\x1b" not in path.read_text("utf-8")
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    validate("-o", str(link))
+    assert link.is_symlink()
+    assert json.loads(target.read_text("utf-8"))
+
+
+def test_a_pipe_gets_the_report() -> None:
+    done = start_pi2("validate", str(BROKEN), "-o", "/dev/stdout")
+    assert done.returncode == 1
+    assert done.stdout.startswith("error[P210]")
+    assert os.path.lexists("/dev/stdout")
+
+
+def test_a_folder_without_documents_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deep").mkdir()
+    assert run(["validate", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert "error[P002]: there is no document in this folder" in out
+    assert "*.plan.toml, *.device.toml or *.model.toml" in out
+
+
+def test_where_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert validate("-o", str(tmp_path / "file/report.json")) == 2
+    assert "error[P003]" in capsys.readouterr().err

@@ -1,6 +1,4 @@
-"""`[[blocks]]` of model documents: as `pi2 show` and `pi2 model new` write them, and read back."""
-
-from __future__ import annotations
+"""What each layer of a model is, and documents that are written as blocks."""
 
 from pathlib import Path
 
@@ -10,11 +8,13 @@ from pi2.authoring.writing import write_document
 from pi2.cli.main import run
 from pi2.fitting.check import check_file
 from pi2.importing.new_model import describe_checkpoint
+from pi2.model.blocks import Attention, State
 from pi2.plan.arithmetic.resolved import dump_plain, hash_json
 from pi2.plan.documents.model import Model
 from pi2.plan.reading.block_entries import choose_layers, describe_layers
 from pi2.plan.reading.references import list_shipped
 from tests.helpers.goldens import copy_checkpoint
+from tests.helpers.models import MIXTURE, make_model
 
 SHIPPED = list_shipped("model")
 GOLDENS = (
@@ -104,3 +104,39 @@ def test_a_document_that_extends_another_inherits_its_blocks(tmp_path: Path) -> 
 def test_a_plan_is_shown_with_the_blocks_of_its_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["show", "demo"]) == 0
     assert '# blocks: mix = { op = "attention" }, ffn = { op = "dense" }' in capsys.readouterr().out
+
+
+def test_layers_that_compute_the_same_have_equal_blocks() -> None:
+    model = make_model({"attention": {"sliding_window": 8, "window_layers": [1]}})
+    first, second, third = model.blocks
+    assert first == third != second
+    assert [block.attention and block.attention.window for block in model.blocks] == [None, 8, None]
+
+
+def test_a_layer_may_have_several_mixers_and_no_ffn() -> None:
+    sizes = {"key_heads": 1, "value_heads": 2, "key_dim": 8, "value_dim": 8}
+    model = make_model(
+        {
+            "layers": {"kinds": ["mamba+attention", "none", "mamba+mamba"]},
+            "recurrence": sizes,
+            "ffn": {"absent_layers": [1]},
+        }
+    )
+    kinds = [[type(mixer) for mixer in block.mixers] for block in model.blocks]
+    assert kinds == [[State, Attention], [], [State, State]]
+    assert [block.states for block in model.blocks] == [(0,), (), (0, 1)]
+    assert [block.ffn.kind for block in model.blocks] == ["dense", "none", "dense"]
+
+
+def test_a_dense_layer_of_a_mixture_fills_whole_experts() -> None:
+    moe = {**MIXTURE["moe"], "shared_experts": 1, "dense_layers": [0], "dense_ffn": 100}
+    model = make_model({**MIXTURE, "moe": moe})
+    found = [(block.ffn.kind, block.ffn.active, block.ffn.neurons) for block in model.blocks]
+    assert found == [("dense", 2, 100), ("experts", 3, 288), ("experts", 3, 288)]
+
+
+def test_blocks_follow_what_is_changed() -> None:
+    model = make_model()
+    assert len(model.blocks) == 3
+    shape = model.shape.model_copy(update={"layers": 1})
+    assert len(model.model_copy(update={"shape": shape}).blocks) == 1

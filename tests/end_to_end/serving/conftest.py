@@ -1,7 +1,5 @@
 """A server with a tiny model, and clients of it that others wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What agents and Ollama's clients send."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

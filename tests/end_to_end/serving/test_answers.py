@@ -1,7 +1,5 @@
 """What the server answers, through clients that others wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The forms of the server's interfaces: events, mistakes, embeddings, tokens, numbers."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The server, with clients that go, send slowly, read nothing, or ask too much."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

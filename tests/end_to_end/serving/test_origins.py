@@ -1,7 +1,5 @@
 """Pages of browsers that may not ask the server."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

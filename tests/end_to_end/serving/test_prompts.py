@@ -1,7 +1,5 @@
 """What is done with prompts: scored, continued, filled in, and read while a client waits."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

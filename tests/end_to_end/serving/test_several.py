@@ -1,7 +1,5 @@
 """Many clients at once, and several models."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

@@ -1,7 +1,5 @@
 """Answers that keep to a schema, and calls of tools."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
