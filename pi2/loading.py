@@ -13,8 +13,8 @@ from pi2.sharing.resolver import LockedReferences
 from pi2.weights.file_reading import FileFiller
 
 if TYPE_CHECKING:
+    from pi2.engine.assembly import MakeObserver
     from pi2.engine.loaded_model import LoadedModel
-    from pi2.orchestrator import MakeObserver
     from pi2.plan.reading.thresholds import GivenThresholds
     from pi2.progress import Progress
 

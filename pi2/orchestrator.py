@@ -9,23 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.diagnostics import UserError
-from pi2.engine.assembly import MakeObserver, build_parts, make_budget
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.loading import begin_hashes, open_store
-from pi2.engine.opened_model import check_fit, open_model
 from pi2.engine.parts import Parts
-from pi2.engine.whole_forward import load_whole, make_whole_forward
+from pi2.engine.whole_forward import make_whole_forward
 from pi2.fitting import find_backend
+from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
 from pi2.machine import detect_machine
-from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.memory.budget import make_budget
 from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
+    from pi2.engine.assembly import MakeObserver
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.reading.thresholds import GivenThresholds
     from pi2.refit import FittedPlan
-
-__all__ = ["MakeObserver", "build", "load"]
 
 
 def load(
@@ -89,6 +87,9 @@ def build(
         return LoadedModel(load_file(resolved, make_budget(resolved), progress, start))
     if resolved.has_whole_unit:
         return build_whole_model(resolved, progress=progress, start=start, observed=make_observer)
+    from pi2.engine.assembly import build_parts
+    from pi2.engine.opened_model import open_model
+
     with ExitStack() as cleanup:
         # Whoever looks at neurons wants to see them all: then the executor computes everything.
         opened = open_model(resolved, progress, cleanup, alone=make_observer is not None)
@@ -106,6 +107,8 @@ def build_whole_model(
             f"{resolved.sparse_unit!r} has the whole model and does not show what its neurons do",
             help="take a plan whose split gives the neurons to a CPU",
         )
+    from pi2.engine.loading import begin_hashes, load_whole, open_store
+
     with ExitStack() as cleanup:
         store = hashes = tokenizer = None
         if find_backend(resolved.name_backend(resolved.sparse_unit)).COMPUTES:

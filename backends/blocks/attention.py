@@ -17,8 +17,6 @@ from pi2.backends.kernels.isa import Isa
 
 _LEAST = -3.0e38
 """Below every score."""
-_TOGETHER = (4, 3, 2, 1)
-"""Heads that read keys and values together."""
 _PIECES = (4, 1)
 """Registers of a value that are mixed at once."""
 _AHEAD = 32
@@ -270,8 +268,9 @@ class _Parts(_Heads):
         walk(T.int64(0), width, add)
 
 
-def emit_attend(isa: Isa, table: Table) -> None:
-    """Mix the values before tokens; items are parts of the heads of a token that share keys."""
+def emit_attend(isa: Isa, counts: Sequence[int], table: Table) -> None:
+    """Mix the values before tokens; items are parts of the heads of a token that share keys, of
+    which ``counts`` are computed together."""
     own = _Parts(isa, table)
     with T.serial(table.first, table.end) as item:
         rest = v.let(item // own.parts)
@@ -281,7 +280,7 @@ def emit_attend(isa: Isa, table: Table) -> None:
         own.look_at(token)
         with T.If(part < own.used), T.Then():
             base, done = own.find_base(token, head), T.int64(0)
-            for count in _TOGETHER:
+            for count in counts:
                 begin, times = done, v.let((own.group - done) // count)
                 with T.serial(times) as number:
                     own.emit(count, v.let(head * own.group + begin + number * count), base, part)

@@ -13,14 +13,17 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from pi2.backends.kernels.isa import Isa, choose_isa
+from pi2.model.blocks import list_attention
 from pi2.model.options import find_unknown as find_undeclared
 from pi2.model.options import read_options
 from pi2.plan.documents.model import Model
 
 PLANES: Mapping[str, int] = {"int8": 1, "int16": 2, "fp32": 3}
 """Planes of 8 bits that inputs of quantised matrices have, by `activations` of a plan."""
-SHARED = STEPS, COMMON, ATTENTION = "steps", "common", "attention"
-"""Libraries that belong to no format; the last takes as long to compile as the others."""
+STEPS, COMMON, ROUTING, ATTENTION = "steps", "common", "routing", "attention"
+"""Libraries that belong to no format: attention has one for each choice of `TOGETHER`."""
+TOGETHER = (4, 3, 2, 1)
+"""Heads that read keys and values together; each takes as long to compile as a format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,16 @@ class BlockSpec:
         """Read what `to_json` wrote."""
         values = json.loads(text)
         return cls(**{**values, "features": tuple(values["features"])})
+
+
+def list_libraries(model: Model) -> list[str]:
+    """Return the libraries that a model needs whatever its formats are: `STEPS`, then
+    the slowest to compile first."""
+    groups = [own.heads // own.kv_heads for own, _ in list_attention(model)]
+    counts = {TOGETHER[0] for group in groups if group >= TOGETHER[0]}
+    counts |= {group % TOGETHER[0] for group in groups} - {0}
+    attention = "_".join([ATTENTION, *map(str, sorted(counts, reverse=True))])
+    return [STEPS, COMMON, attention, *([] if model.moe is None else [ROUTING])]
 
 
 COMPUTED = read_options("""

@@ -317,9 +317,9 @@ class BlockModel:
         progress: Progress = ignore_progress,
     ) -> None:
         self._model = model
-        formats = set(list_formats(model, find))
+        formats = list_formats(model, find)
         libraries = Libraries(
-            formats, architecture=architecture, features=features, progress=progress
+            model, formats, architecture=architecture, features=features, progress=progress
         )
         context = -(-context // CONTEXT_BLOCK) * CONTEXT_BLOCK
         self._lanes = libraries.isa.lanes

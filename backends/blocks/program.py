@@ -11,7 +11,7 @@ import tvm
 from tvm.tirx.script import builder as T
 
 from pi2.backends.blocks import attention, elements, panels, rows
-from pi2.backends.blocks.contract import ATTENTION, COMMON, STEPS, BlockSpec
+from pi2.backends.blocks.contract import ATTENTION, COMMON, ROUTING, STEPS, BlockSpec
 from pi2.backends.blocks.elements import add_up, walk
 from pi2.backends.blocks.machine import Table, make_tabled_function
 from pi2.backends.blocks.unpacking import find_unpacking
@@ -233,8 +233,11 @@ class Program:
         isa, library = self._spec.isa, self._spec.library
         if library == STEPS:
             return {}
-        if library == ATTENTION:
-            return {"attend": partial(attention.emit_attend, isa)}
+        if library == ROUTING:
+            return {"route": emit_route, "group": emit_group, "weigh": emit_weigh}
+        if library.startswith(ATTENTION):
+            counts = [int(count) for count in library.split("_")[1:]]
+            return {"attend": partial(attention.emit_attend, isa, counts)}
         if library == COMMON:
             return {
                 "normalize": elements.emit_normalize,
@@ -244,9 +247,6 @@ class Program:
                 "keep": elements.emit_keep,
                 "join": partial(attention.emit_join, isa),
                 "attend_many": partial(attention.emit_attend_many, isa),
-                "route": emit_route,
-                "group": emit_group,
-                "weigh": emit_weigh,
                 "gate": elements.emit_gate,
                 "cap": elements.emit_cap,
             }

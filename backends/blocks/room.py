@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from pi2.arrays import F16, U8, Raw
-from pi2.backends.blocks.contract import ATTENTION, COMMON, FIELDS, SHARED, BlockSpec
+from pi2.backends.blocks.contract import FIELDS, BlockSpec, list_libraries
 from pi2.backends.compiler.cache import load_or_compile_several
 from pi2.backends.compiler.functions import refuse_library
 from pi2.backends.executor import CONTEXT_BLOCK
@@ -197,11 +197,12 @@ def count_together(name: str, width: int) -> int:
 
 
 class Libraries:
-    """The libraries of some formats, and what is common to all."""
+    """The libraries of a model and of its formats."""
 
     def __init__(
         self,
-        formats: Iterable[str],
+        model: Model,
+        formats: Sequence[str],
         *,
         architecture: str,
         features: Iterable[str],
@@ -209,20 +210,21 @@ class Libraries:
     ) -> None:
         """Load them, compiled now unless they are cached."""
         own = tuple(sorted(features))
-
-        names = (*SHARED, *sorted(formats))
+        shared = list_libraries(model)
+        names = [*shared, *formats]
         specs = [BlockSpec(library=name, architecture=architecture, features=own) for name in names]
         self.isa = specs[0].isa
         self.steps, *paths = load_or_compile_several(specs, progress)
-        self._loaded = {
-            name: open_library(path) for name, path in zip(names[1:], paths, strict=True)
-        }
+        loaded = dict(zip(names[1:], map(open_library, paths), strict=True))
+        self._shared = [loaded[name] for name in shared[1:]]
+        self._formats = {name: loaded[name] for name in formats}
 
     def find(self, kernel: str, own: str | None = None) -> int:
         """Return the address of a kernel, of the format ``own`` if it belongs to one."""
         assert kernel in FIELDS
-        library = self._loaded[own or (ATTENTION if kernel == "attend" else COMMON)]
-        address = ctypes.cast(getattr(library, kernel), ctypes.c_void_p).value
+        libraries = self._shared if own is None else [self._formats[own]]
+        function = next(getattr(item, kernel) for item in libraries if hasattr(item, kernel))
+        address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
         return address
 

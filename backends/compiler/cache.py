@@ -14,10 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -93,27 +91,8 @@ def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARI
 
 
 def load_or_compile_several(specs: Sequence[Spec], progress: Progress) -> list[Path]:
-    """Return the libraries of specs of one program; those that are made now share processes of the
-    compiler, one for each core."""
-    folder = find_cache_folder("kernels")
-    found = [_find_intact(folder, compute_key(spec), LIBRARIES.suffix) for spec in specs]
-    missing = [number for number, path in enumerate(found) if path is None]
-    shares = [missing[first :: os.cpu_count() or 1] for first in range(os.cpu_count() or 1)]
-    lock = threading.Lock()
-
-    def report(label: str, share: float) -> None:
-        with lock:
-            progress(label, share)
-
-    def make(numbers: list[int]) -> list[Path]:
-        return _load_or_compile([specs[number] for number in numbers], report, LIBRARIES, None)
-
-    with ThreadPoolExecutor(len(shares)) as pool:
-        used = [share for share in shares if share]
-        for numbers, paths in zip(used, pool.map(make, used), strict=True):
-            for number, path in zip(numbers, paths, strict=True):
-                found[number] = path
-    return [path for path in found if path is not None]
+    """Return the libraries of specs of one program, those that take longest to make first."""
+    return _load_or_compile(specs, progress, LIBRARIES, None)
 
 
 def _load_or_compile(
@@ -287,13 +266,15 @@ def _compile(
             process = start_compiler(compiler.module, arguments, stream, environment)
             failures: list[str] = []
             missing: str | None = None
+            shares: dict[str, float] = {}
             assert process.stdout is not None
             with process:
                 try:
                     for line in process.stdout:
                         message = json.loads(line)
                         if "share" in message:
-                            progress(LABEL, float(message["share"]))
+                            shares[message["output"]] = float(message["share"])
+                            progress(LABEL, sum(shares.values()) / len(specs))
                         failures = message.get("linker", failures)
                         missing = message.get("missing", missing)
                 except BaseException:

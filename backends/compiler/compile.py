@@ -6,20 +6,25 @@ MODULE has ``read_program``, which turns the JSON of a spec into its `Program`. 
 this one.
 
 Runs in a process of its own, because the compiler library is far too large for a process that
-promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while
-it works.  Exit status 3 and ``{"linker": [...]}``: no linker was found."""
+promises a memory budget.  It forks one for each core to make several libraries.  Writes one JSON
+object per line to stdout: ``{"output", "share"}`` while it works.  Exit status 3 and ``{"linker":
+[...]}``: no linker was found."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import tvm
 from tvm import s_tir, tirx
@@ -116,6 +121,8 @@ LINKERS = (
 """Programs that can make a shared library of object files, best first."""
 NO_LINKER = 3
 """Exit status where none of them works."""
+_END_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG (sys/prctl.h of Linux)."""
 
 
 class Program(Protocol):
@@ -255,18 +262,52 @@ def main(arguments: list[str]) -> int:
     module = importlib.import_module(arguments[0])
     pairs = list(zip(arguments[1::2], arguments[2::2], strict=False))
     triple = arguments[-1] if len(arguments) % 2 == 0 else None
-    done = 0
+    make = partial(_make_library, module, triple=triple)
+    workers = min(len(pairs), os.cpu_count() or 1)
+    if workers == 1:
+        return max(make(*pair) for pair in pairs)
+    # Each takes the number of the next library, a byte, as soon as it has made one.
+    source, sink = os.pipe()
+    os.write(sink, bytes(range(len(pairs))))
+    os.close(sink)
+    children = [_start_worker(pairs, source, make) for _ in range(workers)]
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if min(ends) < 0:
+        # The one that asked is told of the signal: a lack of memory ends processes so.
+        os.kill(os.getpid(), -min(ends))
+    return max(ends)
+
+
+def _start_worker(
+    pairs: Sequence[tuple[str, str]], source: int, make: Callable[[str, str], int]
+) -> int:
+    """Fork a process that makes libraries whose numbers come from ``source``; return its number."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        if (control := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+            control(_END_WITH_PARENT, signal.SIGKILL)
+        status = 0
+        while status == 0 and (taken := os.read(source, 1)):
+            status = make(*pairs[taken[0]])
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    finally:
+        # What the parent has begun is not this process's to end.
+        os._exit(status)
+
+
+def _make_library(module: Any, spec_path: str, output: str, *, triple: str | None) -> int:
+    """Make a library; return the exit status."""
 
     def report(label: str, share: float) -> None:
-        whole = (done + share) / len(pairs)
-        print(json.dumps({"label": label, "share": whole}), flush=True)
+        print(json.dumps({"output": output, "share": share}), flush=True)
 
-    report("loading the compiler", 0.0)
-    for spec_path, output in pairs:
-        program: Program | OwnProgram = module.read_program(Path(spec_path).read_text())
-        failures = compile_library(program, Path(output), report, triple)
-        if failures:
-            print(json.dumps({"linker": failures}), flush=True)
-            return NO_LINKER
-        done += 1
-    return 0
+    program: Program | OwnProgram = module.read_program(Path(spec_path).read_text())
+    failures = compile_library(program, Path(output), report, triple)
+    if failures:
+        print(json.dumps({"linker": failures}), flush=True)
+    return NO_LINKER if failures else 0

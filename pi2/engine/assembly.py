@@ -38,7 +38,7 @@ from pi2.engine.routed import RoutedFeedForward
 from pi2.logging import get_logger
 from pi2.machine import bind_calling_thread, list_allowed_cores
 from pi2.memory.arena import allocate_cache, allocate_staging, find_granule, make_loan
-from pi2.memory.budget import Budget
+from pi2.memory.budget import Budget, make_budget
 from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, NullReader
@@ -64,13 +64,6 @@ class Memory:
     bulk: BulkLoad
     dense: Batch
     neurons: Batch
-
-
-def make_budget(resolved: ResolvedPlan) -> Budget:
-    """Make the budget of the plan's segments and of the units beside the sparse one."""
-    memory = resolved.plan.memory
-    units = {f"units.{name}": unit.budget for name, unit in memory.units.items()}
-    return Budget({**dict(memory.segments), **units})
 
 
 def build_parts(

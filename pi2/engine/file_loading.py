@@ -6,17 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pi2.arrays import U8
 from pi2.backends.blocks.contract import PLANES
 from pi2.backends.blocks.model import BlockModel
-from pi2.backends.host import HostLoops, load_host_loops
 from pi2.engine.file_model import Division, FileModel, divide_matrices
-from pi2.engine.opened_model import check_fit
 from pi2.engine.parts import Parts
 from pi2.engine.whole_forward import WholeForward
+from pi2.fitting.misfits import check_fit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
 from pi2.memory.budget import Budget
@@ -27,6 +27,9 @@ from pi2.plan.documents.plan_units import list_cores
 from pi2.progress import Progress
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
 from pi2.weights.gguf_weights import FileTexts, GgufWeights
+
+if TYPE_CHECKING:
+    from pi2.memory.host_loops import HostLoops
 
 
 def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start: float) -> Parts:
@@ -46,7 +49,11 @@ def load_file(resolved: ResolvedPlan, budget: Budget, progress: Progress, start:
         division = divide(resolved, weights, tensors)
         addresses, ranges = place_resident(tensors, division, weights, budget, is_mapped)
         loaded = sum(piece.size for piece, _ in ranges)
-        loops = load_host_loops(progress, machine.features)
+        loops = None
+        if division.streamed or resolved.file.expert_bytes:
+            from pi2.backends.host import load_host_loops
+
+            loops = load_host_loops(progress, machine.features)
         slots, ring_bytes = None, plan.memory.segments.cold - resolved.file.slot_bytes
         if resolved.file.expert_bytes:
             # Also what is left where the next matrix is too large to be resident.
@@ -157,7 +164,11 @@ def place_resident(
 
 
 def open_slots(
-    resolved: ResolvedPlan, weights: GgufWeights, files: DirectFiles, region: U8, loops: HostLoops
+    resolved: ResolvedPlan,
+    weights: GgufWeights,
+    files: DirectFiles,
+    region: U8,
+    loops: HostLoops | None,
 ) -> ExpertSlots:
     """Make slots for experts in ``region``."""
     plan, moe = resolved.plan, resolved.model.moe

@@ -6,24 +6,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pi2.arrays import F32, I32
-from pi2.backends.protocol import (
-    CONTEXT_BLOCK,
-    ContextKeeper,
-    Executor,
-    LengthAware,
-    RowDivider,
-    StateKeeper,
-)
+from pi2.backends.executor import CONTEXT_BLOCK, ContextKeeper, LengthAware, RowDivider, StateKeeper
 from pi2.diagnostics import UserError
-from pi2.engine.dense_shares import WholeRows
-from pi2.engine.feed_forward import FeedForward
-from pi2.memory.arena import ContextLoan
 from pi2.plan.weights.layout import round_up
-from pi2.store.file_read import EmbeddingRows
+
+if TYPE_CHECKING:
+    from pi2.backends.protocol import Executor
+    from pi2.engine.dense_shares import WholeRows
+    from pi2.engine.feed_forward import FeedForward
+    from pi2.memory.arena import ContextLoan
+    from pi2.store.file_read import EmbeddingRows
 
 
 class Sequences(ABC):
@@ -212,7 +209,7 @@ class Forward(Sequences):
         chunks: int = 1,
         context: int,
         sequences: int = 1,
-        rows: WholeRows | None = None,
+        rows: WholeRows,
         loan: ContextLoan | None = None,
         embedding: EmbeddingRows | None = None,
         layer_embedding: EmbeddingRows | None = None,
@@ -222,13 +219,13 @@ class Forward(Sequences):
         """``chunk``: tokens that go through a layer together; ``chunks``: chunks of a prompt that
         go through a layer one after the other before the next layer begins; ``context``: tokens of
         each of the ``sequences`` that there is room for; ``rows``: who computes projections and
-        head, by default the executor; ``loan``: memory of the contexts that is lent while it is not
+        head; ``loan``: memory of the contexts that is lent while it is not
         used; ``embedding``: what reads its rows, where it is not in memory; ``layer_embedding``:
         what reads those of the layers' own; ``has_states``: whether layers keep states, which a
         step that failed has changed; ``step_tokens``: most tokens of a step."""
         super().__init__(context=context, sequences=sequences, loan=loan, has_states=has_states)
         self._executor = executor
-        self._rows = rows or WholeRows(executor)
+        self._rows = rows
         self._expect = executor.expect if isinstance(executor, LengthAware) else lambda end: None
         self._feed_forward = feed_forward
         self._layers = layers

@@ -13,10 +13,13 @@ import numpy as np
 
 from pi2.arrays import I32, U8, Scales
 from pi2.backends.protocol import BuildRequest, Tensor
+from pi2.backends.units import WholeModel, WholeRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
+from pi2.fitting import find_whole_backend
 from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
+from pi2.memory.arena import allocate_cache, allocate_staging
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.bundle_files import BundleFile
@@ -26,13 +29,18 @@ from pi2.memory.granules import SingleNeurons
 from pi2.model.tensor import LAYER_EMBEDDING
 from pi2.plan.arithmetic.costs import choose_request_bytes, count_requests_in_flight
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
+from pi2.plan.arithmetic.sizes import (
+    count_chunk_tokens,
+    count_gate_read_bytes,
+    count_piece_bytes,
+    reads_embedding,
+)
 from pi2.plan.weights.bundles import join_scales, slice_bias, slice_part
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.progress import Progress
 from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.store.agreement import find_bundle_misfits
-from pi2.store.file_read import EmbeddingRows, FileRead, place_scales, place_tensors
+from pi2.store.file_read import EmbeddingRows, FileRead, place_scales, place_tensors, read_pieces
 from pi2.store.manifest import DENSE_FILE
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import HashCheck
@@ -321,3 +329,75 @@ def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
     found = list(find_bundle_misfits(resolved, store.manifest.bundle))
     if found:
         raise UserError(locate_findings(found, resolved.path), exit_code=2)
+
+
+def _build_whole(
+    resolved: ResolvedPlan, grouped: Sequence[I32] | None, budget: Budget, progress: Progress
+) -> WholeModel:
+    """Make room for the model on the unit that has it; ``grouped``: a mixture's neurons, expert by
+    expert."""
+    plan, name = resolved.plan, resolved.sparse_unit
+    backend = find_whole_backend(resolved.name_backend(name))
+    assert backend is not None, name
+    return backend.build_whole(
+        WholeRequest(
+            name=name,
+            unit=resolved.device.units[name],
+            model=resolved.model,
+            bundle=resolved.bundle,
+            chunk=plan.prefill.chunk,
+            sequences=plan.decode.batch,
+            context=plan.kv.context,
+            kv_type=plan.kv.type,
+            predictor=plan.decode.predictor,
+            threshold=plan.decode.threshold,
+            expert_neurons=None if plan.decode.predictor == "none" else grouped,
+            count=partial(budget.charge, resolved.name_segment(name)),
+            progress=progress,
+        )
+    )
+
+
+def load_whole(
+    resolved: ResolvedPlan,
+    store: NeuronStore | None,
+    budget: Budget,
+    cleanup: ExitStack,
+    progress: Progress,
+) -> tuple[WholeModel, FlashReader | NullReader]:
+    """Make room for the model on the unit that has it, and bring it there; ``cleanup`` closes it
+    and the reader of its neurons."""
+    grouped = group_by_expert(resolved, store, budget)
+    model = _build_whole(resolved, grouped, budget, progress)
+    cleanup.callback(model.close)
+    reader = open_reader(resolved, store, allocate_cache(resolved, budget))
+    cleanup.callback(reader.close)
+    if store is not None:
+        store.check_unchanged()
+        _copy_weights(model, resolved, store, reader, budget, progress)
+    return model, reader
+
+
+def _copy_weights(
+    model: WholeModel,
+    resolved: ResolvedPlan,
+    store: NeuronStore,
+    reader: FlashReader | NullReader,
+    budget: Budget,
+    progress: Progress,
+) -> None:
+    """Read dense tensors and neurons from flash, and give them to the unit; what is in main memory
+    meanwhile are a piece of a tensor and staging buffers of neurons."""
+    staging = allocate_staging(resolved, budget)
+    buffer = budget.allocate("workspace", count_piece_bytes(resolved))
+    names = [tensor.name for tensor in store.manifest.tensors]
+    for tensor, first, share in read_pieces(store, names, buffer):
+        model.put(tensor, first)
+        progress("loading dense tensors", share)
+    layers, neurons, size = len(resolved.layers), resolved.model.layer_neurons, staging.shape[1]
+    for layer in range(layers):
+        for first in range(0, neurons, size):
+            piece = staging[0, : min(size, neurons - first)]
+            reader.start_run(layer, first, piece).result()
+            model.keep(layer, first, piece)
+        progress(f"loading neurons of {resolved.sparse_unit}", (layer + 1) / layers)

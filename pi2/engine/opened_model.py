@@ -17,7 +17,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows, WholeRows
 from pi2.engine.loading import open_store
 from pi2.fitting import find_backend, find_executor_backend, find_preparer, find_unit_backend
-from pi2.fitting.misfits import find_plan_misfits
+from pi2.fitting.misfits import check_fit
 from pi2.fitting.sizes import count_chunks, describe_unit
 from pi2.logging import get_logger
 from pi2.machine import Machine, detect_machine
@@ -258,14 +258,6 @@ def open_model(
         loops=loops,
         draft=draft,
     )
-
-
-def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
-    """UserError P3xx if the plan's device is not this machine."""
-    misfits = find_plan_misfits(resolved, machine)
-    errors = tuple(finding for finding in misfits if finding.severity == "error")
-    if errors:
-        raise UserError(errors, exit_code=2)
 
 
 def check_backends(resolved: ResolvedPlan, request: BuildRequest) -> None:

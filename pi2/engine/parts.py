@@ -6,19 +6,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pi2.backends.protocol import Executor
-from pi2.backends.units import SequenceModel
 from pi2.diagnostics import UserError
-from pi2.engine.feed_forward import FeedForward
-from pi2.engine.forward import Sequences
-from pi2.memory.budget import Budget
-from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, NullReader
-from pi2.memory.weight_stream import Expected, FileReads
-from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.store.reader import NeuronStore
 
 if TYPE_CHECKING:
+    from pi2.backends.protocol import Executor
+    from pi2.backends.units import SequenceModel
+    from pi2.engine.feed_forward import FeedForward
+    from pi2.engine.forward import Sequences
+    from pi2.memory.budget import Budget
+    from pi2.memory.cache import NeuronCache
+    from pi2.memory.flash import FlashReader, NullReader
+    from pi2.memory.weight_stream import Expected, FileReads
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
+    from pi2.store.reader import NeuronStore
     from pi2.tokens.table_tokenizer import Coder
     from pi2.weights.gguf_weights import FileTexts
 

@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from pi2.arrays import I64
 from pi2.backends.protocol import StateKeeper
 from pi2.engine.answer import Answer
-from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward, Sequences
 from pi2.engine.parts import Parts
 from pi2.engine.statistics import SpeculationCounters
@@ -24,6 +23,9 @@ from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.weights.layout import vector_bytes
+
+if TYPE_CHECKING:
+    from pi2.engine.feed_forward import FeedForward
 
 MOST_CANDIDATES = 8
 """Earlier places of the last tokens that are compared, the latest first."""

@@ -35,6 +35,23 @@ class Counters:
         return type(self)(**found)
 
 
+@dataclass(slots=True)
+class NeuronCounters:
+    """Neurons of sparse layers, summed over layers and tokens; ``predicted``: those computed."""
+
+    predicted: int = 0
+    active: int = 0
+    possible: int = 0
+    routed: int = 0
+    """Experts that computed tokens in layers whose routing was looked ahead at."""
+    foreseen: int = 0
+    """Those of them that looking ahead had named."""
+    without_ahead: int = 0
+    """Tokens that did not look ahead, because it did not pay."""
+    touched: int = 0
+    """Neurons that steps have used, those of several tokens of a step once."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SpeculationCounters(Counters):
     """What speculation has done since loading."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64, Bits
 from pi2.backends.protocol import Executor, Foreseer
+from pi2.engine.statistics import NeuronCounters
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, NullReader, PendingRead
 from pi2.memory.granules import SingleNeurons
@@ -74,23 +75,6 @@ class Foresight:
             return self._found[token]
         named = self._foreseer.list_foreseen()
         return named, self._executor.read_scores() if self._needs_scores else None
-
-
-@dataclass(slots=True)
-class NeuronCounters:
-    """Neurons of sparse layers, summed over layers and tokens; ``predicted``: those computed."""
-
-    predicted: int = 0
-    active: int = 0
-    possible: int = 0
-    routed: int = 0
-    """Experts that computed tokens in layers whose routing was looked ahead at."""
-    foreseen: int = 0
-    """Those of them that looking ahead had named."""
-    without_ahead: int = 0
-    """Tokens that did not look ahead, because it did not pay."""
-    touched: int = 0
-    """Neurons that steps have used, those of several tokens of a step once."""
 
 
 @dataclass(slots=True)

@@ -14,8 +14,6 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device, Unit
 from pi2.plan.documents.plan_units import list_cores
 from pi2.plan.documents.quantities import compare_bytes, write_most
-from pi2.store.agreement import check_files, check_model, find_bundle_misfits
-from pi2.store.manifest import read_manifest
 
 if TYPE_CHECKING:
     from pi2.fitting.check import Report
@@ -38,6 +36,14 @@ def find_plan_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnost
         native=any(backend.NATIVE for backend in backends),
     )
     return locate_findings(found, resolved.path) if found else []
+
+
+def check_fit(resolved: ResolvedPlan, machine: Machine) -> None:
+    """UserError P3xx if the plan's device is not this machine."""
+    found = find_plan_misfits(resolved, machine)
+    errors = tuple(finding for finding in found if finding.severity == "error")
+    if errors:
+        raise UserError(errors, exit_code=2)
 
 
 def find_processor_misfits(resolved: ResolvedPlan, machine: Machine) -> list[Diagnostic]:
@@ -188,6 +194,9 @@ def list_store_findings(report: Report) -> list[Diagnostic]:
 def find_store_misfits(resolved: ResolvedPlan) -> list[Diagnostic]:
     """What a run would refuse about the store: P502-P506, P508, P520, P605, P689; nothing if it is
     absent."""
+    from pi2.store.agreement import check_files, check_model, find_bundle_misfits
+    from pi2.store.manifest import read_manifest
+
     path = resolved.store_path
     if not path.exists():
         return []

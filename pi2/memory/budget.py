@@ -10,12 +10,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.plan.documents.quantities import compare_bytes
+
+if TYPE_CHECKING:
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 _ON_FAULT = 1
 """MLOCK_ONFAULT: pages are locked when they are touched, and take no memory before."""
@@ -235,3 +239,10 @@ class Budget:
 
 def _find_address(region: mmap.mmap) -> int:
     return int(np.frombuffer(region, np.uint8, count=1).ctypes.data)
+
+
+def make_budget(resolved: ResolvedPlan) -> Budget:
+    """Make the budget of the plan's segments and of the units beside the sparse one."""
+    memory = resolved.plan.memory
+    units = {f"units.{name}": unit.budget for name, unit in memory.units.items()}
+    return Budget({**dict(memory.segments), **units})

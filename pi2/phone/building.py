@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.backends.blocks.contract import SHARED, BlockSpec
+from pi2.backends.blocks.contract import BlockSpec, list_libraries
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.cpu.backend import make_spec
 from pi2.backends.hexagon.backend import describe_sizes
@@ -64,7 +64,7 @@ def list_block_specs(resolved: ResolvedPlan) -> list[BlockSpec]:
         BlockSpec(
             library=name, architecture=unit.architecture, features=tuple(sorted(unit.features))
         )
-        for name in (*SHARED, *sorted({*formats, "f32"}))
+        for name in (*list_libraries(weights.model), *sorted({*formats, "f32"}))
     ]
 
 

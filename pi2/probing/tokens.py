@@ -17,6 +17,7 @@ import numpy as np
 from pi2.arrays import F16, I32, U8, Raw, Scales
 from pi2.backends.host import HostLoops
 from pi2.backends.protocol import BuildRequest, Executor, Tensor
+from pi2.engine.dense_shares import WholeRows
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.forward import Forward
 from pi2.memory.cache import NeuronCache
@@ -321,7 +322,14 @@ class TokenSample:
             decode=Decode(predictor=predictor),
         )
         context = max(work.position for work in works) + 1
-        self._forward = Forward(recorder, feed_forward, layers=layers, chunk=1, context=context)
+        self._forward = Forward(
+            recorder,
+            feed_forward,
+            layers=layers,
+            chunk=1,
+            context=context,
+            rows=WholeRows(recorder),
+        )
         self._recorder, self._layers, self._vocab = recorder, layers, shape.vocab
         self._works = list(works)
         self._named = {count: _draw_neurons(shape.ffn, count) for count in {w.named for w in works}}
