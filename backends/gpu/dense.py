@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from pi2.backends.gpu.sizes import (
 )
 from pi2.backends.protocol import Tensor
 from pi2.progress import Progress
+from pi2.records import dataclass, field
 
 
 @dataclass(slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+
+from pi2.records import dataclass, replace
 
 
 def _write_ranges(ranges: str) -> str:

@@ -7,7 +7,6 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
@@ -34,6 +33,7 @@ from pi2.plan.weights.layout import round_up
 from pi2.probing.probe import Measurements, UnitMeasurements
 from pi2.probing.storage import ReadSpec
 from pi2.probing.timing import StepFacts, choose_times, round_digits, summarise
+from pi2.records import dataclass
 
 Measure = Literal["B/s", "s", "GOP/s", "share"]
 
