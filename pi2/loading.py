@@ -42,7 +42,7 @@ def load(
     may give an observer of the executor; ``thresholds`` count instead of those that the plan
     names, ``"none"`` that there are none yet.  Raises `UserError` with all findings."""
     plan, files = Path(path), FileFiller()
-    if not plan.name.endswith(".plan.toml"):
+    if not plan.name.endswith(".plan.toml") and not files.runs_as_it_is(plan):
         from pi2.cli.named_plans import find_plan_path
 
         plan = find_plan_path(plan, files=files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Literal, Protocol, TypedDict
 
 import numpy as np
@@ -80,7 +81,10 @@ class Sampler:
 
     def __init__(self, options: SamplingOptions) -> None:
         self._options = options
-        self._random = np.random.default_rng(options.seed)
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        return np.random.default_rng(self._options.seed)
 
     def sample(
         self, logits: F32, seen: I64, *, prompt: int | None = None, bias: Bias | None = None

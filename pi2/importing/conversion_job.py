@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +335,8 @@ def describe_job(
     quantizer: Quantizer,
 ) -> str:
     """A key that is equal where the same call would write the same files."""
+    from importlib.metadata import version
+
     fields: dict[str, Any] = {
         "version": version("pi2"),
         "model": describe_weights(model),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -55,16 +54,20 @@ def find_programs(names: Sequence[str]) -> Mapping[str, str | None]:
 
 
 def _read_version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
 def _find_pin(package: str) -> str | None:
+    from importlib import metadata
+
     try:
-        requirements = importlib.metadata.requires("pi2") or []
-    except importlib.metadata.PackageNotFoundError:
+        requirements = metadata.requires("pi2") or []
+    except metadata.PackageNotFoundError:
         return None
     for requirement in requirements:
         match = re.match(rf"{re.escape(package)}\s*==\s*([^\s;,]+)", requirement)

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.metadata import version
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -140,6 +139,8 @@ def _compute_key(content: bytes) -> str:
 @cache
 def _describe_trial() -> bytes:
     trial = Path(__file__).with_name("trial.py").read_bytes()
+    from importlib.metadata import version
+
     return hashlib.sha256(trial + version("tokenizers").encode()).digest()
 
 

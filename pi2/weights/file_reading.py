@@ -13,12 +13,12 @@ from pi2.diagnostics import UserError
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.progress import Progress, ignore_progress
 from pi2.records import dataclass
-from pi2.sharing.lock import PinnedWeights, choose_lock, edit_lock, find_lock, read_lock
 
 if TYPE_CHECKING:
     from pi2.fitting.check import Report
     from pi2.plan.arithmetic.resolved import FilledPlan
     from pi2.plan.toml.source import Kind
+    from pi2.sharing.lock import PinnedWeights
     from pi2.weights.gguf_weights import GgufWeights
 
 
@@ -88,6 +88,7 @@ def fetch_hub_file(text: str, folder: Path, progress: Progress = ignore_progress
     `UserError` P729 where the bytes are not the pinned ones, P761 to P764 and P767 as
     `pi2.importing.hub.find_repository`."""
     from pi2.importing.hub import HubReference, fetch_into_cache, find_repository
+    from pi2.sharing.lock import PinnedWeights, choose_lock, edit_lock
     from pi2.store.files import hash_file
 
     wanted = HubFile.parse(text)
@@ -129,6 +130,8 @@ def list_missing(path: Path) -> Iterator[str]:
 
 
 def _find_pin(text: str, folder: Path) -> PinnedWeights | None:
+    from pi2.sharing.lock import find_lock, read_lock
+
     lock = find_lock(folder)
     return None if lock is None else read_lock(lock).find_weights(text)
 
