@@ -25,6 +25,8 @@ from pi2.refit import FittedPlan
 
 Mode = Literal["prefill", "decode"]
 
+_FLOOR_TOKENS = 512
+"""Tokens that tell how far another engine is from itself."""
 _ROWS = 16
 """Tokens whose logits are widened to float64 together."""
 
@@ -121,6 +123,9 @@ class Run:
     """Bytes of neurons that were not in memory and not read, because their gates were closed."""
     divergence: float | None = None
     """Mean KL divergence from another engine's distributions on the same file, in nats."""
+    floor: tuple[float, float] | None = None
+    """That engine's distance from itself, a long step against single tokens: mean KL divergence in
+    nats, and share of equal top tokens."""
     read_bytes_token: float | None = None
     """Bytes of neurons read per token, if only some were computed."""
 
@@ -187,9 +192,9 @@ def evaluate_plan(
         if counter is not None:
             model._parts.executor.observe(None)
         if PEER in against:
-            scores, divergence = score_beside(model, cut, lambda share: progress(PEER, share))
-            peer = _describe(model, PEER, "none", scores, text)
-            runs.append(replace(peer, backend=PEER, divergence=divergence))
+            peer = score_beside(model, cut, lambda share: progress(PEER, share))
+            found = _describe(model, PEER, "none", peer.scores, text)
+            runs.append(replace(found, backend=PEER, divergence=peer.divergence, floor=peer.floor))
         predictor = model.plan.plan.decode.predictor
         if predictor != "none":
             runs.append(_run(model, _name_run(model), "decode", text, progress))
@@ -354,6 +359,12 @@ def _describe_reads(evaluation: Evaluation) -> list[str]:
     for run in evaluation.runs:
         if run.divergence is not None:
             lines.append(f"{run.name}: mean KL divergence {run.divergence:.5f} nats")
+        if run.floor is not None:
+            divergence, agreement = run.floor
+            lines.append(
+                f"{run.name} from itself, token by token: mean KL divergence {divergence:.5f} nats,"
+                f" same top token {_percent(agreement)}"
+            )
         if run.read_bytes_token is None:
             continue
         read = approximate_bytes(round(run.read_bytes_token))
@@ -397,12 +408,22 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share * 100:.1f} %"
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What llama.cpp says of the windows that pi2 was given."""
+
+    scores: Scores
+    divergence: float
+    """As `Run` has both."""
+    floor: tuple[float, float]
+
+
 def score_beside(
     model: LoadedModel,
     windows: Sequence[Window],
     progress: Callable[[float], None] = lambda share: None,
-) -> tuple[Scores, float]:
-    """llama.cpp's scores on the file of ``model``, and its mean KL divergence from pi2 in nats;
+) -> Beside:
+    """llama.cpp's scores on the file of ``model``, and its distances from pi2 and from itself.
     UserError P663 without a GGUF file or llama-cpp-python."""
     if model.plan.file is None:
         raise UserError.of(
@@ -413,11 +434,14 @@ def score_beside(
     context = max(len(window.tokens) for window in windows)
     peer = _open_peer(model.plan.file.path, context)
     losses, choices, divergences = [], [], []
+    floor = 0.0, 1.0
     for number, window in enumerate(windows):
         given = list(window.tokens[:-1])
-        peer.reset()
-        peer.eval(given)
-        theirs = np.array(peer.scores[: len(given)], np.float32)
+        theirs = _ask_peer(peer, given, len(given))
+        if number == 0:
+            again = _ask_peer(peer, given[:_FLOOR_TOKENS], 1)
+            same = again.argmax(-1) == theirs[: len(again)].argmax(-1)
+            floor = float(_diverge(theirs[: len(again)], again).mean()), float(same.mean())
         targets, done = np.array(window.tokens, np.int64), 0
         for logits in model.iterate_logits(given):
             first = max(0, window.first_scored - 1 - done)
@@ -429,7 +453,15 @@ def score_beside(
         progress((number + 1) / len(windows))
     peer.close()
     scores = Scores(np.concatenate(losses), np.concatenate(choices))
-    return scores, float(np.concatenate(divergences).mean())
+    return Beside(scores, float(np.concatenate(divergences).mean()), floor)
+
+
+def _ask_peer(peer: Any, tokens: Sequence[int], step: int) -> F32:
+    """Logits [tokens, vocab] of steps of so many tokens."""
+    peer.reset()
+    for first in range(0, len(tokens), step):
+        peer.eval(tokens[first : first + step])
+    return np.array(peer.scores[: len(tokens)], np.float32)
 
 
 def _open_peer(file: Path, context: int) -> Any:

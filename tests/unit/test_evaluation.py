@@ -1,7 +1,9 @@
 """`pi2 evaluate`: windows, perplexity, agreement and recall are what they say."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from pi2.measuring.evaluation import evaluate_plan, write_markdown
 from pi2.measuring.prediction import compute_scores
 from pi2.measuring.texts import Passages, cut_windows
 from pi2.store.reader import NeuronStore
+from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 
@@ -151,6 +154,41 @@ def test_the_command_prints_a_table_or_one_object(
     assert found["tokens"] == 15
     assert [item["name"] for item in found["runs"]] == ["dense", "low-rank"]
     assert len(found["layers"]) == 3
+
+
+class Peer:
+    """Stands for llama.cpp: pi2's logits, but single tokens find one logit larger."""
+
+    def __init__(self, file: str, *, n_ctx: int, **others: Any) -> None:
+        self.model = pi2.load(file, set={"kv.context": n_ctx})
+        self.ids: list[int] = []
+
+    def reset(self) -> None:
+        self.ids, self.scores = [], []
+
+    def eval(self, tokens: list[int]) -> None:
+        self.ids += tokens
+        found = self.model.logits(self.ids)[-len(tokens) :]
+        found[:, 7] += 100.0 if len(tokens) == 1 else 0.0
+        self.scores += list(found)
+
+    def close(self) -> None:
+        self.model.close()
+
+
+def test_llama_cpp_is_as_far_from_pi2_as_it_is_and_its_own_distance_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_random_gguf(tmp_path, {"hidden": 64, "layers": 1, "context": 64})
+    monkeypatch.setattr("pi2.measuring.evaluation.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Peer))
+    found = evaluate_plan(file, Passages([TEXT], context=32, count=1), against=["llama.cpp"])
+    dense, peer = found.runs
+    assert peer.perplexity == pytest.approx(dense.perplexity, rel=1e-3)
+    assert peer.divergence == pytest.approx(0, abs=1e-4) and peer.agreement == 1
+    assert peer.floor is not None and peer.floor[0] > 1 > peer.floor[1]
+    text = write_markdown(found)
+    assert "llama.cpp from itself, token by token" in text and "| llama.cpp |" in text
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe"])
