@@ -439,7 +439,7 @@ class Builder:
         self.matrices.append(Matrix("embedding", None, weight, (number,)))
 
     def add_cap(self, x: Area, length: int, limit: float, factor: float) -> None:
-        """Multiply vectors, and cap them where the limit is not 0."""
+        """Multiply vectors, and cap them where the limit is not 0: see the kernel."""
         self.add(
             "cap",
             {

@@ -67,7 +67,7 @@ COMPUTED = read_options("""
     other_heads: . heads
     attention: qkv_bias output_bias head_norm head_norm_weights head_norm_layers
     attention: head_norm_of=all head_norm_place=after sub_norm sinks sink_layers scale softcap
-    attention: sliding_window window_layers
+    attention: clip sliding_window window_layers
     : residual=parallel logit_softcap head_bias other_rope
     ffn: activation=relu activation=relu2 activation=silu activation=gelu activation=gelu_tanh
     ffn: gated bias sub_norm limit up_offset
@@ -89,7 +89,10 @@ def find_unknown(model: Model) -> list[str]:
     tensors, is_mixture = model.tensors, model.moe is not None
     limited = {"ffn.slope"} if model.ffn.limit is not None else set()
     fused, order = tensors.fused_gate_up is not None, tensors.gate_up_order
+    attention = model.attention
+    heads = attention.head_norm and attention.head_norm_of == "head"
     lying = {
+        "attention.clip (head_norm)": attention.clip is not None and heads,
         "tensors.experts_turned": is_mixture and tensors.experts_turned,
         "tensors.fused_gate_up (moe)": is_mixture and fused,
         "tensors.fused_order": tensors.fused_qkv is not None and tensors.fused_order != "stacked",

@@ -276,7 +276,8 @@ def _activate(name: str, value: v.Expr, lanes: int) -> v.Expr:
 
 
 def emit_cap(table: Table) -> None:
-    """x becomes limit tanh(x factor / limit), or x factor where the limit is 0."""
+    """x becomes limit tanh(x factor / limit), x factor where the limit is 0, or x cut at the limit
+    and at what it is below 0, where the limit is negative."""
     x = table.take_array("x", "float32")
     x_stride, length = table.take("x_stride"), table.take("length")
     limit, factor = table.take_float("limit"), table.take_float("factor")
@@ -286,9 +287,12 @@ def emit_cap(table: Table) -> None:
 
         def emit(place: v.Expr, lanes: int) -> None:
             value = v.Cell(v.load(x, source + place, lanes) * v.splat(factor, lanes))
-            with T.If(limit != T.float32(0.0)), T.Then():
+            with T.If(limit > T.float32(0.0)), T.Then():
                 inner = v.take_tanh(value.get() / v.splat(limit, lanes), lanes)
                 value.set(inner * v.splat(limit, lanes))
+            with T.If(limit < T.float32(0.0)), T.Then():
+                most = v.splat(v.let(T.float32(0.0) - limit), lanes)
+                value.set(T.max(T.min(value.get(), most), v.splat(limit, lanes)))
             v.store(x, source + place, value.get(), lanes)
 
         walk(first, end, emit)

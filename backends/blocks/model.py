@@ -161,6 +161,9 @@ class Layers:
         if own.head_norm and attention.head_norm_of == "all":
             for kind, norm, width, _ in norms:
                 builder.add_norm(norm, areas[kind], areas[kind], width, is_rms=True)
+        if attention.clip is not None:
+            length = query + 2 * keys if own.has_keys else query
+            builder.add_cap(projected, length, -attention.clip, 1.0)
         for place, (kind, norm, _, heads) in enumerate(norms):
             builder.add_turn(
                 areas[kind], heads, own, norm, neighbours=neighbours, waits=place == len(norms) - 1

@@ -123,12 +123,19 @@ def choose_name(path: Path, source: LocalSource) -> str:
 def convert_path(path: Path, source: LocalSource, name: str, *, replace: bool) -> None:
     """Convert the checkpoint at ``path``, and say so."""
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
+    from pi2.importing.gguf_checkpoint import GgufCheckpoint
+    from pi2.weights.gguf_weights import GgufWeights
 
     given = None if source.tokenizer is None else Path(source.tokenizer)
     checkpoint = use_tokenizer(open_checkpoint(path), given)
     document = describe_titled(checkpoint, name)
     again = ", which has changed," if replace else ""
-    click.echo(f"{path}{again} is converted once, into {find_models_folder() / name}", err=True)
+    why = ""
+    if isinstance(checkpoint, GgufCheckpoint):
+        obstacles = GgufWeights(checkpoint, document).find_obstacles()
+        why = f": nothing computes {obstacles[0]} of it as it is" if obstacles else ""
+    place = find_models_folder() / name
+    click.echo(f"{path}{again} is converted once, into {place}{why}", err=True)
     try:
         with ProgressBar() as progress:
             make_model(

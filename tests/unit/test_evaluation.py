@@ -162,6 +162,7 @@ class Peer:
     def __init__(self, file: str, *, n_ctx: int, **others: Any) -> None:
         self.model = pi2.load(file, set={"kv.context": n_ctx})
         self.ids: list[int] = []
+        self.scores: list[np.ndarray] = []
 
     def reset(self) -> None:
         self.ids, self.scores = [], []
