@@ -284,7 +284,7 @@ def _compile(
                     for line in process.stdout:
                         message = json.loads(line)
                         if "share" in message:
-                            shares[message["output"]] = float(message["share"])
+                            shares[message.get("output", "")] = float(message["share"])
                             progress(LABEL, sum(shares.values()) / len(specs))
                         failures = message.get("linker", failures)
                         missing = message.get("missing", missing)

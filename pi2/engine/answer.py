@@ -81,6 +81,11 @@ class Sampler:
 
     def __init__(self, options: SamplingOptions) -> None:
         self._options = options
+        self._takes_best = (
+            options.temperature == 0.0
+            and options.repetition_penalty == 1.0
+            and not (options.presence_penalty or options.frequency_penalty or options.logit_bias)
+        )
 
     @cached_property
     def _random(self) -> np.random.Generator:
@@ -92,6 +97,8 @@ class Sampler:
         """A token id for ``logits`` [vocab]; ``seen`` begins with ``prompt`` ids; ``bias`` [vocab]
         may be minus infinity."""
         options = self._options
+        if self._takes_best and bias is None:
+            return int(np.argmax(logits))
         scores = logits.astype(np.float64)
         if options.repetition_penalty != 1.0 and len(seen):
             # An id that is seen twice gets the same score twice.  np.unique would import numpy.ma,

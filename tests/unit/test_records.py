@@ -38,6 +38,24 @@ def describe(call: Callable[[], object]) -> object:
         return type(error)
 
 
+def list_steps(own: Any) -> list[Callable[[], object]]:
+    """What is done with a class."""
+    one, other = own(first=1), own(first=1, third="y")
+    return [
+        lambda: repr(one),
+        lambda: one == other,
+        lambda: one == dataclasses.replace(one, first=2),
+        lambda: hash(one) != 0,
+        lambda: repr(own(1, [2])),
+        lambda: own(),
+        lambda: own(first=1, fourth=2),
+        lambda: setattr(one, "first", 3),
+        lambda: delattr(one, "third"),
+        lambda: repr(copy.copy(other)),
+        lambda: dataclasses.asdict(other)["fourth"],
+    ]
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("kw_only", [False, True])
@@ -46,21 +64,7 @@ def test_it_is_like_the_standard_one(frozen: bool, slots: bool, kw_only: bool, e
     found = []
     for dataclass in (dataclasses.dataclass, records.dataclass):
         own = make(dataclass, frozen=frozen, slots=slots, kw_only=kw_only, eq=eq)
-        one, other = own(first=1), own(first=1, third="y")
-        steps: list[Callable[[], object]] = [
-            lambda one=one: repr(one),
-            lambda one=one, other=other: one == other,
-            lambda one=one: one == dataclasses.replace(one, first=2),
-            lambda one=one: hash(one) != 0,
-            lambda own=own: repr(own(1, [2])),
-            lambda own=own: own(),
-            lambda own=own: own(first=1, fourth=2),
-            lambda one=one: setattr(one, "first", 3),
-            lambda one=one: delattr(one, "third"),
-            lambda other=other: repr(copy.copy(other)),
-            lambda one=one: dataclasses.asdict(one)["fourth"],
-        ]
-        found.append([describe(step) for step in steps])
+        found.append([describe(step) for step in list_steps(own)])
     assert found[0] == found[1]
 
 
