@@ -157,7 +157,7 @@ class TraceOptions:
     """Output file of the trace."""
     prompt: str = option("-p", "--prompt", default="The")
     """Prompt."""
-    tokens: int = option("-n", "--tokens", type=click.IntRange(1, 64), default=4)
+    tokens: int = option("-n", "--max-tokens", type=click.IntRange(1, 64), default=4)
     """Tokens to record."""
     warm_up: int = option(type=click.IntRange(min=0), default=8)
     """Tokens to generate before recording, to warm the neuron cache."""
@@ -205,7 +205,7 @@ class ActivationsOptions(TextOptions):
     """For MoE models: record only which experts compute each token, for `pi2 replay`."""
     plot: Path | None = option(type=FILE, metavar="FILE")
     """Write a plot (needs the extra `plot`)."""
-    replace: bool = option("--force", "--replace")
+    replace: bool = option("--force")
     """Overwrite the statistics of another run."""
     as_json: bool = JSON()
 

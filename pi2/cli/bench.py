@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -102,12 +103,14 @@ def parse_counts(
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    prompt: tuple[int, ...] = option(
-        "-p", "--prompt", callback=parse_lengths, metavar="N,...", default="128,512"
+    prompt: str | None = option("-p", "--prompt", metavar="TEXT")
+    """Take tokens from this text, over and over, instead of the vocabulary in order."""
+    prompt_tokens: tuple[int, ...] = option(
+        callback=parse_lengths, metavar="N,...", default="128,512"
     )
     """Prompt lengths in tokens; 0 for none."""
-    generate: tuple[int, ...] = option(
-        "-n", "--generate", callback=parse_lengths, metavar="N,...", default="64"
+    max_tokens: tuple[int, ...] = option(
+        "-n", "--max-tokens", callback=parse_lengths, metavar="N,...", default="64"
     )
     """Numbers of tokens to generate; 0 for none."""
     depth: tuple[int, ...] = option(
@@ -129,7 +132,7 @@ class BenchOptions:
     against: str | None = option(metavar="llama.cpp|FILE")
     """Alternate runs with llama.cpp, on the plan's GGUF file or on FILE."""
     text: Path | None = None
-    """Take tokens from this text file instead of the vocabulary in order."""
+    """Take tokens from this file, as with --prompt."""
     memory: str | None = MEMORY()
     settings: tuple[str, ...] = SET()
 
@@ -157,10 +160,16 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     from pi2.measuring.session import Course, measure_plan
 
     form: str = given.form
-    output = given.output
+    output, prompts, text = given.output, given.prompt_tokens, given.prompt
     if str(output) in ("md", "json", "csv"):
-        click.echo(f"note: -o names a file now: write --format {output}", err=True)
+        click.echo(f"warning: -o names a file: write --format {output}", err=True)
         form, output = str(output), None
+    if text is not None and re.fullmatch(r"\d+(,\d+)*", text):
+        click.echo(f"warning: -p is the prompt's text: write --prompt-tokens {text}", err=True)
+        prompts, text = tuple(map(int, text.split(","))), None
+    name = None if text is None else "--prompt"
+    if given.text is not None:
+        name, text = given.text.name, read_text(given.text)
     chosen = [
         choose_plan(plan, given.settings, given.memory, has_files=not given.only_load)
         for plan in plans
@@ -168,16 +177,15 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
     if given.only_load:
         write_results(measure_loads(chosen, given.repetitions, form), output)
         return
-    workloads = list_workloads(
-        given.prompt, given.generate, given.depth, given.sequences or (None,)
-    )
+    counts = prompts, given.max_tokens, given.depth
+    workloads = list_workloads(*counts, given.sequences or (None,))
     if not workloads:
-        raise click.UsageError("nothing to measure: give -p or -n")
+        raise click.UsageError("nothing to measure: give --prompt-tokens or --max-tokens")
     if given.sequences is not None and given.against is not None:
         raise click.UsageError("--against measures one sequence: leave --sequences out")
     if given.sequences is not None:
         chosen = [plan.change({"decode.batch": max(given.sequences)}) for plan in chosen]
-    conditions = describe_conditions(None if given.text is None else given.text.name)
+    conditions = describe_conditions(name)
     outcomes: list[Outcome] = []
     lost: list[UserError] = []
     course = Course(
@@ -185,7 +193,7 @@ def bench_command(plans: tuple[Path, ...], given: BenchOptions) -> None:
         repetitions=given.repetitions,
         with_profile=given.with_profile,
         against=given.against,
-        text=None if given.text is None else read_text(given.text),
+        text=text,
     )
     for plan in chosen:
         with ProgressBar() as progress:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
@@ -163,6 +163,16 @@ _COMMAND = re.compile(
 )
 Command = TypeVar("Command", bound=click.Command)
 
+OLD_SPELLINGS = {
+    "--replace": "--force",
+    "--output-format": "--format",
+    "--output-file": "--output",
+    "--warnings-as-errors": "--strict",
+    "bench --generate": "--max-tokens",
+    "trace --tokens": "--max-tokens",
+}
+"""Options that go on working with a warning, some of them of one command."""
+
 GROUPS = ("Run", "Author", "Plan", "Convert", "More commands")
 """Sections of the help, in order."""
 
@@ -229,7 +239,7 @@ class LazyGroup(click.Group):
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             ctx.fail(describe_unknown(name))
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, list(respell(args, ctx.resilient_parsing)))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups = list_groups()
@@ -257,6 +267,20 @@ class Subcommands(click.Group):
             rows.append((name, command.get_short_help_str(limit=1000).rstrip(".")))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def respell(words: list[str], is_quiet: bool) -> Iterator[str]:
+    """A command line with today's names of options; warns of others unless ``is_quiet``."""
+    ends = words.index("--") if "--" in words else len(words)
+    for place, word in enumerate(words):
+        name, sign, value = word.partition("=")
+        new = OLD_SPELLINGS.get(name) or OLD_SPELLINGS.get(f"{words[0]} {name}")
+        if new is None or place > ends:
+            yield word
+            continue
+        if not is_quiet:
+            click.echo(f"warning: {name} is deprecated: write {new}", err=True)
+        yield f"{new}{sign}{value}"
 
 
 def name_numbers(command: click.Command) -> None:

@@ -68,7 +68,7 @@ class ConvertOptions:
     """Write the quantisation error of every tensor as JSON."""
     texts: tuple[Path, ...] = option("--evaluate", metavar="FILE")
     """UTF-8 text to measure perplexity on, before and after conversion; repeatable."""
-    replace: bool = option("--force", "--replace")
+    replace: bool = option("--force")
     """Overwrite an existing neuron store."""
 
 

@@ -51,7 +51,7 @@ class PullOptions:
     """Which of several GGUF models of the repository."""
     name: str | None = option(metavar="NAME")
     """Name of the model here.  [default: the repository's]"""
-    replace: bool = option("--force", "--replace")
+    replace: bool = option("--force")
     """Replace the model that has the name."""
 
 
@@ -96,7 +96,7 @@ def pull_weights(plan: Path) -> None:
             file=str(plan),
         )
     with ProgressBar() as progress:
-        path = fetch_hub_file(weights, plan.parent, progress)
+        path = fetch_hub_file(weights, plan, progress)
     click.echo(f"{path}: pinned in pi2.lock; next: pi2 run {plan}", err=True)
 
 

@@ -164,9 +164,7 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
     help="Your clone of the repository to publish to.",
 )
 @click.option("--commit", is_flag=True, help="Commit the file on a new branch.")
-@click.option(
-    "--force", "--replace", "replace", is_flag=True, help="Overwrite a profile of the same name."
-)
+@click.option("--force", "replace", is_flag=True, help="Overwrite a profile of the same name.")
 def publish(file: Path, into: Path, commit: bool, replace: bool) -> None:
     """Prepare the device FILE for a pull request.
 

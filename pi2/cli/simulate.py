@@ -30,10 +30,11 @@ from pi2.cli.options import (
     write_file,
 )
 from pi2.diagnostics import UserError
-from pi2.records import dataclass
+from pi2.records import dataclass, replace
 
 if TYPE_CHECKING:
     from pi2.costs.description import Description
+    from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.toml.source import Kind
 
 
@@ -183,7 +184,7 @@ def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
     from pi2.simulate import draw_run, read_inputs, simulate
 
     tokens = fit_context(given.prompt, tokens, plan.resolved.plan.kv.context)
-    inputs = read_inputs(plan.resolved)
+    inputs = read_inputs(measure_host(plan.resolved))
     with ProgressBar() as bar:
         result = simulate(
             inputs,
@@ -197,6 +198,21 @@ def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
     if given.plot is not None:
         write_file(given.plot, draw_run(result, find_form(given.plot)))
     print_found(result.describe(), result.summarise(), given.as_json)
+
+
+def measure_host(resolved: ResolvedPlan) -> ResolvedPlan:
+    """The plan; if it is for this machine, which was not probed, with quickly measured rates."""
+    if resolved.device.id != "host":
+        return resolved
+    from pi2.caches import find_cache_folder
+    from pi2.probing.document import has_rates, sketch_device
+
+    if has_rates(resolved.device):
+        return resolved
+    click.echo("note: memory and disk are measured for 2 s; `pi2 probe` measures more", err=True)
+    folder = find_cache_folder("kernels")
+    folder.mkdir(parents=True, exist_ok=True)
+    return replace(resolved, device=sketch_device(resolved.device, folder))
 
 
 def fit_context(prompt: int, tokens: int, context: int) -> int:

@@ -98,7 +98,7 @@ class ReorderOptions:
     store in order of hotness needs none."""
     output: Path | None = option("-o", "--output", metavar="STORE")
     """Output folder of the new store.  [default: replace the old one]"""
-    replace: bool = option("--force", "--replace")
+    replace: bool = option("--force")
     """Overwrite an existing neuron store at OUTPUT."""
 
 
@@ -131,7 +131,7 @@ class RepackOptions:
     """Place of the scales: in the bundles, or in separate files that stay in memory."""
     output: Path | None = option("-o", "--output", metavar="STORE")
     """Output folder of the new store.  [default: replace the old one]"""
-    replace: bool = option("--force", "--replace")
+    replace: bool = option("--force")
     """Overwrite an existing neuron store at OUTPUT."""
 
 

@@ -200,13 +200,11 @@ def find_near(code: str, pages: Mapping[str, Page]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions:
-    output_format: str = option(
-        "--format", "--output-format", type=click.Choice(list_formats()), default="full"
-    )
+    output_format: str = option("--format", type=click.Choice(list_formats()), default="full")
     """Output format of findings."""
-    output_file: Path | None = option("-o", "--output", "--output-file", type=FILE)
+    output_file: Path | None = option("-o", "--output", type=FILE)
     """Write findings to this file instead of standard output."""
-    strict: bool = option("--strict", "--warnings-as-errors")
+    strict: bool = option("--strict")
     """Treat warnings as errors."""
     baseline: Path | None = option(type=FILE)
     """Report only findings that this file does not list."""

@@ -7,11 +7,13 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
-from pi2.machine import Machine
+from pi2.machine import Machine, detect_machine
+from pi2.measuring.bandwidth import BandwidthMeter
 from pi2.plan.documents.device import (
     ComputeFigure,
     Device,
@@ -31,7 +33,7 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.weights.layout import round_up
 from pi2.probing.probe import Measurements, UnitMeasurements
-from pi2.probing.storage import ReadSpec
+from pi2.probing.storage import LEAST_BYTES, ReadSpec, StorageBench, open_sample
 from pi2.probing.timing import StepFacts, choose_times, round_digits, summarise
 from pi2.records import dataclass
 
@@ -217,6 +219,44 @@ UNSTEADY_LINES = 8
 def make_device(name: str, found: Measurements) -> Device:
     """The device called ``name`` with everything that was measured; no host or user names."""
     return Device.model_validate_json(json.dumps(describe_device(name, found)))
+
+
+def has_rates(device: Device) -> bool:
+    """Whether a device says how fast its memory or its disk is."""
+    units = (unit.read_bandwidth for unit in device.units.values())
+    own = (*units, device.memory.read_bandwidth, device.memory.peak_bandwidth)
+    return any(figure is not None for figure in own) or bool(device.storage.reads)
+
+
+def sketch_device(device: Device, folder: Path) -> Device:
+    """``device``, which is this machine, with rates of the memory and of the folder's disk that are
+    measured for two seconds; UserError P341."""
+    cpu = next(name for name, unit in device.units.items() if unit.kind == "cpu")
+    threads = detect_machine().cpu.cores
+    meter = BandwidthMeter(threads, LEAST_BYTES)
+    bandwidth = _rate(meter.measure(), f"{_count(threads)}, {meter.get_method()}")
+    meter.close()
+    specs = [ReadSpec(pattern="random", block_bytes=4096, depth=128)]
+    specs.append(ReadSpec(pattern="sequential", block_bytes=512 << 10))
+    with open_sample(folder, LEAST_BYTES) as (path, size_bytes):
+        bench = StorageBench(str(path), size_bytes)
+        rates = bench.measure(specs, rounds=2)
+        bench.close()
+    values = device.model_dump(mode="json", exclude_none=True)
+    values["units"][cpu]["read_bandwidth"] = bandwidth
+    values["storage"] = {
+        "reads": [
+            {
+                "pattern": spec.pattern,
+                "block": format_bytes(spec.block_bytes),
+                "rate": _write_rate(summarise(rates[spec.key], "more").value),
+                **_origin("direct reads", len(rates[spec.key])),
+            }
+            | ({} if spec.depth is None else {"depth": spec.depth})
+            for spec in specs
+        ]
+    }
+    return Device.model_validate_json(json.dumps(values))
 
 
 def describe_device(name: str, found: Measurements) -> dict[str, Any]:

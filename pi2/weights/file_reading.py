@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,16 +58,16 @@ class HubFile:
         return f"{self.repository}{self.revision}/{file}"
 
 
-def find_hub_file(text: str, folder: Path) -> Path:
-    """The file on this machine that a plan in ``folder`` means by ``text``: of the commit in the
-    lock, if it is there.  Nothing is fetched.
+def find_hub_file(text: str, plan: Path) -> Path:
+    """The file on this machine that ``plan`` means by ``text``: of the locked commit, if there is
+    a lock.  Nothing is fetched.
 
-    `UserError` P530 where it was not pulled, P729 where it has another size than was pinned, P760
-    for no reference."""
+    Raises `UserError`: P530 not pulled, P729 another size than the locked one, P760 no
+    reference."""
     from huggingface_hub import try_to_load_from_cache
 
     wanted = HubFile.parse(text)
-    pinned = _find_pin(text, folder)
+    pinned = _find_pin(text, plan.parent)
     revision = wanted.revision[1:] or None if pinned is None else pinned.revision
     repository = wanted.repository.removeprefix(HUB)
     found = try_to_load_from_cache(repository, wanted.file, revision=revision)
@@ -74,25 +75,25 @@ def find_hub_file(text: str, folder: Path) -> Path:
         raise UserError.of(
             "P530",
             f"{text} was not pulled to this machine",
-            help="fetch it: `pi2 pull PLAN`, with this plan's name",
+            help=f"fetch it: `{_write_pull(plan)}`",
         )
     if pinned is not None and Path(found).stat().st_size != pinned.size_bytes:
-        raise _report_others(pinned)
+        raise _report_others(pinned, plan)
     return Path(found)
 
 
-def fetch_hub_file(text: str, folder: Path, progress: Progress = ignore_progress) -> Path:
-    """Fetch the file that a plan in ``folder`` means by ``text``, with the other parts of a split
-    one, and pin the commit, size and SHA-256 in the lock.
+def fetch_hub_file(text: str, plan: Path, progress: Progress = ignore_progress) -> Path:
+    """Fetch the file that ``plan`` means by ``text``, with the other parts of a split one, and pin
+    commit, size and SHA-256 in the lock.
 
-    `UserError` P729 where the bytes are not the pinned ones, P761 to P764 and P767 as
+    Raises `UserError`: P729 other bytes than the locked ones, P761 to P764 and P767 as
     `pi2.importing.hub.find_repository`."""
     from pi2.importing.hub import HubReference, fetch_into_cache, find_repository
     from pi2.sharing.lock import PinnedWeights, choose_lock, edit_lock
     from pi2.store.files import hash_file
 
     wanted = HubFile.parse(text)
-    with edit_lock(choose_lock(folder)) as edit:
+    with edit_lock(choose_lock(plan.parent)) as edit:
         known = edit.lock.find_weights(text)
         revision = wanted.revision[1:] or "main" if known is None else known.revision
         reference = HubReference(wanted.repository.removeprefix(HUB), revision)
@@ -107,7 +108,7 @@ def fetch_hub_file(text: str, folder: Path, progress: Progress = ignore_progress
             )
             before = edit.lock.find_weights(pin.reference)
             if before is not None and before != pin:
-                raise _report_others(before)
+                raise _report_others(before, plan)
             edit.lock = edit.lock.pin(pin)
     return paths[wanted.file]
 
@@ -123,7 +124,7 @@ def list_missing(path: Path) -> Iterator[str]:
         return
     if isinstance(weights, str) and weights.startswith(HUB):
         try:
-            find_hub_file(weights, path.parent)
+            find_hub_file(weights, path)
         except UserError as error:
             if error.diagnostics[0].code == "P530":
                 yield weights
@@ -136,11 +137,18 @@ def _find_pin(text: str, folder: Path) -> PinnedWeights | None:
     return None if lock is None else read_lock(lock).find_weights(text)
 
 
-def _report_others(pin: PinnedWeights) -> UserError:
+def _write_pull(plan: Path) -> str:
+    """The command that fetches a plan's weights."""
+    from pi2.plan.toml.source import display_path
+
+    return f"pi2 pull {shlex.quote(display_path(plan))}"
+
+
+def _report_others(pin: PinnedWeights, plan: Path) -> UserError:
     return UserError.of(
         "P729",
         f"`{pin.reference}` is no longer what was locked: its contents have changed",
-        help="if that is meant, delete its entry in pi2.lock and run `pi2 pull PLAN`",
+        help=f"if that is meant, delete its entry in pi2.lock and run `{_write_pull(plan)}`",
     )
 
 
@@ -243,7 +251,7 @@ class FileFiller:
         if stated.startswith(PACKAGE):
             file = find_package_file(stated)
         elif stated.startswith(HUB):
-            file = find_hub_file(stated, path.parent)
+            file = find_hub_file(stated, path)
         return derive_plan(values, self.open(file, tokenizer), *self.find_memory())
 
     def open(self, file: Path, tokenizer: Path | None = None) -> GgufWeights:

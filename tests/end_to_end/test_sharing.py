@@ -308,7 +308,7 @@ class TestPublish:
         code, _, err = self.publish(bob, changed)
         assert code == 2
         assert "error[P741]" in err
-        assert self.publish(bob, changed, "--replace")[0] == 0
+        assert self.publish(bob, changed, "--force")[0] == 0
 
     def test_the_clone_is_a_clone(self, bob: User) -> None:
         (bob.folder / NAME).write_text(DEVICE)

@@ -20,7 +20,7 @@ class TestPlans:
 
     def find(self, user: User, *options: str) -> list[tuple[str, str]]:
         """Code and source line of every finding."""
-        _, out, _ = user.run("validate", "my.plan.toml", "--output-format", "json", *options)
+        _, out, _ = user.run("validate", "my.plan.toml", "--format", "json", *options)
         lines = (user.folder / "my.plan.toml").read_text().split("\n")
         return [
             (item["code"], lines[item["span"]["line"] - 1].partition(" ")[0])

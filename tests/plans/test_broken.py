@@ -26,7 +26,7 @@ def test_every_rule_has_a_file() -> None:
 
 @pytest.mark.parametrize("name", list_names())
 def test_the_mistake_is_found_at_its_place(name: str) -> None:
-    code, stdout, _ = validate(name, "--output-format", "json")
+    code, stdout, _ = validate(name, "--format", "json")
     (finding,) = json.loads(stdout)
     span, severity = finding["span"], finding["severity"]
     place = f"{span['line']}:{span['column']}"
@@ -43,7 +43,7 @@ def test_the_output_is_as_expected(name: str) -> None:
 
 
 def test_all_files_at_once() -> None:
-    code, stdout, stderr = validate(*list_names(), "--output-format", "concise")
+    code, stdout, stderr = validate(*list_names(), "--format", "concise")
     assert code == 1
     assert len(stdout.splitlines()) == len(PLANTED)
     errors = sum(" error " in line for line in PLANTED.values())

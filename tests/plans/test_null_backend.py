@@ -1,19 +1,26 @@
-"""Every shipped plan runs through the whole engine with the null backend."""
+"""Shipped plans, and the shortest that people write, run through the whole engine, with the null
+backend if the device is another."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tomlkit
 
 import pi2
+from pi2.cli.main import run
+from pi2.plan.documents.model import Model
+from tests.helpers.mixtures import make_mixture_plan
+from tests.helpers.models import make_model, make_tiny
 from tests.helpers.shipped_plans import PLANS, list_plans
 
 SHIPPED = [path for path in list_plans() if "\nweights = " not in path.read_text("utf-8")]
+NOTHING = {"backends": {"cpu": "null", "gpu": "null", "npu": "null"}}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(PLANS)))
 def test_a_shipped_plan_runs_dry(path: Path) -> None:
-    nothing = {"backends": {"cpu": "null", "gpu": "null", "npu": "null"}}
-    with pi2.load(path, set=nothing) as model:
+    with pi2.load(path, set=NOTHING) as model:
         shape = model.plan.model.shape
         prompt = [1] * 8
         assert model.logits(prompt).shape == (8, shape.vocab)
@@ -33,3 +40,63 @@ def test_a_shipped_plan_runs_dry(path: Path) -> None:
 
 def test_there_are_shipped_plans() -> None:
     assert len(SHIPPED) >= 1
+
+
+def take_demo(folder: Path) -> str:
+    return str(PLANS / "stores" / "pi2-demo")
+
+
+def write_file(folder: Path) -> str:
+    pytest.importorskip("gguf")
+    from tests.unit.test_checkpoint_models import write_model
+
+    return write_model(folder, "tiny", kind="Q4_1").name
+
+
+def write_moe(folder: Path) -> str:
+    make_mixture_plan(folder, "drelu")
+    (folder / "tiny.model.toml").rename(folder / "store" / "tiny.model.toml")
+    return "store"
+
+
+def write_dense(folder: Path) -> str:
+    make_tiny(folder, stride=4096)
+    describe_model(folder / "store", make_model())
+    return "store"
+
+
+def describe_model(store: Path, model: Model) -> None:
+    values = model.model_dump(mode="json", exclude_none=True)
+    (store / "tiny.model.toml").write_text(tomlkit.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("make_weights", "device"),
+    [
+        pytest.param(take_demo, None, id="the demo's store"),
+        pytest.param(write_file, None, id="a GGUF file"),
+        pytest.param(write_moe, None, id="an MoE model"),
+        pytest.param(write_dense, "oneplus-12", id="a phone"),
+        pytest.param(write_dense, "oneplus-ace-2", id="another phone"),
+    ],
+)
+def test_the_shortest_plan_validates_shows_simulates_and_runs(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    make_weights: Callable[[Path], str],
+    device: str | None,
+) -> None:
+    plan = tmp_path / "my.plan.toml"
+    plan.write_text(
+        f'schema_version = 3\nweights = "{make_weights(tmp_path)}"\n'
+        + ("" if device is None else f'device = "{device}"\n')
+        + '[memory]\nbudget = "300 MiB"\n'
+    )
+    dry = [] if device is None else ["--set", "backends.cpu=null"]
+    assert run(["validate", str(plan), "--strict"]) == 0
+    assert run(["show", str(plan)]) == 0
+    assert "# derived: " in capsys.readouterr().out
+    assert run(["simulate", str(plan), "--prompt", "8", "--tokens", "2"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert run(["run", str(plan), "--prompt", "ab", "--max-tokens", "2", *dry]) == 0
+    assert "speed: " in capsys.readouterr().err

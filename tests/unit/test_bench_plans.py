@@ -137,7 +137,20 @@ def test_the_command_prints_rows_of_a_real_run(
 ) -> None:
     monkeypatch.setattr("pi2.measuring.session.BUFFER_BYTES", 2**24)
     code = main.run(
-        ["bench", str(plan), "-p", "8", "-n", "4", "-r", "2", "-d", "0,3", "--format", "json"]
+        [
+            "bench",
+            str(plan),
+            "--prompt-tokens",
+            "8",
+            "-n",
+            "4",
+            "-r",
+            "2",
+            "-d",
+            "0,3",
+            "--format",
+            "json",
+        ]
     )
     document = json.loads(capsys.readouterr().out)
     assert code == 0
@@ -167,10 +180,12 @@ def test_sequences_are_timed_together_and_share_what_is_read(plan: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-p", "0", "-n", "0"], "nothing to measure"),
+        (["--prompt-tokens", "0", "-n", "0"], "nothing to measure"),
         (["--sequences", "0,2"], "expected at least one sequence"),
         (["--sequences", "2", "--against", "llama.cpp"], "--against measures one sequence"),
-        (["-p", "12x"], "expected whole numbers such as 128,512"),
+        (["--prompt-tokens", "12x"], "expected whole numbers such as 128,512"),
+        (["-p", "0", "-n", "0"], "-p is the prompt's text: write --prompt-tokens 0"),
+        (["--generate", "0"], "--generate is deprecated: write --max-tokens"),
         (["--text", "missing.txt"], "cannot read the text missing.txt"),
         (["-n", "4000"], "needs 4000 tokens of context, the plan has 64"),
     ],
@@ -178,7 +193,7 @@ def test_sequences_are_timed_together_and_share_what_is_read(plan: Path) -> None
 def test_what_cannot_be_measured_is_explained(
     plan: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main.run(["bench", str(plan), "-p", "0", *arguments]) == 2
+    assert main.run(["bench", str(plan), "--prompt-tokens", "0", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 

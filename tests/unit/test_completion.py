@@ -98,5 +98,5 @@ def test_every_offered_setting_is_a_key_of_a_plan() -> None:
 
 
 def test_options_and_choices_are_offered() -> None:
-    assert "--output-format" in offer("validate", "--out")
-    assert offer("validate", "--output-format", "s") == ["sarif"]
+    assert "--format" in offer("validate", "--for")
+    assert offer("validate", "--format", "s") == ["sarif"]

@@ -269,7 +269,7 @@ def test_json_reports_are_ascii_for_any_characters(name: str, text: str) -> None
 @pytest.mark.parametrize("name", FILES)
 def test_validate_writes_the_report_alone_to_stdout(name: str) -> None:
     files = ("wide-before-place.plan.toml", "chunk-above-context.plan.toml")
-    code, stdout, stderr = validate(*files, "--output-format", name)
+    code, stdout, stderr = validate(*files, "--format", name)
     assert code == 1
     assert stderr == "2 files, 1 error, 1 warning\n"
     if name == "junit":

@@ -130,7 +130,7 @@ def test_validate_says_once_how_to_learn_more() -> None:
     assert "pi2 explain" not in stdout
     assert stderr.splitlines()[-1] == "for more, run `pi2 explain P210`"
     assert stderr.count("pi2 explain") == 1
-    _, _, stderr = validate("shares-above-one.plan.toml", "--output-format", "concise")
+    _, _, stderr = validate("shares-above-one.plan.toml", "--format", "concise")
     assert "explain" not in stderr
 
 

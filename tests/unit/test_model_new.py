@@ -465,7 +465,7 @@ def test_replacing_a_store_keeps_the_plan_that_was_changed(tmp_path: Path) -> No
     assert run(command) == 0
     plan = output / "default.plan.toml"
     plan.write_text(plan.read_text() + "# mine\n")
-    assert run([*command, "--replace"]) == 0
+    assert run([*command, "--force"]) == 0
     assert "# mine" not in plan.read_text()
     assert (output / "default.plan.toml.old").read_text().endswith("# mine\n")
 

@@ -78,7 +78,7 @@ def test_a_name_that_nothing_has_leads_to_names_that_are_near(
 
 
 def test_an_unknown_name_is_a_finding_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["validate", "demo", "dmo", "--output-format", "json"]) == 2
+    assert run(["validate", "demo", "dmo", "--format", "json"]) == 2
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["code"], found["span"]["file"]) == ("P001", "dmo")
 
@@ -133,6 +133,18 @@ def test_options_of_several_commands_are_spelt_alike(capsys: pytest.CaptureFixtu
         for command in commands:
             assert run([command, "--help"]) == 0
             assert f"{option}" in capsys.readouterr().out, (command, option)
+
+
+def test_old_spellings_of_options_go_on_working(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    given = ["--output-format=json", "--output-file", str(report), "--warnings-as-errors"]
+    assert run(["validate", "demo", *given]) == 0
+    warned = capsys.readouterr().err
+    for old, new in (("-format", "--format"), ("-file", "--output"), ("errors", "--strict")):
+        assert f"{old} is deprecated: write {new}\n" in warned
+    assert report.read_text().strip() == "[]"
 
 
 def test_the_help_begins_with_the_commands_of_every_day() -> None:

@@ -83,7 +83,7 @@ def test_the_same_finding_is_printed_once(
 ) -> None:
     monkeypatch.chdir(ROOT / "tests/plans/broken")
     files = ["broken-device.plan.toml", "parts/dented.device.toml"]
-    assert run(["validate", *files, "--output-format", "json"]) == 1
+    assert run(["validate", *files, "--format", "json"]) == 1
     assert len(json.loads(capsys.readouterr().out)) == 1
 
 

@@ -74,7 +74,7 @@ def test_weights_of_a_plan_are_pulled_when_asked_for_and_pinned(
     )
     run_it = ("run", str(plan), "--prompt", "x", "--max-tokens", "1")
     code, said = run_command(environment, *run_it)
-    assert (code, "was not pulled" in said, "pi2 pull PLAN" in said) == (1, True, True)
+    assert (code, "was not pulled" in said, f"`pi2 pull {plan}`" in said) == (1, True, True)
     with serve_repository(tmp_path / "there", "org/tiny") as hub:
         code, said = pull(environment, hub, str(plan))
         assert code == 0, said

@@ -70,8 +70,16 @@ def test_a_picture_of_an_unknown_type_is_an_error(
     assert "P633" in capsys.readouterr().err
 
 
-def test_device_without_figures_is_told_what_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["simulate", str(PLANS / "demo.plan.toml")]) == 2
+def test_device_without_figures_is_told_what_to_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = (PLANS / "devices/host.device.toml").read_text()
+    (tmp_path / "mine.device.toml").write_text(host.replace('id = "host"', 'id = "mine"'))
+    plan = tmp_path / "my.plan.toml"
+    plan.write_text(
+        f'schema_version = 3\nweights = "{PLANS}/stores/pi2-demo"\ndevice = "mine.device.toml"\n'
+    )
+    assert run(["simulate", str(plan)]) == 2
     error = capsys.readouterr().err
     assert "P330" in error
     assert "units.cpu.read_bandwidth" in error

@@ -152,7 +152,7 @@ def test_convert_by_path_of_the_model(
     assert run(["store", "verify", "out"]) == 0
     assert run(arguments) == 2
     assert "error[P521]" in capsys.readouterr().err
-    assert run([*arguments, "--replace"]) == 0
+    assert run([*arguments, "--force"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def write_plan(folder: Path, changes: dict[str, str]) -> Path:
 
 def check(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Codes, and lines, that `pi2 validate` reports; a run has to end with the same code."""
-    run(["validate", str(path), "--output-format", "json"])
+    run(["validate", str(path), "--format", "json"])
     found = json.loads(capsys.readouterr().out)
     codes = [f"{item['code']} {item['path']}" for item in found]
     assert all(item["span"]["file"] for item in found)
@@ -76,7 +76,7 @@ def test_a_store_of_another_stride_is_found_at_the_stride(
 ) -> None:
     path = write_plan(tmp_path, TWICE_AS_WIDE)
     assert check(path, capsys) == ["P520 bundle.stride"]
-    run(["validate", str(path), "--output-format", "concise"])
+    run(["validate", str(path), "--format", "concise"])
     before = path.read_text("utf-8").split('"1 KiB"')[0]
     line, column = before.count("\n") + 1, len(before.splitlines()[-1]) + 1
     out = capsys.readouterr().out
@@ -135,14 +135,14 @@ BROKEN = Path(__file__).parents[1] / "plans/broken/shares-above-one.plan.toml"
 
 
 def validate(*arguments: str) -> int:
-    return run(["validate", str(BROKEN), "--output-format", "json", *arguments])
+    return run(["validate", str(BROKEN), "--format", "json", *arguments])
 
 
 def test_the_report_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "reports/pi2.json"
     path.parent.mkdir()
     path.write_text("an older report, which is longer than nothing")
-    assert validate("--output-file", str(path)) == 1
+    assert validate("--output", str(path)) == 1
     assert [item["code"] for item in json.loads(path.read_text("utf-8"))] == ["P210"]
     out, err = capsys.readouterr()
     assert (out, err) == ("", "1 file, 1 error\n")
