@@ -123,9 +123,8 @@ def test_code_that_the_driver_refuses_is_a_diagnostic(launcher: Launcher) -> Non
 
     image = build_image([make_join(FFN)], launcher.facts.target)
     broken = KernelImage(api=image.api, codes=(b"no kernel",), kernels=image.kernels)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="P362"):
         launcher.load(broken)
-    assert caught.value.diagnostics[0].code == "P362"
 
 
 def test_a_device_that_is_not_there_is_a_diagnostic(launcher: Launcher) -> None:

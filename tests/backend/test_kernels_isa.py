@@ -12,10 +12,7 @@ import pytest
 from pi2.arrays import F32
 from pi2.backends.kernels.isa import Isa, choose_isa
 from pi2.backends.kernels.spec import KV_DTYPES, SPANS
-from pi2.fitting.check import check_file
 from pi2.formats import find_packing
-from pi2.plan.documents.device import Device
-from pi2.plan.reading.references import list_shipped
 from tests.helpers.aarch64 import (
     ARM_FEATURES,
     emulate,
@@ -33,6 +30,7 @@ from tests.helpers.kernels import (
     measure_error,
     quantize_activations,
 )
+from tests.helpers.shipped_plans import read_device
 
 DECODING = [name for name in ARM_FEATURES if name != "i8mm"]
 """Of those, what differs for one token."""
@@ -46,8 +44,7 @@ def test_features_choose_the_fastest_x86_schedule(name: str) -> None:
 def test_a_device_document_chooses_the_schedule_of_its_cores() -> None:
     chosen = {}
     for name in ("oneplus-12", "xiaomi-14", "pixel-8", "raspberry-pi-5"):
-        device = check_file(list_shipped("device")[name]).document
-        assert isinstance(device, Device)
+        device = read_device(name)
         chosen[name] = choose_isa(set(device.units["cpu"].features or ()), "aarch64").name
     assert chosen.pop("raspberry-pi-5") == "dotprod"
     assert set(chosen.values()) == {"i8mm"}

@@ -1,8 +1,12 @@
-"""Plans that come with pi2, as far as their weights are here."""
+"""Documents that come with pi2: plans as far as their weights are here, devices and models."""
 
 import importlib.util
 import re
 from pathlib import Path
+
+from pi2.plan.documents.device import Device
+from pi2.plan.documents.model import Model
+from pi2.planning.wish import read_document
 
 PLANS = Path(__file__).parents[2] / "plans"
 
@@ -16,3 +20,17 @@ def has_package(path: Path) -> bool:
     """Whether the package that the plan's weights are in, if any, is installed."""
     found = re.search(r'"package:(\w+)/', path.read_text("utf-8"))
     return found is None or importlib.util.find_spec(found[1]) is not None
+
+
+def read_device(name: str) -> Device:
+    """A shipped device."""
+    document = read_document(name, "device").document
+    assert isinstance(document, Device)
+    return document
+
+
+def read_model(name: str) -> Model:
+    """A shipped model."""
+    document = read_document(name, "model").document
+    assert isinstance(document, Model)
+    return document

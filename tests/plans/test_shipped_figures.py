@@ -14,8 +14,9 @@ from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER, count_ffn_bytes
 from pi2.plan.documents.common import Origin
-from pi2.plan.documents.device import Device, ReadFigure
+from pi2.plan.documents.device import ReadFigure
 from pi2.plan.documents.model import Model
+from tests.helpers.shipped_plans import read_device, read_model
 from tools.list_devices import DOCUMENT, read_devices, render_document
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,18 +31,6 @@ MIB = 2**20
 
 def name_file(path: Path) -> str:
     return str(path.relative_to(path.parents[1]))
-
-
-def read_device(name: str) -> Device:
-    document = check_file(PLANS / f"devices/{name}.device.toml").document
-    assert isinstance(document, Device)
-    return document
-
-
-def read_model(name: str) -> Model:
-    document = check_file(PLANS / f"models/{name}.model.toml").document
-    assert isinstance(document, Model)
-    return document
 
 
 def read_plan(name: str) -> ResolvedPlan:

@@ -16,11 +16,9 @@ from pi2.engine.feed_forward import CutFeedForward
 from pi2.engine.waves import Wave
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
-from pi2.plan.documents.device import Device
-from pi2.plan.documents.model import Model
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.planner import plan as make_plan
-from pi2.planning.wish import Wish, read_document
+from pi2.planning.wish import Wish
 from pi2.simulate.decode import simulate_decode
 from tests.helpers.goldens import (
     CPU,
@@ -33,6 +31,7 @@ from tests.helpers.goldens import (
     measure_error,
     write_plan,
 )
+from tests.helpers.shipped_plans import read_device, read_model
 
 NEURONS, LAYERS = 700, 5
 CUT = {0: 0.8, 2: 0.3, 3: 0.6}
@@ -165,9 +164,8 @@ def planned() -> PlannedPlan:
 
 def make_wish(**changes: Any) -> Wish:
     """A limit for the shape of Gemma 3n E4B; ``changes`` of its FFN."""
-    model = read_document("gemma-3n-e4b", "model").document
-    device = read_document("cloud-vm-zen5", "device").document
-    assert isinstance(model, Model) and isinstance(device, Device)
+    model = read_model("gemma-3n-e4b")
+    device = read_device("cloud-vm-zen5")
     ffn = model.ffn.model_copy(update=changes)
     return Wish(
         device=device,

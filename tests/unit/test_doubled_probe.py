@@ -9,7 +9,6 @@ import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from pi2.costs.rates import read_rates
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
-from pi2.plan.documents.model import Model
-from pi2.planning.wish import read_document
 from pi2.simulate import read_inputs, simulate
+from tests.helpers.shipped_plans import read_model
 
+MODEL = read_model("bamboo-7b")
 PROBED = Path(__file__).with_name("probed.device.toml")
 NOISE = 1e-2
 """A line through two measurements turns a little where one of them moves."""
@@ -82,13 +81,6 @@ def double(values: Any, path: tuple[str | int, ...]) -> tuple[Device, str, bool]
     return device, " ".join(map(str, kept)), not worse
 
 
-@lru_cache
-def read_model() -> Model:
-    model = read_document("bamboo-7b", "model").document
-    assert isinstance(model, Model)
-    return model
-
-
 def resolve(device: Device, plan: str) -> ResolvedPlan:
     segments = {"runtime": 160, "attention": 1000, "kv": 128, "predictor": 420, "workspace": 64}
     values = {
@@ -106,13 +98,13 @@ def resolve(device: Device, plan: str) -> ResolvedPlan:
         "kv": {"context": 1024},
         **PLANS[plan],
     }
-    found = resolve_values(values, device, read_model())
+    found = resolve_values(values, device, MODEL)
     return replace(found, path=Path("none/probed.plan.toml"))
 
 
 def predict(device: Device, plan: str) -> dict[str, float]:
     resolved = resolve(device, plan)
-    cost = cost_resolved(resolved, read_rates(device, read_model().shape.stored_hidden))
+    cost = cost_resolved(resolved, read_rates(device, MODEL.shape.stored_hidden))
     assert cost.prefill_tokens_s is not None
     return {"planned": cost.tokens_s, "planned prompt": cost.prefill_tokens_s}
 

@@ -13,11 +13,9 @@ from pydantic import ValidationError
 from pi2.backends.hexagon.library import choose_version
 from pi2.cli.main import run
 from pi2.engine.run_report import summarise_pressure
-from pi2.fitting.check import check_file
 from pi2.fitting.completion import complete_plan
 from pi2.importing.new_model import draft_first_plan
-from pi2.plan.documents.device import Device, Hexagon, Memory, Unit
-from pi2.plan.documents.model import Model
+from pi2.plan.documents.device import Hexagon, Memory, Unit
 from pi2.plan.documents.quantities import (
     BYTE_UNITS,
     approximate_bytes,
@@ -28,6 +26,7 @@ from pi2.plan.documents.quantities import (
     round_size,
 )
 from pi2.plan.reading.references import list_shipped
+from tests.helpers.shipped_plans import read_device, read_model
 
 
 @pytest.mark.parametrize(
@@ -95,10 +94,8 @@ def test_a_thousand_tebibytes_are_written_without_an_exponent() -> None:
 
 @pytest.mark.parametrize("name", list_shipped("model"))
 def test_the_plan_of_a_first_run_keeps_everything_in_memory(name: str) -> None:
-    model = check_file(list_shipped("model")[name]).document
-    device = check_file(list_shipped("device")["host"]).document
-    assert isinstance(model, Model)
-    assert isinstance(device, Device)
+    model = read_model(name)
+    device = read_device("host")
     draft = tomllib.loads(draft_first_plan(model, device, 0, "store"))
     plan = complete_plan(draft, device, model).values
     assert plan["layers"]["hot"] == 1.0

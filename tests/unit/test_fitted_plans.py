@@ -13,13 +13,12 @@ from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import find_needs
 from pi2.importing.new_model import draft_first_plan
-from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.reading.references import list_shipped
-from pi2.planning.wish import read_document
 from pi2.refit import FittedPlan, read_plan
 from tests.helpers.mixtures import make_mixture_plan
+from tests.helpers.shipped_plans import read_device, read_model
 
 DEMO = list_shipped("plan")["demo"]
 PLANS = ("demo", "oneplus-12/turbosparse-mixtral-47b", "cloud-vm-zen5/bamboo-7b")
@@ -33,9 +32,8 @@ def read(plan: Path, memory_bytes: int | None = None, **values: object) -> Fitte
 
 def draft(folder: Path, model: str) -> Path:
     """The plan that pi2 itself writes for a model."""
-    device = read_document("host", "device").document
-    described = read_document(model, "model").document
-    assert isinstance(device, Device) and isinstance(described, Model)
+    device = read_device("host")
+    described = read_model(model)
     path = folder / "default.plan.toml"
     text = draft_first_plan(described, device, 8 << 30, ".")
     path.write_text(text.replace(f'"./{described.id}.model.toml"', f'"{model}"'))
@@ -180,8 +178,7 @@ def test_what_gave_way_and_items_of_arrays_are_kept_too(tmp_path: Path) -> None:
 
 def test_a_first_plan_has_a_shorter_context_where_the_usual_one_does_not_fit() -> None:
     """90 MiB of weights in a group of 300 MiB, of which a long context would take 90."""
-    device = read_document("host", "device").document
-    assert isinstance(device, Device)
+    device = read_device("host")
     shape = {
         "layers": 30,
         "hidden": 576,

@@ -20,22 +20,15 @@ from pi2.costs.activity import (
     read_statistics,
 )
 from pi2.costs.constants import Constants
-from pi2.fitting.check import check_file
 from pi2.importing.conversion_job import group_experts
 from pi2.memory.cache import NeuronCache
 from pi2.memory.io_engine import Merging, make_batch
 from pi2.memory.policy import expect_uses
 from pi2.memory.read_sieve import ReadSieve
-from pi2.plan.documents.model import Model
+from tests.helpers.shipped_plans import read_model
 
 NEURONS = 4096
 PLANS = Path(__file__).parents[2] / "plans"
-
-
-def read_model(name: str) -> Model:
-    document = check_file(PLANS / f"models/{name}.model.toml").document
-    assert isinstance(document, Model)
-    return document
 
 
 def count_misses(activity: LayerActivity, hot: float, cold: float, policy: Policy) -> float:

@@ -20,6 +20,7 @@ from pi2.planning.planner import PlannedPlan, plan
 from pi2.planning.refinement import describe_layout, list_bundles
 from pi2.planning.text import describe_choices, write_planned
 from pi2.planning.wish import Wish, read_document
+from tests.helpers.shipped_plans import read_device, read_model
 
 GIB = 1 << 30
 ORIGIN = {"status": "estimated", "source": "a test"}
@@ -183,9 +184,8 @@ def test_two_reads_are_chosen_where_they_are_quicker() -> None:
 
 def wish_for(device: str, model: str, **changes: object) -> Wish:
     """A wish for shipped documents, with 8 GiB of main memory."""
-    unit = read_document(device, "device").document
-    weights = read_document(model, "model").document
-    assert isinstance(unit, Device) and isinstance(weights, Model)
+    unit = read_device(device)
+    weights = read_model(model)
     found = Wish(device=unit, model=weights, memory_bytes=8 * GIB)
     return replace(found, **changes)  # type: ignore[arg-type]
 

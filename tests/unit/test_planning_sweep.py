@@ -14,20 +14,17 @@ from pi2 import ray_cluster
 from pi2.cli.main import run
 from pi2.cli.simulate import expand_references, parse_range
 from pi2.diagnostics import UserError
-from pi2.plan.documents.device import Device
-from pi2.plan.documents.model import Model
 from pi2.planning import sweep
 from pi2.planning import sweep as sweep_report
 from pi2.planning import sweep as workers
-from pi2.planning.wish import read_document
+from tests.helpers.shipped_plans import read_device, read_model
 
 GIB = 1 << 30
 
 
 def make_cells(*memories: int) -> list[sweep.Cell]:
-    device = read_document("oneplus-12", "device").document
-    model = read_document("bamboo-7b", "model").document
-    assert isinstance(device, Device) and isinstance(model, Model)
+    device = read_device("oneplus-12")
+    model = read_model("bamboo-7b")
     return sweep.list_cells([device], [model], memories, context=1024, tokens=8)
 
 

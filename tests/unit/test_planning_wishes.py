@@ -8,10 +8,10 @@ import pytest
 
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.plan.documents.device import Device
 from pi2.planning.planner import plan as make_plan
 from pi2.planning.speed import find_device_memory
-from pi2.planning.wish import Wish, read_document
+from pi2.planning.wish import Wish
+from tests.helpers.shipped_plans import read_device, read_model
 
 PHONES = Path(__file__).parents[2] / "plans/devices"
 
@@ -32,8 +32,7 @@ def make_small(folder: Path) -> str:
 def test_usable_memory_counts_before_installed() -> None:
     found = {}
     for name in ("oneplus-12", "xiaomi-14", "host"):
-        device = read_document(name, "device").document
-        assert isinstance(device, Device)
+        device = read_device(name)
         found[name] = find_device_memory(device)
     assert found == {"oneplus-12": 19 * 10**9, "xiaomi-14": 16 << 30, "host": None}
 
@@ -94,10 +93,7 @@ SPEEDS = [
 
 
 def make_wish(device: str, model: str, speed: float | None = None) -> Wish:
-    found: dict[str, Any] = {
-        "device": read_document(device, "device").document,
-        "model": read_document(model, "model").document,
-    }
+    found: dict[str, Any] = {"device": read_device(device), "model": read_model(model)}
     return Wish(device=found["device"], model=found["model"], tokens_s=speed)
 
 

@@ -110,9 +110,8 @@ def test_a_plan_that_states_less_for_the_runtime_keeps_it() -> None:
 
 @pytest.mark.parametrize("text", ["64", "a lot", "64 Mib", "0 B"])
 def test_a_budget_needs_a_unit_and_a_size(text: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="P612"):
         parse_size(text)
-    assert caught.value.diagnostics[0].code == "P612"
 
 
 def test_a_budget_may_have_no_space() -> None:

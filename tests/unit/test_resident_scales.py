@@ -141,9 +141,8 @@ def test_damaged_scales_are_found(tmp_path: Path, tiny: TinyModel) -> None:
         repack_store(store, scales="inline")
     assert list_hashes(store) == before, "a damaged store is left as it is"
     file.write_bytes(content[:-1])
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="P506"):
         NeuronStore.open(store)
-    assert caught.value.diagnostics[0].code == "P506"
 
 
 def test_a_manifest_without_the_scales_is_no_manifest(tmp_path: Path, tiny: TinyModel) -> None:
