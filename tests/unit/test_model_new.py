@@ -48,77 +48,84 @@ def test_the_document_is_sound_and_says_everything(tmp_path: Path, name: str) ->
     assert report.document == made.model
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "original_max_position_embeddings": 64}
+HALF = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+UNKNOWN = "(model_type) is unknown; the nearest known one is "
+WHERE = {"P533": "", "P534": "config.json says", "P537": "model.safetensors", "P544": "config.json"}
+"""What a finding with the code names."""
+
+
 @pytest.mark.parametrize(
-    ("name", "changes", "problem"),
+    ("name", "changes", "code", "problem"),
     [
-        ("llama", {"model_type": "nobody"}, "the family 'nobody' (model_type) is unknown"),
-        ("llama", {"model_type": None}, "does not state model_type"),
-        ("llama", {"hidden_size": "32"}, "hidden_size is '32', expected a whole number"),
-        ("llama", {"hidden_act": "mish"}, "the activation 'mish' is unknown"),
-        ("llama", {"rope_parameters": {"rope_type": "warp"}}, "position scaling 'warp'"),
-        ("llama", {"num_attention_heads": 0}, "heads"),
-        ("llama", {"rope_theta": 10**400, "rope_parameters": None}, "rope_theta"),
-        ("llama-yarn", {"max_position_embeddings": 10**400}, "max_position_embeddings"),
-        ("gemma", {"hidden_size": -32}, "hidden_size is -32, not in"),
-        ("granite", {"logits_scaling": 0}, "logits_scaling is 0"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
-        ("falcon-7b-relu", {"alibi": True}, "alibi is True"),
-        ("qwen3", {"num_key_value_heads": 3}, "kv_heads"),
+        ("llama", {"model_type": "nobody"}, "P544", "the family 'nobody' (model_type) is unknown"),
+        ("llama", {"model_type": "llama5_text"}, "P544", f"{UNKNOWN}'llama4_text'"),
+        ("llama", {"model_type": "minimax_m9"}, "P544", f"{UNKNOWN}'minimax_m2'"),
+        ("llama", {"model_type": "minimax"}, "P544", "lightning attention"),
+        ("llama", {"model_type": None}, "P544", "does not state model_type"),
+        ("llama", {"hidden_size": "32"}, "P544", "hidden_size is '32', expected a whole number"),
+        ("llama", {"hidden_act": "mish"}, "P544", "the activation 'mish' is unknown"),
+        ("llama", {"rope_parameters": {"rope_type": "warp"}}, "P544", "position scaling 'warp'"),
+        ("llama", {"rope_parameters": HALF}, "P544", "partial_rotary_factor is 0.5"),
+        ("llama", {"num_attention_heads": 0}, "P544", "heads"),
+        ("llama", {"rope_theta": 10**400, "rope_parameters": None}, "P544", "rope_theta"),
+        (
+            "llama-yarn",
+            {"rope_parameters": YARN | {"original_max_position_embeddings": 0}},
+            *("P544", "original_max_position_embeddings is 0"),
+        ),
+        *(
+            (
+                "llama-yarn",
+                # 0.1 ln(e^10) + 1 cancels with a scale of -1.
+                {
+                    "rope_parameters": YARN
+                    | {"factor": math.exp(10), "mscale": one, "mscale_all_dim": other}
+                },
+                *("P544", "mscale and mscale_all_dim scale attention by"),
+            )
+            for one, other in ((1.0, -1.0), (-1.0, 1.0), (-1.0, -1.0))
+        ),
+        ("llama-yarn", {"max_position_embeddings": 10**400}, "P544", "max_position_embeddings"),
+        ("gemma", {"hidden_size": -32}, "P544", "hidden_size is -32, not in"),
+        ("granite", {"logits_scaling": 0}, "P544", "logits_scaling is 0"),
+        ("opt", {"do_layer_norm_before": False}, "P544", "do_layer_norm_before is False"),
+        ("falcon-7b-relu", {"alibi": True}, "P544", "alibi is True"),
+        ("qwen3", {"num_key_value_heads": 3}, "P544", "kv_heads"),
+        # Mixtures.
+        ("deepseek-v2", {"topk_method": "best"}, "P544", "topk_method is 'best'"),
+        ("deepseek-v3", {"n_group": 4}, "P544", "6 experts in 4 groups"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "P544", "a list of 3 kinds of FFN"),
+        ("hunyuan-moe", {"moe_topk": [1, 2]}, "P544", "not the same number in every layer"),
+        ("ernie4-5-moe", {"use_bias": True}, "P544", "use_bias is True"),
+        # Tensors that contradict it, that it denies, and that are not there.
+        ("llama", {"intermediate_size": 81}, "P534", "mlp.gate_proj.weight"),
+        ("llama", {"vocab_size": 97}, "P534", "model.embed_tokens.weight"),
+        ("llama", {"num_key_value_heads": 4}, "P534", "self_attn.k_proj.weight"),
+        ("llama", {"head_dim": 16}, "P534", "self_attn.q_proj.weight"),
+        ("llama", {"num_hidden_layers": 1}, "P537", "model.layers.1.input_layernorm.weight"),
+        ("opt", {"num_hidden_layers": 1}, "P537", "layers.1.self_attn_layer_norm.weight"),
+        (
+            *("llama-biases", {"attention_bias": False, "mlp_bias": False}),
+            *("P537", "self_attn.q_proj.bias"),
+        ),
+        ("falcon-sequential", {"bias": False}, "P537", "self_attention.query_key_value.bias"),
+        ("qwen3", {"model_type": "llama"}, "P537", "self_attn.q_norm.weight"),
+        ("llama", {"tie_word_embeddings": True}, "P537", "lm_head.weight"),
+        ("llama", {"attention_bias": True}, "P533", "self_attn.q_proj.bias"),
     ],
 )
 def test_what_cannot_be_described(
-    tmp_path: Path, name: str, changes: dict[str, Any], problem: str
+    tmp_path: Path, name: str, changes: dict[str, Any], code: str, problem: str
 ) -> None:
     checkpoint = copy_checkpoint(name, tmp_path / name)
     change_config(checkpoint, **changes)
-    with pytest.raises(UserError, match="P544") as caught:
+    with pytest.raises(UserError, match=code) as caught:
         describe_checkpoint(checkpoint)
-    assert problem in str(caught.value)
-    assert "config.json" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "tensor"),
-    [
-        ({"intermediate_size": 81}, "mlp.gate_proj.weight"),
-        ({"vocab_size": 97}, "model.embed_tokens.weight"),
-        ({"num_key_value_heads": 4}, "self_attn.k_proj.weight"),
-        ({"head_dim": 16}, "self_attn.q_proj.weight"),
-    ],
-)
-def test_a_config_that_contradicts_the_tensors(
-    tmp_path: Path, changes: dict[str, Any], tensor: str
-) -> None:
-    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
-    change_config(checkpoint, **changes)
-    with pytest.raises(UserError, match="P534") as caught:
-        describe_checkpoint(checkpoint)
-    assert tensor in str(caught.value)
-    assert "config.json says" in str(caught.value)
-    assert len(caught.value.diagnostics) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "tensor"),
-    [
-        ("llama", {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight"),
-        ("opt", {"num_hidden_layers": 1}, "model.decoder.layers.1.self_attn_layer_norm.weight"),
-        ("llama-biases", {"attention_bias": False, "mlp_bias": False}, "self_attn.q_proj.bias"),
-        ("falcon-sequential", {"bias": False}, "self_attention.query_key_value.bias"),
-        ("qwen3", {"model_type": "llama"}, "self_attn.q_norm.weight"),
-        ("llama", {"tie_word_embeddings": True}, "lm_head.weight"),
-    ],
-)
-def test_tensors_that_the_config_denies(
-    tmp_path: Path, name: str, changes: dict[str, Any], tensor: str
-) -> None:
-    checkpoint = copy_checkpoint(name, tmp_path / name)
-    change_config(checkpoint, **changes)
-    with pytest.raises(UserError, match="P537") as caught:
-        describe_checkpoint(checkpoint)
-    assert tensor in str(caught.value)
-    assert "model.safetensors" in str(caught.value)
-    assert len(caught.value.diagnostics) == 1
+    said = str(caught.value)
+    assert problem in said and WHERE[code] in said
+    assert not problem.startswith(UNKNOWN) or "docs/howto/add-a-model.md" in said
+    assert code not in ("P534", "P537") or len(caught.value.diagnostics) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,14 +148,6 @@ def test_a_base_that_alpha_changes_is_read_as_older_transformers_wrote_it(tmp_pa
     assert describe_checkpoint(checkpoint).model.rope.theta == theta > 10000.0
 
 
-def test_a_part_of_a_head_and_a_scaling_do_not_go_together_in_llama(tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
-    rope = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
-    change_config(checkpoint, rope_parameters=rope)
-    with pytest.raises(UserError, match=r"P544.*partial_rotary_factor is 0\.5"):
-        describe_checkpoint(checkpoint)
-
-
 def test_layers_that_draft_tokens_are_left_out_with_a_word(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("deepseek-v3", tmp_path / "mixture")
     file = checkpoint / "model.safetensors"
@@ -165,25 +164,9 @@ def test_layers_that_draft_tokens_are_left_out_with_a_word(tmp_path: Path) -> No
         describe_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("kind", "nearest"), [("llama5_text", "'llama4_text'"), ("minimax_m9", "'minimax_m2'")]
-)
-def test_nearest_family_of_an_unknown_one_is_named(tmp_path: Path, kind: str, nearest: str) -> None:
-    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
-    change_config(checkpoint, model_type=kind)
-    with pytest.raises(UserError, match="P544") as caught:
-        describe_checkpoint(checkpoint)
-    assert f"(model_type) is unknown; the nearest known one is {nearest}" in str(caught.value)
-    assert "docs/howto/add-a-model.md" in str(caught.value)
-
-
-def test_what_no_document_states_of_a_family_is_named(tmp_path: Path) -> None:
+def test_no_family_is_both_known_and_refused() -> None:
     listing = list_families()
     assert not listing.refused.keys() & listing.families.keys()
-    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
-    change_config(checkpoint, model_type="minimax")
-    with pytest.raises(UserError, match=r"P544.*'minimax'.*lightning attention"):
-        describe_checkpoint(checkpoint)
 
 
 def test_a_mixture_whose_experts_a_bias_chooses_has_it(tmp_path: Path) -> None:
@@ -191,26 +174,6 @@ def test_a_mixture_whose_experts_a_bias_chooses_has_it(tmp_path: Path) -> None:
     rename_tensors(checkpoint, "model.layers.1.mlp.gate.e_score", "model.layers.1.other.e_score")
     with pytest.raises(UserError, match=r"P533.*e_score_correction_bias"):
         describe_checkpoint(checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "problem"),
-    [
-        ("deepseek-v2", {"topk_method": "best"}, "topk_method is 'best'"),
-        ("deepseek-v3", {"n_group": 4}, "6 experts in 4 groups"),
-        ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "not a list of 3 kinds of FFN"),
-        ("hunyuan-moe", {"moe_topk": [1, 2]}, "not the same number in every layer"),
-        ("ernie4-5-moe", {"use_bias": True}, "use_bias is True"),
-    ],
-)
-def test_mixtures_that_cannot_be_described(
-    tmp_path: Path, name: str, changes: dict[str, object], problem: str
-) -> None:
-    checkpoint = copy_checkpoint(name, tmp_path / "mixture")
-    change_config(checkpoint, **changes)
-    with pytest.raises(UserError, match="P544") as caught:
-        describe_checkpoint(checkpoint)
-    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
@@ -251,32 +214,6 @@ def test_a_tied_head_may_be_written_out(tmp_path: Path) -> None:
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, file)
     assert describe_checkpoint(checkpoint).model.tied_head
-
-
-def test_a_context_of_nothing_is_not_stretched(tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint("llama-yarn", tmp_path / "llama")
-    rope = {"rope_type": "yarn", "rope_theta": 100.0, "original_max_position_embeddings": 0}
-    change_config(checkpoint, rope_parameters=rope)
-    with pytest.raises(UserError, match=r"P544.*original_max_position_embeddings is 0"):
-        describe_checkpoint(checkpoint)
-
-
-@pytest.mark.parametrize("scales", [(1.0, -1.0), (-1.0, 1.0), (-1.0, -1.0)])
-def test_attention_that_is_scaled_to_nothing(tmp_path: Path, scales: tuple[float, float]) -> None:
-    checkpoint = copy_checkpoint("llama-yarn", tmp_path / "llama")
-    # 0.1 ln(e^10) + 1 cancels with a scale of -1.
-    rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": math.exp(10)}
-    rope |= {"original_max_position_embeddings": 64, "mscale": scales[0]}
-    change_config(checkpoint, rope_parameters=rope | {"mscale_all_dim": scales[1]})
-    with pytest.raises(UserError, match=r"P544.*mscale and mscale_all_dim scale attention by"):
-        describe_checkpoint(checkpoint)
-
-
-def test_a_bias_that_the_config_promises_and_the_checkpoint_lacks(tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint("llama", tmp_path / "llama")
-    change_config(checkpoint, attention_bias=True)
-    with pytest.raises(UserError, match=r"P533.*self_attn\.q_proj\.bias"):
-        describe_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize(
