@@ -39,7 +39,6 @@ from pi2.plan.weights.layout import round_up
 MACS = 4 * LANES
 """Products of a ``vrmpy``."""
 _LOOP = re.compile(r"loop(\d)\((\.\w+),")
-_LABEL = re.compile(r"^(\.\w+):", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.formats import find_packing
-from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, DenseTensor, split_name
-from pi2.model.tensors import list_tensors
+from pi2.model.tensor import EMBEDDING, FINAL_NORM, HEAD, DenseTensor
 from pi2.plan.documents.model import Model
 from pi2.store.writer import StoreWriter, TensorPieces
 from tests.helpers.bundles import pack_bundles
@@ -43,12 +42,6 @@ class TinyModel:
     """float32 weights by their names in the checkpoint, before quantisation."""
     original: I32
     """[layers, ffn]: index in the checkpoint of the neuron at every stored place."""
-
-
-def count_tensor_bytes(model: Model, *kinds: str) -> int:
-    """Bytes in memory of the tensors of some kinds, those of all layers together."""
-    tensors = (tensor for tensor in list_tensors(model) if split_name(tensor.name)[1] in kinds)
-    return sum(tensor.size_bytes for tensor in tensors)
 
 
 def make_model(changes: Mapping[str, Mapping[str, Any] | Any] | None = None) -> Model:

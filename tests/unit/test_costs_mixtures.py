@@ -1,22 +1,15 @@
 """What predictions take the layers of mixtures to be: dense ones, shared experts, chosen ones."""
 
-from typing import Any
-
 import pytest
 
 from pi2.costs.activity import describe_activity
 from pi2.plan.documents.model import Model
 from pi2.planning.planner import plan
-from pi2.planning.wish import Wish, read_document
+from pi2.planning.wish import Wish
+from tests.helpers.shipped_plans import read_device, read_model
 
 GIB = 1 << 30
 DEEPSEEK = {"experts": 256, "active_experts": 8, "shared_experts": 1}
-
-
-def read_model(name: str) -> Model:
-    model = read_document(name, "model").document
-    assert isinstance(model, Model)
-    return model
 
 
 def make_deepseek(active: int) -> Model:
@@ -38,7 +31,7 @@ def test_a_token_computes_each_layers_own_neurons() -> None:
 
 
 def test_fewer_active_experts_are_predicted_to_be_faster() -> None:
-    device: Any = read_document("xiaomi-14", "device").document
+    device = read_device("xiaomi-14")
     speeds = [
         plan(Wish(device=device, model=make_deepseek(active), memory_bytes=12 * GIB)).cost.tokens_s
         for active in (6, 8)

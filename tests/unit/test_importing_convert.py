@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -329,20 +330,18 @@ def test_progress_grows_to_one(tmp_path: Path) -> None:
     assert shares[-1] == 1.0
 
 
+def interrupt_conversion(checkpoint: Path, model: Model, store: Path) -> None:
+    """Convert until three tensors of two layers are read."""
+    progress = Mock(side_effect=[*[None] * 6, KeyboardInterrupt])
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(checkpoint, model, store, progress=progress)
+
+
 def test_an_interrupted_conversion_goes_on_where_it_was(tmp_path: Path) -> None:
     model = make_model()
     weights = draw_weights(model)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, weights)
-    calls = 0
-
-    def interrupt(label: str, share: float) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 7:  # three tensors of two layers were read
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(checkpoint, model, tmp_path / "store", progress=interrupt)
+    interrupt_conversion(checkpoint, model, tmp_path / "store")
     finished = tmp_path / ".store.partial/layers/ffn-001.arrow"
     number = finished.stat().st_ino
     convert_checkpoint(checkpoint, model, tmp_path / "store")
@@ -355,16 +354,7 @@ def test_an_interrupted_conversion_of_another_checkpoint_is_not_continued(tmp_pa
     first = write_checkpoint(tmp_path / "first", model, draw_weights(model, seed=1))
     other = draw_weights(model, seed=2)
     second = write_checkpoint(tmp_path / "second", model, other)
-    calls = 0
-
-    def interrupt(label: str, share: float) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 7:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(first, model, tmp_path / "store", progress=interrupt)
+    interrupt_conversion(first, model, tmp_path / "store")
     convert_checkpoint(second, model, tmp_path / "store")
     expect_store(tmp_path / "store", model, other, index_order(model))
 

@@ -1,6 +1,7 @@
 """The arithmetic of segments, against sums done by hand."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,20 @@ def test_every_need_is_explained(demo: ResolvedPlan) -> None:
         assert need.explanation, name
 
 
-def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> None:
-    def need(features: tuple[str, ...] | None, architecture: str, chunk: int) -> int:
-        cpu = demo.device.units["cpu"].model_copy(
-            update={"features": features, "architecture": architecture}
-        )
-        device = demo.device.model_copy(update={"units": {"cpu": cpu}})
-        resolved = replace(change_plan(demo, "prefill", chunk=chunk), device=device)
-        return find_needs(resolved).workspace.bytes
+def need_workspace(
+    demo: ResolvedPlan, features: tuple[str, ...] | None, architecture: str, chunk: int
+) -> int:
+    """Bytes of the workspace for prefill in chunks on a CPU with some features."""
+    cpu = demo.device.units["cpu"].model_copy(
+        update={"features": features, "architecture": architecture}
+    )
+    device = demo.device.model_copy(update={"units": {"cpu": cpu}})
+    resolved = replace(change_plan(demo, "prefill", chunk=chunk), device=device)
+    return find_needs(resolved).workspace.bytes
 
+
+def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> None:
+    need = partial(need_workspace, demo)
     threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
     rows = threads * (256 + 256) // GROUP * PAIRED_GROUP_BYTES
     dotprod, i8mm = ("neon", "dotprod"), ("neon", "dotprod", "i8mm")
@@ -62,14 +68,7 @@ def test_cores_with_i8mm_unpack_rows_for_every_thread(demo: ResolvedPlan) -> Non
 
 
 def test_cores_with_amx_keep_tokens_and_rows_for_tiles(demo: ResolvedPlan) -> None:
-    def need(features: tuple[str, ...] | None, architecture: str | None, chunk: int) -> int:
-        cpu = demo.device.units["cpu"].model_copy(
-            update={"features": features, "architecture": architecture}
-        )
-        device = demo.device.model_copy(update={"units": {"cpu": cpu}})
-        resolved = replace(change_plan(demo, "prefill", chunk=chunk), device=device)
-        return find_needs(resolved).workspace.bytes
-
+    need = partial(need_workspace, demo)
     threads = UNKNOWN_THREADS if demo.plan.threads.compute is None else demo.plan.threads.compute
     # 64 rows and the sums of a tile, for both kinds of inputs of projections, 256 long.
     rows = 2 * threads * (64 * 256 * (1 + 4 / GROUP) + 9 * 1024)
