@@ -115,7 +115,7 @@ def hash_pieces(data: U8, starts: I64, sizes: I64) -> U64:
 
 
 def hash_bytes(text: bytes) -> int:
-    """A hash whose value for two texts together follows from each one's: `join_hashes`."""
+    """A hash whose value for two texts together follows from each one's."""
     made = 0
     for byte in text[:_MOST_BYTES]:
         made = made * _FACTOR + byte + 1 & MASK
@@ -161,10 +161,9 @@ class TextNumbers(Mapping[str, int]):
             place += 1
         return sorted(found)
 
-    def find_pieces(self, data: U8, starts: I64, sizes: I64) -> I64:
-        """Numbers int64 [n] of pieces of ``data``, -1 for pieces that are none of the texts; no two
-        of these may have the same hash."""
-        wanted = hash_pieces(data, starts, sizes)
+    def find_hashed(self, wanted: U64, sizes: I64) -> I64:
+        """Numbers int64 [n] of texts with these hashes and sizes, -1 where there is none; no two
+        texts may have the same hash."""
         places = np.searchsorted(self._sorted, wanted).clip(max=len(self._sorted) - 1)
         numbers = self._order[places].astype(np.int64)
         same = (self._sorted[places] == wanted) & (self.texts.sizes[numbers] == sizes)
@@ -196,18 +195,26 @@ class ListedMerges:
         if (cuts >= stops).any():
             return None
         numbers = tokens.numbers
-        lefts = numbers.find_pieces(data, starts, cuts - starts)
-        rights = numbers.find_pieces(data, cuts + 1, stops - cuts - 1)
-        is_kept = np.ones(len(data), bool)
-        is_kept[cuts] = False
-        joined = starts - np.arange(len(starts))
-        made = numbers.find_pieces(data[is_kept], joined, merges.sizes - 1)
+        sizes = cuts - starts, stops - cuts - 1
+        hashes = [hash_pieces(data, *part) for part in ((starts, sizes[0]), (cuts + 1, sizes[1]))]
+        lefts, rights = map(numbers.find_hashed, hashes, sizes)
+        powers = np.full(_MOST_BYTES + 1, _FACTOR, np.uint64)
+        powers[0] = 1
+        powers = np.multiply.accumulate(powers)[sizes[1].clip(max=_MOST_BYTES)]
+        made = numbers.find_hashed(hashes[0] * powers + hashes[1], merges.sizes - 1)
         if min(found.min(initial=0) for found in (lefts, rights, made)) < 0:
             return None
         keys = (lefts << 32 | rights).astype(np.uint64)
         order = np.argsort(keys, kind="stable")
         parts = keys[order], order.astype(np.int32), made[order].astype(np.int32)
         return cls(*(part.data for part in parts))
+
+    @classmethod
+    def join(cls, kept: memoryview) -> ListedMerges:
+        """Make it of the bytes of its three lists, one after the other."""
+        count = len(kept) // 16
+        parts = kept[: 8 * count], kept[8 * count : 12 * count], kept[12 * count :]
+        return cls(parts[0].cast("Q"), parts[1].cast("i"), parts[2].cast("i"))
 
     def find(self, left: int, right: int) -> Merge | None:
         """What becomes of two tokens; the last merge counts where a file lists one twice."""

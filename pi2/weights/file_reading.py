@@ -233,9 +233,9 @@ class FileFiller:
 
     def find_memory(self) -> tuple[int, int]:
         """Installed and free memory, in bytes."""
-        from pi2.machine import detect_machine
+        from pi2.machine.memory import detect_memory
 
-        memory = detect_machine().memory
+        memory = detect_memory()
         return memory.installed_bytes, memory.available_bytes
 
     def __call__(self, values: Mapping[str, Any], path: Path) -> FilledPlan:

@@ -34,6 +34,7 @@ class GgufWeights(TensorFiles):
         """``model``: what the metadata say of it."""
         super().__init__(checkpoint.files, model)
         self.checkpoint = checkpoint
+        self._found: dict[tuple[str, int], FileTensor | None] = {}
 
     @classmethod
     def open(
@@ -60,6 +61,12 @@ class GgufWeights(TensorFiles):
         return tuple((name, found.st_size, found.st_mtime_ns) for name, found in stats)
 
     def find(self, key: str, layer: int = 0) -> FileTensor | None:
+        place = key, layer
+        if place not in self._found:
+            self._found[place] = self._find(*place)
+        return self._found[place]
+
+    def _find(self, key: str, layer: int) -> FileTensor | None:
         pattern = getattr(self.model.tensors, key)
         if pattern is None:
             return None
@@ -166,10 +173,13 @@ class GgufWeights(TensorFiles):
                 found.append(name)
         return found
 
+    @cached_property
+    def _places(self) -> list[tuple[str, int]]:
+        return list(dict.fromkeys((own.key, own.layer) for own in list_sources(self.model)))
+
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
         """Every matrix of the model by the key of ``model.tensors`` that names it and its layer."""
-        places = dict.fromkeys((own.key, own.layer) for own in list_sources(self.model))
-        for key, layer in places:
+        for key, layer in self._places:
             found = None if key.endswith("_bias") else self.find(key, layer)
             if found is not None and found.rows > 1:
                 yield key, layer, found

@@ -12,10 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from pi2.engine.text import TokenDecoder
-from pi2.importing.gguf_tokenizer import make_table, make_tokenizer
+from pi2.importing import gguf_tokenizer
+from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, read_merges
 from pi2.sandbox.trial import TEXTS
 from pi2.tokens.table_tokenizer import TableTokenizer
-from pi2.tokens.texts import Texts
+from pi2.tokens.texts import ListedMerges, Texts
 from tests.helpers.gguf_files import make_sentence_piece
 
 FILE = Path("x.gguf")
@@ -112,3 +113,22 @@ def test_texts_are_read_as_they_were_written(texts: list[str]) -> None:
 def test_texts_that_share_a_character_are_not_whole() -> None:
     data = np.frombuffer("é".encode(), np.uint8)
     assert not Texts(data, np.array([0, 1]), np.array([1, 1])).are_whole
+
+
+def test_merges_that_were_kept_are_those_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(gguf_tokenizer, "MANY_MERGES", 1)
+    metadata = make_metadata(*KINDS[0])
+    merges, tokens = (metadata[f"tokenizer.ggml.{name}"] for name in ("merges", "tokens"))
+    tokens = tokens if isinstance(tokens, Texts) else Texts.join(tokens)
+    read = ListedMerges.read(merges, tokens)
+    assert read is not None
+    for _ in range(3):
+        assert read_merges(merges, tokens) == read
+        (file,) = (tmp_path / "tokenizers").iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert read_merges(merges, tokens) == read
+    assert file.read_bytes() == content
