@@ -94,7 +94,7 @@ def _make_table_pairs(told: GgufTokens) -> Pairs | None:
         return None
     find: FindMerge
     if told.kind == "llama":
-        scores = np.asarray(_read_scores(told))
+        scores = np.asarray(_find_scores(told), np.float64)
         if np.isnan(scores).any():
             return None
         find = ScoredMerges(tokens, scores).find
@@ -280,10 +280,14 @@ def _list_changes(metadata: Mapping[str, Any]) -> list[Any]:
 
 
 def _read_scores(told: GgufTokens) -> list[float]:
+    return [float(score) for score in _find_scores(told)]
+
+
+def _find_scores(told: GgufTokens) -> Any:
     scores = told.metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(told.tokens):
         raise refuse(told.file, "its pieces have no scores")
-    return [float(score) for score in scores]
+    return scores
 
 
 def _find_merges(

@@ -34,8 +34,10 @@ class Texts(Sequence[str]):
         """Read ``count`` texts from a buffer, each after its length as u64, and say where they end;
         `struct.error` or OverflowError if the buffer ends before."""
         measure = Struct("<Q").unpack_from
-        end = place
-        ends = [end := end + 8 + measure(source, end)[0] for _ in range(count)]
+        end, ends = place, _guess_ends(source, place, count)
+        if ends is None:
+            ends = [end := end + 8 + measure(source, end)[0] for _ in range(count)]
+        end = ends[-1] if ends else place
         if end > len(source):
             measure(source, end)
         region = np.frombuffer(source, np.uint8, end - place, place)
@@ -96,6 +98,21 @@ class Texts(Sequence[str]):
     def numbers(self) -> TextNumbers:
         """Numbers of the texts."""
         return TextNumbers(self)
+
+
+def _guess_ends(source: Any, place: int, count: int) -> list[int] | None:
+    """Where texts end if each has 255 bytes at most, of whose length one byte is read: twice as
+    fast. None where one has more."""
+    end = place
+    try:
+        ends = [end := end + 8 + source[end] for _ in range(count)]
+    except IndexError:
+        return None
+    if end > len(source):
+        return None
+    read = np.frombuffer(source, np.uint8)
+    heads = np.array([place, *ends[:-1]], np.int64)[:count]
+    return None if any(read[heads + byte].any() for byte in range(1, 8)) else ends
 
 
 def hash_pieces(data: U8, starts: I64, sizes: I64) -> U64:
